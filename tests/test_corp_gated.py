@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.counting import macs
+from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture

@@ -24,8 +24,8 @@ from ground.onnx_file import read_onnx
 from ground.onnx_types import bits_of
 from ground.ports import OutputPort
 from perf.parity.rounding import round_file
-from perf.runners.graph_io import io_of_onnx
 from perf.runners.onnx import OnnxRunner, onnx_precision
+from perf.runners.onnx_session import io_of_onnx
 from tests import tiny
 from tests.command import invoked, refuses
 from tests.export_served import write_onnx

@@ -24,11 +24,11 @@ from corp_deploy.views.console import Output
 from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
 from corp_deploy.views.sweep_page import sweep_page
 from export.engine.options import BatchProfile
-from export.triton.build_script import build_script
 from export.triton.config import Serving, Variant, config_text
 from export.triton.lint import lint_repository
 from export.triton.pbtxt import parse
 from export.triton.repository import write_repository
+from export.triton.server_releases import build_script
 from export.triton.signature import Signature, Tensor
 from export.triton.variants import Package
 from ground.errors import BadInput

@@ -17,7 +17,7 @@ from perf.parity.measures import EmbeddingMeasures, FeatureMapMeasures, measures
 from perf.parity.rows import Floats
 from perf.parity.similarity import MOST_DRAWN, drawn_rows, linear_cka, same_neighbour
 from perf.parity.tolerance import CEILINGS, exact, half, limits
-from perf.stats.shares import wilson
+from perf.stats.decision import wilson
 
 
 def logits(images: int = 12, classes: int = 7, seed: int = 0) -> Floats:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.counting import macs, parameters
+from corp_deploy.families.counting import macs, parameters, site_costs
 from corp_deploy.families.family import sites_of, with_outputs
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished

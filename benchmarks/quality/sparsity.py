@@ -33,9 +33,8 @@ from benchmarks.real.weights import ARCHITECTURE
 from calib.inputs import InputSet, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.sparsity import Sparsity
-from corp_deploy.families.counting import macs
+from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop

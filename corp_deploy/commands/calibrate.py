@@ -78,8 +78,8 @@ def calibrate(
     from corp_deploy.reduction.summary import reference_of_summary
     from corp_deploy.release.recipe_file import model_table
     from corp_deploy.release.recipe_toml import text_of_model
+    from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
     from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
-    from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
     from ground.files import write_json, write_text
     from ground.gpu import require_device
 

@@ -37,11 +37,12 @@ def inspect(model: ModelChoice, macs: float, out: Output) -> None:
         merging_lines,
         output_lines,
         plan_lines,
+        preprocessing_line,
+        preprocessing_record,
         refusal_lines,
         size_line,
         stay_lines,
     )
-    from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
 
     checkpoint = model.look(out)
     record = inspection_of_model(checkpoint.model) | preprocessing_record(checkpoint)

@@ -25,8 +25,8 @@ def calibrate_by_block(
     from corp_deploy.reduction.summary import reference_of_summary
     from corp_deploy.store.decoder_layers import open_layers
     from corp_deploy.store.hub_snapshot import PREFIX
+    from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
     from corp_deploy.views.moments import line_of_moments
-    from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
     from ground.files import write_json
 
     if under_torchrun():

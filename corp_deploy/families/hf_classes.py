@@ -20,8 +20,8 @@ from ground.errors import BadInput, Missing
 from ground.ports import Port
 
 from .architecture import Architecture, Preprocessing
+from .given_module import PREPARED, facts_with
 from .hf_config import Sides, both
-from .module_facts import PREPARED, facts_with
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec, Tokenization
 

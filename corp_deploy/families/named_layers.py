@@ -20,7 +20,7 @@ from ground.errors import BadInput
 from ground.ports import Role
 
 from .architecture import Preprocessing
-from .module_facts import facts_of_images
+from .given_module import facts_of_images
 
 CLOSE = 1e-4
 EXPECTED_MLP = 'the names of its linear layers inside it: ("fc1", "fc2"), or ("gate", "fc2", "up") of a gated one'

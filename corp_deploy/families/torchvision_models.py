@@ -14,7 +14,7 @@ from corp_deploy.traced.models.module import counts_of_batches, refuse_larger, t
 from ground.errors import BadInput
 
 from .architecture import OF_TORCHVISION, Architecture, Preprocessing
-from .module_facts import PREPARED, facts_with
+from .given_module import PREPARED, facts_with
 from .timm_images import ImageSpec
 
 PREFIX = OF_TORCHVISION

@@ -33,15 +33,14 @@ from corp_deploy.traced.narrowing.whole_removal import filled_
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
 from corp_deploy.traced.programs.padding import has_uneven, padded, spelled_out_
 from corp_deploy.traced.programs.program import operation
-from corp_deploy.traced.programs.readers import Layer, as_module, layers, without_biases_
+from corp_deploy.traced.programs.readers import Layer, as_module, layers, vocabularies, without_biases_
 from corp_deploy.traced.programs.tree import tree
 from corp_deploy.traced.programs.types import made_on_, with_one_type_
-from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
 from . import timm_library
 from .architecture import Architecture
-from .module_facts import facts_of_module
+from .given_module import facts_of_module
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
 from .widths import HeadGeometry

@@ -6,8 +6,8 @@ from typing import Literal
 from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families import traced_model
+from corp_deploy.families.counting import SiteCosts, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.site_cost import SiteCosts, site_costs
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint

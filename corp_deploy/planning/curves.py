@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs
 from calib.moments import Moments
+from corp_deploy.families.counting import SiteCosts, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.site_cost import SiteCosts, site_costs
 from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.kind import ErrorCurve, Order

@@ -21,8 +21,7 @@ from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
 from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.model import Reduction
-from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.fitted import fitted_inputs
+from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs
 from corp_deploy.store.inputs import model_digest
 from ground.effort import Stopwatch, measured
 from ground.files import sha256_of_file

@@ -11,9 +11,8 @@ from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.invocation.running import Device, RunOptions
 from corp_deploy.invocation.table import BENCH
-from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
+from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, fitted_inputs, fitted_of_lineage, save
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.fitted import fitted_inputs, fitted_of_lineage
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
 from export.engine.record import EngineRecord, record_of_plan
 from ground.errors import BadInput, Missing

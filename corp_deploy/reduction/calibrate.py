@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from calib import calibrate as calib_calibrate
 from calib.active import ACTIVE_EPS
+from calib.calibrate import Snapshots
 from calib.collect import Precision
 from calib.distributed import Ranks, join_ranks, under_torchrun
 from calib.inputs import InputSet
@@ -16,7 +17,6 @@ from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import Site
-from calib.snapshots import Snapshots
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import example_of, listened, sites_of, token_weights
 from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams, taps_for

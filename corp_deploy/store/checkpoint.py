@@ -1,10 +1,11 @@
 """A model as a directory: model.safetensors and config.json. Holds no pruning code and runs no pickled code.
 
 config.json names the architecture, the widths of every site that differs from it, how tokens are merged, the outputs,
-the preprocessing, and the lineage: all that it takes to build the model again, wherever it came from.
+the preprocessing, and the lineage: all that it takes to build the model again, wherever it came from, and which inputs
+it was fitted to, which are looked for among those that judge it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from msgspec.structs import asdict
 from safetensors.torch import save_file
 from torch import nn
 
+from calib.fingerprints import Fingerprints, FingerprintsText
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.decoder import NAME as DECODER
@@ -30,13 +32,40 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_value
 from ground.transaction import replacing_files, roll_back_interrupted
+from perf.record.fitted import FittedInputs
 
 from .model_config import CONFIG as CONFIG
+from .model_config import FITTED, REMEDY, MergingEntry, ModelConfig, load_model_config
 from .model_config import KIND as KIND
-from .model_config import REMEDY, MergingEntry, ModelConfig, load_model_config
 from .sparse_layers import require_sparse
 from .weight_fit import require_fit
 from .weights import State, first_names, read_weights
+
+
+def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> Fingerprints | None:
+    """What the model was fitted to; None where nothing tells. Raises BadInput for what can't be read."""
+    if FITTED not in lineage:
+        return None
+    return record_from_value(lineage[FITTED], FingerprintsText, where=f"{where}: lineage.{FITTED}").fingerprints
+
+
+def ids_of_lineage(lineage: Mapping[str, Any]) -> dict[str, Any]:
+    """The same entry as a graph carries it, which goes further than its model: digests alone, not what images look
+    like.
+    """
+    return {FITTED: {"ids": lineage[FITTED]["ids"]}} if FITTED in lineage else {}
+
+
+def fitted_inputs(
+    judging: Fingerprints | None, fitted: Iterable[Fingerprints | None], *, noun: str
+) -> FittedInputs | None:
+    """How many of the judging inputs are among those; None where either is unknown."""
+    fingerprints = [each for each in fitted if each is not None and len(each)]
+    if judging is None or not fingerprints:
+        return None
+    same, alike = judging.overlap(Fingerprints.concatenated(fingerprints))
+    return FittedInputs(judging=len(judging), same=same, alike=alike, noun=noun)
+
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHTS = "model.safetensors"

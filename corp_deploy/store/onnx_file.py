@@ -25,8 +25,7 @@ from ground.quantity import quoted
 from ground.records import record_from_text
 from perf.runners.onnx import onnx_precision
 
-from .checkpoint import Checkpoint
-from .fitted import fitted_of_lineage, ids_of_lineage
+from .checkpoint import Checkpoint, fitted_of_lineage, ids_of_lineage
 from .graph_input import NORMALISED, GraphInput, export_form
 from .inputs import model_digest
 from .sparse_layers import PREFIX as PREFIX

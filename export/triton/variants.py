@@ -12,10 +12,9 @@ from export.engine.record import EngineRecord, record_of_plan, record_path, sha2
 from ground.errors import BadInput
 from ground.text import printable
 
-from .build_script import PENDING_NAME, SCRIPT_NAME, build_script
 from .config import DEFAULT_MAX_BATCH, Serving, Variant, config_text
 from .expected import Expected
-from .server_releases import ServerRelease, server_tags
+from .server_releases import PENDING_NAME, SCRIPT_NAME, ServerRelease, build_script, server_tags
 from .signature import Signature, signature_from_onnx, signature_from_record
 from .versions import require_name
 

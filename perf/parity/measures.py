@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ground.errors import BadInput
 from ground.ports import OutputPort, Role
 from ground.records import Figure
-from perf.stats.shares import percent, wilson
+from perf.stats.decision import percent, wilson
 
 from .logits import (
     LogitMeasures,

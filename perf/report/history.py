@@ -11,8 +11,7 @@ from perf.stats.trend import BatchTrend, Trend
 
 from .numbers import Table
 from .plots import Point, Series, line_with_whiskers
-from .scales import linear
-from .svg import WIDTH, Drawing, Figure, grid_y, group, legend, line, text
+from .svg import WIDTH, Drawing, Figure, grid_y, group, legend, line, linear, text
 
 MOST_LABELS = 10
 

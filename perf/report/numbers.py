@@ -5,7 +5,7 @@ Markdown. A line break parts a cell's small print.
 import math
 from dataclasses import dataclass
 
-from perf.stats import shares
+from perf.stats import decision
 from perf.stats.stats import Interval, Percentile
 
 NOTHING = "–"
@@ -29,7 +29,7 @@ def size(value: float | None) -> str:
 
 def percent(value: float | None, decimals: int = 2) -> str:
     """99.60 %; what is not all is never rounded up to 100 %."""
-    return NOTHING if value is None else shares.percent(value, decimals).replace("-", MINUS)
+    return NOTHING if value is None else decision.percent(value, decimals).replace("-", MINUS)
 
 
 def signed_percent(value: float, decimals: int = 1) -> str:

@@ -20,8 +20,8 @@ from ground.ports import OutputPort, Port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
-from .graph_io import GraphIO, io_of_onnx
 from .onnx import onnx_precision
+from .onnx_session import GraphIO, io_of_onnx
 from .protocol import Gauge, HostBound, resident_gauge
 
 Arithmetic = Literal["fp32", "fp16", "bf16"]

@@ -37,7 +37,7 @@ from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
 from perf.parity.rounding import round_file
-from perf.runners.graph_io import io_of_onnx
+from perf.runners.onnx_session import io_of_onnx
 
 from .content import (
     GRAPH,

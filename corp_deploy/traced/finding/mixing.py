@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call
-from .flow import Flow
+from .flow import Call, Flow
 from .labels import LabelTensor, marked
 from .moves import fixed
 from .pointwise import channelwise, pointwise

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from .call import Call, Value
-from .flow import Flow
+from .flow import Call, Flow, Value
 from .labels import LabelTensor, marked
 from .moves import fixed
 

@@ -10,9 +10,8 @@ from torch import Tensor, fx
 from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, operation, sizes_at_one
 
 from . import mixing, moves
-from .call import Call, call_of
 from .contractions import attention, contraction, convolution, embedding
-from .flow import Flow
+from .flow import Call, Flow, call_of
 from .labels import LabelTensor
 from .moves import fixed, stopped
 from .pointwise import channelwise, gated, is_pointwise, pointwise
