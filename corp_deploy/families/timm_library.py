@@ -23,8 +23,7 @@ from ground.quantity import quoted
 from ground.records import record_from_value
 
 from .architecture import Architecture, Preprocessing
-from .timm_arguments import refuse_unbounded
-from .timm_build import built
+from .timm_arguments import built, refuse_unbounded
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 

@@ -14,9 +14,8 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised
-from export.graph.quantised import layers
+from export.graph.quantised import layers, simulated
 from export.graph.quantiser import Quantiser
-from export.graph.simulated import simulated
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, feeds_of_ports
 from ground.ports import OutputPort

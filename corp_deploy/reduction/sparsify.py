@@ -22,9 +22,8 @@ from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
 from corp_deploy.algebra.sparsity import Rule, Sparsity
 from corp_deploy.families import traced_model
 from corp_deploy.traced.finding.site import Site
-from corp_deploy.traced.models.layers import layered, relayered
+from corp_deploy.traced.models.layers import layered, relayered, reordered, scores, streams
 from corp_deploy.traced.models.module import replaced
-from corp_deploy.traced.models.orders import reordered, scores, streams
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite

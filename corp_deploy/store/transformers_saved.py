@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from safetensors.torch import save_file
@@ -32,25 +32,6 @@ BESIDE = (PREPROCESSOR, *FILES)
 """What would be read of an older model's files where a new one has none."""
 FOLDER = "hf"
 """Beside model.safetensors and config.json of a model directory."""
-
-
-class Origin(Protocol):
-    """What a model was read from, as its class of transformers has it."""
-
-    @property
-    def files(self) -> Mapping[str, Any]:
-        """The content of what stands beside configuration and weights, by path."""
-        ...
-
-    def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
-        """Raise BadInput, naming the site, for widths asked for that the configuration can't say, or those that the
-        other sites have.
-        """
-        ...
-
-    def saved(self, checkpoint: Checkpoint) -> Saved:
-        """The model as that class has it. Raises BadInput for what it can't be."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +84,13 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
         return decoder_saved.saved(checkpoint.model, self.config)
+
+
+Origin = Tower | Encoder | Decoder
+"""What a model was read from, as its class of transformers has it: `files`, the content of what stands beside
+configuration and weights, by path; `refuse_unsayable` raises BadInput, naming the site, for widths asked for, or those
+of the other sites, that the configuration can't say; `saved`, the model as that class has it.
+"""
 
 
 def _decoder(origin: Mapping[str, Any], where: str) -> Decoder:

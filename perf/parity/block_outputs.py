@@ -21,7 +21,6 @@ from ground.feeds import Feeds, batch_size, rows_of, single_array
 from ground.onnx_file import read_onnx
 from ground.precision import FLOAT16, FLOAT32, FloatType
 
-from . import block_outputs
 from .locate import FaultLocation, block_errors, locate, noise_of
 from .rounding import NARROW, element_types, rounded_graph
 from .structure import StructuralTest
@@ -183,7 +182,7 @@ def _filled(part: Feeds, batch: int) -> Feeds:
 
 def block_noise(dense_fp32: ModelProto, dense_half: ModelProto, feeds: Feeds) -> dict[str, float]:
     """Each block's own noise in sixteen bits, of the dense model, by key."""
-    fp32, half = (block_outputs.outputs_of_graph(graph, feeds) for graph in (dense_fp32, dense_half))
+    fp32, half = (outputs_of_graph(graph, feeds) for graph in (dense_fp32, dense_half))
     return noise_of(fp32, half)
 
 
@@ -203,8 +202,8 @@ def locate_in_half(
 
     A few inputs do (8 to 32): those on which the link failed worst. Raises BadInput when the graphs share no block.
     """
-    sides = [block_outputs.outputs_of_graph(graph, feeds) for graph in (fp32, half)]
-    activations = block_outputs.by_site(fp32, block_outputs.largest_activations(fp32, feeds))
+    sides = [outputs_of_graph(graph, feeds) for graph in (fp32, half)]
+    activations = by_site(fp32, largest_activations(fp32, feeds))
     every = block_errors(*sides, noise=noise, float_type=float_type)
     errors = [error for error in every if error.site not in scaled]
     return locate(link, errors, activations=activations, fix_command=fix_command, float_type=float_type)
@@ -212,7 +211,7 @@ def locate_in_half(
 
 def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds, *, products: int) -> FaultLocation:
     """Where a float32 graph leaves the torch model that it was exported from. Raises BadInput as above."""
-    sides = block_outputs.outputs_of_module(model, feeds), block_outputs.outputs_of_graph(graph, feeds)
+    sides = outputs_of_module(model, feeds), outputs_of_graph(graph, feeds)
     bound = exact(products=products, largest_logit=0.0).max_relative_error
     assert bound is not None
     return locate(link, block_errors(*sides, noise=bound), activations={}, factor=1.0)

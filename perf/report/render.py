@@ -4,15 +4,13 @@ See content_from_record for the record's keys and what is raised.
 """
 
 import dataclasses
-import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from csv import writer as csv_writer
 from typing import Any
 from xml.etree import ElementTree
 
-from ground.text import csv_cell, markdown_line
+from ground.text import csv_text, markdown_line
 from perf.stats.stats import Interval, Percentile
 from perf.stats.summary import SummaryRow
 
@@ -32,11 +30,7 @@ def csv(record: Mapping[str, Any]) -> str:
     """Every number, unrounded, one a row, with its interval where it has one. Columns as in HEADER; what is unknown or
     not finite is empty.
     """
-    out = io.StringIO()
-    writer = csv_writer(out, lineterminator="\n")
-    writer.writerow(HEADER)
-    writer.writerows(map(csv_cell, row) for row in _csv_rows(content_from_record(record)))
-    return out.getvalue()
+    return csv_text((HEADER, *_csv_rows(content_from_record(record))))
 
 
 def _csv_rows(content: Content) -> Iterator[CsvRow]:

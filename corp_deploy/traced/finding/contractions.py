@@ -7,9 +7,8 @@ from torch import Tensor
 
 from .flow import Call, Flow, Value
 from .labels import LabelTensor, marked
-from .mixing import mixed
 from .moves import fixed, stopped
-from .pointwise import combined
+from .pointwise import combined, mixed
 from .product import FRONT, Factor, columns_stay, equation_of, factor, product, write
 
 _KERNEL = "XYZ"
