@@ -19,7 +19,7 @@ from .products import mirror_, upper_triangle
 SYMMETRIC = frozenset(
     {"gram_FF", "zz_CC", "qq_HDD", "kk_HDD", "kk_centred_HDD", "plane_gram_HXX", "gram_GUU", "map_gram_GCC"}
 )
-"""Sums of x x^T, which `totals.on_host` mirrors; per-image systems, targets and cross products are of two things."""
+"""Sums of x x^T, which `on_host` mirrors; per-image systems, targets and cross products are of two things."""
 UPPER = ":upper"  # behind the name of a sum that is stored as a triangle
 
 
