@@ -13,13 +13,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 from torch import Tensor
 
-from ground.arrays import array_from_npy, arrays_from_npz
+from ground.arrays import array_from_npy, arrays_from_npz, arrays_from_safetensors
 from ground.errors import BadInput
 from ground.feeds import Feeds, checked_feeds, feeds_of_ports, shape_text
-from ground.files import regular_file
 from ground.ports import Port
 
 from .inputs import IndexedInputs, ids_and_digest, sampled_positions
@@ -175,22 +173,10 @@ def _arrays(path: Path, ports: Sequence[Port]) -> Feeds:
     if path.suffix == ".npz":
         return arrays_from_npz(path)
     if path.suffix == ".safetensors":
-        return _from_safetensors(path)
+        return arrays_from_safetensors(path)
     if len(ports) > 1:
         raise BadInput(f"{path}: one array, {expected}")
     return {ports[0].name: array_from_npy(path, mapped=True)}
-
-
-def _from_safetensors(path: Path) -> Feeds:
-    try:
-        with safe_open(regular_file(path), framework="np") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-    except (BadInput, MemoryError):
-        raise
-    except Exception as error:  # safetensors raises its own, and numpy its own at types that it has not
-        raise BadInput(
-            f"{path}: not a valid .safetensors file of numpy types ({type(error).__name__}: {error!s:.200})"
-        ) from error
 
 
 def _refuse_values(array: NDArray[Any], id_count: int | None, *, where: str) -> None:
