@@ -155,6 +155,7 @@ def _apart(state: State) -> dict[str, torch.Tensor]:
 
 def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
     """What config.json says."""
+    assert isinstance(checkpoint.model, TracedModule), type(checkpoint.model)
     spec = traced_model.input_spec(checkpoint.model)
     merging, outputs = traced_model.merging_of(checkpoint.model), outputs_of(checkpoint.model)
     program = program_record(checkpoint.model)
@@ -162,7 +163,7 @@ def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
         "kind": KIND,
         "version": 1,
         **_entry_of(checkpoint.architecture),
-        "sites": _widths(checkpoint.model),
+        "sites": sites_record(checkpoint.model),
         **({} if program is None else {"program": program}),
         **({} if merging is None else {"merging": merging.as_json()}),
         **({} if outputs is None else {"outputs": list(outputs.names)}),
@@ -171,19 +172,6 @@ def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
         "weights_sha256": sha256_of_file(weights),
         "lineage": dict(checkpoint.lineage),
     }
-
-
-def _widths(model: nn.Module) -> dict[str, Any]:
-    """As config.json has them."""
-    assert isinstance(model, TracedModule), type(model)
-    return sites_record(model)
-
-
-def _resized(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
-    """The dense model with every site brought to its recorded widths, weights not yet set."""
-    program = config.program
-    assert isinstance(model, TracedModule), type(model)
-    return model if program is None else as_recorded(model, config.sites, asdict(program), where=where)
 
 
 def _merging(model: nn.Module, entry: MergingEntry, where: str) -> nn.Module:
@@ -256,7 +244,10 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     with torch.device("meta"):
         model = dense_from_architecture(architecture)
     read = read_weights(weights)
-    model = _resized(_with_outputs(model, config, where), config, where)
+    model = _with_outputs(model, config, where)
+    if config.program is not None:  # weights are not set yet
+        assert isinstance(model, TracedModule), type(model)
+        model = as_recorded(model, config.sites, asdict(config.program), where=where)
     if is_of_widths(config.sites) and not _fits(model, read.state):
         assert isinstance(model, TracedModule), type(model)
         model, state = _of_widths(model, architecture, config, read.state, where)
