@@ -10,14 +10,21 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 
 from .active import ACTIVE_EPS
-from .hooks import evaluating, listening, listening_to_merges
 from .inputs import Inputs, batch_size, chunks, padded_to, refuse_dtypes, run_model, to_device
 from .moments import Moments
 from .patch_sums import PatchSums
-from .products import Kernel, kernel_for, matmul_precision
-from .sites import HeadTaps, Role, Site, SiteKind
+from .products import (
+    Kernel,
+    PartialTokenWeights,
+    TokenWeights,
+    Weights,
+    kernel_for,
+    matmul_precision,
+    weights_by_tokens,
+    weights_of,
+)
+from .sites import HeadTaps, Role, Site, SiteKind, evaluating, listening, listening_to_merges
 from .sums import ChannelSums, HeadSums, SiteSums, copied
-from .weights import PartialTokenWeights, TokenWeights, Weights, weights_by_tokens, weights_of
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_SIZE = 8

@@ -1,11 +1,14 @@
-"""Which inputs belong together (crops of one photograph, frames of one film), and two halves that split no such group.
+"""Which inputs belong together (crops of one photograph, frames of one film), and parts of the inputs: those that are
+fitted to and those that are held out, or two halves that split no such group.
 
 Inputs of a group are alike: a fit that is judged on others of its own group looks better than it is.
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
 import numpy as np
 import torch
@@ -16,7 +19,7 @@ from ground.arrays import array_from_npy
 from ground.errors import BadInput
 from ground.records import record_from_file
 
-from .input_set import InputSet, SomeSet
+from .inputs import InputSet, SomeSet, held_out_split
 
 BY_NAME = ("image", "folder", "file")
 LABELS = (".json", ".npy")
@@ -164,3 +167,28 @@ def true_positions(mask_B: Tensor) -> Sequence[int]:
     """Where a mask is true."""
     out: list[int] = mask_B.nonzero().squeeze(1).tolist()
     return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split(Generic[SomeSet]):
+    """The inputs that are fitted to with the group of each, if any, and those held out."""
+
+    fitted: SomeSet
+    groups_B: Tensor | None = None
+    held_out: SomeSet | None = None
+
+
+def split_of(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed: int) -> Split[SomeSet]:
+    """`hold_out` of the inputs, drawn by `seed`, are held out; with `groups` (see group_ids) whole groups are, until
+    they have as many. Raises BadInput where nothing is left on a side, and for groups that the inputs don't have.
+    """
+    if groups is None:
+        if hold_out is None:
+            return Split(fitted=inputs)
+        fitted, held_out = held_out_split(inputs, hold_out, seed=seed)
+        return Split(fitted=fitted, held_out=held_out)
+    groups_B = group_ids(inputs, groups)
+    if hold_out is None:
+        return Split(fitted=inputs, groups_B=groups_B)
+    fitted, held_out, groups_B = held_out_groups(inputs, groups_B, hold_out, seed=seed)
+    return Split(fitted=fitted, groups_B=groups_B, held_out=held_out)

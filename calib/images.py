@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from ground.errors import BadInput
 
-from .input_set import Batch, ids_and_digest, sampled_positions
+from .inputs import Batch, ids_and_digest, sampled_positions
 from .shards import shards_from_pattern
 from .sources import ImageShape, Pixels, Source, Transform, array_from_path, folder_from_path
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from .hooks import evaluating, listening
 from .inputs import Inputs, run_model, to_device
-from .sites import ChannelTaps, HeadTaps, PatchTaps, Role, Site, SiteKind
+from .sites import ChannelTaps, HeadTaps, PatchTaps, Role, Site, SiteKind, evaluating, listening
 
 FLOAT64_BYTES = 8
 LEAST_CHANNELS = 8

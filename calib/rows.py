@@ -1,8 +1,13 @@
-"""Rows of named arrays, in memory or mapped, as a model's inputs: opened once, identified by content, read in order."""
+"""Rows of named arrays, in memory or mapped, as a model's inputs: opened once, identified by content, read in order; of
+a file with an array for each of a model's ports, and of sequences of token ids, all of one length.
+
+Shapes: S sequences, N tokens of each.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -10,8 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .indexed_inputs import IndexedInputs
-from .input_set import ids_and_digest, sampled_positions
+from ground.arrays import array_from_npy, arrays_from_npz, arrays_from_safetensors
+from ground.errors import BadInput
+from ground.feeds import Feeds, checked_feeds, feeds_of_ports, shape_text
+from ground.ports import Port
+
+from .inputs import IndexedInputs, ids_and_digest, sampled_positions
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -83,3 +92,99 @@ class Rows(IndexedInputs):
             return b"".join(row.astype(row.dtype.newbyteorder("<")).tobytes() for row in rows)
 
         return ids_and_digest(map(str, chosen), [sha256(content(place)).digest() for place in chosen])
+
+
+NAME = "input_ids"
+SUFFIX = ".npy"
+_ROWS = 1024  # read at once where values are checked
+
+
+class Sequences(Rows):
+    """Rows of ids, [B,N] int64 under `input_ids`, whatever type they are kept in."""
+
+    __slots__ = ()
+    noun: ClassVar[str] = "sequences"
+    as_int64: ClassVar[bool] = True
+
+
+def sequences_of(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:
+    """`samples` of these rows, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
+    return Sequences.sampled({NAME: ids_SN}, where=where, samples=samples, seed=seed)
+
+
+def in_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:
+    """A stream of ids as whole rows [S,N]; what is left over at its end is dropped. Raises BadInput for no row."""
+    count = len(ids_n) // length
+    if not count:
+        raise BadInput(
+            f"{where}: {len(ids_n)} tokens, expected at least one sequence of {length}; give more text, or the model "
+            "with shorter sequences (length)"
+        )
+    return ids_n[: count * length].reshape(count, length)
+
+
+def open_ids(path: Path, *, length: int, vocabulary: int, samples: int | None = None, seed: int = 0) -> Sequences:
+    """Token ids of a .npy, whole numbers [S, length], or one stream [n] that is cut into such rows; memory-mapped.
+
+    Raises BadInput for a file that is missing or damaged, for other numbers, and for ids that the model doesn't know.
+    """
+    if not path.exists():
+        raise BadInput(f"{path}: no such file, expected token ids ({SUFFIX})")
+    array = array_from_npy(path, mapped=True)
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[1] != length):
+        raise BadInput(
+            f"{path}: got {array.dtype} {list(array.shape)}, expected whole numbers [sequences, {length}], or one "
+            "stream of ids"
+        )
+    rows_SN = in_rows(array, length, where=str(path)) if array.ndim == 1 else array
+    for start in range(0, len(rows_SN), _ROWS):
+        part_SN = rows_SN[start : start + _ROWS]
+        if part_SN.min() < 0 or part_SN.max() >= vocabulary:
+            raise BadInput(
+                f"{path}: ids from {part_SN.min()} to {part_SN.max()}, expected 0 to {vocabulary - 1}: those of the "
+                "model's own tokenizer"
+            )
+    return sequences_of(rows_SN, where=str(path), samples=samples, seed=seed)
+
+
+SUFFIXES = (".npz", ".safetensors", ".npy")
+
+
+def open_arrays(
+    path: Path, ports: Sequence[Port], *, id_counts: Mapping[str, int], samples: int | None = None, seed: int = 0
+) -> Rows:
+    """An array [N, *shape] for each port, under its name in .npz or .safetensors; of a model with one port a .npy too,
+    memory-mapped. `id_counts`: of ports of ids how many there are. `samples` of the rows are drawn by `seed`.
+
+    Raises BadInput for a file that is missing or damaged, for an array that is missing, of no port or of another type
+    or shape than its port's, for NaN and Inf, and for ids that the model doesn't know.
+    """
+    arrays = checked_feeds(feeds_of_ports(_arrays(path, ports), ports), ports, where=str(path))
+    for name, array in arrays.items():
+        _refuse_values(array, id_counts.get(name), where=f"{path}: {name}")
+    return Rows.sampled(arrays, where=str(path), samples=samples, seed=seed)
+
+
+def _arrays(path: Path, ports: Sequence[Port]) -> Feeds:
+    ports_text = ", ".join(f"{port.name} {shape_text(port)} {port.dtype}" for port in ports).replace("[B", "[N")
+    expected = f"expected {' or '.join(SUFFIXES)} with {ports_text}"
+    if not path.is_file() or path.suffix not in SUFFIXES:
+        raise BadInput(f"{path}: {'not such a file' if path.exists() else 'no such file'}, {expected}")
+    if path.suffix == ".npz":
+        return arrays_from_npz(path)
+    if path.suffix == ".safetensors":
+        return arrays_from_safetensors(path)
+    if len(ports) > 1:
+        raise BadInput(f"{path}: one array, {expected}")
+    return {ports[0].name: array_from_npy(path, mapped=True)}
+
+
+def _refuse_values(array: NDArray[Any], id_count: int | None, *, where: str) -> None:
+    for part in (array[start : start + _ROWS] for start in range(0, len(array), _ROWS)):
+        if array.dtype.kind == "f" and not np.isfinite(part).all():
+            raise BadInput(f"{where}: holds NaN or Inf, expected finite values")
+        if id_count is not None and (part.min() < 0 or part.max() >= id_count):
+            raise BadInput(
+                f"{where}: numbers from {part.min()} to {part.max()}, expected 0 to {id_count - 1}: rows of the table "
+                "that the model looks them up in"
+            )

@@ -1,17 +1,121 @@
-"""Images inside webdataset tar shards, read at random positions without unpacking."""
+"""Images inside webdataset tar shards, read at random positions without unpacking.
+
+Headers are read one after the other, and no link is followed. Every step goes forward and ends within the file, so that
+reading ends too.
+"""
 
 import itertools
 import os
 import re
+import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from torch import Tensor
 
 from ground.errors import BadInput
+from ground.files import escapes_directory, regular_file
 
 from .sources import SUFFIXES, ImageShape, Transform, image_from_bytes, refuse_large
-from .tar import members_of_tar
+
+BLOCK = tarfile.BLOCKSIZE
+LONGEST_NOTE = 2**20
+_LONG_NAME, _LONG_LINK, _NOTE, _NOTE_FOR_ALL = (
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE
+)  # fmt: skip
+_NOTES = (_LONG_NAME, _LONG_LINK, _NOTE, _NOTE_FOR_ALL, tarfile.SOLARIS_XHDTYPE)
+_FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+_RECORD = re.compile(rb"([0-9]{1,7}) ([^=\n]+)=")
+_NUMBER = re.compile(r"[0-9]{1,19}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TarMember:
+    """A regular file inside: `size` bytes at `offset`."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def _bad_tar(path: Path, why: str) -> BadInput:
+    return BadInput(f"{path}: not a valid uncompressed tar file ({why})")
+
+
+def _header(path: Path, file: IO[bytes]) -> tarfile.TarInfo | None:
+    """The next header, None at the end."""
+    block = file.read(BLOCK)
+    if len(block) == BLOCK and not any(block):
+        return None
+    if len(block) < BLOCK:
+        raise _bad_tar(path, "it is cut short")
+    try:
+        return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except (tarfile.HeaderError, ValueError) as error:
+        raise _bad_tar(path, str(error)[:100]) from None
+
+
+def _pax_records(path: Path, content: bytes) -> dict[str, str]:
+    """The records of an extended header: each begins with its own length."""
+    records, at = dict[str, str](), 0
+    while at < len(content) and content[at]:
+        record = _RECORD.match(content, at)
+        end = at + int(record[1]) if record else 0
+        if record is None or not record.end() < end <= len(content):
+            raise _bad_tar(path, "an extended header is broken")
+        records[record[2].decode("utf-8", "replace")] = content[record.end() : end - 1].decode(
+            "utf-8", "surrogateescape"
+        )
+        at = end
+    return records
+
+
+def _extension_records(path: Path, file: IO[bytes], info: tarfile.TarInfo) -> dict[str, str]:
+    """What a header says of the next member."""
+    if info.size > LONGEST_NOTE:
+        raise _bad_tar(path, f"a header of {info.size} bytes, expected {LONGEST_NOTE} at most")
+    content = file.read(info.size)
+    if info.type == _LONG_NAME:
+        return {"path": content.rstrip(b"\0").decode("utf-8", "surrogateescape")}
+    return _pax_records(path, content) if info.type in (_NOTE, tarfile.SOLARIS_XHDTYPE) else {}
+
+
+def _size(path: Path, info: tarfile.TarInfo, records: dict[str, str], remaining: int) -> int:
+    """Of a member that has so many bytes of the file behind its header."""
+    text = records.get("size", str(info.size))
+    if not _NUMBER.fullmatch(text) or int(text) > remaining:
+        raise _bad_tar(path, f"{info.name[:100]!r} has {text[:25]} bytes, and {remaining} are left of the file")
+    return int(text)
+
+
+def _require_regular_member(path: Path, info: tarfile.TarInfo, name: str, records: dict[str, str]) -> None:
+    """Raise BadInput for links, devices, files with holes, and names that lead out of the archive."""
+    if info.type not in (*_FILES, tarfile.DIRTYPE) or any(key.startswith("GNU.sparse") for key in records):
+        raise BadInput(f"{path}: its member {name[:100]!r} is a link, a device or sparse; expected regular files alone")
+    if escapes_directory(name):
+        raise BadInput(f"{path}: its member {name[:100]!r} has a path that leaves the archive")
+
+
+def members_of_tar(path: Path) -> Iterator[TarMember]:
+    """The regular files in their order. Raises BadInput for a file that is no whole tar, and as _require_plain does."""
+    file_size = regular_file(path).stat().st_size
+    records = dict[str, str]()
+    with path.open("rb") as file:
+        while (info := _header(path, file)) is not None:
+            at = file.tell()
+            size = _size(path, info, records if info.type not in _NOTES else {}, file_size - at)
+            if info.type in _NOTES:
+                records |= _extension_records(path, file, info)
+            else:
+                name = records.get("path", info.name)
+                _require_regular_member(path, info, name, records)
+                if info.type in _FILES:
+                    yield TarMember(name=name, offset=at, size=size)
+                records = {}
+            file.seek(at + -(-size // BLOCK) * BLOCK)
+
 
 MOST_SHARDS = 100_000
 _RANGE = re.compile(r"\{([0-9]{1,12})\.\.([0-9]{1,12})\}")

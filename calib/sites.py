@@ -1,12 +1,15 @@
-"""Where to listen: the modules of a model whose inputs or outputs are statistics' raw material.
+"""Where to listen: the modules of a model whose inputs or outputs are statistics' raw material, and forward hooks there
+that are gone when the context closes.
 
 Shapes: B inputs, W windows of an input, H heads, N tokens, D dims, F and C channels. The batch is in front of every
 activation, whatever a model does inside: windows are an axis of their own. Of a convolution's maps: C channels in, O
 out, H rows, W columns, G groups, R channels of a group.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -220,3 +223,41 @@ class PatchTaps:
 
 
 Site = ChannelTaps | HeadTaps | PatchTaps
+
+Hear = Callable[[str, Role, Tensor], None]
+
+
+@contextmanager
+def listening(sites: Sequence[Site], on_activation: Hear) -> Iterator[None]:
+    """Calls hear(site name, role, activation) during forward passes: x and z [B,N,...], q and k [B,H,N,D] or in
+    windows [B,W,H,N,D]; of a convolution the maps x [B,C,H,W] and y [B,O,H,W]."""
+    with ExitStack() as stack:
+        for site in sites:
+            for role, tap in site.taps.items():
+                stack.callback(tap.listen(site.name, partial(on_activation, site.name, role)).remove)
+        yield
+
+
+@contextmanager
+def listening_to_merges(sites: Sequence[Site], on_merge: Callable[[nn.Module, Tensor | None], None]) -> Iterator[None]:
+    """Calls hear(merge, sizes [B,N] of the tokens it gives, or None) when a merge before one of the sites has run."""
+
+    def hook(merge: nn.Module, _: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+        on_merge(merge, outputs[1])
+
+    with ExitStack() as stack:
+        for merge in {id(site.merge): site.merge for site in sites if site.merge is not None}.values():
+            stack.callback(merge.register_forward_hook(hook).remove)
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and every submodule's own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

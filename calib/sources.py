@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors import safe_open
 from torch import Tensor
 
-from ground.arrays import array_from_npy, array_from_npz
+from ground.arrays import array_from_npy, array_from_npz, arrays_from_safetensors
 from ground.errors import BadInput
 from ground.files import regular_file
 
@@ -141,31 +140,14 @@ class Array:
         return checked_image(torch.from_numpy(row), f"{self.path}[{position}]", self.shape)
 
 
-def _array_from_safetensors(path: Path) -> NDArray[np.float32]:
-    with safe_open(path, framework="np") as file:
-        if KEY not in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-            names = ", ".join(sorted(file.keys())) or "none"
-            raise BadInput(f"{path}: has no key {KEY!r}, only {names[:300]}")
-        array: NDArray[np.float32] = file.get_tensor(KEY)
-        return array
-
-
 def array_from_path(path: Path, *, shape: ImageShape, pixels: Pixels | None = None) -> Array:
     """[N,3,H,W] float32, or uint8 where `pixels` gives what makes images of those, from .npy (memory-mapped), or from
     key `images` of .npz or .safetensors.
     """
-    regular_file(path)
-    try:
-        if path.suffix == ".npy":
-            array = array_from_npy(path, mapped=True)
-        else:
-            array = array_from_npz(path, KEY) if path.suffix == ".npz" else _array_from_safetensors(path)
-    except BadInput:
-        raise
-    except MemoryError:
-        raise
-    except Exception as error:  # safetensors and numpy each raise their own at a damaged file
-        raise BadInput(f"{path}: not a valid {path.suffix} file ({type(error).__name__}: {error!s:.200})") from error
+    if path.suffix == ".npy":
+        array = array_from_npy(path, mapped=True)
+    else:
+        array = array_from_npz(path, KEY) if path.suffix == ".npz" else arrays_from_safetensors(path, key=KEY)[KEY]
     dtypes = (np.float32,) if pixels is None else (np.float32, np.uint8)
     if array.dtype not in dtypes or array.ndim != 4 or array.shape[1:] != shape:
         or_pixels = "" if pixels is None else ", or uint8 pixels, resized and cropped"

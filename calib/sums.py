@@ -10,14 +10,24 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from .causal import add_system_, add_target_, gram_of_planes, inputs_apart, sums_of_pairs
-from .keys import centred_keys, weighted_keys
+from .causal import add_system_, add_target_, centred_keys, gram_of_planes, inputs_apart, sums_of_pairs, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
+from .packed import on_host, totals_of, zeros
 from .patch_sums import PatchSums
-from .products import Kernel, add_active_, add_gram_, add_sum_, grams_of_heads, upper_triangle
+from .products import (
+    Kernel,
+    Weights,
+    add_active_,
+    add_gram_,
+    add_sum_,
+    grams_of_heads,
+    token_count,
+    upper_triangle,
+    weighted,
+    weighted_by_root,
+    weights_of,
+)
 from .sites import Role
-from .totals import on_host, totals_of, zeros
-from .weights import Weights, token_count, weighted, weighted_by_root, weights_of
 
 
 def _ones_outside(kept_HK: Tensor, dim: int) -> Tensor:

@@ -14,10 +14,8 @@ from torch import Tensor
 from ground.errors import BadInput
 from ground.files import regular_file
 
-from .indexed_inputs import IndexedInputs
-from .input_set import ids_and_digest, sampled_positions
+from .inputs import IndexedInputs, ids_and_digest, refuse_dtypes, sampled_positions
 from .inputs import batch_size as batch_size_of
-from .inputs import refuse_dtypes
 
 MOST_LINE_BYTES = 2**20
 Encode = Callable[[Sequence[str]], Mapping[str, Tensor]]

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ground.vulnerabilities import described, version_numbers, vulnerabilities_of
-from perf.timing.environment import has_vnni
+from perf.timing.watch import has_vnni
 
 from . import __version__
 

@@ -1,4 +1,5 @@
-"""NumPy files from anybody: what a header promises is held against the bytes that are there before memory is taken.
+"""NumPy and safetensors files from anybody: what a header promises is held against the bytes that are there before
+memory is taken.
 
 Nothing is unpickled. An archive may not inflate without end, whatever its own table of contents says.
 """
@@ -7,7 +8,7 @@ import io
 import math
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
+from safetensors import safe_open
 
 from .errors import BadInput
 from .files import escapes_directory, regular_file
@@ -118,13 +120,16 @@ def _array_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> 
     return array
 
 
+def _require_key(path: Path, key: str, names: Iterable[str]) -> None:
+    if key not in names:
+        raise BadInput(f"{path}: has no key {key!r}, only {', '.join(sorted(names))[:300] or 'none'}")
+
+
 def array_from_npz(path: Path, key: str) -> NDArray[Any]:
     """One array of a .npz file. Raises BadInput as array_from_npy does, and where no array has this name."""
     with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular_file(path)) as archive:
         members = _members(archive, path)
-        if key not in members:
-            names = ", ".join(sorted(members)) or "none"
-            raise BadInput(f"{path}: has no key {key!r}, only {names[:300]}")
+        _require_key(path, key, members)
         return _array_of(archive, members[key], path)
 
 
@@ -132,6 +137,17 @@ def arrays_from_npz(path: Path) -> dict[str, NDArray[Any]]:
     """Every array of a .npz file by its name. Raises BadInput as array_from_npz does."""
     with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular_file(path)) as archive:
         return {name: _array_of(archive, member, path) for name, member in _members(archive, path).items()}
+
+
+def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, NDArray[Any]]:
+    """Every array of a .safetensors file by its name, or the one of this name alone. Raises BadInput for a damaged file
+    and for types that numpy has not, and where no array has the name.
+    """
+    with _as_damage(str(path), ".safetensors"), safe_open(regular_file(path), framework="np") as file:
+        names = list(file.keys())
+        if key is not None:
+            _require_key(path, key, names)
+        return {name: file.get_tensor(name) for name in names if key in (None, name)}
 
 
 def array_from_file(path: Path, key: str) -> NDArray[Any]:

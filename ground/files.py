@@ -1,7 +1,8 @@
 """Files that appear whole or not at all, their digests, and what may be read: regular files alone. A pipe would be
-waited on for ever, a device read until memory is full.
+waited on for ever, a device read until memory is full. And directories for one process alone.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -109,3 +110,27 @@ def sha256_of_file(path: Path) -> str:
 def sha256_of_text(text: str) -> str:
     """Hex digest of a text in UTF-8."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+@contextmanager
+def locked(directory: Path, lock: Path, *, what: str) -> Iterator[None]:
+    """The directory for this process alone, by the file `lock`; the kernel releases it when the process ends, however
+    it ends. `what` works there is told to another one.
+
+    Raises BadInput when another process works there.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise BadInput(
+                f"{directory}: another {what} ({file.read().strip() or 'unknown process'}) works in this directory; "
+                "wait until it ends, or give another directory"
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()}\n")
+        file.flush()
+        yield

@@ -1,4 +1,6 @@
-"""Numbers as people write them: ASCII digits, finite, and no larger than the thing they count can be."""
+"""Numbers as people write them: ASCII digits, finite, no larger than the thing they count can be; and how large each
+is.
+"""
 
 import math
 import re
@@ -77,3 +79,40 @@ BATCH = Count(low=1, high=65_536)
 def quoted(text: str) -> str:
     """What was got, quoted and cut so that a message stays one."""
     return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"
+
+
+IMAGES = Count(low=1, high=10**9)
+BAD_IMAGES = Count(low=0, high=10**9)
+SEED = Count(low=0, high=2**32 - 1)
+JOBS = Count(low=1, high=256)
+WORKERS = Count(low=0, high=256)
+TOKENS = Count(low=1, high=10_000_000)
+THREADS = Count(low=1, high=1024)
+STREAMS = Count(low=1, high=1024)
+STEPS = Count(low=1, high=10**9)
+ROUNDS = Count(low=6, high=500)
+ALIGNMENT = Count(low=1, high=65_536)
+OPSET = Count(low=20, high=23)
+OPTIMIZATION_LEVEL = Count(low=0, high=5)
+WORKSPACE_MIB = Count(low=1, high=2**24)
+MODEL_VERSION = Count(low=1, high=2**63 - 1)
+QUEUE_DELAY_US = Count(low=0, high=10**8)
+INSTANCES = Count(low=1, high=1024)
+
+MEAN = Real(low=-1000.0, high=1000.0)
+DEVIATION = Real(low=0.0, high=1000.0, low_open=True)
+SHARE = Real(low=0.0, high=1.0, noun="a share")
+CONFIDENCE = Real(low=0.0, high=0.999, noun="a share")
+SHARE_REMOVED = Real(low=0.0, high=1.0, high_open=True, noun="a share")
+SHARE_KEPT = Real(low=0.0, high=1.0, low_open=True, noun="a share")
+
+RIDGE = Real(low=0.0, high=1e6, low_open=True)
+ERROR = Real(low=0.0, high=1e6)
+MAGNITUDE = Real(low=0.0, high=1e6)
+LEVEL = Real(low=0.0, high=1e6)
+FACTOR = Real(low=1.0, high=1e6)
+RATIO = Real(low=0.0, high=1e6, low_open=True)
+NATS = Real(low=0.0, high=1e6)
+GIGABYTES = Real(low=0.0, high=1e6, low_open=True)
+SECONDS = Real(low=0.0, high=1e6, low_open=True)
+MILLISECONDS = Real(low=0.0, high=1e6, low_open=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
+from collections.abc import Iterable
 
 # What turns the order of the letters behind it about, so that a name reads as another, and what ends a line unseen.
 _TURNS = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
@@ -39,6 +42,13 @@ def csv_cell(value: object) -> object:
     if not isinstance(value, str):
         return value
     return f"'{printable(value)}" if value.startswith(_FORMULA) else printable(value)
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Rows, the header's first, as CSV of such cells."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(map(csv_cell, row) for row in rows)
+    return out.getvalue()
 
 
 def one_line(text: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ground.feeds import Feeds, Outputs, batch_size
 from perf.record.runs import Flat
-from perf.runners.memory import Gauge
+from perf.runners.protocol import Gauge
 
 
 @dataclass

@@ -22,7 +22,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from examples.digits.images import load
 from tests import tiny
 from tests.small_models import error as error

@@ -34,8 +34,8 @@ from corp_deploy.store.inputs import labels_from_path
 from corp_deploy.store.onnx_file import PREFIX
 from corp_deploy.views.console import Output
 from export.engine.record import record_path
-from export.triton.package import Package
 from export.triton.repository import write_repository
+from export.triton.variants import Package
 from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, refused, run

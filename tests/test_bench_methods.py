@@ -23,7 +23,7 @@ from benchmarks.quality.methods_variants import KINDS, VARIANTS, Kind, Variant
 from benchmarks.quality.procedural_images import CLASSES, WAVELENGTHS, made
 from benchmarks.quality.timm_sites import attentions
 from benchmarks.real.record import Record
-from corp_deploy.families.model_cost import macs
+from corp_deploy.families.counting import macs
 from corp_deploy.polish import options
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.method import method_from_preset

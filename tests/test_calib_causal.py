@@ -10,8 +10,8 @@ from torch import Tensor
 
 from calib import causal
 from calib.moments import HeadMoments
+from calib.products import weights_of
 from calib.sums import HeadSums
-from calib.weights import weights_of
 from corp_deploy.algebra import planes as planes_algebra
 from corp_deploy.algebra import queries_keys
 from corp_deploy.algebra.image_system import ImageSystem, lost_per_image

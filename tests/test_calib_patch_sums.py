@@ -19,7 +19,7 @@ from calib.combination import difference, merge
 from calib.memory import ChannelShape, PatchShape, Shape, bytes_needed, patch_channels_that_fit, shapes_of_sites
 from calib.moments import Moments, on_device
 from calib.patch_moments import PatchMoments
-from calib.patches import patches
+from calib.patch_sums import patches
 from calib.redundancy import PatchRedundancy, redundancy
 from calib.sites import PatchTaps
 from calib.store import load, save

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calib import texts as texts_module
 from calib.calibrate import calibrate
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.texts import Texts, open_texts

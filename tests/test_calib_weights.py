@@ -13,11 +13,11 @@ from calib.calibrate import Options, calibrate
 from calib.collect import collect
 from calib.inputs import Inputs
 from calib.moments import ChannelMoments, HeadMoments, Moments
+from calib.products import TokenWeights
 from calib.resume import ResumeFile
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from calib.store import load, save
 from calib.texts import open_texts
-from calib.weights import TokenWeights
 from ground.errors import BadInput
 from tests import tiny_text
 

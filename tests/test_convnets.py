@@ -12,9 +12,8 @@ from torch import nn
 
 from calib.moments import Moments
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.program_effects import effects_of_changes

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from corp_deploy.families.bert_config import MODEL_TYPES, architecture_from_transformers
+from corp_deploy.families.bert import MODEL_TYPES, architecture_from_transformers
 from corp_deploy.families.sentence_files import PooledBy, TextLength, pooled_by, text_length
 from corp_deploy.families.text_encoder import EncoderArchitecture, TextEncoder
 from corp_deploy.families.text_names import state_from_transformers

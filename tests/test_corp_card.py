@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import cast
 
-from corp_deploy.proof.reduction_record import Covered, ReductionRecord
+from corp_deploy.proof.report_input import Covered, ReductionRecord
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.release import card
 from corp_deploy.release.recipe import Recipe

@@ -15,7 +15,7 @@ import corp_deploy
 from corp_deploy.families.family import sites_of
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.module import replaced
 from corp_deploy.traced.models.narrowing import at_widths
 from ground.errors import BadInput
 from tests import tiny

@@ -11,15 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from corp_deploy.families import timm_library
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.counting import count
+from corp_deploy.families.counting import count, counted, macs, parameters, site_costs
 from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.families.model_cost import counted, macs, parameters
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.store.checkpoint import dense_from_architecture
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.module import replaced
 from corp_deploy.traced.models.narrowing import at_widths
-from corp_deploy.traced.models.site import Currency
+from corp_deploy.traced.models.sites import Currency
 from ground.ports import Port, image_port
 from perf.parity.tolerance import exact
 from tests import tiny

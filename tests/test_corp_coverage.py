@@ -11,16 +11,15 @@ from click.testing import Result
 
 from calib.store import save as save_moments
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
-from corp_deploy.traced.models.site import TracedChannels
-from corp_deploy.traced.models.sites import Refusal
+from corp_deploy.traced.models.sites import Refusal, TracedChannels
 from ground.errors import BadInput
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.tolerance import limits

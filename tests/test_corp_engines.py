@@ -17,7 +17,7 @@ from click.testing import Result
 from PIL import Image
 
 from corp_deploy.proof import candidates
-from corp_deploy.proof.golden import read_golden
+from corp_deploy.proof.compare_engines import read_golden
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of

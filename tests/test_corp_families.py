@@ -16,8 +16,8 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.budget_planner import budget_planner

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from benchmarks.trust.faults_scenarios import RECIPE
 from calib.fingerprints import Fingerprints, FingerprintsText
 from calib.store import load
-from corp_deploy.store.checkpoint import save
-from corp_deploy.store.fitted import fitted_of_lineage
+from corp_deploy.store.checkpoint import fitted_of_lineage, save
 from corp_deploy.store.model_config import load_model_config
 from tests import decoders, tiny
 from tests.command import invoked, refuses, run

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from calib.images import Images
-from calib.input_set import held_out_split
+from calib.inputs import held_out_split
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows

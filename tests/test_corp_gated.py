@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.reduction.model import reduce
 from tests.test_traced_chain import kept_of
 from tests.timm_models import checkpoint, method, moments, opened

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from calib.fingerprints import Fingerprints
 from calib.images import Images
-from calib.input_set import held_out_split
+from calib.inputs import held_out_split
 from calib.moments import Moments
 from calib.store import load
 from corp_deploy.reduction.calibrate import Statistics, calibrate

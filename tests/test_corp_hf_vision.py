@@ -208,7 +208,7 @@ def _prepared(directory: Path, name: str, sides: tuple[int, int]) -> tuple[torch
 
 
 def test_preprocessing_of_the_command_goes_before_the_directorys(tmp_path: Path) -> None:
-    from corp_deploy.families.preprocessing import Preprocessing
+    from corp_deploy.families.architecture import Preprocessing
 
     hf_towers.write_tower(tmp_path, "ViTModel")
     asked = Preprocessing(mean=(0.25,), crop_pct=0.5)

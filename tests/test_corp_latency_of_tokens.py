@@ -21,7 +21,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.merging import Merging, grown
 from corp_deploy.traced.models.parts import STREAM
 from corp_deploy.traced.models.token_merging import TokenMerge
-from corp_deploy.views.latency import latency_rows
+from corp_deploy.views.speed import latency_rows
 from ground.ports import OutputPort, Port
 from perf.bench import latency_table
 from tests import tiny

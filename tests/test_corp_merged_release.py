@@ -10,9 +10,8 @@ import torch
 from benchmarks.trust.faults_scenarios import RECIPE
 from calib.store import load
 from corp_deploy.families import traced_model
-from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.families.merging_cost import merging_record
-from corp_deploy.families.model_cost import macs
+from corp_deploy.families.counting import macs
+from corp_deploy.families.inspection import inspection_of_model, merging_record
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.views.inspection import merging_lines

@@ -14,8 +14,8 @@ from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.merging import How, Merging
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.repository import write_repository
+from export.triton.variants import Package
 from tests import tiny
 from tests.triton_server import Server, lack
 

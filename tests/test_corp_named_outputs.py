@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from corp_deploy import load
 from corp_deploy.families import traced_model
+from corp_deploy.families.counting import macs
 from corp_deploy.families.family import output_ports, outputs_of, with_outputs
-from corp_deploy.families.model_cost import macs
 from corp_deploy.planning.probe import Probe
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished

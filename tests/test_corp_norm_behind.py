@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from calib.images import Images
 from corp_deploy.algebra.norm_behind import NormBehind
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.execution import reduce_as_asked

@@ -12,7 +12,7 @@ from torch import Tensor
 from corp_deploy.algebra import planes
 from corp_deploy.algebra.image_system import ImageSystem, whole_system
 from corp_deploy.algebra.scores import kept_from_scores
-from corp_deploy.families.sequence_rotary import apply_rotary
+from corp_deploy.families.head_attention import apply_rotary
 
 IMAGES, HEADS, TOKENS, PLANES = 3, 2, 7, 4
 DIMS = 2 * PLANES

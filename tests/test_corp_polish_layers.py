@@ -19,7 +19,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.streams import Pair
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.traced.models.merging import Merging
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.module import replaced
 from corp_deploy.traced.models.steps import SegmentStep
 from tests import tiny
 from tests.layer_fits import fit_layers_

@@ -16,13 +16,12 @@ from safetensors.torch import save_file
 
 from calib.store import load
 from corp_deploy.families import traced_model as vit
+from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.family import image_spec
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.invocation.running import FedOptions
 from corp_deploy.proof.chain import prove
-from corp_deploy.proof.inputs import random_inputs
+from corp_deploy.proof.inputs import feeds_to_time, random_inputs
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.timed_inputs import feeds_to_time
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_toml import text_of_recipe

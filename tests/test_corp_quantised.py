@@ -20,8 +20,8 @@ from corp_deploy.proof.locate import fix_command
 from corp_deploy.proof.quantised_precision import bounds_of
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx
-from export.engine.libraries import Library, remedies
 from export.engine.record import record_of_plan
+from export.engine.session import Library, remedies
 from export.graph.quantised import layers
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs

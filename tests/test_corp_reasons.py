@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from corp_deploy.views.gate import gate_shown
 from corp_deploy.views.inspection import inspection_table, refusal_lines
+from corp_deploy.views.parity import gate_shown
 from corp_deploy.views.speed import noise_told
 from perf.gate.gate import Gate, JudgedRule
 from perf.report import tables

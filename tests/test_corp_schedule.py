@@ -11,7 +11,7 @@ import torch
 
 from calib.images import Images
 from corp_deploy.families import traced_model
-from corp_deploy.families.model_cost import macs
+from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import joint
 from corp_deploy.planning.budget import dense_cost

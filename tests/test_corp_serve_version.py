@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from corp_deploy.cli import main
-from export.triton.package import Package
 from export.triton.repository import write_repository
+from export.triton.variants import Package
 from tests.export_served import SHAPE, write_onnx
 from tests.triton_server import Server, lack
 

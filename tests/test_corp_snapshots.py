@@ -13,11 +13,11 @@ from click.testing import Result
 from torch import Tensor
 
 from calib import memory
+from calib.calibrate import Snapshots
 from calib.groups import group_ids, second_half_mask, split_by_mask
 from calib.images import Images
 from calib.moments import Moments, SiteMoments
 from calib.patch_moments import PatchMoments
-from calib.snapshots import Snapshots
 from calib.store import load
 from calib.store import save as save_moments
 from corp_deploy.reduction.calibrate import Statistics, calibrate

@@ -34,7 +34,7 @@ from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from corp_deploy.traced.models.layers import layered
 from corp_deploy.traced.models.merging import Merging
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.module import replaced
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import small_convnets, timm_models, tiny

@@ -15,7 +15,7 @@ from corp_deploy.store.effort import EffortRecord, Step, rows_of_efforts, write_
 from ground.effort import Effort, Stopwatch, measured
 from ground.errors import BadInput
 from ground.files import write_text
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 MIB = 2**20
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from calib.store import load
+from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs
 from corp_deploy.families.widths import Width, aligned_width, aligned_widths
 from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
 from corp_deploy.planning.budget import uniform as evenly
@@ -27,7 +27,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.module import replaced
 from perf.parity.measures import measures
 from tests import tiny
 from tests.command import invoked, refuses, run

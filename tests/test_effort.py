@@ -17,8 +17,8 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from ground.effort import Effort, Stopwatch
-from perf.runners.memory import resident_gauge
-from perf.timing.environment import cpu_name
+from perf.runners.protocol import resident_gauge
+from perf.timing.watch import cpu_name
 from tests import tiny
 from tests.command import invoked
 

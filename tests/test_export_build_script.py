@@ -10,7 +10,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from export.engine.options import BatchProfile
-from export.triton.build_script import PENDING_NAME, SCRIPT_NAME, _environment, build_script
+from export.triton.server_releases import PENDING_NAME, SCRIPT_NAME, _environment, build_script
 from export.triton.signature import Tensor
 
 HOSTILE = (

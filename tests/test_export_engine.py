@@ -16,9 +16,9 @@ from torch import nn
 from corp_deploy.proof.compatibility import build_priced
 from export.engine.audit import audit_fusion, audit_to_json
 from export.engine.build import Engine, build_engine, write_engine
-from export.engine.libraries import open_library
 from export.engine.options import RTX_TARGETS, BatchProfile, BuildOptions
 from export.engine.record import record_of_plan, record_path, sha256_of
+from export.engine.session import open_library
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
 from ground.ports import LOGITS, image_port

@@ -6,9 +6,9 @@ import pytest
 
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.pbtxt import Message, parse
 from export.triton.repository import CHOOSES_BF16, write_repository
+from export.triton.variants import Package
 from ground.errors import BadInput
 from tests.export_served import CLASSES, write_onnx
 

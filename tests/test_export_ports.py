@@ -21,9 +21,9 @@ from export.graph.ports import GraphPort, noted_inputs, noted_outputs, roles_of_
 from export.graph.to_onnx import example_inputs, onnx_bytes, onnx_from_model
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.pbtxt import Message, parse
 from export.triton.repository import write_repository
+from export.triton.variants import Package
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from tests.export_text import (

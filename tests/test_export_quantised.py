@@ -14,16 +14,14 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from export.graph.balance import balance_, balanceable, strengths
-from export.graph.histogram import BINS, Histogram, clipped_at
-from export.graph.number_format import FORMATS, format_of_weights
+from export.graph.number_format import BINS, FORMATS, Histogram, clipped_at, format_of_weights
 from export.graph.observe import largest_by_channel, session_of
 from export.graph.quantised import layers, quantised, quantised_layers
-from export.graph.quantiser import Quantiser, quantiser
+from export.graph.quantiser import Quantiser, balance_, balanceable, quantiser, strengths
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from ground.ports import LOGITS, image_port
-from perf.timing.environment import has_vnni
+from perf.timing.watch import has_vnni
 from tests.export_vit import Vit
 
 SHAPE = (3, 32, 32)

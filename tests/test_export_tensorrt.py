@@ -18,9 +18,9 @@ from corp_deploy.proof.compatibility import bench_lines, build_priced
 from corp_deploy.views.engine import engine_table
 from export.engine import build as engine_build
 from export.engine.build import Engine, build_engine
-from export.engine.libraries import Library, open_library
 from export.engine.options import BatchProfile, BuildOptions
 from export.engine.record import record_of_plan
+from export.engine.session import Library, open_library
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
 from ground.ports import LOGITS, image_port

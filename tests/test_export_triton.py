@@ -13,10 +13,10 @@ from export.engine.record import record_path
 from export.triton.config import Serving
 from export.triton.expected import Agreement, Expected, Latency
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.pbtxt import Message, Name, parse
 from export.triton.repository import AddedVersion, write_repository
 from export.triton.server_releases import onnx_warnings, plan_warnings, server_release, server_tags
+from export.triton.variants import Package
 from export.triton.versions import config_path, serve_version, versions_of
 from ground.errors import BadInput
 from tests.export_served import CLASSES, SHAPE, write_onnx, write_plan

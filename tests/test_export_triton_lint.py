@@ -11,9 +11,9 @@ from export.engine.record import record_path
 from export.triton.config import Serving
 from export.triton.findings import LintFinding
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.pbtxt import ParseError, parse
 from export.triton.repository import write_repository
+from export.triton.variants import Package
 from ground.errors import BadInput
 from tests.export_served import CLASSES, write_onnx, write_plan
 

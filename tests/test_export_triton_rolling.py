@@ -15,14 +15,13 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from export.triton import staging
+from export.triton import versions
 from export.triton.config import Serving
-from export.triton.package import Package
 from export.triton.repository import write_repository
 from export.triton.rolling import STAGED, Samples, roll
 from export.triton.server import ServerError, TritonServer
-from export.triton.staging import staging_folder
-from export.triton.versions import serve_version
+from export.triton.variants import Package
+from export.triton.versions import serve_version, staging_folder
 from ground.errors import BadInput
 from tests.command import invoked
 from tests.export_served import CLASSES, SHAPE, write_onnx
@@ -306,7 +305,7 @@ def test_what_would_stop_a_roll_half_way_is_refused_before_anything_changes(pack
 def test_a_repository_on_a_disk_of_its_own_is_staged_inside(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with staging_folder(packaged) as folder:
         assert folder.parent == packaged.parent
-    monkeypatch.setattr(staging, "_is_one_disk", lambda *_: False)
+    monkeypatch.setattr(versions, "_is_one_disk", lambda *_: False)
     with staging_folder(packaged) as folder:
         assert folder.parent == packaged
     assert roll(packaged, "vit", 2, feigned(packaged)).failure is None

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from export.graph.to_onnx import onnx_from_model, save
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.repository import write_repository
+from export.triton.variants import Package
 from export.triton.versions import serve_version
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from tests.export_served import write_onnx, write_plan

@@ -20,7 +20,7 @@ from benchmarks.real import packed
 from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import relative_error
 from corp_deploy.families import traced_model
-from corp_deploy.families.model_cost import macs
+from corp_deploy.families.counting import macs
 from ground.errors import Missing
 from tests import tiny
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.record import Record, Refused
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.model_cost import macs
+from corp_deploy.families.counting import macs
 from corp_deploy.store.checkpoint import dense_from_architecture
 from perf.timing.watch import unwatched
 

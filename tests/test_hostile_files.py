@@ -23,8 +23,7 @@ from safetensors.torch import save as safetensors_bytes
 from calib import store
 from calib.groups import group_ids
 from calib.images import Images, open_images
-from calib.shards import paths_from_pattern
-from calib.tar import members_of_tar
+from calib.shards import members_of_tar, paths_from_pattern
 from corp_deploy.release.samples import replay
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.weights import read_weights

@@ -15,7 +15,7 @@ from corp_deploy.proof.heads import opened_heads
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.graph_input import NORMALISED
 from corp_deploy.store.onnx_file import facts_of_onnx
-from corp_deploy.store.sparse_graph import PREFIX, SPARSITY, require_sparse_graph
+from corp_deploy.store.sparse_layers import PREFIX, SPARSITY, require_sparse_graph
 from export.engine.audit import audit_fusion
 from export.graph.check import check_onnx, load_onnx
 from export.triton.signature import signature_from_onnx
@@ -24,8 +24,8 @@ from ground.onnx_file import read_onnx
 from ground.onnx_types import bits_of
 from ground.ports import OutputPort
 from perf.parity.rounding import round_file
-from perf.runners.graph_io import io_of_onnx
 from perf.runners.onnx import OnnxRunner, onnx_precision
+from perf.runners.onnx_session import io_of_onnx
 from tests import tiny
 from tests.command import invoked
 from tests.export_served import write_onnx

@@ -24,13 +24,13 @@ from corp_deploy.views.console import Output
 from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
 from corp_deploy.views.sweep_page import sweep_page
 from export.engine.options import BatchProfile
-from export.triton.build_script import build_script
 from export.triton.config import Serving, Variant, config_text
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.pbtxt import parse
 from export.triton.repository import write_repository
+from export.triton.server_releases import build_script
 from export.triton.signature import Signature, Tensor
+from export.triton.variants import Package
 from ground.errors import BadInput
 from ground.text import csv_cell, markdown_line, one_line, printable
 from perf.gate.gate import Gate, JudgedRule
@@ -107,7 +107,7 @@ def starter(name: str) -> str:
 
 
 def card(name: str) -> str:
-    from corp_deploy.proof.reduction_record import Covered, ReductionRecord
+    from corp_deploy.proof.report_input import Covered, ReductionRecord
 
     record = ReductionRecord(sites=(site(name),), decided=(name,), coverage=Covered(verdict=name, refused={name: name}))
     return "\n".join(removed(record))

@@ -11,9 +11,8 @@ from click.testing import CliRunner
 from corp_deploy.cli import main
 from export.triton.findings import LintFinding
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.repository import write_repository
-from export.triton.variants import BACKEND_MODEL
+from export.triton.variants import BACKEND_MODEL, Package
 from tests.export_served import CLASSES, write_onnx, write_plan
 
 

@@ -26,8 +26,7 @@ from perf.record.decoders import DecoderBench, KvCache, Prefill
 from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Row
 from perf.report import render
 from perf.stats.compare import compare, markdown_from_comparison
-from perf.stats.repeats import ONE, VARIED
-from perf.stats.summary import summarise
+from perf.stats.summary import ONE, VARIED, summarise
 from tests.test_corp_sweep_trials import point
 from tests.test_perf_gate import bench_of, noisy, row_of
 

@@ -16,7 +16,8 @@ from corp_deploy.invocation.method_choice import MULTIPLES
 from corp_deploy.invocation.source import JSON, OUTPUT_NAMES
 from corp_deploy.invocation.values import ListOf, Values
 from corp_deploy.release.recipe_file import SECTIONS, keys_of, load_recipe, schema_of, typed_value
-from ground import errors, quantities
+from ground import errors
+from ground import quantity as quantities
 from ground.errors import BadInput
 from ground.quantity import BATCH, Count, Real
 from perf.gate.rule import rule_from_text

@@ -16,11 +16,10 @@ from ground.feeds import Feeds, batch_size, rows_of
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
-from perf.runners.memory import Ledger, ResidentSet
+from perf.runners.protocol import Ledger, ResidentSet
 from perf.stats.summary import knee, summarise
-from perf.timing.environment import environment, fingerprint
 from perf.timing.laps import Bound, Clock, Laps, Plan
-from perf.timing.watch import Gpu, watching
+from perf.timing.watch import Gpu, environment, fingerprint, watching
 from tests.doubles import DoubleOfRunner, FakeClock
 from tests.nvml import FakeNvml
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ground.feeds import Feeds
 from perf.parity import block_outputs, structure, tolerance
-from perf.parity.diagnosis import block_noise, headroom, locate_in_exact, locate_in_half
+from perf.parity.block_outputs import block_noise, headroom, locate_in_exact, locate_in_half
 from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.measures import measures
 from perf.parity.parity import Link, link

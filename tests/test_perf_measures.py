@@ -13,11 +13,10 @@ from ground.errors import BadInput
 from ground.precision import FLOAT16
 from perf.parity.labels import accuracy
 from perf.parity.logits import LogitMeasures, margins, per_image
-from perf.parity.measures import measures
+from perf.parity.measures import EmbeddingMeasures, FeatureMapMeasures, measures
 from perf.parity.rows import Floats
 from perf.parity.similarity import MOST_DRAWN, drawn_rows, linear_cka, same_neighbour
 from perf.parity.tolerance import CEILINGS, exact, half, limits
-from perf.parity.vectors import EmbeddingMeasures, FeatureMapMeasures
 
 
 def logits(images: int = 12, classes: int = 7, seed: int = 0) -> Floats:

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ground.errors import BadInput, Missing
 from perf.runners import openvino as openvino_runner
-from perf.runners.graph_io import io_of_onnx
 from perf.runners.onnx import OnnxRunner
+from perf.runners.onnx_session import io_of_onnx
 from perf.runners.openvino import CompiledSettings, OpenVinoRunner, shared_core
 
 RNG = np.random.default_rng(0)

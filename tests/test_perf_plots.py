@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from perf.report import plots
 from perf.report.plots import HUES, BoundedValue, Change, Gain, Point, Samples, Series, Spot
-from perf.report.scales import Scale, linear, logarithmic, short
-from perf.report.svg import WIDTH, Drawing, element
+from perf.report.svg import WIDTH, Drawing, Scale, element, linear, logarithmic, short
 
 
 def test_linear_and_logarithmic_places() -> None:

@@ -16,7 +16,7 @@ from scipy.spatial import distance
 from ground.errors import BadInput
 from perf.parity.labels import mcnemar
 from perf.parity.measures import measures
-from perf.stats.shares import fewest, fewest_for_share, most_confidence, share_interval, wilson
+from perf.stats.decision import fewest, fewest_for_share, most_confidence, share_interval, wilson
 from perf.stats.stats import (
     Interval,
     coefficient_of_variation,

@@ -12,10 +12,9 @@ from perf.record.runs import Block, GpuState
 from perf.stats.quiet import interrupted_share, is_disturbed, quiet_spans, samples, whole_rounds
 from perf.stats.stability import drift
 from perf.stats.summary import speedup
-from perf.timing.environment import has_vnni
 from perf.timing.laps import Clock, Laps, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_pair, measure_rounds, settle_calls
-from perf.timing.watch import lost_time
+from perf.timing.watch import has_vnni, lost_time
 from tests.doubles import FakeClock
 
 PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)

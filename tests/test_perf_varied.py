@@ -18,8 +18,7 @@ from ground.errors import BadInput
 from ground.feeds import Feeds
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
-from perf.bench.opened_subject import OpenedSubject
-from perf.bench.varied import BATCHES, varied_batches
+from perf.bench.opened_subject import BATCHES, OpenedSubject, varied_batches
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text

@@ -26,7 +26,7 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, on_device
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from tests import small_convnets, tiny
 from tests.pretended_device import pretended
 

@@ -20,7 +20,7 @@ from benchmarks.real.record import Record
 from benchmarks.real.rows import METHODS, OVERFITTING, Method, Settings, Sparsities, words
 from corp_deploy.cli import main as corp_deploy
 from corp_deploy.families import traced_model
-from corp_deploy.families.model_cost import macs
+from corp_deploy.families.counting import macs
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import sites_of, with_outputs
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -30,7 +30,7 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.outputs import Outputs
 from corp_deploy.traced.models.pairs import TracedPairs
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput

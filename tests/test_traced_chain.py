@@ -17,12 +17,11 @@ from torch import nn
 from calib.moments import Moments
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
+from corp_deploy.families.architecture import Preprocessing
+from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import input_ports, sites_of
-from corp_deploy.families.model_cost import macs
 from corp_deploy.families.norm_types import NORMS
-from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
@@ -40,7 +39,7 @@ from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.programs.tree import Norm
 from export.graph.precision import typed_copy
 from ground.errors import BadInput
-from perf.parity.diagnosis import locate_in_exact
+from perf.parity.block_outputs import locate_in_exact
 from tests.command import invoked, refuses
 from tests.recipes import recipe
 from tests.traced_examples import CODE, DENSENET, PVT, checkpoint_of, images, with_structure

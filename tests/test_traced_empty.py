@@ -19,9 +19,8 @@ from calib.images import Images
 from calib.inputs import run_model
 from calib.moments import Moments
 from corp_deploy.families import traced_model
+from corp_deploy.families.counting import macs, parameters, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.widths import Widths
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_model import traced
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate

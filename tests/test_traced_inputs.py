@@ -20,10 +20,9 @@ from torch.nn import functional
 
 from calib.inputs import as_tuple
 from calib.moments import ChannelMoments
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.family import output_ports, sites_of
-from corp_deploy.families.module_facts import facts_of_module
-from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.given_module import facts_of_module
 from corp_deploy.families.traced_model import traced
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.reduction.calibrate import calibrate

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.algebra.norm_behind import DAMPING
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
-from calib.inputs import run_model, tensors_by_name
+from calib.inputs import InputSet, run_model, tensors_by_name
 from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.families.traced_model import steps, tracing
 from corp_deploy.polish.options import PolishOptions

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 from corp_deploy.traced.finding.heads import beside, together
 from corp_deploy.traced.finding.site import Site
 from corp_deploy.traced.finding.sites import Found, find
-from corp_deploy.traced.narrowing.narrow import narrow, prove
-from corp_deploy.traced.narrowing.proof import difference
+from corp_deploy.traced.narrowing.narrow import difference, narrow, prove
 from corp_deploy.traced.programs.readers import with_biases_
 from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput

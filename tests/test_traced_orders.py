@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import traced, tracing
 from corp_deploy.store.checkpoint import dense_from_architecture
-from corp_deploy.traced.models.orders import reordered, scores, streams
+from corp_deploy.traced.models.layers import reordered, scores, streams
 from ground.errors import BadInput
 from tests import timm_models, tiny
 from tests.traced_examples import PVT

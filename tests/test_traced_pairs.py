@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset

@@ -17,9 +17,9 @@ from torch.nn import functional
 from calib import memory
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
+from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.calibrate import Statistics, calibrate, chosen_sites, memory_needed
@@ -28,7 +28,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput
 from tests.command import invoked
 from tests.small_convnets import checkpoint, conv_sites, images_of, pixels

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
-from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.module_facts import facts_of_module
-from corp_deploy.families.preprocessing import Preprocessing
+from calib.inputs import InputSet
+from corp_deploy.families.architecture import Architecture, Preprocessing
+from corp_deploy.families.given_module import facts_of_module
 from corp_deploy.families.traced_model import steps, tracing
 from corp_deploy.polish.layers import pairs_of
 from corp_deploy.polish.newton import Newton, Step

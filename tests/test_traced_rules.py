@@ -15,8 +15,7 @@ from corp_deploy.traced.finding.choice import stuck
 from corp_deploy.traced.finding.flow import Flow
 from corp_deploy.traced.finding.labels import LabelTensor, marked
 from corp_deploy.traced.finding.pointwise import is_pointwise
-from corp_deploy.traced.finding.rules import RULES
-from corp_deploy.traced.finding.walk import value_of
+from corp_deploy.traced.finding.walk import RULES, value_of
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.sizes import tell
 

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from corp_deploy.families.architecture import Preprocessing
+from corp_deploy.families.counting import macs
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset

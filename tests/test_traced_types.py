@@ -15,7 +15,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.programs.tracing import trace
 from corp_deploy.traced.programs.types import with_one_type_
-from export.graph.simulated import simulated
+from export.graph.quantised import simulated
 
 D, TOKENS = 16, 5
 

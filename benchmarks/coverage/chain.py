@@ -13,8 +13,7 @@ import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
-from calib.inputs import chunks, tensors_by_name
+from calib.inputs import InputSet, chunks, tensors_by_name
 from calib.moments import Moments
 from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.families.ineffective_options import CONVOLUTIONS, HONOURED

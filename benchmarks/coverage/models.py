@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from calib.input_set import InputSet
-from calib.inputs import Inputs, as_tuple, run_model
+from calib.inputs import Inputs, InputSet, as_tuple, run_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture

@@ -16,13 +16,12 @@ import torch
 
 from corp_deploy.invocation.decoding import DecoderLoad
 from corp_deploy.machine import versions
-from corp_deploy.proof.decoder_parity import drawn_ids, verify_decoder
-from corp_deploy.proof.decoder_speed import measure_decoders
+from corp_deploy.proof.decoder_parity import drawn_ids, measure_decoders, verify_decoder
 from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder
 from corp_deploy.views.decoders import cache_record, decoder_record
 from ground.files import write_json
-from perf.timing.environment import cpu_name
 from perf.timing.laps import Plan
+from perf.timing.watch import cpu_name
 from tests.decoders import write_decoder
 
 KIND = "benchmarks/decoder-onnx"

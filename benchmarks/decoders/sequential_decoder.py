@@ -28,7 +28,7 @@ from corp_deploy.families.text_decoder import DecoderArchitecture, DecoderBlock,
 from corp_deploy.families.text_names import state_to_transformers
 from corp_deploy.machine import versions
 from ground.files import write_json
-from perf.timing.environment import environment
+from perf.timing.watch import environment
 from tests import decoders
 
 SEQUENCES, LENGTH = 16, 512

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from calib.moments import Moments
-from calib.token_ids import Sequences, in_rows, sequences_of
+from calib.rows import Sequences, in_rows, sequences_of
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.sequence_rotary import Rope
+from corp_deploy.families.head_attention import Rope
 from corp_deploy.families.text_decoder import DecoderArchitecture, TextDecoder
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.machine import versions
@@ -36,7 +36,7 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.files import write_json
 from ground.precision import FLOAT32
-from perf.timing.environment import environment
+from perf.timing.watch import environment
 from tests import decoders
 
 STEPS, BATCH, LENGTH, WARM_UP = 1200, 32, 96, 50

@@ -25,7 +25,7 @@ from calib.collect import Collector, Precision
 from calib.products import add_gram_, matmul_precision, mirror_
 from corp_deploy.families.family import example_of, listened, sites_of
 from corp_deploy.traced.models.sites import calibration_taps
-from perf.runners.memory import Gauge, TorchAllocator, resident_gauge
+from perf.runners.protocol import Gauge, TorchAllocator, resident_gauge
 
 # The paper's times for 4,000 images (CORP, calibration and recovery) on an RTX 3090: other hardware, other code.
 PAPER_SECONDS_RTX3090 = {"DeiT-B": 570, "DeiT-L": 1845, "DeiT-H": 4920}

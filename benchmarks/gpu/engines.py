@@ -67,8 +67,8 @@ def pixels(setting: Setting, count: int) -> NDArray[np.float32]:
 def built(path: Path, backend: str) -> Row:
     """Build a plan beside the graph and say what it holds."""
     from export.engine.build import build_engine, write_engine
-    from export.engine.libraries import open_library
     from export.engine.options import BatchProfile, BuildOptions
+    from export.engine.session import open_library
 
     library = open_library(backend)
     profile = BatchProfile(smallest=BATCHES[0], tuned=BATCHES[1], largest=BATCHES[-1])

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from perf.record.runs import Flat, Scalar
-from perf.timing.environment import environment as machine
-from perf.timing.environment import version
-from perf.timing.watch import Watch
+from perf.timing.watch import Watch, version
+from perf.timing.watch import environment as machine
 
 # Rows that were measured under other values of these don't belong into one record.
 MUST_MATCH = ("machine", "cpu", "gpu", "sm", "driver", "torch", "timm")

@@ -14,9 +14,8 @@ from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from benchmarks.quality.timm_sites import first_widths
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.counting import count
+from corp_deploy.families.counting import count, macs
 from corp_deploy.families.family import input_ports
-from corp_deploy.families.model_cost import macs
 from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.module import replaced
 
 Eight = Literal["fp8", "int8"]
 LARGEST: dict[Eight, float] = {"fp8": 448.0, "int8": 127.0}

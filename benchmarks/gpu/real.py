@@ -22,7 +22,7 @@ from benchmarks.real.rows import Sparsities
 from calib.groups import group_ids
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import request_of
@@ -33,7 +33,7 @@ from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import images_for_model
 from ground.effort import Stopwatch
 from ground.files import write_text
-from perf.runners.memory import stopwatch
+from perf.runners.protocol import stopwatch
 
 Widths = Literal["uniform", "by site"]
 Loop = Literal["open", "closed"]

@@ -18,7 +18,7 @@ from benchmarks.gpu.setting import TINY, Setting
 from benchmarks.quality.procedural_images import CLASSES
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from perf.stats.shares import wilson
+from perf.stats.decision import wilson
 
 LEARNING_RATE, WARM_UP_SHARE = 1e-3, 0.05
 

@@ -21,7 +21,7 @@ from benchmarks.gpu.subjects import Images, Mode, Subject, compile_blocks
 from benchmarks.real.rows import Schedules, Sparsities
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.model_cost import macs
+from corp_deploy.families.counting import macs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning.merging import merging_from_choice
 from corp_deploy.store.checkpoint import dense_from_architecture

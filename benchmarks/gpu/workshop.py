@@ -19,9 +19,9 @@ from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import lineage_of_model, model_digest
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.module import replaced
 from corp_deploy.traced.models.sites import calibration_taps
-from perf.stats.shares import wilson
+from perf.stats.decision import wilson
 
 Loop = Literal["open", "closed", "polished"]
 T = TypeVar("T")

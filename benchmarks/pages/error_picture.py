@@ -6,8 +6,7 @@ from typing import Any
 from markupsafe import Markup
 
 from perf.report.plots import Point, Series, line_with_whiskers
-from perf.report.scales import logarithmic
-from perf.report.svg import WIDTH, Drawing, element, grid_y, legend, text
+from perf.report.svg import WIDTH, Drawing, element, grid_y, legend, logarithmic, text
 
 NAMES = (
     {"none": "no repair", "corp": "corp", "best": "best", "best, closed loop": "closed loop"},

@@ -11,8 +11,7 @@ from typing import Any
 import click
 from markupsafe import Markup
 
-from perf.report.scales import linear
-from perf.report.svg import WIDTH, Drawing, bar, dot, element, grid_x, group, legend, line, path, text
+from perf.report.svg import WIDTH, Drawing, bar, dot, element, grid_x, group, legend, line, linear, path, text
 
 from .error_picture import real_encoder
 

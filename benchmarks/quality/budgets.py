@@ -42,7 +42,7 @@ from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.values import TracedValues
 from ground.errors import Missing
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 KIND, KEY = "benchmarks/budgets", ("model", "share")
 WAYS = ("before", "now", "taken")

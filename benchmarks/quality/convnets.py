@@ -25,7 +25,7 @@ from benchmarks.real.record import Record
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.model_cost import macs
+from corp_deploy.families.counting import macs
 from corp_deploy.families.widths import Widths
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.machine import versions

@@ -18,7 +18,7 @@ import torch
 from corp_deploy.machine import versions
 from corp_deploy.proof.half_products import HalfProducts
 from ground.files import write_json
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 MODELS = ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet18")
 

@@ -26,7 +26,7 @@ from benchmarks.quality.hard_training import BANDS, EPOCHS, SEED, TRAIN_IMAGES, 
 from benchmarks.quality.methods import logits
 from benchmarks.quality.procedural_images import CLASSES, Labelled, made
 from benchmarks.real.record import Record, Row
-from corp_deploy.families.model_cost import macs
+from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.machine import versions
 from corp_deploy.planning.plan import plan

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from benchmarks.quality.adam_layers import Adam, adam_layers_
 from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE
-from calib.input_set import InputSet
-from calib.inputs import run_model
+from calib.inputs import InputSet, run_model
 from corp_deploy.machine import versions
 from corp_deploy.polish.layers import pairs_of
 from corp_deploy.polish.newton import Newton
@@ -36,10 +35,10 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.module import replaced
 from ground.errors import Missing
 from ground.files import write_json
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 from tests.layer_fits import fit_layers_
 
 BATCH, HELD_OUT_EVERY, SPARSITY = 16, 8, 0.5

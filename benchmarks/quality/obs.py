@@ -22,7 +22,7 @@ from corp_deploy.algebra.obs import Elimination, obs
 from corp_deploy.algebra.scores import combined, kept_from_scores
 from corp_deploy.algebra.swap import ExchangedSet, swap
 from corp_deploy.reduction import pool as site_pool
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 RIDGE_REL = 1e-4
 

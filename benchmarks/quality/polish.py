@@ -34,7 +34,7 @@ from benchmarks.real.place import assembled
 from benchmarks.real.record import Record
 from benchmarks.real.weights import ARCHITECTURE
 from calib.groups import group_ids
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.machine import versions
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -49,7 +49,7 @@ from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from examples.digits.images import load
 from ground.errors import Missing
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 KIND, KEY = "benchmarks/polish", ("model", "polish")
 VARIANTS: Mapping[str, PolishOptions] = {

@@ -40,8 +40,8 @@ from examples.digits.images import load
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from ground.files import write_json
-from perf.timing.environment import cpu_name
 from perf.timing.laps import Plan
+from perf.timing.watch import cpu_name
 
 PARTS = ("quality", "plans", "cpu")
 DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "model"

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.quality.layer_polish import BATCH, SUBJECTS, Subject, outputs
 from benchmarks.quality.timm_sites import Attention, attentions
-from calib.input_set import InputSet
-from calib.inputs import map_tensors, run_model
+from calib.inputs import InputSet, map_tensors, run_model
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture

@@ -30,13 +30,11 @@ from benchmarks.real.place import assembled
 from benchmarks.real.record import Record
 from benchmarks.real.subject import WEIGHTS
 from benchmarks.real.weights import ARCHITECTURE
-from calib.input_set import InputSet
-from calib.inputs import run_model
+from calib.inputs import InputSet, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.sparsity import Sparsity
+from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
@@ -49,7 +47,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, lo
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from examples.digits.images import load
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 BATCH = 16
 DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "model"

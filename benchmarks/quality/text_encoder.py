@@ -25,7 +25,7 @@ from benchmarks.quality.reference_text import opened, pieces
 from benchmarks.real.record import Record
 from calib.inputs import run_model
 from calib.texts import Texts
-from corp_deploy.families.model_cost import macs
+from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.machine import versions
 from corp_deploy.planning.plan import plan

@@ -8,7 +8,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import count
 from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.traced.models.pairs import TracedPairs
-from corp_deploy.traced.models.site import TracedChannels
+from corp_deploy.traced.models.sites import TracedChannels
 from corp_deploy.traced.models.values import TracedValues
 
 

@@ -23,10 +23,9 @@ from benchmarks.quality.rotation import NAMES, relative
 from benchmarks.quality.timm_sites import attentions, graph_macs
 from calib.moments import Moments
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.families.model_cost import macs
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.widths import Widths
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import calibrate

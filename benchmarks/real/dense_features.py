@@ -26,8 +26,8 @@ from benchmarks.real.measures import BATCH
 from benchmarks.real.mosaics import class_maps, linear_head, mosaics
 from benchmarks.real.rows import METHODS, Method, words
 from benchmarks.real.subject import Calibration, Subject
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import output_ports, with_outputs
-from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.traced.models.outputs import Outputs
 from export.graph.to_onnx import onnx_from_model, save

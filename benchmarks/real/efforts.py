@@ -29,9 +29,8 @@ from benchmarks.real.place import ROOT, assembled
 from benchmarks.real.real_convnet import renormalised
 from benchmarks.real.record import Record
 from benchmarks.real.weights import ARCHITECTURE
-from calib.input_set import InputSet
-from calib.inputs import as_tuple, run_model
-from corp_deploy.families.model_cost import macs
+from calib.inputs import InputSet, as_tuple, run_model
+from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.machine import versions
 from corp_deploy.planning.execution import reduce_as_asked
@@ -43,7 +42,7 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from ground.errors import Missing
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 KIND = "benchmarks/efforts"
 BATCH, TEXT_TOKENS, TEXTS, TEXTS_HELD_OUT = 16, 128, 312, 150

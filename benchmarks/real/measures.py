@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.real.head import SaliencyHead
 from corp_deploy.families import traced_model
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from perf.parity.measures import measures
 
 BATCH = 16

@@ -27,7 +27,7 @@ from benchmarks.real import lite0, photographs
 from benchmarks.real.commands import run
 from benchmarks.real.place import ROOT, assembled
 from benchmarks.real.record import Record
-from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.machine import versions
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
@@ -37,7 +37,7 @@ from corp_deploy.traced.models.narrowing import at_widths
 from ground.errors import Missing
 from ground.files import write_json
 from perf.parity.measures import measures
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 KIND = "benchmarks/real-convnet"
 SHARES = (0.8, 0.66, 0.5)

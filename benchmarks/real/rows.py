@@ -15,9 +15,8 @@ from typing import Literal
 from torch import nn
 
 from corp_deploy.families import traced_model
+from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning.merging import merging_from_choice
 from corp_deploy.reduction.method import method_from_preset

@@ -4,7 +4,7 @@ from typing import Any
 
 from benchmarks.real.subject import Calibration, Subject
 from corp_deploy.machine import versions
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 
 def setting(subject: Subject, calibration: Calibration) -> dict[str, Any]:

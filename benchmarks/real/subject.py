@@ -19,7 +19,7 @@ from benchmarks.real.head import SaliencyHead, load_head
 from benchmarks.real.measures import BATCH, Outputs, figures, outputs
 from benchmarks.real.rows import Method, Settings, words
 from benchmarks.real.weights import ARCHITECTURE
-from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint
 from ground.errors import Missing
 from ground.files import sha256_of_file, write_json, write_text

@@ -19,7 +19,7 @@ from corp_deploy.demo.run import EXAMPLE, write_images
 from corp_deploy.machine import versions
 from corp_deploy.store.checkpoint import save
 from ground.files import write_json, write_text
-from perf.timing.environment import environment
+from perf.timing.watch import environment
 
 from . import tables as grids
 from .page import page

@@ -39,7 +39,7 @@ from ground.files import write_json
 from ground.precision import MIXED
 from perf.parity.measures import measures
 from perf.runners.module import ModuleRunner
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 KIND = "benchmarks/bf16"
 PRECISIONS = ("fp32", "fp16", "mixed", "bf16", "mixed-bf16")

@@ -39,7 +39,7 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import example_of, input_ports, listened, sites_of
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.sites import calibration_taps
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 VERSION = 2
 

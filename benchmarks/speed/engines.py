@@ -28,9 +28,9 @@ from corp_deploy.families.counting import count
 from corp_deploy.families.family import input_ports
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from export.engine.build import build_engine
-from export.engine.libraries import open_library
 from export.engine.options import BatchProfile, BuildOptions
 from export.engine.record import EngineRecord
+from export.engine.session import open_library
 from export.graph.to_onnx import onnx_from_model, save
 from ground.ports import LOGITS, image_port
 

@@ -22,9 +22,9 @@ import numpy as np
 from perf.runners.protocol import HostBound
 from perf.stats.quiet import samples
 from perf.stats.stats import ratio_of_medians
-from perf.timing.environment import environment
 from perf.timing.laps import Bound, Clock, Laps
 from perf.timing.rounds import measure_rounds
+from perf.timing.watch import environment
 
 CALL_MS = 5.0
 CALLS = 5

@@ -30,11 +30,11 @@ from scipy.stats import theilslopes
 from corp_deploy.cli import main as corp_deploy
 from corp_deploy.demo.run import EXAMPLE
 from corp_deploy.machine import versions
-from export.triton.package import Package
 from export.triton.repository import write_repository
 from export.triton.server import TritonServer
+from export.triton.variants import Package
 from ground.files import write_json
-from perf.timing.environment import environment
+from perf.timing.watch import environment
 from tests import triton_server
 
 IMAGES, REQUESTS, EVERY = 5_000, 10_000, 50

@@ -27,8 +27,8 @@ from benchmarks.real.record import Record
 from benchmarks.speed.cpu_latency import halved
 from calib.inputs import chunks, tensors_by_name
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import macs
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.running import Backend, RunOptions
 from corp_deploy.machine import versions
 from corp_deploy.proof.speed import measure
@@ -41,8 +41,8 @@ from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import OpenVinoRunner
 from perf.runners.protocol import Runner
-from perf.timing.environment import cpu_name
 from perf.timing.laps import Plan
+from perf.timing.watch import cpu_name
 
 KIND, PARTS = "benchmarks/openvino", ("agreement", "latency")
 BATCHES = (1, 8)

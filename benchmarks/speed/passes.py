@@ -32,7 +32,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
 from ground.files import write_json
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 PIECE = 4
 SPARSITY = 0.5

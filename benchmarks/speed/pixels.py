@@ -36,7 +36,7 @@ from export.graph.to_onnx import onnx_from_model
 from ground.files import write_json
 from ground.ports import Port
 from perf.parity.measures import measures
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 KIND = "benchmarks/pixels"
 EXAMPLE = Path(__file__).parents[2] / "examples/digits/model"

@@ -36,7 +36,7 @@ from corp_deploy.store.onnx_file import export_checkpoint
 from export.graph.precision import typed_copy
 from ground.feeds import Feeds, Outputs, rows_of, single_array
 from ground.files import write_json
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 BATCHES = (1, 7, 32)
 FEW = 4  # images that the reduced model is calibrated on: any weights do here

@@ -30,7 +30,7 @@ from ground.files import write_json
 PARTS = {
     "algebra": ("corp_deploy/algebra", "calib/products.py", "calib/sums.py"),
     "graph": ("export/graph",),
-    "gate": ("perf/gate", "perf/stats/decision.py", "perf/stats/shares.py"),
+    "gate": ("perf/gate", "perf/stats/decision.py"),
     "readers": ("ground", "perf/record", "corp_deploy/store", "calib/store.py", "corp_deploy/release/recipe.py"),
 }
 SECONDS = 30.0  # of tests for one mutant, as they took in the run that is read

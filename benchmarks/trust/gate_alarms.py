@@ -31,7 +31,7 @@ from scipy.stats import beta
 
 from benchmarks.trust.gate_noise import CALLS, PLAN, RULE, calibrated, repetition
 from ground.files import write_json
-from perf.timing.environment import environment
+from perf.timing.watch import environment
 
 CONFIDENCE = 0.95
 MOST_PROCESSES = 4

@@ -29,9 +29,9 @@ from perf.gate.rule import rule_from_text
 from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
 from perf.runners.protocol import HostBound
 from perf.stats.quiet import LOST_REL, is_disturbed, quiet_spans, samples
-from perf.timing.environment import environment
 from perf.timing.laps import Plan, warm_up
 from perf.timing.rounds import measure_pair
+from perf.timing.watch import environment
 
 RULE = rule_from_text("speedup@b8 < 0.97")
 CALLS = 5

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.store.inputs import inputs_for_model
 from ground.errors import BadInput
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.named_layers import with_named_sites
-from corp_deploy.families.preprocessing import Preprocessing
 from ground.ports import Role
 
 from .in_python import speaking_python

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.store import load as load_moments
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime

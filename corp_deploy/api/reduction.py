@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from calib.store import load as load_moments
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.given_module import NAME as MEMORY
-from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.invocation import reduction
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.planning.execution import reduce_checkpoint

@@ -71,7 +71,7 @@ def bench_graphs(
     dense: Path, reduced: Path, output: Path, options: BenchOptions, of_decoders: DecoderLoad, out: Output
 ) -> bool:
     """Time prefill and decoding of both; whether there was time for any of it."""
-    from corp_deploy.proof.decoder_speed import measure_decoders
+    from corp_deploy.proof.decoder_parity import measure_decoders
     from corp_deploy.views.decoders import cache_table, decode_table, decoder_record, prefill_table
     from perf.record.decoders import save_decoder_bench
 

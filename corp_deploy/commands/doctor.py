@@ -23,7 +23,7 @@ def doctor(out: Output) -> None:
     Example: corp-deploy doctor --json
     """
     from corp_deploy import machine
-    from corp_deploy.views.machine import machine_table
+    from corp_deploy.views.console import machine_table
 
     record = machine.record()
     out.result(record, machine_table(record))

@@ -64,7 +64,7 @@ def export_command(
     from corp_deploy.proof.graphs import Graphs
     from corp_deploy.proof.inputs import inputs_from_set
     from corp_deploy.store.dense_model import model_of_directory
-    from corp_deploy.views.graphs import graph_lines
+    from corp_deploy.views.engine import graph_lines
 
     options.require_inputs(inputs.path is not None)
     output, rows = Path(files.output), list[dict[str, Any]]()

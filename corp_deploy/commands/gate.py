@@ -68,7 +68,7 @@ def gate(
         write_tracking,
         write_trend,
     )
-    from corp_deploy.views.gate import gate_shown
+    from corp_deploy.views.parity import gate_shown
     from perf.gate.gate import Gate
     from perf.gate.history import history_rows
     from perf.gate.rule import rule_from_text

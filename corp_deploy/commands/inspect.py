@@ -35,11 +35,12 @@ def inspect(model: ModelChoice, budget: BudgetChoice, out: Output) -> None:
         merging_lines,
         output_lines,
         plan_lines,
+        preprocessing_line,
+        preprocessing_record,
         refusal_lines,
         size_line,
         stay_lines,
     )
-    from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
 
     checkpoint, macs = model.look(out), budget.macs or MACS
     record = inspection_of_model(checkpoint.model) | preprocessing_record(checkpoint)

@@ -11,8 +11,7 @@ from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
 from corp_deploy.invocation.option import option
 from corp_deploy.invocation.values import ListOf
 from corp_deploy.views.console import Output
-from ground.quantities import THREADS
-from ground.quantity import BATCH
+from ground.quantity import BATCH, THREADS
 
 from .declared import record_options
 from .help import Command
@@ -42,7 +41,7 @@ def latency_table(model: ModelChoice, output: Path, options: LatencyOptions, out
     Example: corp-deploy latency-table --model dense --batch 1,8 -o tables
     """
     from corp_deploy.planning.latency import LatencyTarget, measure_tables
-    from corp_deploy.views.latency import latency_rows, latency_view
+    from corp_deploy.views.speed import latency_rows, latency_view
 
     method = MethodChoice(heads=options.heads, align=options.align).method
     target = LatencyTarget(

@@ -14,7 +14,7 @@ from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.invocation.values import TEXT
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, BadInput
-from ground.quantities import ERROR, MODEL_VERSION, SECONDS
+from ground.quantity import ERROR, MODEL_VERSION, SECONDS
 
 from .declared import record_options
 from .help import Command

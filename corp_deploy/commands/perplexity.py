@@ -48,7 +48,7 @@ def perplexity(
     from corp_deploy.proof.candidates import candidate_from_path
     from corp_deploy.proof.perplexity import LanguageLimits, perplexities
     from corp_deploy.proof.record import EXIT_CODES
-    from corp_deploy.views.perplexity import perplexity_line, perplexity_table, reason_lines
+    from corp_deploy.views.decoders import perplexity_line, perplexity_table, reason_lines
     from ground.files import write_json
     from perf.parity.perplexity import LEAST_SEQUENCES
 

@@ -51,7 +51,7 @@ class ProofInputChoice(InputOptions):
 
     def open_for_engine(self, artefact: "Artefact") -> "ProofInputs":
         """As an engine takes them, without its model. Raises BadInput for texts and for what can't be prepared."""
-        from calib.arrays import open_arrays
+        from calib.rows import open_arrays
         from corp_deploy.proof.inputs import inputs_from_set, noise_inputs, of_port
         from corp_deploy.store.inputs import images_for_port
 

@@ -157,7 +157,7 @@ def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
 def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
     from rich.table import Table
 
-    from corp_deploy.views.reasons import reason_cell, reasons_below
+    from corp_deploy.views.console import reason_cell, reasons_below
 
     table = Table("stage", "", "why")
     for row in planned:
@@ -187,7 +187,7 @@ SIGNATURES = {
 def make(job: "Job", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
     from corp_deploy.release.names import GATE
-    from corp_deploy.views.gate import gate_shown
+    from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate
 
     pace, output = Pace(out.note), job.root

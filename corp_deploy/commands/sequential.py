@@ -28,8 +28,8 @@ def tell_moments(
 ) -> None:
     """What was made of a calibration, in words and, where that is asked for, in the file `summary`."""
     from corp_deploy.reduction.summary import reference_of_summary
+    from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
     from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
-    from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
     from ground.files import write_json
 
     record, *held_out = summaries

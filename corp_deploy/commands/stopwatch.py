@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def stopwatch_on(device: str = "cpu") -> Iterator["Stopwatch"]:
     """All that is done meanwhile is taken; what no part of it claims is reading and writing."""
     from corp_deploy.store.effort import FILES
-    from perf.runners.memory import stopwatch
+    from perf.runners.protocol import stopwatch
 
     watch = stopwatch(device)
     with watch.measure(FILES):

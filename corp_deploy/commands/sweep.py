@@ -13,8 +13,7 @@ from corp_deploy.invocation.option import Record, option
 from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
-from ground.quantities import JOBS, SHARE
-from ground.quantity import BATCH
+from ground.quantity import BATCH, JOBS, SHARE
 
 from .declared import record_options
 from .help import Command
@@ -32,7 +31,7 @@ from .sweep_choice import SweepChoice
 from .sweep_jobs import ALONE, run_jobs
 
 if TYPE_CHECKING:
-    from calib.input_set import InputSet
+    from calib.inputs import InputSet
     from corp_deploy.planning.calibration_size import CalibrationSize
     from corp_deploy.planning.sweep import SweepContext
     from corp_deploy.planning.sweep_points import SweepPoint

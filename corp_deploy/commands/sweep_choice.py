@@ -17,7 +17,7 @@ from corp_deploy.invocation.reduction_table import ATTENTION, FITTED, PRESET
 from corp_deploy.invocation.values import FILE, PATH, ListOf, OneOf
 from corp_deploy.reduction.method import CHANNEL_REPAIRS, MLP_RANKINGS, PRESETS, QK_RECOVERIES
 from ground.errors import BadInput
-from ground.quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
+from ground.quantity import SHARE, SHARE_KEPT, SHARE_REMOVED
 
 if TYPE_CHECKING:
     from torch import nn

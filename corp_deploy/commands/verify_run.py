@@ -77,9 +77,8 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
     ) -> int:
         """Engines of one graph, or keep what the reference answers; the exit code."""
         from corp_deploy.proof.artefact import artefact_from_path
-        from corp_deploy.proof.compare_engines import Commands, compare, golden_of, require_one_environment
+        from corp_deploy.proof.compare_engines import Commands, compare, golden_of, read_golden, require_one_environment
         from corp_deploy.proof.custom_metrics import Meter
-        from corp_deploy.proof.golden import read_golden
         from corp_deploy.proof.inputs import ProofInputs
         from corp_deploy.proof.metric_request import require_runnable
 
@@ -143,8 +142,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         inputs: "ProofInputChoice",
         out: Output,
     ) -> int:
-        from corp_deploy.proof.compare_engines import golden_of
-        from corp_deploy.proof.golden import write_golden
+        from corp_deploy.proof.compare_engines import golden_of, write_golden
 
         if candidates or self.output is not None or self.other_graph or self.metrics:
             raise click.UsageError(

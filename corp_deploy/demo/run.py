@@ -21,8 +21,8 @@ from corp_deploy.release import steps
 from corp_deploy.release.incremental import StageDirs
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
+from corp_deploy.store.effort import write_manifest
 from corp_deploy.store.inputs import images_for_model, labels_from_path
-from corp_deploy.store.manifest import write_manifest
 from ground.errors import Missing
 from ground.files import replacing, write_json
 from perf.parity.measures import measures

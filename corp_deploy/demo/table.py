@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.store.checkpoint import Checkpoint
 from perf.stats.summary import summarise
 

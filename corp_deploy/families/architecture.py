@@ -1,10 +1,62 @@
-"""How a dense model is built again: all that config.json says of it."""
+"""How a dense model is built again: all that config.json says of it; and what may be set of how an image becomes its
+input, in timm's words. Imports no torch.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .preprocessing import Preprocessing
+from ground.errors import BadInput
+from ground.quantity import DEVIATION, MEAN, SHARE_KEPT
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+CROP_MODES = ("center", "squash", "border")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preprocessing:
+    """The evaluation preprocessing; None leaves a value to timm's configuration of the model's name."""
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
+    crop_mode: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, values, quantity in (("mean", self.mean, MEAN), ("std", self.std, DEVIATION)):
+            if values is not None and not (values and all(map(quantity.holds, values))):
+                raise BadInput(f"{name} is {values!r:.100}, expected {quantity} for all channels, or one for each")
+        if self.crop_pct is not None and not SHARE_KEPT.holds(self.crop_pct):
+            raise BadInput(f"crop_pct is {self.crop_pct!r}, expected {SHARE_KEPT}")
+        for name, word, allowed in (
+            ("interpolation", self.interpolation, INTERPOLATIONS),
+            ("crop_mode", self.crop_mode, CROP_MODES),
+        ):
+            if word is not None and word not in allowed:
+                raise BadInput(f"{name} is {word!r}, expected one of {', '.join(allowed)}")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is set, by timm's names."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def for_channels(self, channels: int) -> "Preprocessing":
+        """One mean and std for each channel. Raises BadInput when there are neither as many nor a single one."""
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None and len(values) not in (1, channels):
+                expected = "1" if channels == 1 else f"1 or {channels}"
+                raise BadInput(f"{name} has {len(values)} numbers, expected {expected}: one for each channel")
+        return self.spread(channels)
+
+    def spread(self, channels: int) -> "Preprocessing":
+        """A single mean and std as one for each channel, others as they are."""
+        return replace(self, mean=_spread(self.mean, channels), std=_spread(self.std, channels))
+
+
+def _spread(values: tuple[float, ...] | None, channels: int) -> tuple[float, ...] | None:
+    return values * channels if values is not None and len(values) == 1 else values
+
 
 OF_TORCHVISION = "torchvision:"
 """In front of the name of a model of torchvision's."""

@@ -1,13 +1,14 @@
-"""Multiply-adds of one forward pass, counted product by product on the meta device. Knows no architecture.
+"""What a model costs: the multiply-adds of one forward pass, counted product by product on the meta device, for one
+input at the shapes it takes; and what every site costs now, and at any other width, by formula.
 
 One multiply-add counts once, in every convolution and matrix product that runs and at the shape it runs with, so a
 zero-padded head counts its padded width. Biases, normalisations, softmax and activations are not counted.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +18,48 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from corp_deploy.traced.finding.shares import Layers
+from corp_deploy.traced.models.module import parameters as parameters
+from corp_deploy.traced.models.sites import Currency, Site
 from corp_deploy.traced.programs.module_copies import twin
 from ground.ports import Port
+
+from . import traced_model
+from .family import sites_of
+from .widths import Width, Widths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteCosts:
+    """Costs in one currency. `layers`: what sites, which share them, save together; `biases`: what layers get that have
+    none, by name, where a site that they read is narrower.
+    """
+
+    currency: Currency
+    now: Mapping[str, int]
+    layers: Layers
+    biases: Mapping[str, int]
+
+    def of(self, site: Site, width: Width) -> int:
+        """At another width."""
+        return (site.macs_now if self.currency == "macs" else site.parameters_now) * width // site.width
+
+    def saved(self, sites: Iterable[Site], widths: Widths) -> float:
+        """By these widths, exactly."""
+        found = [site for site in sites if site.name in widths]
+        left = {site.groups.key: widths[site.name] / site.size for site in found}
+        added = {each.bias for site in found if left[site.groups.key] < 1.0 for each in site.readings}
+        return self.layers.saved(left) - sum(self.biases.get(name, 0) for name in added)
+
+
+def site_costs(model: nn.Module, currency: Currency) -> SiteCosts:
+    """The costs of this model's sites, of which its program says what goes with each: never less than it will be."""
+    own, every = traced_model.tracing(model), sites_of(model).every
+    layers = own.shares.macs if currency == "macs" else own.shares.parameters
+    biases = {name: own.program.tensor(name).numel() for name in own.added if currency == "params"}
+    free = SiteCosts(currency=currency, now={}, layers=layers, biases=biases)
+    return replace(free, now={site.name: free.of(site, site.width) for site in every})
+
 
 aten = torch.ops.aten
 Product = Callable[[tuple[Any, ...], Tensor], int]
@@ -155,3 +196,14 @@ def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
         chain = max(counting.chain_to.get(leaf, 0) for leaf in _tensors(out))
     shapes = tuple(tuple(leaf.shape[1:]) for leaf in _tensors(out))
     return MacCounts(by_module=dict(counting.by_module), chain=chain, shapes=shapes)
+
+
+def counted(model: nn.Module) -> MacCounts:
+    """The multiply-adds of one input by module, and the longest row of products."""
+    ports = traced_model.input_spec(model).ports
+    return count(traced_model.counted_form(model), ports)
+
+
+def macs(model: nn.Module) -> int:
+    """Multiply-adds of one input."""
+    return counted(model).macs

@@ -10,8 +10,7 @@ from torch import nn
 from corp_deploy.traced.models.module import TracedModule, facts_of, is_librarys, traced_state
 from ground.errors import BadInput
 
-from .architecture import Architecture
-from .preprocessing import Preprocessing
+from .architecture import Architecture, Preprocessing
 from .timm_images import ImageSpec
 from .trusted_code import FAMILY, Code
 

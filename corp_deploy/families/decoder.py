@@ -4,8 +4,7 @@ import msgspec
 from torch import Tensor, nn
 
 from corp_deploy.traced.models.array_inputs import ArraySpec
-from corp_deploy.traced.models.module import Facts, TracedModule, traced_module
-from corp_deploy.traced.models.modules import refuse_larger
+from corp_deploy.traced.models.module import Facts, TracedModule, refuse_larger, traced_module
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 from ground.records import record_from_value

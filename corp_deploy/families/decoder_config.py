@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from ground.errors import BadInput
 
-from .sequence_rotary import Rope
+from .head_attention import Rope
 from .text_decoder import DecoderArchitecture
 from .text_encoder import ACTIVATIONS, Eps, Heads, Layers, Rows, Width
 

@@ -10,10 +10,9 @@ from typing import TypeVar
 from torch import nn
 
 from calib.inputs import Inputs
-from calib.weights import PartialTokenWeights, TokenWeights
+from calib.products import PartialTokenWeights, TokenWeights
 from corp_deploy.traced.models.array_inputs import ArraySpec, batch_of_ports
-from corp_deploy.traced.models.module import TracedModule
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import TracedModule, device
 from corp_deploy.traced.models.outputs import Outputs
 from ground.errors import BadInput
 from ground.ports import Port

@@ -1,15 +1,92 @@
-"""Self-attention of text encoders and decoders in plain torch, one layer for queries, keys and values.
+"""Self-attention of text encoders and decoders in plain torch, one layer for queries, keys and values, and rotary
+positions of a sequence (RoFormer, arXiv 2104.09864): token n is at place n, whatever the length.
 
 Legend: B batch, N tokens, C channels, H heads, G groups of heads, D width of a head.
+
+Plane p of P is the dimensions p and p + P of a head, whichever way a library orders them. Frequencies are those of the
+dense head, whichever planes of it are left: they are never made anew from a width.
+
+Legend: B texts, H heads or 1 for all, N tokens, P planes of a head.
 """
 
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from corp_deploy.traced.models.token_merging import HIDDEN, key_bias
 
-from .sequence_rotary import SequenceRotary
+Factor = Annotated[float, Meta(gt=0.0, le=1e6)]
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How fast planes turn: theta^(-p/P) radians a place, `linear` all slower by `factor`, `llama3` the slow ones alone
+    (Llama 3.1): those of wavelengths above `original` / `low`, and in part those down to `original` / `high`.
+    """
+
+    theta: Annotated[float, Meta(gt=1.0, le=1e12)] = 10_000.0
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    factor: Factor = 1.0
+    low: Factor = 1.0
+    high: Factor = 4.0
+    original: Annotated[int, Meta(ge=1, le=10_000_000)] = 8192
+
+    def __post_init__(self) -> None:
+        if self.scaling == "llama3" and self.high <= self.low:
+            raise ValueError(f"rope: high {self.high:g} is not above low {self.low:g}")
+
+    def frequencies(self, planes: int) -> Tensor:
+        """Radians a place [P], float32, computed as transformers does."""
+        exponents_P = torch.arange(0, 2 * planes, 2, dtype=torch.int64).float() / (2 * planes)
+        own_P = 1.0 / (self.theta**exponents_P)
+        if self.scaling == "default":
+            return own_P
+        if self.scaling == "linear":
+            return own_P / self.factor
+        wavelength_P = 2.0 * math.pi / own_P
+        slow_P = torch.where(wavelength_P > self.original / self.low, own_P / self.factor, own_P)
+        share_P = (self.original / wavelength_P - self.low) / (self.high - self.low)
+        between_P = (1.0 - share_P) * slow_P / self.factor + share_P * slow_P
+        is_between_P = (wavelength_P >= self.original / self.high) & (wavelength_P <= self.original / self.low)
+        return torch.where(is_between_P, between_P, slow_P)
+
+
+def apply_rotary(x_BHND: Tensor, sin_HNP: Tensor, cos_HNP: Tensor) -> Tensor:
+    """Every plane turned by its token's angle: [B,H,N,2P]."""
+    one, other = x_BHND.chunk(2, dim=-1)
+    return torch.cat((one * cos_HNP - other * sin_HNP, other * cos_HNP + one * sin_HNP), dim=-1)
+
+
+class SequenceRotary(nn.Module):
+    """Turns queries and keys of any sequence by frequencies [H,P] of planes, one row for all heads or each its own."""
+
+    freqs_HP: Tensor
+
+    def __init__(self, freqs_HP: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("freqs_HP", freqs_HP)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SequenceRotary":
+        """Frequencies stay float32 where a model becomes another type: half a place off in 2,048 is another place."""
+        exact_HP = self.freqs_HP
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.freqs_HP = exact_HP.to(self.freqs_HP.device)
+        return self
+
+    def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Sines and cosines of sequences of this length [H,N,P]."""
+        place_N1 = torch.arange(tokens, dtype=torch.float32, device=self.freqs_HP.device).unsqueeze(1)
+        angle_HNP = place_N1 * self.freqs_HP.unsqueeze(1)
+        return angle_HNP.sin(), angle_HNP.cos()
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        sin_HNP, cos_HNP = (each.to(q.dtype) for each in self.tables(q.shape[-2]))
+        return apply_rotary(q, sin_HNP, cos_HNP), apply_rotary(k, sin_HNP, cos_HNP)
 
 
 def shared_by_heads(x: Tensor, heads: int) -> Tensor:

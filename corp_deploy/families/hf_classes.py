@@ -15,15 +15,13 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from corp_deploy.traced.models.array_inputs import ArraySpec, InputSpec, parameters_of
-from corp_deploy.traced.models.module import traced_module
-from corp_deploy.traced.models.modules import refuse_larger
+from corp_deploy.traced.models.module import refuse_larger, traced_module
 from ground.errors import BadInput, Missing
 from ground.ports import Port
 
-from .architecture import Architecture
+from .architecture import Architecture, Preprocessing
+from .given_module import PREPARED, facts_with
 from .hf_config import Sides, both
-from .module_facts import PREPARED, facts_with
-from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec, Tokenization
 

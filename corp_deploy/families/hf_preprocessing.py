@@ -15,8 +15,8 @@ from msgspec import Meta
 
 from ground.errors import BadInput
 
+from .architecture import Preprocessing
 from .hf_config import Side, VisionModel
-from .preprocessing import Preprocessing
 
 # PIL's numbers.
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}

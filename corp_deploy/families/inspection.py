@@ -1,4 +1,4 @@
-"""What a model is made of and where its cost lies, for people and machines."""
+"""What a model is made of, where its cost lies and what merging makes of it, counted, for people and machines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,30 @@ from torch import nn
 
 from corp_deploy.traced.models.inspection import fixed_shares as fixed_shares
 from corp_deploy.traced.models.inspection import stays_of, traced_rows
+from corp_deploy.traced.models.merging import tokens_after
+from corp_deploy.traced.models.token_merging import merges_in
 
 from . import traced_model
+from .counting import counted, parameters
 from .family import output_ports, outputs_of
-from .merging_cost import merging_record
-from .model_cost import counted, parameters
+from .merging_record import MergingRecord
+
+
+def merging_record(model: nn.Module) -> MergingRecord | None:
+    """Counted for one input; None for a model that merges nothing."""
+    merging = traced_model.merging_of(model)
+    if merging is None:
+        return None
+    kinds, count = traced_model.token_kinds(model), counted(model)
+    protected = len(kinds) - kinds.count("patch")
+    return MergingRecord(
+        **merging.as_json() | {"schedule": merging.schedule},
+        protected=protected,
+        tokens=(len(kinds), *tokens_after(merging, len(kinds), protected)),
+        macs=count.macs,
+        macs_of_merging=sum(map(count.within, merges_in(model))),
+        macs_with_all_tokens=counted(traced_model.with_merging(model, None)).macs,
+    )
 
 
 def _outputs(model: nn.Module, shapes: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

@@ -14,14 +14,13 @@ from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.models.module import TracedModule, Tracing, facts_of, traced_module, traced_state, tracing
 from corp_deploy.traced.models.offered import names_of, traced_sites
 from corp_deploy.traced.models.pairs import TracedPairs
-from corp_deploy.traced.models.site import Site
-from corp_deploy.traced.models.sites import Sites
+from corp_deploy.traced.models.sites import Site, Sites
 from corp_deploy.traced.programs.attention_masks import factor
 from ground.errors import BadInput
 from ground.ports import Role
 
-from .module_facts import facts_of_images
-from .preprocessing import Preprocessing
+from .architecture import Preprocessing
+from .given_module import facts_of_images
 
 CLOSE = 1e-4
 EXPECTED_MLP = 'the names of its linear layers inside it: ("fc1", "fc2"), or ("gate", "fc2", "up") of a gated one'

@@ -14,8 +14,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .head_attention import HeadAttention
-from .sequence_rotary import Rope, SequenceRotary
+from .head_attention import HeadAttention, Rope, SequenceRotary
 from .text_encoder import ACTIVATIONS, Eps, Heads, Mlp, TextArchitecture, Width
 
 

@@ -16,7 +16,7 @@ from ground.pixels import Normalisation
 from ground.ports import Port, image_port
 from ground.records import record_from_text, record_from_value
 
-from .preprocessing import Preprocessing
+from .architecture import Preprocessing
 
 BY_CHANNEL = ("mean", "std")
 

@@ -1,17 +1,22 @@
-"""timm's models of families that version 0.1 had (hierarchies: timm_hierarchies_legacy.py): widths of sites without a
-program, norms of convolutional networks taken into the weights in front. They become programs whose norms are the
-identity.
+"""timm's models of families that version 0.1 had (hierarchies: timm_eva_legacy.py), and decoders: widths of sites and
+heads without a program, norms of convolutional networks taken into the weights in front. They become programs whose
+norms are the identity. What a program has computed is made of what that version kept: what is added to scores by where
+tokens stand, of tables or networks, what scores of cosines are scaled by, how positions turn queries and keys, and how
+fast the planes of a decoder turn that each head keeps.
 
-Legend: O outputs and I inputs of a layer.
+Legend: O outputs and I inputs of a layer; H heads or 1 for all, N tokens, T places that one can have as seen from
+another, P planes of a dense head, K of them that are left.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from corp_deploy.traced.finding.site import Index, Site
 from corp_deploy.traced.models.module import TracedModule
@@ -19,10 +24,82 @@ from corp_deploy.traced.models.narrowing import first_groups, with_groups
 from corp_deploy.traced.models.offered import names_of
 from ground.errors import BadInput
 
-from .timm_tables import constant, shared
+from .architecture import Architecture
+from .decoder import arguments_of
+from .head_attention import SequenceRotary
+from .text_decoder import DecoderArchitecture
 from .traced_model import tracing
 
 State = Mapping[str, Tensor]
+_MASK, _SCALE = ".attn_mask_folded", ".logit_scale"
+_OF_TURNS = re.compile(r"rope\.\w+_folded(?:_(\d+))?")
+"""Sines and cosines of queries, then of keys, block after block."""
+_OF_PLACES = re.compile(r"(?P<owner>.*)\.relative_position_(bias_table|index)_folded(_(?P<number>\d+))?")
+
+
+def constant(name: str, shape: torch.Size, buffers: State, state: State) -> Tensor | None:
+    """A constant of a program, of this shape; None for any other. `buffers`: those of timm's model, in no file."""
+    if name.endswith(_MASK):
+        return buffers[name.removesuffix("_folded")].view(shape)
+    if rope_match := _OF_TURNS.fullmatch(name):
+        return _turns(int(rope_match[1] or 0), shape, state)
+    of_places, inside = _OF_PLACES.fullmatch(name), re.match(r".*\.attn(?=\.)", name)
+    if not (of_places or inside):
+        return None
+    # Where one table is of all blocks, each has its sum with the block's own.
+    attention = inside[0] if inside else f"blocks.{_block(of_places, state)}.attn"
+    if 0 in state.get(f"{attention}.qkv.weight", torch.ones(1)).shape:  # its output projection's bias alone is left
+        return torch.zeros(shape)
+    if name.endswith(_SCALE):
+        return state[f"{attention}.q_norm{_SCALE}"].clamp(max=math.log(100.0)).exp()
+    if of_places is None:
+        return None
+    bias, owner = f"{attention}.position_bias", of_places["owner"]
+    table_TH = state.get(f"{bias}.table")
+    if table_TH is None:
+        table_TH = _of_network(bias, buffers[f"{owner}.relative_coords_table"], state)
+    place_NN = _places(buffers[f"{owner}.relative_position_index"], shape[-1], len(table_TH))
+    return table_TH[place_NN].permute(2, 0, 1).reshape(shape)
+
+
+def _turns(number: int, shape: torch.Size, state: State) -> Tensor | None:
+    """[H,T,D] of heads that keep planes of their own, else [T,D] of all; of patches, which are the last tokens."""
+    block, part = number // 4, number % 2
+    table_HND = state.get(f"blocks.{block}.attn.rotary.{part}")
+    if table_HND is None:
+        return torch.zeros(shape) if 0 in state.get(f"blocks.{block}.attn.qkv.weight", torch.ones(1)).shape else None
+    own = table_HND[:, -shape[-2] :]
+    return (own if own.numel() == shape.numel() else own[:1]).reshape(shape)
+
+
+def _block(of_places: re.Match[str] | None, state: State) -> str:
+    """Whose sum a constant has of those that stand outside of blocks: in turn, or one that is of all, any block's."""
+    number = (of_places and of_places["number"]) or "0"
+    having = [name.split(".")[1] for name in state if name.endswith(".position_bias.table")]
+    return number if number in having or not having else having[0]
+
+
+def shared(names: Iterable[str], state: State) -> list[str]:
+    """The one constant of all blocks, where these have different ones, as each had heads of its own taken away."""
+    of_all = [name for name in names if _OF_PLACES.fullmatch(name) and ".attn." not in name]
+    tables = [each for name, each in state.items() if name.endswith(".position_bias.table")]
+    return of_all if len(of_all) == 1 and not all(torch.equal(each, tables[0]) for each in tables) else []
+
+
+def _places(index: Tensor, tokens: int, places: int) -> Tensor:
+    """The place of each token as seen from each other; of tokens that timm knows none of, in front, the last one."""
+    patches = round(index.numel() ** 0.5)
+    place_NN = index.new_full((tokens, tokens), places - 1)
+    place_NN[tokens - patches :, tokens - patches :] = index.view(patches, patches)
+    return place_NN
+
+
+def _of_network(bias: str, coordinates: Tensor, state: State) -> Tensor:
+    """16 sigmoid(g(x, y)) of each place [T,H] (Swin V2, arXiv 2111.09883, section 3.3)."""
+    first, offset, last = (state[f"{bias}.cpb_mlp.{each}"] for each in ("0.weight", "0.bias", "2.weight"))
+    return 16.0 * F.linear(F.linear(coordinates.view(-1, 2), first, offset).relu(), last).sigmoid()
+
+
 _ALIASES = (
     (r"_folded$", ""),
     (r"\.mean_weight_\d+$", ".mean.weight"),
@@ -144,3 +221,52 @@ def _weight(name: str, empty: Tensor, model: nn.Module, state: State, buffers: S
 def _filled(there: Tensor, empty: Tensor) -> Tensor:
     """Zeros for channels of which nothing was left."""
     return there if 0 not in there.shape else there.new_zeros(empty.shape)
+
+
+Entries = Mapping[str, Mapping[str, Any]]
+_TURNING = "rotary.freqs_HP"
+
+
+def as_decoders(
+    model: TracedModule, architecture: Architecture, sites: Entries, state: State, *, where: str
+) -> tuple[State, Mapping[str, Index]]:
+    """Weights by the program's names, and what is left of attentions."""
+    arguments, groups, kept = arguments_of(architecture), names_of(tracing(model)), dict[str, Index]()
+    ours = dict(state)
+    for index in range(arguments.decoder.layers):
+        name = f"blocks.{index}.attn"
+        if name not in sites:
+            raise BadInput(f"{where}: no entry {name!r}; the file was edited or cut off, write the model again")
+        require_widths(name, sites[name], where)
+        turning_HK = ours.pop(f"{name}.{_TURNING}", None)
+        kept |= _kept_of_decoder(name, sites[name], arguments.decoder, groups, turning_HK)
+        if turning_HK is not None:
+            ours |= _tables(name, turning_HK, arguments.text.length)
+    return ours, kept
+
+
+def _kept_of_decoder(
+    name: str, entry: Mapping[str, Any], dense: DecoderArchitecture, groups: Mapping[str, Site], freqs_HK: Tensor | None
+) -> Iterator[tuple[str, Index]]:
+    """The first heads and, but for planes, the first dimensions; of a constant what is all zero."""
+    shared = dense.heads // dense.groups
+    left = entry["heads"] // shared
+    yield f"{name}.v", first_groups(groups[f"{name}.v"], left * max(entry["v"], 1), parts=left)
+    queries = groups.get(f"{name}.qk")
+    if queries is None:
+        return
+    if dense.rope is None or freqs_HK is None:
+        yield f"{name}.qk", first_groups(queries, left * max(entry["qk"], 1), parts=left)
+        return
+    of_group_HK = freqs_HK.expand(entry["heads"], -1)[::shared]
+    away_HKP = (of_group_HK.unsqueeze(-1) - dense.rope.frequencies(dense.head // 2)).abs()
+    by_group_HP = torch.arange(queries.size).view(dense.groups, -1)[:left]
+    yield f"{name}.qk", by_group_HP.gather(1, away_HKP.argmin(-1)).flatten().numpy()
+
+
+def _tables(name: str, freqs_HK: Tensor, tokens: int) -> Iterator[tuple[str, Tensor]]:
+    """Sines and cosines, as the program folds them; one row where all heads keep the same planes."""
+    own_HK = freqs_HK[:1] if bool((freqs_HK == freqs_HK[:1]).all()) else freqs_HK
+    sin_HNP, cos_HNP = SequenceRotary(own_HK).tables(tokens)
+    yield f"{name}.{_TURNING}", sin_HNP
+    yield f"{name}.{_TURNING}_folded_1", cos_HNP

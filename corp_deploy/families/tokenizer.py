@@ -16,7 +16,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from torch import Tensor
 
-from calib.token_ids import in_rows
+from calib.rows import in_rows
 from ground.errors import BadInput, Missing
 from ground.files import regular_file, sha256_of_text
 from ground.ports import Port

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.traced.models.module import traced_module
-from corp_deploy.traced.models.modules import counts_of_batches, refuse_larger
+from corp_deploy.traced.models.module import counts_of_batches, refuse_larger, traced_module
 from ground.errors import BadInput
 
-from .architecture import OF_TORCHVISION, Architecture
-from .module_facts import PREPARED, facts_with
-from .preprocessing import Preprocessing
+from .architecture import OF_TORCHVISION, Architecture, Preprocessing
+from .given_module import PREPARED, facts_with
 from .timm_images import ImageSpec
 
 PREFIX = OF_TORCHVISION

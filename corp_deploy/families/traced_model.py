@@ -20,30 +20,27 @@ from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import classes as classes
 from corp_deploy.traced.models.module import facts_of as facts_of
 from corp_deploy.traced.models.module import input_spec as input_spec
-from corp_deploy.traced.models.module import is_librarys, merging_module, traced_module, traced_state
+from corp_deploy.traced.models.module import is_librarys, merging_module, replaced, traced_module, traced_state
 from corp_deploy.traced.models.module import output_ports as output_ports
 from corp_deploy.traced.models.module import tracing as tracing
-from corp_deploy.traced.models.modules import replaced
 from corp_deploy.traced.models.narrowing import narrowed
 from corp_deploy.traced.models.offered import sites_by_segment
 from corp_deploy.traced.models.offered import sites_of as sites_of
 from corp_deploy.traced.models.segments import Layout, Segment, TokenRows, layout_of
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from corp_deploy.traced.narrowing.whole_removal import filled_
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
-from corp_deploy.traced.programs.causal import spelled_out_
-from corp_deploy.traced.programs.padding import has_uneven, padded
+from corp_deploy.traced.programs.padding import has_uneven, padded, spelled_out_
 from corp_deploy.traced.programs.program import operation
-from corp_deploy.traced.programs.readers import Layer, as_module, layers, without_biases_
+from corp_deploy.traced.programs.readers import Layer, as_module, layers, vocabularies, without_biases_
 from corp_deploy.traced.programs.tree import tree
 from corp_deploy.traced.programs.types import made_on_, with_one_type_
-from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
 from . import timm_library
 from .architecture import Architecture
-from .module_facts import facts_of_module
+from .given_module import facts_of_module
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
 from .widths import HeadGeometry

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ground.errors import BadInput
-from ground.quantities import SHARE, SHARE_KEPT
-from ground.quantity import BATCH, Real, quoted
+from ground.quantity import BATCH, SHARE, SHARE_KEPT, Real, quoted
 
 from .option import PathLike, Record, option
 from .passes import BUDGET, cost

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from calib.active import ACTIVE_EPS
 from ground.errors import BadInput
-from ground.quantities import GIGABYTES, IMAGES, MAGNITUDE, SHARE_REMOVED
-from ground.quantity import BATCH
+from ground.quantity import BATCH, GIGABYTES, IMAGES, MAGNITUDE, SHARE_REMOVED
 
 from .merging import MergedStatistics
 from .method_choice import MULTIPLES
@@ -17,7 +16,7 @@ from .table import CALIBRATE, CALIBRATE_BY
 from .values import FILE, ListOf, ParsedText, Repeated
 
 if TYPE_CHECKING:
-    from calib.input_set import InputSet
+    from calib.inputs import InputSet
     from corp_deploy.reduction.calibrate import Statistics
     from corp_deploy.reduction.moments_files import CalibrationRequest, Restriction
 
@@ -129,7 +128,7 @@ class PassOptions(Record, heading="The pass"):
 
     def in_order(self, source: Inputs, *, samples: int | None, seed: int) -> Inputs:
         """The inputs; drawn ones in an order drawn too, where their first ones have moments of their own."""
-        from calib.input_set import shuffled
+        from calib.inputs import shuffled
 
         return shuffled(source, seed=seed) if self.snapshots and samples is not None else source
 

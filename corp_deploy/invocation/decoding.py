@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ground.quantities import TOKENS
-from ground.quantity import BATCH
+from ground.quantity import BATCH, TOKENS
 
 from .option import Record, option
 from .table import BENCH_OF, VERIFY_REFERENCE

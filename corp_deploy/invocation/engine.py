@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from export.engine.options import BatchProfile, BuildOptions
 from ground.precision import EVERY_WORD
-from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
+from ground.quantity import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .option import PathLike, Record, option
 from .table import AUDIT, BUILD, ENGINE_OPTIONS

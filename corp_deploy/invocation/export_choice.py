@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from ground.errors import BadInput
 from ground.precision import EVERY_WORD, MIXED, QUANTISED, precision_by_name
-from ground.quantities import OPSET
-from ground.quantity import BATCH, Count
+from ground.quantity import BATCH, OPSET, Count
 
 from .option import NEEDED, PathLike, Record, option, options_of
 from .table import EXPORT, EXPORT_HEADS

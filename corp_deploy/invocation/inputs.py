@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ground.errors import BadInput
-from ground.quantities import BAD_IMAGES, IMAGES, SEED, WORKERS
+from ground.quantity import BAD_IMAGES, IMAGES, SEED, WORKERS
 
 from .option import Record, option
 from .option_support import spelled
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
+    from calib.groups import Split
     from calib.images import Images
-    from calib.input_set import InputSet
-    from calib.split import Split
+    from calib.inputs import InputSet
     from corp_deploy.store.checkpoint import Checkpoint
 
 Inputs = TypeVar("Inputs", bound="InputSet")
@@ -77,7 +77,7 @@ class HoldOutOptions(Record, heading="Inputs"):
 
     def split(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
         """What calibrate fits to, and what it holds out, none without `hold_out`."""
-        from calib.split import split_of
+        from calib.groups import split_of
 
         return split_of(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
 

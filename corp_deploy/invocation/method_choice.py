@@ -21,7 +21,7 @@ from corp_deploy.reduction.method import (
     method_from_preset,
 )
 from ground.errors import BadInput
-from ground.quantities import ALIGNMENT, RIDGE, SHARE_REMOVED
+from ground.quantity import ALIGNMENT, RIDGE, SHARE_REMOVED
 
 from .option import Record, option
 from .option_support import Axis, words_of

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ground.errors import BadInput
-from ground.quantities import CONFIDENCE, ERROR, FACTOR, LEVEL, NATS, RATIO, SECONDS, SHARE
-from ground.quantity import BATCH
+from ground.quantity import BATCH, CONFIDENCE, ERROR, FACTOR, LEVEL, NATS, RATIO, SECONDS, SHARE
 
 from .option import PathLike, Record, option
 from .table import VERIFY_HEADS

@@ -11,7 +11,7 @@ from corp_deploy.polish.options import STEPS as DEFAULT_STEPS
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.reduction.method import LOOPS, NOT_HELD_OUT, LoopName, Method, loop_from
 from ground.errors import BadInput
-from ground.quantities import SECONDS, STEPS
+from ground.quantity import SECONDS, STEPS
 
 from .budget_choice import BudgetChoice
 from .merging import MergingChoice

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ground.errors import BadInput
-from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
-from ground.quantity import BATCH
+from ground.quantity import BATCH, MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
 
 from .inputs import refuse_several
 from .option import PathLike, Record, option

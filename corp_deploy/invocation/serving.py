@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from export.engine.options import BatchProfile
-from ground.quantities import INSTANCES, MODEL_VERSION, QUEUE_DELAY_US, THREADS
-from ground.quantity import BATCH
+from ground.quantity import BATCH, INSTANCES, MODEL_VERSION, QUEUE_DELAY_US, THREADS
 
 from .engine import PROFILE
 from .option import Record, option

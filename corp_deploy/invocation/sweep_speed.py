@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ground.errors import BadInput
-from ground.quantities import SECONDS, SHARE_KEPT, THREADS
-from ground.quantity import BATCH
+from ground.quantity import BATCH, SECONDS, SHARE_KEPT, THREADS
 
 from .option import Record, option
 from .option_support import Axis, variant

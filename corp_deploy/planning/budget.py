@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from corp_deploy.algebra import knapsack
-from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.widths import Width
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import uniform_widths
-from corp_deploy.traced.models.site import Currency
+from corp_deploy.traced.models.sites import Currency
 from ground.errors import BadInput
 
 from .curves import CostCurve

@@ -3,15 +3,15 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families import traced_model
+from corp_deploy.families.counting import SiteCosts, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.site_cost import SiteCosts, site_costs
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.site import Currency
+from corp_deploy.traced.models.sites import Currency
 from ground.effort import Stopwatch, measured
 
 from .budget import Allocation, allocate, dense_cost, out_of_reach, uniform_for_share

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.overfitting import data_gap

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs
 from calib.moments import Moments
+from corp_deploy.families.counting import SiteCosts, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.site_cost import SiteCosts, site_costs
 from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.kind import ErrorCurve, Order
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.moments import site_moments
-from corp_deploy.traced.models.modules import device
-from corp_deploy.traced.models.site import Currency, Site
+from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.sites import Currency, Site
 from ground.errors import BadInput
 
 from .probe import Probe, Trial

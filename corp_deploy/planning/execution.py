@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families import traced_model

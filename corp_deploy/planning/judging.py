@@ -10,13 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from calib.input_set import InputSet
-from calib.inputs import as_tuple, run_model, to_device
+from calib.inputs import InputSet, as_tuple, run_model, to_device
 from calib.moments import Moments
 from corp_deploy.families.family import output_ports
 from corp_deploy.invocation.budget_choice import BudgetChoice, Measure
 from corp_deploy.store.inputs import inputs_for_model, labels_from_path
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from ground.errors import BadInput
 from ground.ports import Role
 from perf.parity.measures import MEASURES, measures, require_agreement

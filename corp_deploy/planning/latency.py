@@ -25,7 +25,7 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.traced.models.parts import STREAM, part_of, tokens_that_enter
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.token_merging import TokenMerge
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
@@ -33,9 +33,8 @@ from ground.ports import OutputPort, Port
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
-from perf.timing.environment import environment
 from perf.timing.laps import Plan
-from perf.timing.watch import watching
+from perf.timing.watch import environment, watching
 
 from .curves import CostCurve
 from .latency_of_tokens import POINTS as TOKEN_POINTS

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 from corp_deploy.invocation.budget_choice import Limit
 from corp_deploy.reduction.model import Reduction
 from ground.errors import BadInput
-from perf.stats.decision import samples_for_interval, samples_for_share
-from perf.stats.shares import share_interval
+from perf.stats.decision import samples_for_interval, samples_for_share, share_interval
 
 from .budget_planner import BudgetPlanner
 from .joint_planner import JointPlanner

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from calib.fingerprints import Fingerprints
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
-from corp_deploy.families.merging_cost import merging_record
+from corp_deploy.families.inspection import merging_record
 from corp_deploy.reduction.model import Reduction
-from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.fitted import fitted_of_lineage
+from corp_deploy.store.checkpoint import Checkpoint, fitted_of_lineage
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.model_config import FITTED
 from ground.files import sha256_of_file

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
-from corp_deploy.families.model_cost import counted
+from corp_deploy.families.counting import counted
 from corp_deploy.traced.models.merging import most_merged
 from corp_deploy.traced.models.parts import macs_at_tokens
 

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from calib.hooks import evaluating
 from calib.inputs import Inputs
+from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.traced.models.merging import Merging, most_merged
 from corp_deploy.traced.models.steps import Merge, SegmentStep, Unmerge

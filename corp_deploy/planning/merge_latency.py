@@ -23,8 +23,7 @@ from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.models.token_merging import TokenMerge
 from ground.ports import Port
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
-from perf.timing.environment import environment
-from perf.timing.watch import watching
+from perf.timing.watch import environment, watching
 
 from .latency import POINTS, LatencyTarget, SiteGrids, grid_of_merge, grid_of_model, refuse_disturbed
 from .latency_of_tokens import latency_at, merge_name, spread, stream_channels

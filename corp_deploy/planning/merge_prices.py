@@ -6,8 +6,8 @@ from typing import Literal
 
 from torch import nn
 
+from corp_deploy.families.counting import site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.parts import tokens_that_enter
 

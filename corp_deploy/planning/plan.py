@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.method import Method

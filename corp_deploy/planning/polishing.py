@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress

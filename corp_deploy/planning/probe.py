@@ -10,10 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from calib.hooks import evaluating
-from calib.input_set import InputSet
-from calib.inputs import Inputs, as_tuple, map_tensors, run_model
+from calib.inputs import Inputs, InputSet, as_tuple, map_tensors, run_model
 from calib.moments import Moments
+from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
@@ -26,7 +25,7 @@ from corp_deploy.reduction.model import reduce, reduced_site
 from corp_deploy.reduction.traced_change import TracedReduced, tensors_of
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.traced.models.merging import Merging
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 
 from .program_effects import effects_of_changes
 from .program_trials import Change, effects_of_new_tensors

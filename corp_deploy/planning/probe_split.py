@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from calib.combination import difference
-from calib.input_set import InputSet
-from calib.inputs import Inputs, to_device
+from calib.inputs import Inputs, InputSet, to_device
 from calib.moments import Moments
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 
 IMAGES = 32
 IN_LOOP = 96

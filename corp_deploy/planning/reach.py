@@ -16,7 +16,7 @@ from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.traced.finding.shares import Layers
 from corp_deploy.traced.models.module import tracing
-from corp_deploy.traced.models.site import Currency, Site
+from corp_deploy.traced.models.sites import Currency, Site
 from ground.errors import BadInput
 
 from .budget import dense_cost

@@ -14,21 +14,20 @@ from typing import Any
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.fingerprints import Fingerprints
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
-from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
 from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.model import Reduction
-from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.fitted import fitted_inputs
+from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs
 from corp_deploy.store.inputs import model_digest
 from ground.effort import Stopwatch, measured
 from ground.files import sha256_of_file
 from perf.record.fitted import FittedInputs
-from perf.runners.memory import stopwatch
-from perf.timing.environment import version
+from perf.runners.protocol import stopwatch
+from perf.timing.watch import version
 
 from .budget_planner import BudgetPlanner, budget_planner
 from .carried_out import in_one_pass

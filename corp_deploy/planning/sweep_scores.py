@@ -8,10 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from calib.input_set import InputSet
-from calib.inputs import Inputs, as_tuple, chunks, concatenated, run_model
+from calib.inputs import Inputs, InputSet, as_tuple, chunks, concatenated, run_model
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import output_ports
-from corp_deploy.families.model_cost import macs, parameters
 from ground.ports import OutputPort
 from perf.parity.measures import measures
 

@@ -14,10 +14,10 @@ from export.engine.build import Engine, build_engine, write_engine
 from export.engine.options import BatchProfile, BuildOptions
 from ground.effort import Stopwatch
 from perf.record.runs import save_bench
-from perf.runners.memory import stopwatch
+from perf.runners.protocol import stopwatch
 from perf.stats.summary import summarise
-from perf.timing.environment import environment, fingerprint
 from perf.timing.laps import Plan
+from perf.timing.watch import environment, fingerprint
 
 from .sweep_points import EngineFigures, speed_of_row
 from .sweep_trials import BENCH, EngineBuilt, Timing, TrialFolder, key_of

@@ -20,8 +20,7 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from ground.effort import Effort
 from ground.errors import BadInput
-from ground.files import write_json
-from ground.locks import locked
+from ground.files import locked, write_json
 from ground.records import json_from_record, record_from_file
 
 from .sweep_points import EngineFigures, SpeedAtBatch, SweepPoint

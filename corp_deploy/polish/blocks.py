@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from calib.distributed import Ranks
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.streams import embedded
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.models.token_merging import Tokens
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from calib.distributed import Ranks
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 
 from .arithmetic import reduced_precision
 

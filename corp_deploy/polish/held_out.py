@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calib.distributed import Ranks
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from ground.errors import BadInput
 
 _MOST = 64  # inputs held out: a relative error of more of them is hardly surer, and every look costs a pass

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import is_empty

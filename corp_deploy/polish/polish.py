@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
-from calib.hooks import evaluating
-from calib.input_set import InputSet
+from calib.inputs import InputSet
+from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.store.inputs import model_digest
-from corp_deploy.traced.models.modules import device, replaced
-from corp_deploy.traced.models.site import TracedStream
+from corp_deploy.traced.models.module import device, replaced
+from corp_deploy.traced.models.sites import TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput
 

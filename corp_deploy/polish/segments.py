@@ -25,7 +25,7 @@ from corp_deploy.reduction.traced_targets import rows_of
 from corp_deploy.traced.finding.cuts import needed
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.segments import Segment, TokenRows
-from corp_deploy.traced.models.site import Site, TracedStream
+from corp_deploy.traced.models.sites import Site, TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.programs.attention_masks import unread_queries
 from corp_deploy.traced.programs.means import is_mean

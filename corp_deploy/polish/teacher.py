@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from calib.input_set import InputSet
-from calib.inputs import Inputs, chunks, concatenated, map_tensors, tensors_by_name, to_device
+from calib.inputs import Inputs, InputSet, chunks, concatenated, map_tensors, tensors_by_name, to_device
 from corp_deploy.families import traced_model
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from ground.errors import BadInput
 
 from .draws import Draw

@@ -13,9 +13,8 @@ import onnx
 from calib.fingerprints import Fingerprints
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.invocation.proof import Runtime
-from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.checkpoint import Checkpoint, fitted_of_lineage
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
@@ -30,7 +29,7 @@ from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
 
 from .engine_trust import record_of_trusted_plan
-from .pixels import NO_PIXELS, Pixels, pixels_of, take_pixels
+from .inputs import NO_PIXELS, Pixels, pixels_of, take_pixels
 
 Run = Callable[[Feeds], Outputs]
 FP32 = "fp32"

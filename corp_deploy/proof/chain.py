@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 from calib.moments import Moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.reduction.moments import require_same_model
-from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.fitted import fitted_inputs
+from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, checked_feeds, rows_of
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FloatType
-from perf.parity.diagnosis import headroom
+from perf.parity.block_outputs import headroom
 from perf.parity.labels import accuracy, mcnemar
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement

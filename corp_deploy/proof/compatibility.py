@@ -6,10 +6,9 @@ from pathlib import Path
 
 from corp_deploy.invocation.call import Invocation
 from export.engine.build import Engine, build_engine, write_engine
-from export.engine.compatibility import CompatibilityPrice, PricedLatency
-from export.engine.libraries import Library
 from export.engine.options import BuildOptions
-from export.engine.record import EngineRecord
+from export.engine.record import CompatibilityPrice, EngineRecord, PricedLatency
+from export.engine.session import Library
 from ground.gpu import missing_gpu
 from perf.record.runs import Bench
 from perf.stats.summary import summarise

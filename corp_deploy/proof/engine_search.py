@@ -5,6 +5,7 @@ it. A break costs a write of one tensor, float32 costs a block its fast kernels.
 """
 
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,8 @@ from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
 from ground.precision import type_by_name
 from perf.parity.block_outputs import site_of
-from perf.parity.judging import judge
 from perf.parity.measures import Measures, measures
-from perf.parity.tolerance import Tolerance
+from perf.parity.tolerance import Tolerance, judge
 
 from .candidates import Candidate
 
@@ -56,12 +56,35 @@ def fewest(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tup
     chosen: tuple[str, ...] = ()
     left = list(sites)
     while not passes(chosen):
-        low, high = 1, len(left)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if passes((*left[:middle], *chosen)) else (middle + 1, high)
-        chosen, left = (left[low - 1], *chosen), left[: low - 1]
+        rows = [(*left[:count], *chosen) for count in range(1, len(left))]
+        needed = bisect_left(rows, True, key=passes)
+        chosen, left = (left[needed], *chosen), left[:needed]
     return chosen
+
+
+def measured(
+    ports: Sequence[OutputPort], reference: Outputs, answers: Outputs, bounds: Mapping[str, Tolerance] | None = None
+) -> dict[str, Measures]:
+    """How far the answers are from the reference, by output; `bounds` know the noise of margins."""
+    return {
+        port.name: measures(
+            reference[port.name],
+            answers[port.name],
+            role=port.role,
+            margin_noise=0.0 if bounds is None else bounds[port.name].margin_noise,
+        )
+        for port in ports
+    }
+
+
+def worst_error(errors: Mapping[str, Measures]) -> float:
+    """Of any output."""
+    return max(each.relative_error for each in errors.values())
+
+
+def first_failing(errors: Mapping[str, Measures], bounds: Mapping[str, Tolerance]) -> str | None:
+    """The name of the first output that doesn't pass; None where all do."""
+    return next((name for name, each in errors.items() if judge(each, bounds[name])[0] != "PASS"), None)
 
 
 def offered(proto: onnx.ModelProto) -> tuple[str, ...]:
@@ -125,24 +148,14 @@ class _Trial:
         key = frozenset(breaks), frozenset(kept)
         if key not in self.measured:
             self._write(self.graph, breaks, kept)
-            answers = self._answers(self.graph)
-            self.measured[key] = {
-                port.name: measures(
-                    self._reference[port.name],
-                    answers[port.name],
-                    role=port.role,
-                    margin_noise=self._bounds[port.name].margin_noise,
-                )
-                for port in self._ports
-            }
+            self.measured[key] = measured(self._ports, self._reference, self._answers(self.graph), self._bounds)
         return self.measured[key]
 
     def error(self, breaks: Sequence[str], kept: Sequence[str]) -> float:
-        return max(each.relative_error for each in self.errors(breaks, kept).values())
+        return worst_error(self.errors(breaks, kept))
 
     def passes(self, breaks: Sequence[str], kept: Sequence[str]) -> bool:
-        errors = self.errors(breaks, kept)
-        return all(judge(errors[port.name], self._bounds[port.name])[0] == "PASS" for port in self._ports)
+        return first_failing(self.errors(breaks, kept), self._bounds) is None
 
 
 def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], command: str) -> Answers:

@@ -18,8 +18,8 @@ from ground.feeds import Feeds
 from ground.precision import PRECISIONS, QUANTISED, FloatType
 
 from .engine_search import Answers, RepairResult, engine_answers
+from .inputs import fed_to_graph
 from .mixed_precision import mended_mixed, sites_to_keep
-from .pixels import fed_to_graph
 from .quantised_precision import bounds_of, mended_quantised, sites_to_leave
 
 

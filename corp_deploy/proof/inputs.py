@@ -1,7 +1,12 @@
-"""What a proof is made on: all inputs as they are fed to the models, under the names of the model's ports."""
+"""What a proof is made on: all inputs as they are fed to the models, under the names of the model's ports, images
+normalised or as the pixels that they were made of; and what is fed while they are timed: images or texts of a file, or
+noise, which costs the same time.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -10,16 +15,70 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from calib.fingerprints import Fingerprints
-from calib.input_set import InputSet
-from corp_deploy.families.family import input_ports
+from calib.images import ARRAYS, Images, open_images
+from calib.inputs import Batch, Inputs, InputSet, tensors_by_name
+from calib.sources import Normalise
+from calib.sources import Pixels as PixelsOfPictures
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import image_spec, input_ports
+from corp_deploy.families.timm_images import ImageSpec
+from corp_deploy.invocation.running import FedOptions
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.dense_model import model_of_directory
+from corp_deploy.store.graph_input import GraphInput, graph_ports
+from corp_deploy.store.inputs import no_picture, normalising, texts_for_model, unnormalised
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, random_feeds, rows_of, single_array
-from ground.pixels import PIXEL, whole_pixels
+from ground.pixels import PIXEL, Normalisation, whole_pixels
 from ground.ports import Port
 from perf.parity.parity import ImageSet
 
-from .pixels import pixels_of
+
+def take_pixels(ports: Sequence[Port]) -> bool:
+    """Whether these are the ports of a graph or an engine that takes pixels."""
+    return len(ports) == 1 and ports[0].dtype == PIXEL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pixels:
+    """What images are made of: pixels as the images of `spec` are normalised; None of no model of images."""
+
+    spec: ImageSpec | None = None
+
+    def fed(self, feeds: Feeds, ports: Sequence[Port], *, where: str) -> Feeds:
+        """The feeds for these ports: pixels where they take those, else as they are."""
+        if not take_pixels(ports) or single_array(feeds).dtype == PIXEL:
+            return feeds
+        return {ports[0].name: self.normalisation(where).pixels(single_array(feeds))}
+
+    def require(self, feeds: Feeds, ports: Sequence[Port], *, where: str) -> None:
+        """Raises BadInput where ports take pixels and the images were not made of any."""
+        if take_pixels(ports) and single_array(feeds).dtype != PIXEL:
+            self.normalisation(where).require_pixels(single_array(feeds), where=where)
+
+    def normalisation(self, where: str) -> Normalisation:
+        """Raises BadInput for a model of no images, and for one that is not known to normalise them."""
+        if self.spec is None:
+            raise BadInput(f"{where}: takes uint8 images, the dense model takes none; export it from that model")
+        self.spec.require_normalisation(where=where, instead="take a graph that takes float32")
+        return self.spec.normalisation
+
+
+NO_PIXELS = Pixels()
+
+
+def pixels_of(checkpoint: Checkpoint) -> Pixels:
+    """Those that the images of a model are made of."""
+    model = checkpoint.model
+    of_images = traced_model.input_spec(model).medium == "images"
+    return Pixels(spec=image_spec(model) if of_images else None)
+
+
+def fed_to_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) -> Feeds:
+    """Feeds of the model as a graph of it takes them. Raises BadInput for images that were not made of pixels."""
+    pixels, ports, where = pixels_of(checkpoint), graph_ports(checkpoint, graph_input), f"input {graph_input}"
+    pixels.require(feeds, ports, where=where)
+    return pixels.fed(feeds, ports, where=where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +172,78 @@ def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
         )
     feeds = random_feeds(ports, count, seed=seed)
     return ProofInputs(feeds=feeds, digest=f"random seed {seed}", kind="random")
+
+
+def listed(ports: Sequence[Port]) -> str:
+    return ", ".join(f"{port.name} {port.shape}" + f" {port.dtype}" * (port.dtype != "float32") for port in ports)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedFeeds:
+    """What is fed, and what identifies it where it is real."""
+
+    feeds: Feeds
+    fingerprints: Fingerprints | None = None
+    noun: str = "inputs"
+
+
+def _first(source: InputSet, count: int) -> Batch[Inputs]:
+    return next(batch for batch in source.read(min(count, source.count)) if len(batch.ids))
+
+
+def _tokenized(text: Path, models: Sequence[Path], count: int) -> TimedFeeds:
+    """So many texts of a file, over again where it has fewer, by the tokenizer of the first model that has one."""
+    directory = next((path for path in models if path.is_dir()), None)
+    if directory is None:
+        raise BadInput(
+            f"{text}: a graph or an engine has no tokenizer; name a model directory, or leave --text out: any tokens "
+            "cost the same time"
+        )
+    source = texts_for_model(model_of_directory(directory).model, text)
+    batch = _first(source, count)
+    feeds = {
+        name: np.resize(each.numpy(), (count, *each.shape[1:])) for name, each in tensors_by_name(batch.inputs).items()
+    }
+    return TimedFeeds(feeds=feeds, fingerprints=Fingerprints(ids=batch.ids), noun=source.noun)
+
+
+def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[Path], count: int) -> TimedFeeds:
+    """So many images of a file, over again where it has fewer; noise without one, and of tokens the same one."""
+    if path is None:
+        return TimedFeeds(feeds=random_feeds(ports, count, seed=0))
+    if len(ports) != 1 or len(ports[0].shape) != 3:
+        raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images out")
+    if path.suffix not in ARRAYS:
+        raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
+    images, fingerprints = _images(path, ports[0], models, count)
+    feeds = {ports[0].name: np.resize(images, (count, *ports[0].shape))}
+    return TimedFeeds(feeds=feeds, fingerprints=fingerprints, noun=Images.noun)
+
+
+def _images(path: Path, port: Port, models: Sequence[Path], count: int) -> tuple[NDArray[Any], Fingerprints]:
+    """Up to `count` of a file, as the port takes them; pixels are normalised as the first model directory says."""
+    channels, height, width = port.shape
+    directory = next((each for each in models if each.is_dir()), None)
+    pixels: PixelsOfPictures | None = None
+    if port.dtype == PIXEL:
+        pixels = unnormalised
+    elif directory is not None:
+        pixels = partial(_of_directory, directory, path)
+    source = open_images(path, image_shape=(channels, height, width), transform=no_picture, pixels=pixels)
+    batch = _first(source, count)
+    images: NDArray[np.float32] = tensors_by_name(batch.inputs)["input"].numpy()
+    uint8_images = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
+    return uint8_images, Fingerprints.of(batch.ids, batch.inputs)
+
+
+def _of_directory(directory: Path, path: Path) -> Normalise:
+    return normalising(image_spec(model_of_directory(directory).model), where=str(path))
+
+
+def feeds_to_time(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> TimedFeeds:
+    """So many inputs for these ports; among `models` is the tokenizer. Raises BadInput for what does not fit."""
+    if fed.text is None:
+        return _images_or_noise(fed.images, ports, models, count)
+    if not all(port.dtype == "int64" for port in ports):
+        raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text out")
+    return _tokenized(Path(fed.text), models, count)

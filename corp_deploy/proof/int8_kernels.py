@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from perf.parity.parity import Link
-from perf.timing.environment import has_vnni
+from perf.timing.watch import has_vnni
 
 from .candidates import Candidate
 

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from corp_deploy.families import traced_model
+from corp_deploy.families.counting import counted
 from corp_deploy.families.family import output_ports
 from corp_deploy.families.merge_margins import merge_margins
-from corp_deploy.families.model_cost import counted
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy
-from export.graph.simulated import simulated
+from export.graph.quantised import simulated
 from ground.feeds import Feeds, Outputs, batch_size, rows_of
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, QUANTISED, FloatType, mixed_with_float32

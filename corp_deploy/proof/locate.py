@@ -20,8 +20,7 @@ from ground.errors import BadInput
 from ground.feeds import Feeds, rows_of
 from ground.ports import Role
 from ground.precision import EVERY_WORD, FLOAT16, QUANTISED, FloatType, mixed_with_float32
-from perf.parity.block_outputs import site_of
-from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
+from perf.parity.block_outputs import block_noise, locate_in_exact, locate_in_half, site_of
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import relative_errors
 

@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,15 @@ from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_with_float32
 from perf.parity import tolerance
-from perf.parity.diagnosis import locate_in_half
-from perf.parity.judging import judge
+from perf.parity.block_outputs import locate_in_half
 from perf.parity.locate import FaultLocation, keep_until_it_passes
-from perf.parity.measures import Measures, measures
 from perf.parity.tolerance import Tolerance
 
 from .candidates import Candidate, outputs_at
-from .engine_search import Answers, RepairResult, mended
+from .engine_search import Answers, RepairResult, first_failing, measured, mended, worst_error
 from .locate import dense_noise, worst_inputs
 
 BATCH = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Judged:
-    """One output of a graph and of its FP32 twin on the same inputs, and whether it passes."""
-
-    port: OutputPort
-    reference: Outputs
-    candidate: Outputs
-    bounds: Tolerance
-
-    def measured(self) -> Measures:
-        name, noise = self.port.name, self.bounds.margin_noise
-        return measures(self.reference[name], self.candidate[name], role=self.port.role, margin_noise=noise)
-
-    def worst(self, feeds: Feeds) -> Feeds:
-        """The inputs on which it is off most."""
-        name = self.port.name
-        return worst_inputs(feeds, self.reference[name], self.candidate[name], self.port.role)
 
 
 def _run(path: Path, float_type: FloatType, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
@@ -83,17 +61,13 @@ def sites_to_keep(
             precision = mixed.name if kept else mixed.pure  # one with nothing to keep is no mixed one
             export_checkpoint(checkpoint, half, precision=precision, opset=opset, keep_fp32=kept, geometry=geometry)
             candidate = _run(half, float_type, feeds, ports)
-            judged = [
-                _Judged(port=port, reference=reference, candidate=candidate, bounds=bounds[port.name]) for port in ports
-            ]
-            measured = [each.measured() for each in judged]
-            errors.append(max(each.relative_error for each in measured))
-            failing = [
-                each for each, errs in zip(judged, measured, strict=True) if judge(errs, each.bounds)[0] != "PASS"
-            ]
-            if not failing:
+            by_output = measured(ports, reference, candidate, bounds)
+            errors.append(worst_error(by_output))
+            name = first_failing(by_output, bounds)
+            if name is None:
                 return None
-            worst = failing[0].worst(feeds)
+            role = next(port.role for port in ports if port.name == name)
+            worst = worst_inputs(feeds, reference[name], candidate[name], role)
             graphs = read_onnx(fp32), read_onnx(half)
             noise_by_block = dense_noise(dense, worst, float_type)
             return locate_in_half("half", *graphs, worst, noise=noise_by_block, float_type=float_type)
@@ -143,5 +117,5 @@ def _bounds(
     export_checkpoint(dense, half, precision=mixed_with_float32(float_type).pure, opset=opset)
     ports = output_ports(dense.model)
     exact, rounded = _run(fp32, FLOAT32, feeds, ports), _run(half, float_type, feeds, ports)
-    noise = {port.name: measures(exact[port.name], rounded[port.name], role=port.role) for port in ports}
+    noise = measured(ports, exact, rounded)
     return {name: tolerance.half(each, float_type=float_type, factor=factor) for name, each in noise.items()}

@@ -1,7 +1,8 @@
 """Which blocks an INT8 or FP8 graph leaves as they are: the fewest of the most sensitive ones that let it pass."""
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,22 +14,20 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised
-from export.graph.quantised import layers
+from export.graph.quantised import layers, simulated
 from export.graph.quantiser import Quantiser
-from export.graph.simulated import simulated
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, feeds_of_ports
 from ground.ports import OutputPort
 from ground.precision import type_by_name
 from perf.parity import tolerance
 from perf.parity.block_outputs import site_of
-from perf.parity.judging import judge
-from perf.parity.measures import Measures, measures
+from perf.parity.measures import Measures
 from perf.parity.tolerance import Tolerance
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, outputs_at
-from .engine_search import Answers, RepairResult, mended
+from .engine_search import Answers, RepairResult, first_failing, measured, mended, worst_error
 
 BATCH = 16
 
@@ -51,19 +50,25 @@ def sites_to_leave(
         ports = output_ports(checkpoint.model)
         trial = _Trial(made_of, precision, chosen, feeds, ports, Path(scratch), batch)
         errors = trial.errors(())
-        if trial.passes(errors, bounds):
-            return RepairResult(relative_error=_worst(errors))
-        alone = {site: _worst(trial.errors([each for each in trial.sites if each != site])) for site in trial.sites}
+        if first_failing(errors, bounds) is None:
+            return RepairResult(relative_error=worst_error(errors))
+        alone = {
+            site: worst_error(trial.errors([each for each in trial.sites if each != site])) for site in trial.sites
+        }
         order = sorted(alone, key=lambda site: (-alone[site], site))
-        count = _fewest(len(order) - 1, lambda count: trial.passes(trial.errors(order[:count]), bounds))
-        if count is None:
+
+        def passes(count: int) -> bool:
+            return first_failing(trial.errors(order[:count]), bounds) is None
+
+        most = len(order) - 1
+        if most < 1 or not passes(most):
             least = order[-1]
             raise BadInput(
                 f"{precision}: no set of blocks left in {chosen.rest} lets this graph pass: with {least} alone "
                 f"quantised it is still off by {alone[least]:.2g}; export {chosen.rest}"
             )
-        kept = tuple(order[:count])
-        return RepairResult(kept=kept, relative_error=_worst(trial.errors(kept)))
+        kept = tuple(order[: 1 + bisect_left(range(1, most), True, key=passes)])  # more pass where fewer do
+        return RepairResult(kept=kept, relative_error=worst_error(trial.errors(kept)))
 
 
 def mended_quantised(
@@ -111,29 +116,11 @@ def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tole
             return outputs_at(lambda part: runner(feeds_of_ports(part, inputs)), feeds, BATCH)
 
     exact, rounded = run(exportable), run(simulated(exportable, precision, run))
+    float_type = type_by_name(precision)
     return {
-        port.name: tolerance.half(
-            measures(exact[port.name], rounded[port.name], role=port.role),
-            float_type=type_by_name(precision),
-            factor=2.0,
-        )
-        for port in ports
+        name: tolerance.half(each, float_type=float_type, factor=2.0)
+        for name, each in measured(ports, exact, rounded).items()
     }
-
-
-def _worst(errors: Mapping[str, Measures]) -> float:
-    return max(each.relative_error for each in errors.values())
-
-
-def _fewest(most: int, passes: Callable[[int], bool]) -> int | None:
-    """The least count from 1 to `most` that passes, taking for granted that more passes where fewer do."""
-    if most < 1 or not passes(most):
-        return None
-    low, high = 1, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if passes(middle) else (middle + 1, high)
-    return low
 
 
 class _Trial:
@@ -166,15 +153,8 @@ class _Trial:
             proto = self._made_of.graph(
                 self._precision, scales=chosen.scales, keep=keep, weight_bits=chosen.weight_bits
             )
-            answers = self._run(proto, self._precision)
-            self._measured[key] = {
-                port.name: measures(self._reference[port.name], answers[port.name], role=port.role)
-                for port in self._ports
-            }
+            self._measured[key] = measured(self._ports, self._reference, self._run(proto, self._precision))
         return self._measured[key]
-
-    def passes(self, errors: Mapping[str, Measures], bounds: Mapping[str, Tolerance]) -> bool:
-        return all(judge(errors[port.name], bounds[port.name])[0] == "PASS" for port in self._ports)
 
     def _run(self, proto: onnx.ModelProto, precision: str) -> Outputs:
         onnx.save(proto, str(self._path))

@@ -3,8 +3,14 @@
 import math
 from collections.abc import Mapping
 
-from perf.stats.decision import confidence_text, percent_limit
-from perf.stats.shares import fewest_for_share, most_confidence, percent, share_interval
+from perf.stats.decision import (
+    confidence_text,
+    fewest_for_share,
+    most_confidence,
+    percent,
+    percent_limit,
+    share_interval,
+)
 
 
 def reaches(least: float, count: int, confidence: float) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE
 from ground.files import replacing, write_json
-from perf.parity.judging import Verdict
+from perf.parity.tolerance import Verdict
 
 from .chain import Proof
 

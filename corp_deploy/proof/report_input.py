@@ -1,4 +1,6 @@
-"""What a directory of results holds, gathered for the report: bench, parity, reduction, effects and lineage."""
+"""What a directory of results holds, gathered for the report: bench, parity, reduction, effects and lineage, and what a
+reduced model's config.json says of its reduction.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,18 +9,42 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from corp_deploy.families.merging_record import MergingRecord
 from corp_deploy.reduction.report import SiteReport
-from corp_deploy.store.effort import efforts_below, rows_of_efforts
-from corp_deploy.store.manifest import Manifest, ManifestEntry, load_manifest
+from corp_deploy.store.effort import Manifest, ManifestEntry, efforts_below, load_manifest, rows_of_efforts
 from corp_deploy.store.model_config import CONFIG, FITTED, ModelConfig, load_model_config
 from ground.errors import BadInput
-from ground.records import json_from_record, record_from_file
+from ground.records import json_from_record, record_from_file, record_from_value
 from perf.parity.logits import LogitMeasures
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import Bench, load_bench
-from perf.report.content import EffectLine
+from perf.report.content import BudgetLine, EffectLine
 
-from .reduction_record import ReductionRecord, reduction_of
+
+class Covered(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of the sites were reduced, in words, and why others were refused."""
+
+    verdict: str
+    refused: dict[str, str] = {}
+
+
+class ReductionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Every part of every site, the ways a budget was weighed by, what was decided by itself, in words, and how
+    tokens are merged.
+    """
+
+    sites: tuple[SiteReport, ...] = ()
+    ways: tuple[BudgetLine, ...] = ()
+    decided: tuple[str, ...] = ()
+    coverage: Covered | None = None
+    merging: MergingRecord | None = None
+
+
+def reduction_of(config: ModelConfig, directory: Path) -> ReductionRecord:
+    """Empty for a model that was never reduced. Raises BadInput, naming the entry, for what can't be read."""
+    where = f"{directory / CONFIG}: lineage.reduction"
+    return record_from_value(config.lineage.get("reduction", {}), ReductionRecord, where=where)
+
 
 EFFECTS_KIND = "corp-deploy/effects"
 SIZE_KIND, SIZE_FILE = "corp-deploy/calibration-size", "calibration-size.json"

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.invocation.running import Device, FedOptions, RunOptions
 from corp_deploy.invocation.table import BENCH
-from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
+from corp_deploy.proof.inputs import feeds_to_time, listed
+from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, fitted_inputs, fitted_of_lineage, save
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.fitted import fitted_inputs, fitted_of_lineage
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
 from export.engine.record import EngineRecord, record_of_plan
 from ground.errors import BadInput, Missing
@@ -28,12 +28,10 @@ from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import OpenVinoRunner
 from perf.runners.protocol import Runner
 from perf.stats.summary import summarise
-from perf.timing.environment import environment
 from perf.timing.laps import Plan
-from perf.timing.watch import watching
+from perf.timing.watch import environment, watching
 
 from .engine_trust import record_of_trusted_plan
-from .timed_inputs import feeds_to_time, listed
 from .torch_package import Contender, compiled_contender, contender_from_package
 
 # Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from calib.fingerprints import Fingerprints
 from corp_deploy.families import traced_model
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.trusted_code import refuse_untrusted
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.store.checkpoint import Checkpoint

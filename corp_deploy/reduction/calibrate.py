@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from calib import calibrate as calib_calibrate
 from calib.active import ACTIVE_EPS
+from calib.calibrate import Snapshots
 from calib.collect import Precision
 from calib.distributed import Ranks, join_ranks, under_torchrun
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import Site
-from calib.snapshots import Snapshots
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import example_of, listened, sites_of, token_weights
 from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams, taps_for
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
-from corp_deploy.traced.models.modules import device as device_of
+from corp_deploy.traced.models.module import device as device_of
 from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.input_set import InputSet
-from calib.inputs import Inputs, map_tensors
+from calib.inputs import Inputs, InputSet, map_tensors
 from calib.moments import Moments
 from ground.errors import BadInput
 

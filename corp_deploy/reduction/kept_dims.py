@@ -15,7 +15,7 @@ from corp_deploy.algebra.planes import dims_of_planes
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import aligned_widths
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput
 

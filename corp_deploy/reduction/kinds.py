@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 
 from .kind import Kind
 from .traced_kind import TracedKind

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 
 from .correct import STRENGTHS
 from .read_tokens import Reads

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Width, Widths
-from corp_deploy.traced.models.modules import device, replaced
-from corp_deploy.traced.models.site import Site
-from corp_deploy.traced.models.sites import Sites
+from corp_deploy.traced.models.module import device, replaced
+from corp_deploy.traced.models.sites import Site, Sites
 from ground.effort import Stopwatch, measured
 
 from . import pool

@@ -7,7 +7,7 @@ from torch import nn
 
 from calib.moments import Moments
 from corp_deploy.store.inputs import MERGING, fitting_text, merging_text, model_digest, preprocessing_text
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput
 
 from .kinds import kind_of

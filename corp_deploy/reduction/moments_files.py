@@ -11,14 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from calib import memory
-from calib.calibrate import ALONE
+from calib.calibrate import ALONE, Snapshots
 from calib.distributed import Ranks
-from calib.input_set import InputSet
+from calib.groups import Split, split_of
+from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import PatchTaps
-from calib.snapshots import Snapshots
-from calib.split import Split, split_of
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput, is_out_of_memory

@@ -16,8 +16,8 @@ from torch import nn
 
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
-from corp_deploy.traced.models.modules import device
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.sites import Site
 
 from .kinds import kind_of
 from .method import Method

@@ -9,7 +9,7 @@ from calib.patch_moments import PatchMoments
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.patches import PatchStatistics, columns
 from corp_deploy.algebra.regression import Regression, refit_toward
-from corp_deploy.traced.models.site import Portion
+from corp_deploy.traced.models.sites import Portion
 from ground.errors import BadInput
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from calib.memory import patch_channels_that_fit, shapes_of_sites
 from calib.sites import PatchTaps, Site
 from corp_deploy.families.family import example_of, listened, sites_of
-from corp_deploy.traced.models.modules import device
-from corp_deploy.traced.models.site import TracedConvolutions, TracedStream
+from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.sites import TracedConvolutions, TracedStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

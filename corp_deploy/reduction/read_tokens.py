@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from calib.hooks import evaluating
 from calib.inputs import Inputs
+from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers, example_of, gives_patches, steps_to_outputs
 from corp_deploy.traced.models.steps import StreamState

@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.algebra.patches import rescaled_outputs
 from corp_deploy.families.ineffective_options import CONVOLUTIONS, kinds_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.finding.site import Index
-from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import Tracing, device
 from corp_deploy.traced.models.offered import names_of
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, Called, every_layer

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.collect import Collector
-from calib.input_set import InputSet, held_out_split
-from calib.inputs import tensors_by_name
+from calib.inputs import InputSet, held_out_split, tensors_by_name
 from calib.memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from calib.sites import Site
 from calib.store import join, load, save

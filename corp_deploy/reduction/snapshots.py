@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from calib.calibrate import Snapshots, refuse_counts
 from calib.distributed import Ranks
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
-from calib.snapshots import Snapshots, refuse_counts
 from calib.store import load, save
 from ground.errors import BadInput
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
-from calib.inputs import Inputs, tensors_by_name, to_device
+from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
 from corp_deploy.families import traced_model
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.models.token_merging import Tokens
 

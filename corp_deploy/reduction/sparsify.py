@@ -14,17 +14,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from calib.hooks import evaluating
-from calib.input_set import InputSet
+from calib.inputs import InputSet
+from calib.sites import evaluating
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.algebra.sparse_permutation import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
 from corp_deploy.algebra.sparsity import Rule, Sparsity
 from corp_deploy.families import traced_model
 from corp_deploy.traced.finding.site import Site
-from corp_deploy.traced.models.layers import layered, relayered
-from corp_deploy.traced.models.modules import replaced
-from corp_deploy.traced.models.orders import reordered, scores, streams
+from corp_deploy.traced.models.layers import layered, relayered, reordered, scores, streams
+from corp_deploy.traced.models.module import replaced
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite

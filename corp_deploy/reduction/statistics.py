@@ -6,7 +6,7 @@ import torch
 
 from calib.active import ACTIVE_EPS
 from calib.moments import ChannelMoments, HeadMoments, Moments, OneKind, SiteMoments, on_device
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput
 
 

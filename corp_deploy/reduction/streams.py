@@ -10,10 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
-from calib.inputs import Inputs, to_device
+from calib.inputs import Inputs, InputSet, to_device
 from corp_deploy.families import traced_model
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.steps import Merge, SegmentStep, Step, Unmerge
 from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput

@@ -15,10 +15,10 @@ from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.whole_heads import recovered
 from corp_deploy.families.widths import Width
-from corp_deploy.traced.models.site import Site, TracedChannels
+from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.models.units import Units
 from corp_deploy.traced.models.values import TracedValues
-from corp_deploy.traced.narrowing.proof import Mask
+from corp_deploy.traced.narrowing.narrow import Mask
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors
 from ground.errors import BadInput

@@ -9,15 +9,13 @@ from itertools import pairwise
 import torch
 from torch import fx, nn
 
-from calib.input_set import InputSet
-from calib.inputs import to_device
+from calib.inputs import InputSet, to_device
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.families.widths import Widths
 from corp_deploy.traced.finding.cuts import along, cuts, needed
-from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import Tracing, device
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 

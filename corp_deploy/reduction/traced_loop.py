@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from calib.hooks import evaluating
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
+from calib.sites import evaluating
 from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.families.widths import Widths
 from corp_deploy.traced.finding.cuts import without_values
-from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import Tracing, device
 from corp_deploy.traced.models.narrowing import narrowed, provable
 from corp_deploy.traced.models.offered import names_of, traced_sites
 from corp_deploy.traced.models.pairs import TracedPairs
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.readers import Called, layers

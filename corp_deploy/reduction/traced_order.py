@@ -11,8 +11,7 @@ from corp_deploy.families.widths import Widths
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.narrowing import first_groups
 from corp_deploy.traced.models.offered import names_of
-from corp_deploy.traced.models.site import Site
-from corp_deploy.traced.models.sites import Sites
+from corp_deploy.traced.models.sites import Site, Sites
 from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.narrowing.narrow import narrow
 

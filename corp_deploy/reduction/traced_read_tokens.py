@@ -9,8 +9,7 @@ from torch import Tensor, fx
 from corp_deploy.traced.finding.cuts import cuts, needed, outputs_behind
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.segments import layout_of, without_padding
-from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
-from corp_deploy.traced.programs.program import Program, sizes_at_one
+from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, sizes_at_one
 from corp_deploy.traced.programs.readers import LINEAR, layers
 
 from .read_tokens import drawn, random_stream

@@ -22,7 +22,7 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.patches import PatchStatistics, columns
 from corp_deploy.algebra.quadratic import variance
 from corp_deploy.algebra.regression import Regression
-from corp_deploy.traced.models.site import Portion, Site, SiteReader
+from corp_deploy.traced.models.sites import Portion, Site, SiteReader
 
 from .partial_patches import target_of
 from .statistics import lacking, statistics_before

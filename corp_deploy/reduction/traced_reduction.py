@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.narrowing import narrowed, provable
 

@@ -12,14 +12,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx
 
-from calib.input_set import InputSet
-from calib.inputs import Inputs, tensors_by_name, to_device
+from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
 from corp_deploy.traced.finding.choice import Kept, gone
 from corp_deploy.traced.finding.cuts import along, cuts, needed
 from corp_deploy.traced.models.mergeable import Mergeable
 from corp_deploy.traced.models.merged_program import MergedProgram
 from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.narrowing.proof import Mask, masks, zeroed
+from corp_deploy.traced.narrowing.narrow import Mask, masks, zeroed
 from corp_deploy.traced.programs.program import Program, changes_in_place, number_of, operation
 from corp_deploy.traced.programs.readers import every_layer, with_tensors
 from ground.errors import BadInput

@@ -17,7 +17,7 @@ from corp_deploy.algebra.patch_elimination import eliminate_channels
 from corp_deploy.algebra.patches import columns
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.finding.site import Index
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
 from .head_modules import rotated_values, value_report

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from calib.combination import merge
 from calib.groups import second_half_mask, split_by_mask
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 
 SUMS_HELD = 3  # times what one pass takes: both halves, and their sum

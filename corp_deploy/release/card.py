@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 
 from corp_deploy.families.merging_record import MergingRecord
-from corp_deploy.proof.reduction_record import ReductionRecord, reduction_of
+from corp_deploy.proof.report_input import ReductionRecord, reduction_of
 from corp_deploy.reduction.report import SiteReport
-from corp_deploy.store.effort import Efforts, rows_of_efforts
-from corp_deploy.store.manifest import input_of_graphs
+from corp_deploy.store.effort import Efforts, input_of_graphs, rows_of_efforts
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.records import record_from_file
 from ground.text import markdown_line
@@ -19,7 +18,7 @@ from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.report.effort import EffortLine, effort_table
-from perf.report.markdown import markdown_from_table
+from perf.report.render import markdown_from_table
 from perf.stats.decision import confidence_text
 from perf.stats.summary import summarise
 

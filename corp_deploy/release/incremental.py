@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ground import locks
 from ground.effort import Stopwatch
 from ground.errors import BadInput, Missing, os_error_from
+from ground.files import locked as locked_directory
 from ground.files import sha256_of_file, sha256_of_text
 from ground.transaction import install_files, roll_back_interrupted
 
@@ -166,7 +166,7 @@ def _status(
 
 def locked(root: Path) -> AbstractContextManager[None]:
     """The directory for this process alone. Raises BadInput when another process works there."""
-    return locks.locked(root, root / STATE / "lock", what="release")
+    return locked_directory(root, root / STATE / "lock", what="release")
 
 
 def _sync(path: Path) -> None:

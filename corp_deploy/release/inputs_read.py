@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.fingerprints import no_ids
+from calib.groups import Split, split_of
 from calib.images import Images
-from calib.split import Split, split_of
 from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import output_ports
@@ -22,7 +22,7 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.graph_input import graph_ports
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from export.graph.precision import kept_modules
-from export.triton.package import require_labels
+from export.triton.variants import require_labels
 from ground.errors import BadInput
 from perf.bench.latency_table import SUFFIX, load_table
 from perf.gate.rule import FITTED, Rule

@@ -23,7 +23,7 @@ from corp_deploy.invocation.values import FILE, LICENCE, SERVED_NAME, TABLE, TEX
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.precision import QUANTISED
-from ground.quantities import IMAGES
+from ground.quantity import IMAGES
 
 from .recipe_record import keys_alone, record_of, table_of
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from corp_deploy.proof.inputs import ProofInputs
-from corp_deploy.proof.pixels import fed_to_graph
+from corp_deploy.proof.inputs import ProofInputs, fed_to_graph
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.inputs import labels_from_path
 from ground.arrays import array_from_npy

@@ -17,8 +17,8 @@ from ground.feeds import feeds_from_array
 from ground.files import path_inside
 from ground.precision import BFLOAT16, FLOAT8, type_by_name
 from ground.records import record_from_file
+from perf.parity.measures import FEATURE_MAP
 from perf.parity.rounding import round_file
-from perf.parity.vectors import FEATURE_MAP
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from perf.runners.protocol import Runner
 

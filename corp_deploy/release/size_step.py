@@ -3,7 +3,7 @@
 import torch
 
 from calib.groups import split_by_mask
-from calib.input_set import shuffled
+from calib.inputs import shuffled
 from calib.store import load as load_moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Width

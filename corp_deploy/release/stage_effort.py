@@ -11,7 +11,7 @@ from pathlib import Path
 from corp_deploy.store.effort import FILES, Efforts, Step, effort_of, load_effort, write_effort
 from ground.effort import Stopwatch
 from ground.gpu import gpu_name
-from perf.runners.memory import stopwatch
+from perf.runners.protocol import stopwatch
 
 from .incremental import STATE, Stage, StageDirs
 

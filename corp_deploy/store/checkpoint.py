@@ -1,10 +1,11 @@
 """A model as a directory: model.safetensors and config.json. Holds no pruning code and runs no pickled code.
 
 config.json names the architecture, the widths of every site that differs from it, how tokens are merged, the outputs,
-the preprocessing, and the lineage: all that it takes to build the model again, wherever it came from.
+the preprocessing, and the lineage: all that it takes to build the model again, wherever it came from, and which inputs
+it was fitted to, which are looked for among those that judge it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,31 +16,55 @@ from msgspec.structs import asdict
 from safetensors.torch import save_file
 from torch import nn
 
+from calib.fingerprints import Fingerprints, FingerprintsText
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.decoder import NAME as DECODER
-from corp_deploy.families.decoder_legacy import as_decoders
 from corp_deploy.families.family import dense_model, outputs_of, with_outputs
 from corp_deploy.families.named_layers import by_layers
-from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.timm_eva_legacy import as_timms_eva, is_eva
-from corp_deploy.families.timm_hierarchies_legacy import as_timms, is_hierarchy
-from corp_deploy.families.timm_legacy import as_program, is_of_widths
-from corp_deploy.traced.models.module import TracedModule
-from corp_deploy.traced.models.modules import device as device_of
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.families.timm_eva_legacy import as_timms, as_timms_eva, is_eva, is_hierarchy
+from corp_deploy.families.timm_legacy import as_decoders, as_program, is_of_widths
+from corp_deploy.traced.models.module import TracedModule, replaced
+from corp_deploy.traced.models.module import device as device_of
 from corp_deploy.traced.models.narrowing import as_recorded, program_record, sites_record
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_value
 from ground.transaction import replacing_files, roll_back_interrupted
+from perf.record.fitted import FittedInputs
 
 from .model_config import CONFIG as CONFIG
+from .model_config import FITTED, REMEDY, MergingEntry, ModelConfig, load_model_config
 from .model_config import KIND as KIND
-from .model_config import REMEDY, MergingEntry, ModelConfig, load_model_config
 from .sparse_layers import require_sparse
 from .weight_fit import require_fit
 from .weights import State, first_names, read_weights
+
+
+def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> Fingerprints | None:
+    """What the model was fitted to; None where nothing tells. Raises BadInput for what can't be read."""
+    if FITTED not in lineage:
+        return None
+    return record_from_value(lineage[FITTED], FingerprintsText, where=f"{where}: lineage.{FITTED}").fingerprints
+
+
+def ids_of_lineage(lineage: Mapping[str, Any]) -> dict[str, Any]:
+    """The same entry as a graph carries it, which goes further than its model: digests alone, not what images look
+    like.
+    """
+    return {FITTED: {"ids": lineage[FITTED]["ids"]}} if FITTED in lineage else {}
+
+
+def fitted_inputs(
+    judging: Fingerprints | None, fitted: Iterable[Fingerprints | None], *, noun: str
+) -> FittedInputs | None:
+    """How many of the judging inputs are among those; None where either is unknown."""
+    fingerprints = [each for each in fitted if each is not None and len(each)]
+    if judging is None or not fingerprints:
+        return None
+    same, alike = judging.overlap(Fingerprints.concatenated(fingerprints))
+    return FittedInputs(judging=len(judging), same=same, alike=alike, noun=noun)
+
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHTS = "model.safetensors"
@@ -78,8 +103,9 @@ def dense_from_architecture(architecture: Architecture) -> nn.Module:
 def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
     """Set every weight of a model from a state dict of the same names and shapes.
 
-    Raises BadInput for weights that are no real floating numbers, and for what is not finite as float32.
+    Raises BadInput for others, for weights that are no real floating numbers, and for what is not finite as float32.
     """
+    require_fit(model, state, where)
     expected = model.state_dict()
     foreign = [
         f"{name} ({tensor.dtype})"
@@ -129,6 +155,7 @@ def _apart(state: State) -> dict[str, torch.Tensor]:
 
 def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
     """What config.json says."""
+    assert isinstance(checkpoint.model, TracedModule), type(checkpoint.model)
     spec = traced_model.input_spec(checkpoint.model)
     merging, outputs = traced_model.merging_of(checkpoint.model), outputs_of(checkpoint.model)
     program = program_record(checkpoint.model)
@@ -136,7 +163,7 @@ def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
         "kind": KIND,
         "version": 1,
         **_entry_of(checkpoint.architecture),
-        "sites": _widths(checkpoint.model),
+        "sites": sites_record(checkpoint.model),
         **({} if program is None else {"program": program}),
         **({} if merging is None else {"merging": merging.as_json()}),
         **({} if outputs is None else {"outputs": list(outputs.names)}),
@@ -145,19 +172,6 @@ def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
         "weights_sha256": sha256_of_file(weights),
         "lineage": dict(checkpoint.lineage),
     }
-
-
-def _widths(model: nn.Module) -> dict[str, Any]:
-    """As config.json has them."""
-    assert isinstance(model, TracedModule), type(model)
-    return sites_record(model)
-
-
-def _resized(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
-    """The dense model with every site brought to its recorded widths, weights not yet set."""
-    program = config.program
-    assert isinstance(model, TracedModule), type(model)
-    return model if program is None else as_recorded(model, config.sites, asdict(program), where=where)
 
 
 def _merging(model: nn.Module, entry: MergingEntry, where: str) -> nn.Module:
@@ -230,14 +244,16 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     with torch.device("meta"):
         model = dense_from_architecture(architecture)
     read = read_weights(weights)
-    model = _resized(_with_outputs(model, config, where), config, where)
+    model = _with_outputs(model, config, where)
+    if config.program is not None:  # weights are not set yet
+        assert isinstance(model, TracedModule), type(model)
+        model = as_recorded(model, config.sites, asdict(config.program), where=where)
     if is_of_widths(config.sites) and not _fits(model, read.state):
         assert isinstance(model, TracedModule), type(model)
         model, state = _of_widths(model, architecture, config, read.state, where)
         read = replace(read, state=state)
     if config.merging is not None:
         model = _merging(model, config.merging, where)
-    require_fit(model, read)
     load_weights(model, read.state, where=weights)
     _fill_tables_(model, architecture)
     traced_model.load_extra_files_(model, directory)

@@ -20,16 +20,15 @@ from corp_deploy.families.decoder_builder import (
     require_builder,
 )
 from corp_deploy.families.decoder_config import architecture_from_transformers
-from corp_deploy.families.decoder_files import FILES
+from corp_deploy.families.sentence_files import DECODER_FILES
 from ground.errors import BadInput
 from ground.files import path_inside, sha256_of_file
 from ground.records import record_from_file
 from ground.transaction import install_files
 from perf.record.decoders import KvCache
 
-from .decoder_directory import load_decoder
-from .hub_snapshot import CONFIG
-from .transformers_files import config_of_transformers
+from .hub_snapshot import CONFIG, config_of_transformers
+from .transformers_directory import load_decoder
 
 Size = Annotated[int, Meta(ge=1, le=10_000_000)]
 
@@ -148,7 +147,7 @@ def export_decoder(directory: Path, output: Path, *, precision: str = "fp32") ->
         built = Path(scratch) / "graph"
         build_graph(directory, built, precision=precision, window=built_of.window, scratch=Path(scratch) / "cache")
         moves = {path.name: path for path in sorted(built.iterdir())}
-        stale = [name for name in (*FILES, "tokenizer.json") if name not in moves and (output / name).is_file()]
+        stale = [name for name in (*DECODER_FILES, "tokenizer.json") if name not in moves and (output / name).is_file()]
         install_files(output, moves, removed=stale)
     return graph_of_directory(output)
 

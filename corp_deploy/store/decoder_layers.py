@@ -26,11 +26,10 @@ from corp_deploy.families.traced_model import load_extra_files_
 from ground.errors import BadInput
 
 from .checkpoint import Checkpoint, load_weights
-from .decoder_directory import decoder_arguments, lineage_of_decoder
+from .hub_snapshot import weights_of_transformers
 from .inputs import digest_of_tensors
-from .transformers_files import weights_of_transformers
-from .weight_fit import require_fit
-from .weights import Weights, files_of_tensors
+from .transformers_directory import decoder_arguments, lineage_of_decoder
+from .weights import files_of_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,6 @@ class DecoderLayers:
         return tensors
 
     def _fill_(self, empty: nn.Module, state: dict[str, Tensor]) -> None:
-        require_fit(empty, Weights(path=self.weights, state=state))
         load_weights(empty, state, where=self.weights)
         empty.eval()
 

@@ -18,29 +18,27 @@ from corp_deploy.families import (
     torchvision_models,
     trusted_code,
 )
-from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.bert_config import MODEL_TYPES
+from corp_deploy.families.architecture import Architecture, Preprocessing
+from corp_deploy.families.bert import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.traced.models.outputs import Outputs
 from ground.errors import BadInput
 from ground.records import record_from_value
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, load_weights
-from .code_model import load_from_code
-from .decoder_directory import decoder_arguments, load_decoder
 from .hub_snapshot import (
     CONFIG,
     PREFIX,
     config_of_directory,
+    config_of_transformers,
+    has_weights,
     is_ours,
     model_of_snapshot,
     refuse_beside_directory,
     weights_of_snapshot,
 )
-from .library_model import load_class, load_library_model
-from .transformers_directory import encoder_arguments, load_transformers
-from .transformers_files import config_of_transformers, has_weights
+from .library_model import load_class, load_from_code, load_library_model
+from .transformers_directory import decoder_arguments, encoder_arguments, load_decoder, load_transformers
 from .transformers_vision import load_vision, vision_architecture
 from .weight_fit import fitted
 from .weights import KINDS, Weights, read_weights

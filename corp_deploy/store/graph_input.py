@@ -15,7 +15,7 @@ from ground.errors import BadInput
 from ground.ports import Port
 
 from .checkpoint import Checkpoint
-from .sparse_graph import PREFIX
+from .sparse_layers import PREFIX
 
 GraphInput = Literal["float32", "uint8"]
 NORMALISED = f"{PREFIX}normalised"

@@ -1,13 +1,17 @@
-"""A snapshot of one of timm's repositories on a model hub: config.json beside weights. Reads files alone."""
+"""Snapshots on disk, config.json beside weights, of one of timm's repositories on a model hub, or as save_pretrained of
+transformers has written them. Reads files alone.
+
+Weights are read from safetensors, whole or in shards; what else may hold them holds pickled code as well.
+"""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.architecture import Preprocessing
 from ground.errors import BadInput
 from ground.records import record_from_file, record_from_value
 
@@ -52,7 +56,7 @@ def refuse_beside_directory(directory: Path, beside: Mapping[str, Any]) -> None:
 
 def _refuse_foreign(path: Path, config: Mapping[str, Any]) -> None:
     from corp_deploy.families import hf_config
-    from corp_deploy.families.bert_config import MODEL_TYPES
+    from corp_deploy.families.bert import MODEL_TYPES
 
     name = config.get("architecture")
     if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
@@ -121,3 +125,41 @@ def weights_of_snapshot(directory: Path) -> Path:
     if weights is None:
         raise BadInput(f"{directory}: no weights beside {CONFIG}, expected one of {', '.join(_WEIGHTS)}")
     return weights
+
+
+ORIGIN = "transformers"
+"""Entry of a lineage's source: the configuration and what else is to be written again."""
+_OF_TRANSFORMERS = ("model.safetensors", "model.safetensors.index.json")
+C = TypeVar("C")
+
+
+def config_of_transformers(directory: Path) -> dict[str, Any]:
+    """Its config.json. Raises BadInput where there is none, or a damaged one."""
+    return config_of_directory(directory, "expected a directory that save_pretrained of transformers has written")
+
+
+def changes_of(kwargs: Mapping[str, Any], changes: type[C], takes: str) -> C:
+    """What is said otherwise than the directory has it. Raises BadInput, saying what a kind of model `takes`."""
+    try:
+        return msgspec.convert(dict(kwargs), changes)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"--model-kwargs: {str(error)[:200]}; {takes}") from None
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether there are any, of a kind that is read or of another."""
+    return any((directory / name).is_file() for name in _OF_TRANSFORMERS) or any(directory.glob("pytorch_model*"))
+
+
+def weights_of_transformers(directory: Path) -> Path:
+    """Raises BadInput where there are none, or only such as hold pickled code."""
+    for name in _OF_TRANSFORMERS:
+        if (directory / name).is_file():
+            return directory / name
+    pickled = sorted(path.name for path in directory.glob("pytorch_model*"))
+    if pickled:
+        raise BadInput(
+            f"{directory}: its weights are {', '.join(pickled[:3])}, which may hold code; save them as safetensors: "
+            "model.save_pretrained(DIR, safe_serialization=True)"
+        )
+    raise BadInput(f"{directory}: no weights beside {CONFIG}, expected {' or '.join(_OF_TRANSFORMERS)}")

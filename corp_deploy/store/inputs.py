@@ -14,13 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from calib.arrays import open_arrays
 from calib.images import ARRAYS, Images, open_images
-from calib.input_set import InputSet
-from calib.rows import Rows
+from calib.inputs import InputSet
+from calib.rows import SUFFIX, Rows, Sequences, open_arrays, open_ids, sequences_of
 from calib.sources import Normalise
 from calib.texts import Texts, open_texts
-from calib.token_ids import SUFFIX, Sequences, open_ids, sequences_of
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
 from corp_deploy.families.timm_images import ImageSpec, fitting, image_spec_of_note

@@ -10,8 +10,8 @@ from typing import Any
 from calib.fingerprints import Fingerprints
 from corp_deploy import __version__
 from corp_deploy.families import traced_model
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import output_ports
-from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.families.widths import HeadGeometry
 from export.graph.fusion_breaks import NOTE, with_fusion_breaks
@@ -25,12 +25,11 @@ from ground.quantity import quoted
 from ground.records import record_from_text
 from perf.runners.onnx import onnx_precision
 
-from .checkpoint import Checkpoint
-from .fitted import fitted_of_lineage, ids_of_lineage
+from .checkpoint import Checkpoint, fitted_of_lineage, ids_of_lineage
 from .graph_input import NORMALISED, GraphInput, export_form
 from .inputs import model_digest
-from .sparse_graph import PREFIX as PREFIX
-from .sparse_graph import SPARSITY, require_sparse_graph
+from .sparse_layers import PREFIX as PREFIX
+from .sparse_layers import SPARSITY, require_sparse_graph
 
 # Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
 CARRIED = ("dense", "moments", "images", "preset")

@@ -19,7 +19,7 @@ from ground.files import replacing
 from .checkpoint import Checkpoint
 from .graph_input import GraphInput, export_form
 from .onnx_file import metadata_of_checkpoint
-from .sparse_graph import require_sparse_graph
+from .sparse_layers import require_sparse_graph
 
 BATCH = 8
 

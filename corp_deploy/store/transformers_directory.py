@@ -1,4 +1,4 @@
-"""A text encoder as transformers and sentence-transformers leave it in a directory. Reads files alone."""
+"""A text encoder or a decoder as transformers and sentence-transformers leave it in a directory. Reads files alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,20 +8,26 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from corp_deploy.families import bert
+from corp_deploy.families import bert, decoder, decoder_config
 from corp_deploy.families.bert import EncoderArguments
-from corp_deploy.families.bert_config import architecture_from_transformers
-from corp_deploy.families.sentence_files import PooledBy, pooled_by, sentence_files, text_length
+from corp_deploy.families.decoder import DecoderArguments
+from corp_deploy.families.sentence_files import (
+    LENGTH,
+    Changes,
+    PooledBy,
+    decoder_files,
+    pooled_by,
+    sentence_files,
+    text_length,
+)
 from corp_deploy.families.text_encoder import EncoderArchitecture, Pooling
 from corp_deploy.families.text_names import prefix_in, state_from_transformers
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
-from .hub_snapshot import CONFIG
-from .transformers_files import ORIGIN, changes_of, config_of_transformers, weights_of_transformers
-from .weight_fit import require_fit
-from .weights import Weights, first_names, read_weights
+from .hub_snapshot import CONFIG, ORIGIN, changes_of, config_of_transformers, weights_of_transformers
+from .weights import first_names, read_weights, state_as_named
 
 TAKES = "a text encoder takes pooling (mean, first), normalize and length"
 
@@ -35,7 +41,7 @@ class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _encoder(directory: Path, config: Mapping[str, Any], changes: _Changes) -> EncoderArchitecture:
-    encoder = architecture_from_transformers(config, where=str(directory / CONFIG))
+    encoder = bert.architecture_from_transformers(config, where=str(directory / CONFIG))
     by = pooled_by(directory) or PooledBy(pooling=encoder.pooling, normalize=encoder.normalize)
     return replace(
         encoder,
@@ -78,7 +84,6 @@ def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyT
     state, beside = state_from_transformers(read.state, kind, where=str(file))
     architecture = bert.architecture_of(kind, arguments)
     model = dense_from_architecture(architecture)
-    require_fit(model, Weights(path=file, state=state))
     load_weights(model, state, where=file)
     load_extra_files_(model, directory)
     unused = [f"{file.name}: not used, no part of the encoder: {first_names(list(beside))}"] if beside else []
@@ -96,3 +101,46 @@ def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyT
     }
     unread = {name: read.state[name] for name in beside}
     return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes, unread=unread)
+
+
+def decoder_arguments(
+    directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
+) -> tuple[str, DecoderArguments]:
+    """The kind of decoder, what builds it, and what it makes of texts, whose tokenizer one that is `looked_at` alone
+    may be without. Raises BadInput as `load_decoder`.
+    """
+    config = config_of_transformers(directory)
+    architecture = decoder_config.architecture_from_transformers(config, where=str(directory / CONFIG))
+    changes = changes_of(kwargs, Changes, "a decoder takes length, the tokens of a sequence")
+    text = Tokenization(
+        length=changes.length or min(LENGTH, architecture.longest),
+        sha256=digest_of_tokenizer(directory, needed=not looked_at),
+    )
+    return config["model_type"], DecoderArguments(decoder=architecture, text=text)
+
+
+def lineage_of_decoder(directory: Path, arguments: DecoderArguments, weights: Path) -> dict[str, Any]:
+    """Where a model comes from, and what it takes to write it as its class of transformers again."""
+    return {
+        "source": {
+            "weights": weights.name,
+            "tokenizer_sha256": arguments.text.sha256,
+            ORIGIN: {"config": config_of_transformers(directory), "files": decoder_files(directory)},
+        }
+    }
+
+
+def load_decoder(directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({})) -> Checkpoint:
+    """The decoder in a directory with its tokenizer. Nothing is executed, nothing looked for on a network.
+
+    `kwargs`: length, the tokens of a sequence. Raises BadInput for a model that is not built here, for weights that are
+    missing, pickled or another model's, and for a directory without a tokenizer.json.
+    """
+    kind, arguments = decoder_arguments(directory, kwargs)
+    architecture = decoder.architecture_of(kind, arguments)
+    file = weights_of_transformers(directory)
+    state, _ = state_from_transformers(state_as_named(file), kind, where=str(file), decoder=arguments.decoder)
+    model = dense_from_architecture(architecture)
+    load_weights(model, state, where=file)
+    load_extra_files_(model, directory)
+    return Checkpoint(model=model, architecture=architecture, lineage=lineage_of_decoder(directory, arguments, file))

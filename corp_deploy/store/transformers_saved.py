@@ -4,18 +4,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from safetensors.torch import save_file
 
-from corp_deploy.families import bert_saved, decoder_config, decoder_saved, hf_saved, traced_model
-from corp_deploy.families.bert_config import MODEL_TYPES
-from corp_deploy.families.decoder_files import require_decoder_files
+from corp_deploy.families import decoder_config, decoder_saved, hf_saved, traced_model
+from corp_deploy.families.bert import MODEL_TYPES
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.hf_config import VisionModel, vision_model
 from corp_deploy.families.hf_saved import Saved
-from corp_deploy.families.sentence_files import FILES, require_sentence_files
+from corp_deploy.families.sentence_files import FILES, require_decoder_files, require_sentence_files
 from corp_deploy.families.widths import Widths
 from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
@@ -24,8 +23,7 @@ from ground.records import record_from_value
 from ground.transaction import replacing_files
 
 from .checkpoint import WEIGHTS, Checkpoint
-from .hub_snapshot import CONFIG
-from .transformers_files import ORIGIN
+from .hub_snapshot import CONFIG, ORIGIN
 from .transformers_vision import PREPROCESSOR
 from .weights import first_names
 
@@ -34,25 +32,6 @@ BESIDE = (PREPROCESSOR, *FILES)
 """What would be read of an older model's files where a new one has none."""
 FOLDER = "hf"
 """Beside model.safetensors and config.json of a model directory."""
-
-
-class Origin(Protocol):
-    """What a model was read from, as its class of transformers has it."""
-
-    @property
-    def files(self) -> Mapping[str, Any]:
-        """The content of what stands beside configuration and weights, by path."""
-        ...
-
-    def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
-        """Raise BadInput, naming the site, for widths asked for that the configuration can't say, or those that the
-        other sites have.
-        """
-        ...
-
-    def saved(self, checkpoint: Checkpoint) -> Saved:
-        """The model as that class has it. Raises BadInput for what it can't be."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +67,10 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, Any]
 
     def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
-        bert_saved.refuse_unsayable(self.config, {**sites.widths, **widths})
+        decoder_saved.refuse_unsayable_encoder(self.config, {**sites.widths, **widths})
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
-        return bert_saved.saved(checkpoint.model, self.config, self.prefix, checkpoint.unread)
+        return decoder_saved.saved_encoder(checkpoint.model, self.config, self.prefix, checkpoint.unread)
 
 
 class Decoder(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +84,13 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
         return decoder_saved.saved(checkpoint.model, self.config)
+
+
+Origin = Tower | Encoder | Decoder
+"""What a model was read from, as its class of transformers has it: `files`, the content of what stands beside
+configuration and weights, by path; `refuse_unsayable` raises BadInput, naming the site, for widths asked for, or those
+of the other sites, that the configuration can't say; `saved`, the model as that class has it.
+"""
 
 
 def _decoder(origin: Mapping[str, Any], where: str) -> Decoder:

@@ -8,20 +8,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.hf_arguments import timm_arguments, timm_name
 from corp_deploy.families.hf_config import Sides, VisionModel, both, vision_model
 from corp_deploy.families.hf_names import state_from_transformers, with_positions_of
 from corp_deploy.families.hf_preprocessing import Prepared, prepared
 from corp_deploy.families.hf_saved import own_config, written_again
-from corp_deploy.families.preprocessing import Preprocessing
 from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
-from .hub_snapshot import CONFIG
-from .transformers_files import ORIGIN, changes_of, config_of_transformers, weights_of_transformers
-from .weight_fit import require_fit
-from .weights import State, Weights, first_names, read_weights
+from .hub_snapshot import CONFIG, ORIGIN, changes_of, config_of_transformers, weights_of_transformers
+from .weights import State, first_names, read_weights
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 
@@ -141,7 +138,6 @@ def load_vision(
     mapped = state_from_transformers(read.state, model, where=str(file))
     state = with_positions_of(mapped.state, model, sides)
     built = dense_from_architecture(own.architecture)
-    require_fit(built, Weights(path=file, state=state))
     load_weights(built, state, where=file)
     notes = (*read.notes, *_notes(model, sides, preparation, mapped.beside, file))
     source = {

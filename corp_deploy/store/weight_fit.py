@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from corp_deploy.families.timm_library import unused
 from corp_deploy.families.traced_model import adapted_state
-from corp_deploy.traced.models.modules import counts_of_batches
+from corp_deploy.traced.models.module import counts_of_batches
 from ground.errors import BadInput
 
 from .weights import State, Weights, first_names
@@ -127,12 +128,12 @@ def _advice(misfit: _Misfit, state: State, expected: State, kwargs: Mapping[str,
     return f"give --model-kwargs '{json.dumps({**kwargs, **changed})}', or check --model"
 
 
-def require_fit(model: nn.Module, weights: Weights) -> None:
+def require_fit(model: nn.Module, state: State, where: Path) -> None:
     """Raise BadInput unless names and shapes are exactly the model's."""
     expected = model.state_dict()
-    if misfit := _misfit(weights.state, expected):
-        words = misfit.describe(weights.state, expected)
-        raise BadInput(f"{weights.path}: these weights don't fit the model beside them; {words}; write them again")
+    if misfit := _misfit(state, expected):
+        words = misfit.describe(state, expected)
+        raise BadInput(f"{where}: these weights don't fit the model beside them; {words}; write them again")
 
 
 def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tuple[State, tuple[str, ...]]:

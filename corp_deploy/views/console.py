@@ -1,7 +1,9 @@
-"""What a command says: results on stdout (a table, or JSON for machines), progress and notes on stderr."""
+"""What a command says: results on stdout (a table, or JSON for machines), progress and notes on stderr; what this
+machine has, and reasons in tables, of one line each: a longer one stands below its table.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from ground.text import printable
@@ -107,3 +110,26 @@ class Output:
             transient=False,
         ) as bar:
             yield Bar(progress=bar, task=bar.add_task(printable(title), total=total, unit=unit))
+
+
+MOST = 40
+"""Characters that a cell holds beside others on a terminal."""
+
+
+def reason_cell(reason: str) -> str:
+    """The reason where it is short."""
+    return reason if len(reason) <= MOST else "told below"
+
+
+def reasons_below(named: Iterable[tuple[str, str]]) -> list[str]:
+    """The others, a line each, behind the name of their row."""
+    return [f"{name}: {reason}" for name, reason in named if len(reason) > MOST]
+
+
+def machine_table(record: Mapping[str, Any]) -> Table:
+    """One row a thing that commands need, with the command that installs it."""
+    table = Table("what", "found", "its lack disables")
+    table.add_column("remedy", no_wrap=True, overflow="fold")  # a command is one line, to be copied
+    for row in record["findings"]:
+        table.add_row(row["what"], row["found"] or Text("absent", style="red"), row["disables"], row["remedy"])
+    return table

@@ -1,4 +1,6 @@
-"""Decoders' graphs on a terminal: what was written, how near it is, how fast, and what a cache takes."""
+"""Decoders' graphs on a terminal: what was written, how near it is, how fast, what a cache takes, and what a decoder
+and what was made of it tell of a text.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from corp_deploy.proof.decoder_parity import DecoderParity
+from corp_deploy.proof.perplexity import LanguageProof
+from perf.parity.perplexity import Range
 from perf.record.decoders import DecoderBench, KvCache
 from perf.stats.summary import Side, SummaryRow, summarise
 
@@ -108,3 +112,36 @@ def decode_table(record: DecoderBench) -> Table:
 
 def _rate(side: Side) -> str:
     return interval(side.throughput, ",.0f") if side.status == "ok" else side.status
+
+
+def _shown(value: Range, form: str) -> str:
+    if value.low is None or value.high is None:
+        return format(value.value, form)
+    return f"{value.value:{form}} ({value.low:{form}} to {value.high:{form}})"
+
+
+def perplexity_table(proof: LanguageProof) -> Table:
+    """One row a model, with intervals over sequences."""
+    table = Table("model", "perplexity", "of the dense one's", "token agreement", "KL, nats a token", "verdict")
+    for row in proof.rows:
+        verdict, _ = proof.verdicts.get(row.model, ("", ""))
+        against = (_shown(row.ratio, ".4f"), _shown(row.agreement, ".2%"), _shown(row.kl, ".3g"))
+        table.add_row(
+            row.model,
+            _shown(row.perplexity, ".4g"),
+            *(against if row.model in proof.verdicts else ("", "", "")),
+            verdict,
+        )
+    return table
+
+
+def reason_lines(proof: LanguageProof) -> list[str]:
+    """Why each verdict is what it is."""
+    return [f"{model}: {why}" for model, (_, why) in proof.verdicts.items() if why]
+
+
+def perplexity_line(proof: LanguageProof) -> str:
+    """The verdict, and on how much."""
+    first = proof.rows[0]
+    verdict = "measured without a limit" if proof.verdict == "UNJUDGED" else proof.verdict
+    return f"{verdict} on {first.tokens:,} tokens of {first.sequences} sequences"

@@ -1,8 +1,12 @@
-"""A parity proof on the terminal."""
+"""A parity proof, and what the gate judged, on the terminal."""
 
+from rich.console import RenderableType
 from rich.table import Table
 
+from perf.gate.gate import Gate
 from perf.parity.parity import Parity
+
+from .console import reason_cell, reasons_below
 
 
 def _agreement(parity: Parity) -> str:
@@ -48,3 +52,11 @@ def located_lines(parity: Parity) -> list[str]:
 def metric_lines(parity: Parity) -> list[str]:
     """Measures of the user's own, a line each."""
     return [f"{row.name} of {row.model}: {row.value:.6g}" for row in parity.metrics]
+
+
+def gate_shown(gate: Gate) -> list[RenderableType]:
+    """One row a rule, and below what is too long for a cell."""
+    table = Table("fails if", "verdict", "why")
+    for rule in gate.rules:
+        table.add_row(rule.rule, rule.verdict, reason_cell(rule.message))
+    return [table, *reasons_below((rule.rule, rule.message) for rule in gate.rules)]

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
-from corp_deploy.families.merging_cost import merging_record
-from corp_deploy.families.merging_record import MergingRecord
+from corp_deploy.families.inspection import merging_record
 from corp_deploy.planning.width_plan import ProbedAllocation, WidthPlan
 from corp_deploy.polish.parts import Progress
 from corp_deploy.reduction.model import Reduction
@@ -19,18 +18,6 @@ def _share(error: float, energy: float | None) -> str:
     return f"{100.0 * error / (energy or 1.0):.2g}%"
 
 
-def _held_out(site: SiteReport) -> str:
-    return "" if site.held_out is None else _share(site.held_out.error, site.held_out.energy)
-
-
-def _stream(site: SiteReport) -> str:
-    return "" if site.loop is None else _share(site.loop.error, site.loop.energy)
-
-
-def _stream_held_out(site: SiteReport) -> str:
-    return "" if site.loop is None else _share(site.loop.error_held_out, site.loop.energy)
-
-
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("site", lambda site: site.site),
     ("part", lambda site: site.part),
@@ -40,8 +27,13 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("lost without repair", lambda site: f"{site.error_uncompensated / (site.energy or 1.0):.2%}"),
     ("lost", lambda site: _share(site.error, site.energy)),
 )
-HELD_OUT: tuple[tuple[str, Cell], ...] = (("lost, held out", _held_out),)
-STREAM: tuple[tuple[str, Cell], ...] = (("stream lost", _stream), ("stream lost, held out", _stream_held_out))
+HELD_OUT: tuple[tuple[str, Cell], ...] = (
+    ("lost, held out", lambda site: _share(site.held_out.error, site.held_out.energy) if site.held_out else ""),
+)
+STREAM: tuple[tuple[str, Cell], ...] = (
+    ("stream lost", lambda site: _share(site.loop.error, site.loop.energy) if site.loop else ""),
+    ("stream lost, held out", lambda site: _share(site.loop.error_held_out, site.loop.energy) if site.loop else ""),
+)
 
 
 def site_table(sites: Sequence[SiteReport]) -> Table:
@@ -67,20 +59,11 @@ def ways_table(ways: Sequence[ProbedAllocation]) -> Table:
     return table
 
 
-def _tokens(merging: MergingRecord | None) -> tuple[str, ...]:
-    return () if merging is None else merging.sentences()
-
-
 def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableType]:
     """The sites, the ways that were weighed where there were any, and a sentence on each thing that was decided."""
-    ways = [ways_table(plan.ways)] if plan.ways else []
-    return [
-        site_table(reduction.sites),
-        *ways,
-        *plan.decisions,
-        *reduction.decisions,
-        *_tokens(merging_record(reduction.model)),
-    ]
+    ways, merging = [ways_table(plan.ways)] if plan.ways else [], merging_record(reduction.model)
+    merged = merging.sentences() if merging is not None else ()
+    return [site_table(reduction.sites), *ways, *plan.decisions, *reduction.decisions, *merged]
 
 
 def polishing_shown(progress: Progress) -> tuple[str, int, int, str]:

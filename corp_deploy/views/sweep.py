@@ -1,14 +1,12 @@
 """A sweep as a table, as CSV, and as a plot of error against MACs."""
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import fields
 
 from rich.table import Table
 
 from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, batches_of
-from ground.text import csv_cell
+from ground.text import csv_text
 from perf.report.plots import Spot, scatter
 from perf.stats.stats import Interval
 
@@ -130,12 +128,8 @@ def _row(trial: SweepPoint, batches: Sequence[int]) -> dict[str, object]:
 def csv_of_sweep(trials: Sequence[SweepPoint]) -> str:
     """All figures, unrounded."""
     rows = [_row(trial, batches_of(trials)) for trial in trials]
-    out = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(csv_cell, names))
-    writer.writerows(map(csv_cell, map(row.get, names)) for row in rows)
-    return out.getvalue()
+    return csv_text((names, *(map(row.get, names) for row in rows)))
 
 
 def sweep_plot(trials: Sequence[SweepPoint]) -> str:

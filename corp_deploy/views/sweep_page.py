@@ -6,10 +6,10 @@ from corp_deploy.planning.calibration_size import CalibrationSize
 from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, batches_of, sentence_of_sweep
 from perf.record.fitted import FittedInputs
 from perf.report.images_plot import images_figure, images_table
+from perf.report.numbers import Table
 from perf.report.page import Remark, Section, html_from_sections
 from perf.report.plots import Spot, scatter
 from perf.report.svg import Figure
-from perf.report.table import Table
 from perf.stats.stats import Interval
 
 LEAST = 1e-5

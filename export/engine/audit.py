@@ -12,8 +12,8 @@ from ground.errors import Missing
 
 from .build import build_engine
 from .fusion import Fusion
-from .libraries import missing_message
 from .options import BatchProfile, BuildOptions
+from .session import missing_message
 
 VERSION = 1
 KIND = "fusion-audit"

@@ -22,12 +22,10 @@ from ground.files import replacing, write_text
 from ground.precision import BFLOAT16, half_share, precision_of_shares
 
 from .fusion import Fusion, fusion_of
-from .libraries import Library, open_library
-from .messages import Progress
+from .messages import Progress, sparse_layers_from_log
 from .options import BatchProfile, BuildOptions
 from .record import EngineRecord, record_path, sha256_of
-from .session import Session
-from .sparsity import sparse_layers_from_log
+from .session import Library, Session, open_library
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from ground.precision import half_share, precision_of_shares
 
 from .build import Engine
 from .fusion import Fusion, Kernel, attention_sites
-from .libraries import missing_message
 from .record import EngineRecord, sha256_of
+from .session import missing_message
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _INSTALL = {"cpu": "pip install onnxruntime", "cuda": "pip install onnxruntime-gpu"}

@@ -1,11 +1,18 @@
-"""The record that lies beside every engine: what it was made from, by what, and what it holds."""
+"""The record that lies beside every engine: what it was made from, by what, what it holds, what it needs of a GPU's
+memory (its weights, and the most that activations take at once, profile by profile), and what it costs that it runs on
+more hardware.
+
+The builder says both while it works, on a machine without a GPU too (TensorRT-RTX 1.7); a loaded engine is asked
+itself. Buffers of inputs and outputs are the caller's and are not counted.
+"""
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,14 +21,87 @@ from ground.errors import BadInput
 from ground.ports import Role
 from ground.records import Natural, Positive, Sha256, Share, record_from_file
 
-from .compatibility import CompatibilityPrice, PricedPlan
-from .memory import EngineMemory
 from .options import BatchProfile
+
+_WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
+_ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Bytes. `activations` stand in the order of the engine's profiles, one of a fixed batch; each holds for the
+    profile's largest batch, as a context of it is given that much at any. None is what nobody tells, `reason` why.
+    """
+
+    weights_bytes: Natural | None = None
+    activations_bytes: tuple[Natural, ...] | None = None
+    reason: str | None = None
+
+    def by_profile(self, profiles: Sequence[BatchProfile]) -> dict[str, int]:
+        """Weights and activations together, by profile; empty where one of both is unknown."""
+        if self.weights_bytes is None or self.activations_bytes is None:
+            return {}
+        pairs = zip(profiles, self.activations_bytes, strict=True)
+        return {str(profile): self.weights_bytes + size for profile, size in pairs}
+
+
+def memory_from_log(text: str, profiles: int) -> EngineMemory:
+    """From what a builder logged for `profiles` profiles (1 of a fixed batch)."""
+    weights, activations = _WEIGHTS.findall(text), tuple(map(int, _ACTIVATIONS.findall(text)))
+    unknown = [] if weights else ["the builder doesn't tell the weights' memory"]
+    if len(activations) != profiles:
+        unknown.append(f"the builder tells the activations' memory of {len(activations)} profiles, not of {profiles}")
+    return EngineMemory(
+        weights_bytes=int(weights[-1]) if weights else None,
+        activations_bytes=activations if len(activations) == profiles else None,
+        reason="; ".join(unknown) or None,
+    )
+
+
+def memory_of_engine(engine: Any, logged: EngineMemory, profiles: int) -> EngineMemory:
+    """As a loaded engine tells its activations; its weights as the builder `logged`."""
+    sizes = tuple(int(engine.get_device_memory_size_for_profile_v2(index)) for index in range(profiles))
+    unknown = None if logged.weights_bytes is not None else "the builder doesn't tell the weights' memory"
+    return EngineMemory(weights_bytes=logged.weights_bytes, activations_bytes=sizes, reason=unknown)
+
 
 VERSION = 1
 KIND = "engine"
 AGAIN = "build it again with `corp-deploy build`"
 UNRECORDED = "the record is older than this figure; build it again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedPlan:
+    """A plan and what it costs; None where its builder doesn't tell. `device_memory_bytes`: of its largest profile."""
+
+    target: str
+    plan_bytes: Positive
+    kernels: Natural | None
+    fused_attention: Natural | None
+    device_memory_bytes: Natural | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedLatency:
+    """The compatible plan's time over the other's at a batch, with its interval: 1.04 is 4 % slower."""
+
+    target: str
+    batch: Positive
+    ratio: Annotated[float, msgspec.Meta(gt=0.0)]
+    low: Annotated[float, msgspec.Meta(gt=0.0)]
+    high: Annotated[float, msgspec.Meta(gt=0.0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompatibilityPrice:
+    """`own`: the compatible plan; `plans`: those for one GPU each. `reason` says why a latency was not measured."""
+
+    level: str
+    own: PricedPlan
+    plans: tuple[PricedPlan, ...]
+    latencies: tuple[PricedLatency, ...] = ()
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from ground.ports import OutputPort, Port
 from ground.precision import FLOAT32, HALVES, QUANTISED, FloatType, Precision, mixed_with_float32, precision_by_name
 
 from .operator_types import OPSETS, unsupported_nodes
-from .port_checks import port_mismatches
+from .ports import port_mismatches
 from .weights import MatmulWeight, element_types, matmul_weights
 
 MAX_BYTES = 2_000_000_000

@@ -9,7 +9,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from ground.errors import Missing
 
-from .histogram import Histogram
+from .number_format import Histogram
 
 Feeds = Mapping[str, NDArray[Any]]
 _RUNTIME = "onnxruntime is not installed, and ranges are taken by running the graph; pip install 'corp-deploy[cpu]'"

@@ -1,15 +1,17 @@
-"""The ports of an ONNX graph: what it takes and gives, and the note in which it says what that is for.
+"""The ports of an ONNX graph: what it takes and gives, the note in which it says what that is for, and whether they are
+the ports that they should be, by name, type and shape.
 
 A graph without a note is a classifier of images: one input `images`, one output `logits`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
 from onnx import ModelProto, ValueInfoProto
 
+from ground.errors import BadInput
 from ground.onnx_types import dtype_of
 from ground.ports import LOGITS, OutputPort, Port, Role, image_port, is_fusion_break
 from ground.records import Positive, record_from_text
@@ -87,3 +89,95 @@ def _note(proto: ModelProto, key: str) -> str | None:
 
 def _read(text: str, kind: type[T], key: str) -> T:
     return record_from_text(text, kind, where=f"the note {key} can't be read", remedy="export the model again")
+
+
+_RANKS: Mapping[Role, int | None] = {
+    "logits": 2,
+    "token logits": 3,
+    "embedding": 2,
+    "feature map": None,
+    "score map": None,
+}
+_POOLED = ("logits", "embedding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedPort:
+    """What one input or output has to show. `rank` counts the batch, `sizes` do not; None where any will do.
+
+    `pooled` says that it holds one vector for each input, so that a rank of 3 means vectors that were not pooled.
+    """
+
+    name: str
+    dtype: str
+    rank: int | None
+    sizes: tuple[int, ...] | None = None
+    pooled: bool = False
+
+
+def port_mismatches(
+    proto: ModelProto, inputs: Sequence[Port] | None, outputs: Sequence[OutputPort] | None
+) -> Iterator[str]:
+    """Every way in which the graph's borders are not these ports; None takes what the graph's own notes say."""
+    try:
+        expected_inputs = _expected_inputs(noted_inputs(proto) if inputs is None else inputs)
+        expected_outputs = _expected_outputs(noted_outputs(proto) if outputs is None else outputs)
+    except BadInput as error:
+        yield str(error)
+        return
+    values_in, values_out = graph_inputs(proto), graph_outputs(proto)
+    yield from _side_reasons("input", values_in, expected_inputs)
+    yield from _side_reasons("output", values_out, expected_outputs)
+    if (len(values_in), len(values_out)) == (len(expected_inputs), len(expected_outputs)):
+        yield from _batch_reasons([*values_in, *proto.graph.output])
+
+
+def _expected_inputs(ports: Sequence[Port] | None) -> list[ExpectedPort]:
+    if ports is None:
+        return [ExpectedPort(name="images", dtype="float32", rank=4)]
+    return [
+        ExpectedPort(name=port.name, dtype=port.dtype, rank=1 + len(port.shape), sizes=port.shape) for port in ports
+    ]
+
+
+def _expected_outputs(ports: Sequence[OutputPort]) -> list[ExpectedPort]:
+    return [
+        ExpectedPort(name=port.name, dtype="float32", rank=_RANKS[port.role], pooled=port.role in _POOLED)
+        for port in ports
+    ]
+
+
+def _side_reasons(side: str, values: Sequence[ValueInfoProto], ports: Sequence[ExpectedPort]) -> Iterator[str]:
+    names = [port.name for port in ports]
+    if [value.name for value in values] != names:
+        expected = f"one {side} named {names[0]!r}" if len(names) == 1 else f"the {side}s {', '.join(map(repr, names))}"
+        yield f"expected {expected}, found {', '.join(value.name for value in values) or 'none'}"
+        return
+    for value, port in zip(values, ports, strict=True):
+        yield from _tensor_reasons(value, port)
+
+
+def _tensor_reasons(value: ValueInfoProto, port: ExpectedPort) -> Iterator[str]:
+    if dtype_of(value) != port.dtype:
+        yield f"{port.name} must be {port.dtype}, got {dtype_of(value)}"
+    dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+    fixed = len(dims) > 1 and all(isinstance(dim, int) and dim > 0 for dim in dims[1:])
+    if not fixed or port.rank not in (None, len(dims)):
+        rank = "" if port.rank is None else f"rank {port.rank} with "
+        hint = "; export a model whose output is pooled" if port.pooled and len(dims) == 3 else ""
+        yield f"{port.name} must have {rank}a fixed size behind the batch, got {dims}{hint}"
+    elif port.sizes is not None and tuple(dims[1:]) != port.sizes:
+        yield f"{port.name} must have the sizes {list(port.sizes)} behind the batch, got {dims[1:]}"
+
+
+def _batch_reasons(values: Sequence[ValueInfoProto]) -> Iterator[str]:
+    dims = [value.type.tensor_type.shape.dim[:1] for value in values]
+    batches = [(first[0].dim_param or first[0].dim_value) if first else None for first in dims]
+    if len(set(batches)) > 1 or not batches[0]:
+        names = _listed([value.name for value in values])
+        yield f"{names} must share one batch dimension, got {_listed([repr(batch) for batch in batches])}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -9,8 +9,7 @@ from ground.transaction import FORMER
 
 from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
 from .lint_artifact import openvino_limits, own_limits
-from .lint_code import foreign_config, foreign_files
-from .lint_files import DEFAULT_FILES, lint_version
+from .lint_files import DEFAULT_FILES, foreign_config, foreign_files, lint_version
 from .pbtxt import Message, ParseError, parse
 from .schema import misused_fields
 from .server_releases import ServerRelease, server_release, vulnerability_warnings

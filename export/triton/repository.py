@@ -12,11 +12,9 @@ from ground.transaction import exclusive_access, install_files, roll_back_interr
 
 from .config import LABELS_NAME, Variant, config_text
 from .expected import EXPECTED_NAME, expected_entry, expected_text, read_expected
-from .package import Package
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release, vulnerability_warnings
-from .staging import staging_folder
-from .variants import Model, checked_record, models_of
-from .versions import config_path, install_text, model_names, versions_of
+from .variants import Model, Package, checked_record, models_of
+from .versions import config_path, install_text, model_names, staging_folder, versions_of
 
 CHOOSES_BF16 = (
     "the server's OpenVINO computes in BF16 on a CPU that has it, and its backend has no key against that; where FP32 "

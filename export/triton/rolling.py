@@ -29,8 +29,7 @@ from ground.errors import BadInput
 from ground.files import text_from_file
 
 from .server import DATA_TYPES, ServerError, TritonServer
-from .staging import staging_folder
-from .versions import ServedVersion, config_path, install_text, models_by_version
+from .versions import ServedVersion, config_path, install_text, models_by_version, staging_folder
 
 STAGED = "_staged"
 POLL_S = 0.1

@@ -1,12 +1,36 @@
-"""Versions of a packaged model: which are there, which one is served, and the way back."""
+"""Versions of a packaged model: which are there, which one is served, and the way back; they are made beside the
+repository and moved into it, whole, by one rename.
+"""
 
+import os
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ground.errors import BadInput
 from ground.files import replacing, text_from_file
 from ground.transaction import exclusive_access, replacing_files, roll_back_interrupted
+
+
+@contextmanager
+def staging_folder(repository: Path) -> Iterator[Path]:
+    """A folder of this process alone, gone afterwards: beside the repository, or hidden inside where that is a file
+    system of its own, such as a container's volume, or nothing may be written beside it.
+    """
+    beside = repository.resolve().parent
+    beside.mkdir(parents=True, exist_ok=True)
+    inside = repository.is_dir() and not (_is_one_disk(beside, repository) and os.access(beside, os.W_OK))
+    with tempfile.TemporaryDirectory(prefix=".staged-", dir=repository if inside else beside) as folder:
+        yield Path(folder)
+
+
+def _is_one_disk(one: Path, other: Path) -> bool:
+    """A rename never leaves a file system."""
+    return one.stat().st_dev == other.stat().st_dev
+
 
 SUFFIXES = ("", "_onnx", "_cpu")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")

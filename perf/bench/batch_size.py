@@ -18,8 +18,7 @@ from perf.timing.rounds import measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import Watch
 
 from .budget import TimeAllocation, allocated, least_s
-from .opened_subject import BoundSubject, OpenedSubject
-from .varied import CALLS_AROUND, repeat_blocks
+from .opened_subject import CALLS_AROUND, BoundSubject, OpenedSubject, repeat_blocks
 
 AMPLE = 1.5  # times the least is what is advised: some of it is for the warm-up
 

@@ -11,13 +11,11 @@ from ground.errors import BadInput, Missing
 from ground.feeds import Feeds
 from perf.parity.structure import StructuralTest
 from perf.record.runs import OUT_OF_TIME, Bench, Flat, Row, Scalar, SubjectRecord
-from perf.runners.memory import Ledger
-from perf.runners.protocol import Runner
+from perf.runners.protocol import Ledger, Runner
 from perf.stats.stability import warnings_of
-from perf.timing.environment import environment
 from perf.timing.laps import Clock, Plan, TimeLimit, limit_from_now
 from perf.timing.rounds import quick_garbage_collection
-from perf.timing.watch import Watch, unwatched
+from perf.timing.watch import Watch, environment, unwatched
 
 from .batch_size import BatchSize, least_of
 from .opened_subject import OpenedSubject

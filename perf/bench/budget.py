@@ -12,7 +12,7 @@ from perf.stats.stats import MIN_ROUNDS
 from perf.timing.laps import Plan
 from perf.timing.rounds import calls_per_block, settle_calls
 
-from .varied import CALLS_AROUND, round_robin_calls
+from .opened_subject import CALLS_AROUND, round_robin_calls
 
 NOISE_SHARE = 1 / 2  # of what the warm-up leaves; more where the comparison has its rounds all the same
 AUDIT_SHARE = 1 / 4

@@ -20,10 +20,9 @@ from perf.record.runs import Flat
 from perf.runners.protocol import Runner
 from perf.stats.quiet import is_disturbed, samples
 from perf.stats.stats import median
-from perf.timing.environment import environment, fingerprint
 from perf.timing.laps import Clock, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_rounds
-from perf.timing.watch import Watch, unwatched
+from perf.timing.watch import Watch, environment, fingerprint, unwatched
 
 KIND, VERSION = "latency-table", 2  # version 1 told the shape of a single input
 AGAIN = "remove it; it is measured again where it is missing"

@@ -9,11 +9,10 @@ from perf.parity.measures import SHARES
 from perf.parity.parity import Link, Parity
 from perf.parity.source import OwnMetric
 from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord
+from perf.stats.decision import share_interval
 from perf.stats.quiet import samples
-from perf.stats.repeats import cached_subjects
-from perf.stats.shares import share_interval
 from perf.stats.stats import DEFAULT_CONFIDENCE, Interval, needed_samples, percentile_interval
-from perf.stats.summary import Summary, SummaryRow, summarise
+from perf.stats.summary import Summary, SummaryRow, cached_subjects, summarise
 
 from .rule import COUNTED, FITTED, PLACED, TIMED, Rule
 

@@ -19,10 +19,11 @@ from perf.stats.decision import (
     confidence_text,
     data_factor,
     decide,
+    percent,
     percent_limit,
     samples_for_share,
+    share_interval,
 )
-from perf.stats.shares import percent, share_interval
 from perf.stats.stats import UNBOUNDED, Interval
 
 from .baseline_match import differing, divided_by_machine_change, machine_change

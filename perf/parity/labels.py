@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from perf.stats.shares import wilson
+from perf.stats.decision import wilson
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

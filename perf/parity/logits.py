@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.records import Figure
-from perf.stats.shares import wilson
+from perf.stats.decision import wilson
 
 from .rows import Bools, CommonMeasures, Floats, OutputKind, RowErrors, Rows
 

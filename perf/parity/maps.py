@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.records import Figure
-from perf.stats.shares import percent, wilson
+from perf.stats.decision import percent, wilson
 
 from .rows import Bools, Floats, OutputKind, RowErrors, WithoutMargins, ratio, share
 

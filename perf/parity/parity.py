@@ -15,7 +15,6 @@ from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record, record_from_file, record_from_value
 from perf.record.fitted import FittedInputs
 
-from .judging import Verdict, judge, with_ties
 from .labels import Accuracy, PairedAccuracy
 from .locate import FaultLocation
 from .maps import THRESHOLD, Head
@@ -24,7 +23,7 @@ from .shift import Shift
 from .source import OwnMetric, Source
 from .structure import StructuralTest
 from .ties import Choices, Ties
-from .tolerance import Tolerance
+from .tolerance import Tolerance, Verdict, judge, with_ties
 
 KIND, VERSION = "parity", 1
 AGAIN = "make the record again with `corp-deploy verify`"

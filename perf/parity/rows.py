@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.records import Figure
-from perf.stats.shares import percent
+from perf.stats.decision import percent
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

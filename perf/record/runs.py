@@ -4,7 +4,7 @@ Nothing derived is stored: `perf.stats.quiet` says which times statistics keep, 
 file is one JSON object:
 
     kind "bench", version 1, created (ISO 8601, UTC), command (list of words, may be empty)
-    environment  flat: system, machine, cpu, ..., gpu, driver (null where there is none); see perf.timing.environment
+    environment  flat: system, machine, cpu, ..., gpu, driver (null where there is none); see perf.timing.watch
     settings     flat: the plan of the measurement; see perf.timing.laps.Plan
     subjects     two; the first is the reference. name, describe (flat: what the runner really ran on), macs,
                  params, size_bytes, sha256, fused_attention, sparse_layers, plan_bytes, device_memory (bytes by

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .numbers import number, size
-from .table import Table
+from .numbers import Table, number, size
 
 MEASURES = ("seconds", "peak_bytes", "device_peak_bytes")
 

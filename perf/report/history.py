@@ -9,10 +9,9 @@ from perf.stats.changes import ChangePoint
 from perf.stats.stats import Interval
 from perf.stats.trend import BatchTrend, Trend
 
+from .numbers import Table
 from .plots import Point, Series, line_with_whiskers
-from .scales import linear
-from .svg import WIDTH, Drawing, Figure, grid_y, group, legend, line, text
-from .table import Table
+from .svg import WIDTH, Drawing, Figure, grid_y, group, legend, line, linear, text
 
 MOST_LABELS = 10
 

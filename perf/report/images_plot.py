@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .numbers import Table
 from .plots import Point, Series, curve
 from .svg import Drawing, Figure
-from .table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

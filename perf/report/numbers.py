@@ -1,8 +1,11 @@
-"""Numbers as people write them; what is unknown is a dash."""
+"""Numbers as people write them, where what is unknown is a dash; and a table of a report as plain cells, for HTML and
+Markdown. A line break parts a cell's small print.
+"""
 
 import math
+from dataclasses import dataclass
 
-from perf.stats import shares
+from perf.stats import decision
 from perf.stats.stats import Interval, Percentile
 
 NOTHING = "–"
@@ -26,7 +29,7 @@ def size(value: float | None) -> str:
 
 def percent(value: float | None, decimals: int = 2) -> str:
     """99.60 %; what is not all is never rounded up to 100 %."""
-    return NOTHING if value is None else shares.percent(value, decimals).replace("-", MINUS)
+    return NOTHING if value is None else decision.percent(value, decimals).replace("-", MINUS)
 
 
 def signed_percent(value: float, decimals: int = 1) -> str:
@@ -71,3 +74,31 @@ def ratio(value: Interval | None) -> str:
 def is_number(cell: str) -> bool:
     """Whether a cell is one of those above, or says why there is none."""
     return cell in ("", NOTHING) or cell.startswith(("oom", "failed", "out of time", "not finite", *"0123456789+−"))
+
+
+PAIR = ("Key", "Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """`key` is a short name for anchors; the first column holds the row's name."""
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        """Which columns hold numbers alone, and so stand at the right."""
+        columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.columns)
+        return tuple(place > 0 and all(map(is_number, cells)) for place, cells in enumerate(columns))
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether it is keys and values alone."""
+        return self.columns == PAIR
+
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.columns) for row in self.rows), (self.key, self.columns, self.rows)

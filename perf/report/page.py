@@ -17,8 +17,8 @@ from .figures import fidelity_figures, speed_figures
 from .headline import lead, tiles, verdicts, where
 from .history import history_figures
 from .images_plot import images_figure
+from .numbers import Table
 from .svg import Figure
-from .table import Table
 from .tables import tables
 
 TONES = {"PASS": "pass", "FAIL": "fail"} | dict.fromkeys(

@@ -5,8 +5,7 @@ from dataclasses import asdict
 from perf.parity.maps import MapMeasures
 from perf.parity.parity import Link, Parity
 
-from .numbers import NOTHING, error, percent
-from .table import Table
+from .numbers import NOTHING, Table, error, percent
 
 
 def links(parity: Parity) -> Table:

@@ -8,8 +8,23 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from .scales import Scale, linear, logarithmic
-from .svg import WIDTH, Drawing, bar, dot, element, grid_x, grid_y, group, legend, line, path, text
+from .svg import (
+    WIDTH,
+    Drawing,
+    Scale,
+    bar,
+    dot,
+    element,
+    grid_x,
+    grid_y,
+    group,
+    legend,
+    line,
+    linear,
+    logarithmic,
+    path,
+    text,
+)
 
 HEAD, ROW_PX = 36, 38  # of figures with one row a batch, so that two of them line up
 LEAST_ERROR = 1e-9

@@ -3,31 +3,184 @@
 See content_from_record for the record's keys and what is raised.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from xml.etree import ElementTree
 
-from .content import content_from_record
-from .junit import junit_from_content
-from .long_csv import csv_from_content
-from .markdown import markdown_from_content
+from ground.text import csv_text, markdown_line
+from perf.stats.stats import Interval, Percentile
+from perf.stats.summary import SummaryRow
+
+from .content import Content, content_from_record
+from .effort import MEASURES
+from .headline import lead, verdicts
+from .numbers import Table
 from .page import html_from_content
+from .tables import tables
+
+HEADER = ("section", "subject", "batch", "measure", "name", "value", "low", "high")
+SITE_ERRORS = ("error_uncompensated", "error", "error_held_out", "stream_error", "stream_error_held_out")
+CsvRow = tuple[str, str, str, str, str, float | str, float | str, float | str]
+
+
+def csv(record: Mapping[str, Any]) -> str:
+    """Every number, unrounded, one a row, with its interval where it has one. Columns as in HEADER; what is unknown or
+    not finite is empty.
+    """
+    return csv_text((HEADER, *_csv_rows(content_from_record(record))))
+
+
+def _csv_rows(content: Content) -> Iterator[CsvRow]:
+    """All sections in reading order."""
+    for model in content.models:
+        for name in ("params", "macs", "size_bytes", "accuracy", "agreement"):
+            yield _row("models", model.name, name, getattr(model, name))
+    for effect in content.effects:
+        for name in ("relative_error", "agreement", "accuracy"):
+            yield _row("effects", effect.preset, name, getattr(effect, name))
+    if content.summary:
+        for row in (*content.summary.rows, *content.summary.end_to_end_rows):
+            yield from _latency_rows(row)
+    if content.parity:
+        for link in content.parity.links:
+            for field in dataclasses.fields(link.measures):
+                yield _row("parity", link.name, field.name, getattr(link.measures, field.name), batch=link.batch)
+    for site in content.sites:
+        for name in SITE_ERRORS:
+            yield _row("sites", site.site, name, getattr(site, name))
+    for block, entering, away, behind in content.merging.blocks if content.merging else ():
+        for name, tokens in (("tokens_entering", entering), ("tokens_away", away), ("tokens_behind", behind)):
+            yield _row("merging", f"block {block}", name, tokens)
+    for line in content.effort:
+        for name in MEASURES:
+            yield _row("effort", line.step, name, getattr(line, name))
+    for batch in content.history.batches if content.history else ():
+        for series in batch.series:
+            for release, value in zip(content.history.releases if content.history else (), series.values, strict=True):
+                yield _row("history", release, series.name, value, batch=batch.batch)
+    for way in content.ways:
+        for name in ("share", "predicted_error", "measured_error"):
+            yield _row("ways", way.name, name, getattr(way, name))
+
+
+def _latency_rows(row: SummaryRow) -> Iterator[CsvRow]:
+    for side in row.sides.values():
+        values = {"p50_ms": side.p50_ms, "p90_ms": side.p90_ms, "p95_ms": side.p95_ms, "p99_ms": side.p99_ms,
+                  "images_per_s": side.throughput, "samples": side.samples, "cv": side.cv,
+                  "peak_memory_bytes": side.peak_memory_bytes}  # fmt: skip
+        for name, value in values.items():
+            yield _row("latency", side.name, name, value, batch=row.batch, measure=row.measure)
+        yield ("latency", side.name, str(row.batch), row.measure, "status", side.status, "", "")
+    for subject, gain in row.repeats.items():
+        yield _row("latency", subject, "gain_on_repeats", gain, batch=row.batch, measure=row.measure)
+    for name, value in (("speedup", row.speedup), ("noise", row.noise), ("realised_share", row.realised_share)):
+        yield _row("latency", "both", name, value, batch=row.batch, measure=row.measure)
+
+
+def _row(
+    section: str,
+    subject: str,
+    name: str,
+    value: Interval | Percentile | float | None,
+    *,
+    batch: int | None = None,
+    measure: str = "",
+) -> CsvRow:
+    head = section, subject, "" if batch is None else str(batch), measure, name
+    if isinstance(value, Interval):
+        shown, low, high = map(_finite, value.figures)
+        return (*head, shown, low, high)
+    if isinstance(value, Percentile):
+        return (*head, _finite(value.value), "", _finite(value.upper))
+    return (*head, _finite(value), "", "")
+
+
+def _finite(value: float | None) -> float | str:
+    return "" if value is None or not math.isfinite(value) else value
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """The tables of the page and no plots, for a pull request or a terminal."""
+    content = content_from_record(record)
+    lines = [f"# {markdown_line(content.title)}", ""]
+    lines += [
+        *(f"**{markdown_line(stated.headline)}** {markdown_line(stated.why)}  " for stated in verdicts(content)),
+        "",
+    ]
+    lines += [markdown_line(lead(content)), ""] if lead(content) else []
+    for table in tables(content).values():
+        lines += [*markdown_from_table(table), ""]
+    if content.commands:
+        fence = _fence("\n".join(content.commands))
+        lines += ["## Commands", "", fence, *content.commands, fence, ""]
+    return "\n".join(lines)
+
+
+def markdown_from_table(table: Table) -> list[str]:
+    """Lines, from its heading to its note."""
+    lines = [f"## {markdown_line(table.title)}", "", *_rows(table)]
+    return [*lines, "", markdown_line(table.note)] if table.note else lines
+
+
+def _rows(table: Table) -> list[str]:
+    head, *body = (f"| {' | '.join(map(markdown_line, cells))} |" for cells in (table.columns, *table.rows))
+    return [head, "|" + "---|" * len(table.columns), *body]
+
+
+def _fence(text: str) -> str:
+    """Backticks, more of them than stand anywhere in a row in the text."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    return "`" * max(3, longest + 1)
+
+
+TAGS = {
+    "PASS": "system-out",
+    "NOTED": "system-out",
+    "FAIL": "failure",
+    "INCONCLUSIVE": "error",
+    "NOT-COMPARABLE": "error",
+}
+
+
+def junit(record: Mapping[str, Any]) -> str:
+    """Links, structural tests and gate rules as test cases, as the gate writes its own: FAIL is a failure, what could
+    not be decided an error, what had no limit is skipped.
+    """
+    content = content_from_record(record)
+    suites = ElementTree.Element("testsuites", name=content.title)
+    links, structure = (content.parity.links, content.parity.structure) if content.parity else ((), ())
+    lines = {"parity": content.parity.line} if content.parity else {}
+    cases: dict[str, list[tuple[str, str, str]]] = {
+        "parity": [(link.name, link.status, link.reason) for link in links],
+        "structure": [(f"{test.test} of {test.candidate}", test.status, test.reason) for test in structure],
+        "gate": [(line.rule, line.verdict, line.message) for line in content.gate],
+    }
+    for suite, rows in cases.items():
+        if rows:
+            _suite(suites, suite, rows, lines.get(suite))
+    ElementTree.indent(suites)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
+
+
+def _suite(parent: ElementTree.Element, name: str, rows: Sequence[tuple[str, str, str]], line: str | None) -> None:
+    tags = [TAGS.get(status, "skipped") for _, status, _ in rows]
+    totals = {"failures": tags.count("failure"), "skipped": tags.count("skipped"), "errors": tags.count("error")}
+    counts = {"tests": str(len(rows)), **{key: str(total) for key, total in totals.items()}}
+    suite = ElementTree.SubElement(parent, "testsuite", {"name": name, **counts})
+    if line is not None:
+        properties = ElementTree.SubElement(suite, "properties")
+        ElementTree.SubElement(properties, "property", {"name": "verdict", "value": line})
+    for (case, status, why), tag in zip(rows, tags, strict=True):
+        element = ElementTree.SubElement(suite, "testcase", {"classname": name, "name": case})
+        if tag == "system-out":
+            ElementTree.SubElement(element, tag).text = why
+        else:
+            ElementTree.SubElement(element, tag, {"message": why if status == "FAIL" else f"{status}: {why}"})
 
 
 def html(record: Mapping[str, Any]) -> str:
     """One self-contained page."""
     return html_from_content(content_from_record(record))
-
-
-def markdown(record: Mapping[str, Any]) -> str:
-    """The same tables for a pull request or a terminal."""
-    return markdown_from_content(content_from_record(record))
-
-
-def csv(record: Mapping[str, Any]) -> str:
-    """Every number, unrounded, one a row, with its interval where it has one."""
-    return csv_from_content(content_from_record(record))
-
-
-def junit(record: Mapping[str, Any]) -> str:
-    """Links, structural tests and gate rules as test cases."""
-    return junit_from_content(content_from_record(record))

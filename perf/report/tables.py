@@ -3,16 +3,14 @@
 from collections.abc import Callable, Iterable, Mapping
 from textwrap import shorten
 
-from perf.stats.repeats import MOST_GAIN
-from perf.stats.summary import Side, SummaryRow
+from perf.stats.summary import MOST_GAIN, Side, SummaryRow
 
 from .content import Content, ModelLine, SiteLine
 from .effort import effort_table
 from .history import history_table
 from .images_plot import images_table
-from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
+from .numbers import NOTHING, PAIR, Table, count, error, middle, percent, points, ratio, signed_percent, size, tail
 from .parity_tables import PARITY_TABLES
-from .table import PAIR, Table
 
 MOST_WHY = 100
 """Characters that a line of the gate's table holds behind a rule and its verdict, in a window of 1,280 pixels."""

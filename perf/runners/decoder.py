@@ -21,7 +21,6 @@ from ground.ports import OutputPort, Port
 from perf.record.decoders import KvCache
 from perf.record.runs import Flat
 
-from .memory import DeviceMemory, Gauge, resident_gauge
 from .onnx import onnx_precision
 from .onnx_session import (
     PROVIDERS,
@@ -32,7 +31,7 @@ from .onnx_session import (
     require_provider,
     session_options,
 )
-from .protocol import HostBound
+from .protocol import DeviceMemory, Gauge, HostBound, resident_gauge
 
 IDS, MASK, LOGITS = "input_ids", "attention_mask", "logits"
 _PAST, _PRESENT = "past_key_values.", "present."

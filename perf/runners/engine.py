@@ -18,7 +18,7 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, captured, open_stream
-from .memory import DeviceMemory, Gauge
+from .protocol import DeviceMemory, Gauge
 
 Backend = Literal["tensorrt", "tensorrt_rtx"]
 

@@ -17,8 +17,7 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, captured, open_stream
-from .memory import Gauge, TorchAllocator, resident_gauge
-from .protocol import HostBound
+from .protocol import Gauge, HostBound, TorchAllocator, resident_gauge
 
 Mode = Literal["eager", "compiled", "cuda_graph"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

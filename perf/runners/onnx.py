@@ -27,18 +27,21 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, open_stream
-from .graph_io import FED, OUTPUTS_NOTE, require_read, role_of_rank, roles_of_note
-from .memory import DeviceMemory, Gauge, resident_gauge
 from .onnx_session import (
+    FED,
+    OUTPUTS_NOTE,
     PROVIDERS,
     Provider,
     onnxruntime_here,
     opened_session,
     ort_errors,
     require_provider,
+    require_read,
+    role_of_rank,
+    roles_of_note,
     session_options,
 )
-from .protocol import HostBound
+from .protocol import DeviceMemory, Gauge, HostBound, resident_gauge
 
 
 @dataclass(slots=True)

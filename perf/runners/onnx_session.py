@@ -1,10 +1,93 @@
-"""A session of ONNX Runtime by the execution provider that was asked for, and no other."""
+"""ONNX files opened: a session of ONNX Runtime by the execution provider that was asked for, and no other; and what a
+file says of its inputs and outputs, read without any runtime.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.onnx_file import read_onnx
+from ground.onnx_types import dtype_of
+from ground.ports import OutputPort, Port, Role, is_fusion_break
+from ground.records import record_from_text
+
+# The note in which a graph says what its outputs are for: a list of objects with name and role.
+OUTPUTS_NOTE = "export.outputs"
+AGAIN = "export it again"
+# What runners feed, and what answers can be read of.
+FED = ("float32", "int64", "int32", "bool", "uint8")
+READ = (*FED, "float16", "float64", "int8", "int16", "uint16", "uint32", "uint64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphIO:
+    """Its inputs and outputs in their order, sizes behind the batch (-1 where open), and the batch that it fixes."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[OutputPort, ...]
+    batch: int | None
+
+
+def io_of_onnx(path: Path) -> GraphIO:
+    """Raises BadInput for what is no graph, for inputs of types that nothing here feeds, and for no outputs or those of
+    types that nothing here reads.
+    """
+    proto = read_onnx(path, weights=False)
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    values = [value for value in proto.graph.input if value.name not in initializers]
+    answers = [value for value in proto.graph.output if not is_fusion_break(value.name)]
+    require_read({value.name: dtype_of(value) for value in answers}, path)
+    note = next((entry.value for entry in proto.metadata_props if entry.key == OUTPUTS_NOTE), "[]")
+    roles = roles_of_note(note, path)
+    sizes = [_sizes(value) for value in values]
+    return GraphIO(
+        inputs=_input_ports(path, values, sizes),
+        outputs=tuple(
+            OutputPort(name=value.name, role=roles.get(value.name, role_of_rank(len(_sizes(value)))))
+            for value in answers
+        ),
+        batch=min((shape[0] for shape in sizes if shape[0] >= 0), default=None),
+    )
+
+
+def require_read(types: Mapping[str, str], path: Path) -> None:
+    """Raise BadInput for no outputs, and for those whose types answers can't be read of."""
+    if not types or not all(each in READ for each in types.values()):
+        received = ", ".join(f"{name}: {each}" for name, each in types.items())
+        raise BadInput(f"{path}: expected outputs that are tensors of {', '.join(READ)}; found {received or 'none'}")
+
+
+def roles_of_note(note: str, path: Path) -> dict[str, Role]:
+    """By output; raises BadInput for a note that can't be read."""
+    where = f"{path}: its note {OUTPUTS_NOTE} can't be read"
+    return {port.name: port.role for port in record_from_text(note, list[OutputPort], where=where, remedy=AGAIN)}
+
+
+def role_of_rank(rank: int) -> Role:
+    """Of an output that the graph says nothing of."""
+    return "logits" if rank == 2 else "feature map"
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """With the batch in front; -1 where a size is open."""
+    dims = value.type.tensor_type.shape.dim
+    return tuple(max(dim.dim_value, -1) if dim.WhichOneof("value") == "dim_value" else -1 for dim in dims)
+
+
+def _input_ports(path: Path, values: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> tuple[Port, ...]:
+    types = [dtype_of(value) for value in values]
+    if not values or not all(each in FED for each in types) or not all(sizes):
+        pairs = zip(values, types, sizes, strict=True)
+        received = ", ".join(f"{value.name}: {each} {list(shape)}" for value, each, shape in pairs)
+        expected = f"expected inputs with a batch in front, of {', '.join(FED)}"
+        raise BadInput(f"{path}: {expected}; found {received or 'none'}")
+    return tuple(
+        Port(name=value.name, shape=shape[1:], dtype=each)
+        for value, each, shape in zip(values, types, sizes, strict=True)
+    )
+
 
 Provider = Literal["cpu", "cuda", "tensorrt"]
 PROVIDERS: dict[Provider, str] = {

@@ -20,10 +20,9 @@ from ground.ports import OutputPort, Port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
-from .graph_io import GraphIO, io_of_onnx
-from .memory import Gauge, resident_gauge
 from .onnx import onnx_precision
-from .protocol import HostBound
+from .onnx_session import GraphIO, io_of_onnx
+from .protocol import Gauge, HostBound, resident_gauge
 
 Arithmetic = Literal["fp32", "fp16", "bf16"]
 HINTS: dict[Arithmetic, str] = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}

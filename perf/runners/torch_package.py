@@ -18,9 +18,8 @@ from ground.ports import OutputPort, Port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
-from .graph_io import role_of_rank
-from .memory import Gauge, resident_gauge
-from .protocol import HostBound
+from .onnx_session import role_of_rank
+from .protocol import Gauge, HostBound, resident_gauge
 
 # Read by the compiled code at its first call: what has other sizes than it was compiled for is refused, not misread.
 CHECKED = "AOTI_RUNTIME_CHECK_INPUTS"

@@ -7,8 +7,8 @@ import numpy as np
 from perf.record.runs import OUT_OF_TIME, Block, Row
 
 from .quiet import comparison_measure, interrupted_share, is_disturbed, samples, whole_rounds
-from .repeats import cached_subjects
 from .stats import MIN_ROUNDS, coefficient_of_variation, trend, trend_score
+from .summary import cached_subjects
 
 CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine
 DRIFT_LIMIT_REL = 0.03

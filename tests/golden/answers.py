@@ -16,7 +16,7 @@ from calib.store import load as load_moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.planning.sweep_trials import TrialFolder
 from corp_deploy.polish.state import StateFile
-from corp_deploy.proof.golden import read_golden
+from corp_deploy.proof.compare_engines import read_golden
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.release.card import _calibrated
 from corp_deploy.release.check import check
@@ -24,8 +24,7 @@ from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.samples import samples_of_release
 from corp_deploy.release.stamp import read_stamp
 from corp_deploy.store.checkpoint import load_checkpoint
-from corp_deploy.store.effort import load_effort
-from corp_deploy.store.manifest import load_manifest
+from corp_deploy.store.effort import load_effort, load_manifest
 from corp_deploy.store.model_config import load_model_config
 from export.engine.record import record_of_plan
 from export.triton.expected import read_expected

@@ -33,7 +33,7 @@ from corp_deploy.demo.calls import DemoScale
 from corp_deploy.demo.example import VIT
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.polish.state import StateFile
-from corp_deploy.proof.golden import Golden, write_golden
+from corp_deploy.proof.compare_engines import Golden, write_golden
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.dense_model import load_dense
 from ground.feeds import Feeds

@@ -17,7 +17,7 @@ from typing import Any
 
 from corp_deploy.machine import versions
 from ground.files import write_json
-from perf.timing.environment import environment
+from perf.timing.watch import environment
 
 from .readers import made_home, readers
 

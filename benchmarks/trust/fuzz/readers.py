@@ -29,15 +29,15 @@ from corp_deploy.store.weights import read_weights
 from export.graph.check import check_onnx
 from export.graph.ports import ports_of_graph
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.repository import write_repository
+from export.triton.variants import Package
 from ground.errors import BadInput
 from ground.onnx_file import read_onnx
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
 from perf.parity.rounding import round_file
-from perf.runners.graph_io import io_of_onnx
+from perf.runners.onnx_session import io_of_onnx
 
 from .content import (
     GRAPH,

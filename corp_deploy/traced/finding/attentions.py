@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from corp_deploy.traced.programs.attention_masks import PRODUCTS, SDPA, SOFTMAX, values_product
-from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
-from corp_deploy.traced.programs.program import Program, module_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, module_of, operation, sizes_at_one
 
-from .call import call_of
 from .cuts import passed_by_all, ways_out, without_values
+from .flow import call_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

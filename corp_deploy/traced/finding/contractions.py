@@ -5,14 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .call import Call, Value
-from .equation import FRONT, equation_of
-from .flow import Flow
+from .flow import Call, Flow, Value
 from .labels import LabelTensor, marked
-from .mixing import mixed
 from .moves import fixed, stopped
-from .pointwise import combined
-from .product import Factor, columns_stay, factor, product, write
+from .pointwise import combined, mixed
+from .product import FRONT, Factor, columns_stay, equation_of, factor, product, write
 
 _KERNEL = "XYZ"
 

@@ -6,8 +6,8 @@ from torch import fx
 
 from corp_deploy.traced.programs.program import operation, sizes_at_one
 
-from .call import call_of
-from .equation import equation_of
+from .flow import call_of
+from .product import equation_of
 
 
 def macs(node: fx.Node) -> int:

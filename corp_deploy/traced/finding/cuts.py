@@ -14,8 +14,7 @@ from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils._pytree import tree_structure
 
-from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
-from corp_deploy.traced.programs.program import Program, module_of, number_of, operation
+from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, module_of, number_of, operation
 
 from .choice import labels_of
 from .compaction import kept

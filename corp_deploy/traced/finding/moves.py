@@ -7,8 +7,7 @@ from torch import Tensor, fx
 
 from corp_deploy.traced.programs.program import SAME, SHAPED
 
-from .call import Call, Value
-from .flow import Flow
+from .flow import Call, Flow, Value
 from .labels import LabelTensor, marked, tidy, varying
 
 

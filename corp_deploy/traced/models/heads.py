@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from corp_deploy.traced.finding.site import Span
-from corp_deploy.traced.programs.batch import Batch, batch_of
-from corp_deploy.traced.programs.program import operation, sizes_at_one
+from corp_deploy.traced.programs.program import Batch, batch_of, operation, sizes_at_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,10 +11,9 @@ from torch import nn
 from corp_deploy.traced.finding.shares import Layers
 from corp_deploy.traced.finding.site import Site as Groups
 
-from .module import tracing
-from .modules import parameters
+from .module import parameters, tracing
 from .offered import names_of, sites_of
-from .site import Currency
+from .sites import Currency
 
 ELSEWHERE = "all else"
 ROUNDED = 1e-3

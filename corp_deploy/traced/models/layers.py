@@ -1,19 +1,24 @@
-"""Layers of a traced model as modules, whatever they are in the model: heard all at once, and given other weights."""
+"""Layers of a traced model as modules, whatever they are in the model: heard all at once, and given other weights; and
+another order of the groups of its sites and residual streams, that changes nothing that it gives.
+
+Legend: G groups of a site, M places of one.
+"""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.cuts import between, cuts
-from corp_deploy.traced.finding.site import Kind
-from corp_deploy.traced.finding.sites import Found
-from corp_deploy.traced.programs.batch import batch_of
-from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import BatchFirst, Layer, layers, listening
+from corp_deploy.traced.finding.site import Kind, Site, Span
+from corp_deploy.traced.finding.sites import Found, find
+from corp_deploy.traced.programs.program import SAME, Program, batch_of, operation
+from corp_deploy.traced.programs.readers import CONV2D, LINEAR, BatchFirst, Layer, layers, listening
 from ground.errors import BadInput
 
 from .mergeable import Mergeable
@@ -117,3 +122,90 @@ def relayered(model: nn.Module, of: Mapping[str, Layer], every: tuple[ProgramLay
     weights = {each.weight: of[each.name].weight for each in every if each.name in of}
     biases = {each.bias: bias for each in every if each.name in of and (bias := of[each.name].bias) is not None}
     return narrowed(model, {}, {**weights, **biases})
+
+
+def streams(model: nn.Module) -> tuple[Site, ...]:
+    """Those whose channels may change places: all that writes, reads and norms them is known. Raises BadInput where
+    there is none.
+    """
+    program = tracing(model).program
+    found = tuple(each for each in find(program, keeps_all=True).sites if each.kind == "stream")
+    if not found:
+        raise BadInput(
+            f"--sparse-permute stream: {program.model} has no residual stream of which all that writes and reads it is "
+            "known and that isn't what the model gives; give --sparse-permute inside"
+        )
+    return found
+
+
+def scores(model: nn.Module, stream: Site) -> Tensor:
+    """By channel of a stream sum_o (w_oj gamma_j)^2 over all layers that read it [G], float64: behind a norm of scale
+    gamma a channel's variance is about gamma^2.
+    """
+    return torch.stack([each_GM.sum(dim=1) for each_GM in _of_readers(tracing(model).program, stream)]).sum(dim=0)
+
+
+def _of_readers(program: Program, stream: Site) -> Iterator[Tensor]:
+    """Of each layer that reads the stream [G,M]."""
+    nodes, read = {node.name: node for node in program.nodes}, {span.name: span for span in stream.readers}
+    for tap in stream.listening:
+        layer, source = nodes[tap.reader], nodes[tap.name]
+        if layer.target in (LINEAR, CONV2D):
+            span = read[str(layer.args[1].target)]  # type: ignore[union-attr]
+            squares = _laid_out(program.tensor(span.name).detach().double().square(), span.axes)
+            gain = _gain(program, source)
+            total_GM = squares.reshape(-1, squares.shape[-1]).sum(dim=0)[span.index_GM]
+            yield total_GM if gain is None else total_GM * gain.square()[tap.index_GM]
+
+
+def _gain(program: Program, source: fx.Node) -> Tensor | None:
+    """Of the norm in front, by channel; None where there is none or it has none. Tokens may be picked between."""
+    while operation(source) in SAME | {"select", "slice"}:
+        source = source.all_input_nodes[0]
+    weight = source.args[2] if operation(source) in ("layer_norm", "rms_norm") and len(source.args) > 2 else None
+    return program.tensor(str(weight.target)).detach().double() if isinstance(weight, fx.Node) else None
+
+
+def _laid_out(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """With these axes last, as one."""
+    return tensor.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
+
+
+def reordered(model: nn.Module, site: Site, order_G: Tensor) -> nn.Module:
+    """A copy whose site has its groups in this order."""
+    program, tensors = tracing(model).program, dict[str, Tensor]()
+    for span in {(span.name, span.axes): span for span in site.spans}.values():
+        tensors[span.name] = _reordered(tensors.get(span.name, program.tensor(span.name)), span, order_G)
+    return narrowed(model, {}, tensors)
+
+
+def block_of(model: nn.Module, weight: str) -> tuple[Site, int] | None:
+    """The site that a layer's weight reads in the order of its inputs, where nothing else does, and within how many
+    neighbours these may change places: of one head.
+    """
+    own = tracing(model)
+    reads = ((site, span) for site in own.analysis.sites for span in site.readers if span.name == weight)
+    site, span = next(reads, (None, None))
+    if site is None or span is None or len(site.readers) > 1 or len(own.uses[weight]) > 1:
+        return None
+    is_whole = site.size == own.program.tensor(weight).shape[1] and span.axes == (1,)
+    return (site, site.size // site.parts) if is_whole and _rises(site, span) else None
+
+
+def _rises(site: Site, span: Span) -> bool:
+    """Whether the groups, part by part, are inputs one behind the other."""
+    parts_G = np.zeros(site.size) if site.part_G is None else site.part_G
+    return span.index_GM.shape == (site.size, 1) and bool(
+        (span.index_GM[:, 0] == np.arange(site.size)).all() and (np.diff(parts_G) >= 0).all()
+    )
+
+
+def _reordered(tensor: Tensor, span: Span, order_G: Tensor) -> Tensor:
+    """The elements of each group where those of another stood."""
+    to, source = torch.from_numpy(span.index_GM), torch.from_numpy(span.index_GM)[order_G]
+    axes = span.axes
+    last = tuple(range(-len(axes), 0))
+    moved = tensor.movedim(axes, last)
+    flat = moved.flatten(-len(axes))
+    new = flat.index_copy(-1, to.reshape(-1), flat[..., source.reshape(-1)])
+    return new.reshape(moved.shape).movedim(last, axes)

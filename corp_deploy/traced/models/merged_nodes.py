@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from corp_deploy.traced.finding.attentions import Attention
-from corp_deploy.traced.finding.call import call_of
+from corp_deploy.traced.finding.flow import call_of
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, added_scores
 from corp_deploy.traced.programs.folding import NUMBERS
 from corp_deploy.traced.programs.program import SAME, SHAPED, Program, module_of, number_of, operation, sizes_at_one

@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.finding.attentions import Attention, Block
 from corp_deploy.traced.finding.cuts import ways_out
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
-from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
-from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
+from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, operation, sizes_at_one
 from corp_deploy.traced.programs.sizes import size_
 from ground.errors import BadInput
 

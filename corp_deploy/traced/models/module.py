@@ -1,5 +1,5 @@
 """A module whose sites are found in its traced program, dense or narrowed: whatever it is, it stays what it was, under
-the names of its own weights.
+the names of its own weights. Copies of models with some modules replaced; models are never edited.
 """
 
 import copy
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.programs.program import Program
@@ -18,13 +18,45 @@ from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
-from .array_inputs import InputSpec, batch_of_ports
+from .array_inputs import Calling, InputSpec, batch_of_ports, by_ports
 from .mergeable import merged_graph
 from .merging import Merging
-from .module_calls import Calling, by_ports
-from .modules import device
 from .outputs import Outputs
 from .traced_program import Tracing as Tracing
+
+
+def device(model: nn.Module) -> torch.device:
+    """Where the model's weights are; of one without any, the CPU."""
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
+
+
+def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy of the model with the named submodules replaced; the model given is left as it is."""
+    memo: dict[int, Any] = {id(model.get_submodule(name)): new for name, new in modules.items()}
+    return copy.deepcopy(model, memo)
+
+
+MOST_PARAMETERS = 20_000_000_000
+"""Of a model that is built."""
+
+
+def refuse_larger(build: Callable[[], nn.Module], what: str) -> None:
+    """Raise BadInput for a model of more parameters than are built, before it has memory."""
+    with torch.device("meta"):
+        count = parameters(build())
+    if count > MOST_PARAMETERS:
+        raise BadInput(f"{what}: {count:,} parameters; {MOST_PARAMETERS:,} at most are built")
+
+
+def parameters(*modules: nn.Module) -> int:
+    """Parameters of these modules together."""
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def counts_of_batches(model: nn.Module) -> dict[str, Tensor]:
+    """Of how many batches its norms met in training, which older files don't have and what is trained never reads."""
+    return {name: each for name, each in model.state_dict().items() if name.endswith("num_batches_tracked")}
+
 
 EXAMPLES = 2
 """In the batch that a model is traced with."""

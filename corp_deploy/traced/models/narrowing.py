@@ -14,9 +14,8 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.finding.site import Index, Site, Span
 from corp_deploy.traced.narrowing.narrow import Narrowed as Proved
 from corp_deploy.traced.narrowing.narrow import narrow, prove
-from corp_deploy.traced.programs.readers import without_biases_
+from corp_deploy.traced.programs.readers import vocabularies, without_biases_
 from corp_deploy.traced.programs.types import made_on_
-from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
 from .array_inputs import random_batch
@@ -25,13 +24,13 @@ from .module import (
     Cut,
     TracedModule,
     Tracing,
+    device,
     facts_of,
     merging_module,
     narrowed_module,
     traced_state,
     tracing,
 )
-from .modules import device
 from .offered import names_of, whole_removal
 
 VERSIONS = ("torch", "timm")

@@ -20,8 +20,7 @@ from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_
 from .module import Tracing, facts_of, tracing
 from .pairs import TracedPairs, pairs
 from .segments import Segment
-from .site import Site, SiteReader, TracedChannels, TracedConvolutions, TracedStream
-from .sites import Refusal, Sites
+from .sites import Refusal, Site, SiteReader, Sites, TracedChannels, TracedConvolutions, TracedStream
 from .values import TracedValues, values
 
 _CLASSES: dict[str, type[Site]] = {

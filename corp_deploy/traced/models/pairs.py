@@ -17,7 +17,7 @@ from corp_deploy.traced.programs.subprogram import Subprogram, between
 
 from .heads import BothHeads, Heads, both_heads
 from .module import Tracing
-from .site import Site
+from .sites import Site
 from .taps import taps_of
 
 Mixing = Literal["free", "planes", "none"]

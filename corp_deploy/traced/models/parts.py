@@ -16,7 +16,7 @@ from .module import Tracing, input_spec, output_ports, tracing
 from .narrowing import at_widths
 from .offered import sites_by_segment, sites_of
 from .segments import cost_signature_of
-from .site import Site
+from .sites import Site
 
 STREAM = OutputPort(name="stream", role="feature map")
 

@@ -22,7 +22,7 @@ from corp_deploy.traced.programs.program import operation
 from corp_deploy.traced.programs.readers import layers
 
 from .module import Tracing
-from .site import Site, SiteReader
+from .sites import Site, SiteReader
 from .units import Units, head_units
 
 _SUMS = frozenset(["scaled_dot_product_attention", "matmul", "bmm", "einsum"])

@@ -1,4 +1,5 @@
-"""Layers of a program that hold a weight and sum over channels: given biases, heard as modules, given other weights.
+"""Layers of a program that hold a weight and sum over channels: given biases, heard as modules, given other weights;
+and tables that whole inputs are looked up in.
 
 Legend: I inputs, O outputs.
 """
@@ -12,8 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .batch import IN_FRONT, Batch, batch_of
-from .program import Program, constant_names
+from .program import IN_FRONT, Batch, Program, batch_of, constant_names, operation
+
+_SAME = ("_to_copy", "alias", "clone", "contiguous", "expand", "reshape", "slice", "squeeze", "to", "unsqueeze", "view")
+"""What gives the numbers that it is given."""
+
+
+def vocabularies(program: Program) -> dict[str, int]:
+    """By the name of an input how many rows the smallest table has that its numbers are looked up in."""
+    rows: dict[str, int] = {}
+    for node in program.nodes:
+        if operation(node) != "embedding":
+            continue
+        table, source = node.args[:2]
+        assert isinstance(table, fx.Node), node
+        while isinstance(source, fx.Node) and operation(source).rstrip("_") in _SAME:
+            source = source.args[0]
+        value = table.meta.get("val")
+        if isinstance(source, fx.Node) and source.op == "placeholder" and isinstance(value, Tensor):
+            rows[str(source.target)] = min(len(value), rows.get(str(source.target), len(value)))
+    return rows
+
 
 LINEAR, CONV2D = torch.ops.aten.linear.default, torch.ops.aten.conv2d.default
 BATCH_NORM = torch.ops.aten.batch_norm.default
