@@ -19,7 +19,7 @@ from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.invocation.budget_choice import Limit, limit_from_text
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning import execution, limit_search
+from corp_deploy.planning import carried_out, execution, limit_search
 from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner
 from corp_deploy.planning.judging import Judge, Judgement, Judges, Judging
 from corp_deploy.planning.limit_search import STEPS, smallest_within
@@ -343,7 +343,7 @@ def test_what_stops_midway_leaves_nothing(
             raise KeyboardInterrupt
         return reduce(*args, **options)
 
-    monkeypatch.setattr(execution, "reduce", stopping)
+    monkeypatch.setattr(carried_out, "reduce", stopping)
     run(home, tmp_path / "reduced", "--within", "error 0.1", "--images", "images.npy", code=130)
     assert began == 3
     assert list(tmp_path.iterdir()) == []
