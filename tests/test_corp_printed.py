@@ -272,6 +272,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.whole_heads": (0.5, {}),
     "reduce.select_heads": ("magnitude", {"reduce.whole_heads": 0.5}),
     "reduce.closed_loop": (True, {"calibration.hold_out": None}),
+    "reduce.effort": ("standard", {"calibration.hold_out": None}),
     "reduce.within": ("error 0.5", {"reduce.mlp": None, "reduce.attn": None, "reduce.within": "error 0.4"}),
     "reduce.merge_tokens": ("2", {}),
     "reduce.merge_metric": ("keys", MERGED),
