@@ -18,7 +18,7 @@ from .merging import MergingChoice
 from .method_choice import COMPOSITIONS, MethodChoice, with_implied
 from .option import NEEDED, PathLike, Record, option
 from .option_support import Axis
-from .passes import BUDGET, CLOSED_LOOP, cost
+from .passes import CLOSED_LOOP, cost
 from .reduction_table import ATTENTION, IMAGES, LOOP, MERGING, POLISH, SPARSE, WIDTHS
 from .sparsity import SparseChoice
 from .values import DIRECTORY, FILE, OneOf
@@ -43,7 +43,7 @@ class RepairChoice(Record, heading="Loops, polish and results"):
     effort: Effort = option(
         default="quick",
         help="What is composed, each stage kept where it errs less on images that it wasn't fitted to: quick, one pass "
-        f"over the moments; standard, the closed loop too, {cost(BUDGET + CLOSED_LOOP)} with a budget; thorough, also "
+        "over the moments; standard, the closed loop too, which takes most of the time; thorough, also "
         "a budget's widths tried in the loop, and --polish model.",
     )
     polish: PolishName | None = option(
