@@ -33,13 +33,15 @@ ONE, LOOP = "one pass over the moments", "the closed loop"
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tiny.written(tmp_path_factory.mktemp("effort"), 40, init_values=0.5)
-    invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "m")
+    (root / "labels.json").write_text(json.dumps([str(place // 4) for place in range(40)]))
+    for name, more in (("m", ()), ("grouped", ("--groups", root / "labels.json"))):
+        invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / name, *more)
     return root
 
 
-def reduced(home: Path, name: str, *words: object, images: str = "images.npy", code: int = 0) -> Result:
-    given = ("--model", home / "dense", "--moments", home / "m", "--images", home / images, "-o", home / name)
-    return invoked("reduce", *given, *words, code=code)
+def reduced(home: Path, name: str, *words: object, moments: str = "m") -> Result:
+    given = ("--model", home / "dense", "--moments", home / moments, "--images", home / "images.npy", "-o", home / name)
+    return invoked("reduce", *given, *words)
 
 
 def record_of(directory: Path) -> dict[str, Any]:
@@ -51,9 +53,9 @@ def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def by_hand(home: Path, way: str, *, every: bool) -> tuple[torch.nn.Module, float]:
+def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torch.nn.Module, float, int]:
     """A uniform reduction in one way, and its error on the images set apart; fitted to those too, or not."""
-    dense, moments = load_checkpoint(home / "dense"), load_moments(home / "m")
+    dense, moments = load_checkpoint(home / "dense"), load_moments(home / name)
     options = {"mlp": 0.5, "attn": 0.5, "align": {"mlp": 8, "head": 8, "conv": 32}}
     images, method = images_for_model(dense.model, home / "images.npy"), ReduceOptions.from_options(options).method
     apart = set_apart(dense, moments, images)
@@ -62,24 +64,31 @@ def by_hand(home: Path, way: str, *, every: bool) -> tuple[torch.nn.Module, floa
     if way == ONE:
         model = reduce(dense.model, replace(fitted, metrics=metrics), method).model
     else:
-        model = reduce_traced(dense.model, others, method, loop=Loop(), metrics=metrics).model
+        loop = Loop(half_ids=None if fitted.half is None else fitted.half.image_ids)
+        model = reduce_traced(dense.model, others, method, loop=loop, metrics=metrics).model
     places = (~torch.isin(images.ids, apart.others.ids)).nonzero().squeeze(1).tolist()
-    assert len(places) == 8
-    (judges,) = images.subset(places).batches(8)
+    assert not torch.isin(images.subset(places).ids, apart.moments.image_ids).any()
+    (judges,) = images.subset(places).batches(len(places))
     with torch.inference_mode():
         exact, answer = (each.eval()(judges).double() for each in (dense.model, model))
-    return model, float((answer - exact).norm() / exact.norm())
+    return model, float((answer - exact).norm() / exact.norm()), len(places)
 
 
-def test_both_ways_are_judged_on_images_that_neither_is_fitted_to_and_the_better_one_is_kept(home: Path) -> None:
-    reduced(home, "uniform", *UNIFORM)
-    record = record_of(home / "uniform")
+@pytest.mark.parametrize("name", ["m", "grouped"])
+def test_both_ways_are_judged_on_images_that_neither_is_fitted_to_and_the_better_one_is_kept(
+    name: str, home: Path
+) -> None:
+    """Halves of groups choose ridges in the trials as they do in what is kept."""
+    assert (load_moments(home / name).half is not None) == (name == "grouped")
+    reduced(home, f"uniform-{name}", *UNIFORM, moments=name)
+    record = record_of(home / f"uniform-{name}")
     by_name = {stage["name"]: stage for stage in record["stages"]}
-    errors = {way: by_hand(home, way, every=False)[1] for way in (ONE, LOOP)}
+    found = {way: by_hand(home, way, every=False, name=name)[1:] for way in (ONE, LOOP)}
+    errors, (count,) = {way: error for way, (error, _) in found.items()}, {count for _, count in found.values()}
     assert {way: stage["error"] for way, stage in by_name.items()} == pytest.approx(errors, rel=1e-4)
     kept = min(errors, key=lambda way: errors[way])
     assert [name for name, stage in by_name.items() if stage["kept"]] == [kept]
-    (line,) = [each for each in record["decided"] if each.startswith("effort standard, judged on 8 images")]
+    (line,) = [each for each in record["decided"] if each.startswith(f"effort standard, judged on {count} images")]
     assert all(f"{way} errs {by_name[way]['error']:.4f} (" in line for way in (ONE, LOOP))
     assert f"; {kept} is kept" in line
 
@@ -123,7 +132,7 @@ def test_few_images_are_reduced_in_one_pass_and_it_is_said(home: Path) -> None:
     record = record_of(home / "plain")
     assert "stages" not in record
     assert any(
-        line == "effort standard: 12 images are too few to judge by, so one pass over the moments"
+        line == "effort standard: of 12 images none can be set apart to judge, so one pass over the moments"
         for line in record["decided"]
     )
 
@@ -151,3 +160,14 @@ def test_images_are_needed_and_a_quick_reduction_composes_nothing() -> None:
     assert ReduceOptions.from_options({"mlp": 0.5, "effort": "standard"}).needs_images
     quick = ReduceOptions.from_options({"mlp": 0.5})
     assert (quick.effort, quick.composes, quick.needs_images) == ("quick", False, False)
+
+
+def test_images_that_the_moments_may_be_of_judge_nothing(home: Path) -> None:
+    dense, moments = load_checkpoint(home / "dense"), load_moments(home / "m")
+    images = images_for_model(dense.model, home / "images.npy")
+    apart = set_apart(dense, moments, images)
+    assert composing._judges(apart, images) == 8
+    assert composing._judges(replace(apart, moments=moments), images) == 0
+    none = {name: getattr(apart.moments, name)[:0] for name in ("image_ids", "image_hashes")}
+    unknown = replace(apart.moments, **none)
+    assert composing._judges(replace(apart, moments=unknown), images) == 0

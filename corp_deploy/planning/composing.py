@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from calib.inputs import InputSet
+import torch
+
+from calib.inputs import InputSet, batch_size
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.reduction.loop import Loop
@@ -31,7 +33,9 @@ MOST_APART = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """Ways to carry out one plan, fitted without the images set apart, which judge them."""
+    """Ways to carry out one plan, chosen and repaired without the images set apart, which judge them. The widths are
+    those of the plan, which looked at these images, for every way.
+    """
 
     dense: Checkpoint
     planned: WidthPlan
@@ -39,9 +43,10 @@ class Trials:
     carried_out: Callable[..., Reduction]
 
     def tried(self, name: str, request: ReductionRequest) -> tuple[Stage, Reduction]:
-        moments, started = replace(self.apart.moments, half=None), time.perf_counter()
+        started = time.perf_counter()
+        planned = replace(self.planned, eliminations=None)  # those are by the moments of all images
         reduction = self.carried_out(
-            self.dense, self.planned, moments=moments, request=request, images=self.apart.others
+            self.dense, planned, moments=self.apart.moments, request=request, images=self.apart.others
         )
         seconds = time.perf_counter() - started
         return Stage(name=name, error=self._error(reduction), seconds=seconds), reduction
@@ -60,6 +65,14 @@ class Trials:
         return math.sqrt(probe.effect_of(reduction.model))
 
 
+def _judges(apart: ProbeSplit, images: InputSet) -> int:
+    """How many images judge: none where some of them are, or may be, among those that are fitted to."""
+    set_apart_ids = images.ids[~torch.isin(images.ids, apart.others.ids)]
+    fitted_ids = apart.moments.image_ids
+    unseen = len(fitted_ids) and not torch.isin(set_apart_ids, fitted_ids).any()
+    return batch_size(apart.inputs) if len(set_apart_ids) and unseen else 0
+
+
 def composed(
     planning: Planning,
     moments: Moments,
@@ -72,8 +85,8 @@ def composed(
     """The plan carried out in one pass or in the closed loop, whichever errs less; with the most effort the widths of a
     budget are tried in loops too, where the loop wins. What each stage erred and took stands in the plan.
 
-    Too few images to set any apart are reduced in one pass. What wins is fitted to all images; a loop that was fitted
-    to nearly all of them isn't run again.
+    Images that can't be parted so, such as too few, are reduced in one pass. What wins is fitted to all images; a loop
+    that was fitted to nearly all of them isn't run again.
     """
     effort, looped = request.options.effort, _in_loop(request)
     carried_out = partial(as_planned, held_out=None, on_progress=on_progress, watch=watch)
@@ -81,9 +94,12 @@ def composed(
     apart = set_apart(dense, moments, images)
     if planned.widths is None:
         planned = replace(planned, metrics=site_metrics(dense.model, planned.method, few_of(dense, apart.few)))
-    count = images.count - apart.others.count
+    count = _judges(apart, images)
     if not count or apart.others.count < Loop().held_out_every:
-        note = f"effort {effort}: {images.count} {images.noun} are too few to judge by, so one pass over the moments"
+        note = (
+            f"effort {effort}: of {images.count} {images.noun} none can be set apart to judge, so one pass over the "
+            "moments"
+        )
         planned = replace(planned, decisions=(*planned.decisions, note))
         return carried_out(dense, planned, moments=moments, request=request, images=images), planned
     trials = Trials(dense=dense, planned=planned, apart=apart, carried_out=carried_out)
@@ -94,12 +110,12 @@ def composed(
     if again:
         dense, planned = planning(request)
     words = (
-        f"effort {effort}, judged on {count} {images.noun} that nothing was fitted to: {one.describe()}, "
+        f"effort {effort}, judged on {count} {images.noun} that no repair was fitted to: {one.describe()}, "
         f"{loop.describe()}; {kept.name} is kept{', its widths tried in loops' * again}"
     )
     stages = tuple(replace(each, kept=each is kept) for each in (one, loop))
     planned = replace(planned, stages=stages, decisions=(*planned.decisions, words))
-    if kept is not loop or again or count > MOST_APART * images.count:
+    if kept is not loop or again or images.count - apart.others.count > MOST_APART * images.count:
         reduction = carried_out(dense, planned, moments=moments, request=request, images=images)
     return reduction, planned
 

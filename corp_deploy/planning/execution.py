@@ -114,7 +114,7 @@ def reduce_as_asked(
     require_same_model(dense.model, moments)
     refuse_idle(dense, request)
     refuse_other_eps(moments, request)
-    assert request.options.loop is None or held_out is None, request.options
+    assert held_out is None or not (request.options.loop or request.options.composes), request.options
     if held_out is not None:
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
