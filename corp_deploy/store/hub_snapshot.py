@@ -158,8 +158,9 @@ def weights_of_transformers(directory: Path) -> Path:
             return directory / name
     pickled = sorted(path.name for path in directory.glob("pytorch_model*"))
     if pickled:
+        more = f" and {len(pickled) - 3} more" if len(pickled) > 3 else ""
         raise BadInput(
-            f"{directory}: its weights are {', '.join(pickled[:3])}, which may hold code; save them as safetensors: "
-            "model.save_pretrained(DIR, safe_serialization=True)"
+            f"{directory}: its weights are {', '.join(pickled[:3])}{more}, which may hold code; save them as "
+            "safetensors: model.save_pretrained(DIR, safe_serialization=True)"
         )
     raise BadInput(f"{directory}: no weights beside {CONFIG}, expected {' or '.join(_OF_TRANSFORMERS)}")
