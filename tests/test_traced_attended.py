@@ -1,6 +1,7 @@
 """Which pairs of an attention count: what its program says of every image, held to loops over windows and tokens."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,12 @@ def test_programs_say_which_pairs_see_each_other(form: str) -> None:
         assert gone is not None
         expected = torch.tensor([[place >= TOKENS for place in each] for each in slots()])
         assert torch.equal(gone, expected[:, None].expand(gone.shape))
+        with torch.inference_mode():  # as plans look at models, copies made there among them
+            copied = trace(deepcopy(Shifted(form)), (torch.randn(2, TOKENS, D),))
+            (of_copy,) = (node for node in copied.nodes if node.name == whole.name)
+            told = unread_queries(copied, of_copy)
+        assert told is not None
+        assert torch.equal(told, gone)
 
 
 def counted_pairs(q: Tensor, k: Tensor, form: str) -> Iterator[tuple[Tensor, Tensor]]:

@@ -76,9 +76,10 @@ def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
     """
     nodes = tuple(_behind(program, output))
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(sizes_at_one(output), generator=generator).to(_where(program)).requires_grad_()
-    with torch.enable_grad():
-        every = run(program, nodes, {output: start})
+    with torch.inference_mode(False), torch.enable_grad():
+        start = torch.randn(sizes_at_one(output), generator=generator).to(_where(program)).requires_grad_()
+        # In copies, as gradients can't go through what was made in inference mode.
+        every = run(program, nodes, {output: start}, start.dtype)
         behind = dict.fromkeys((output, *nodes))
         ends = [every[node] for node in behind if not node.users or not behind.keys() >= node.users.keys()]
         ends = [each for each in ends if isinstance(each, Tensor) and each.requires_grad]
