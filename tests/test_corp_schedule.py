@@ -18,6 +18,7 @@ from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.joint import ABOUT, Joint
+from corp_deploy.planning.joint_planner import _metrics_beside
 from corp_deploy.planning.merge_costs import MergeCosts, merge_costs_in_macs
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, amounts_tried, merge_curves, merge_places
 from corp_deploy.planning.merge_prices import prices_in_macs
@@ -247,6 +248,38 @@ def test_of_schedules_about_as_good_the_plain_one_that_merges_latest_is_taken(
         assert stage.cost <= limit
         assert first == 0 or about < 100.0
     assert shaped_schedule(planned.losses, costs, 1.0, [1.0] * DEPTH) is None
+
+
+@pytest.mark.slow("models")
+def test_a_schedule_is_tried_with_other_metrics_too(planned: Joint) -> None:
+    probe, step = planned.probe, 4
+    own = replace(planned, stages={})._stage(step)
+    assert own is not None
+    assert own.merging is not None
+    mergings = [replace(own.merging, metric=metric) for metric in ("ward", "attended", "keys")]
+    lost = {merging: probe.effect({}, merging=merging) for merging in mergings}
+    taken = replace(planned, stages={}, metrics=("attended", "keys"))._stage(step)
+    assert taken is not None
+    assert taken.merging == min(mergings, key=lost.__getitem__)
+    assert taken.lost == pytest.approx(min(lost.values()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("attended",)),
+        ({"merge_metric": "keys"}, ()),
+        ({"merge_metric": "attended"}, ()),
+        ({"class_token": False, "global_pool": "avg"}, ()),
+    ],
+)
+def test_the_class_tokens_attention_is_tried_beside_the_default(
+    options: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    choice = {name: options[name] for name in options if name == "merge_metric"}
+    dense = tiny.checkpoint(depth=2, img_size=48, **{name: options[name] for name in options if name not in choice})
+    asked = ReduceOptions(merge_tokens="auto", macs=0.8, **choice)
+    assert _metrics_beside(dense.model, asked) == expected
 
 
 @pytest.fixture

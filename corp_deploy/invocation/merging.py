@@ -36,8 +36,8 @@ class MergedStatistics(Record, heading="Merged tokens"):
     merge_metric: Metric = option(
         default="ward",
         help="How tokens are compared: by how much a merge changes the stream behind the attention (Ward: sizes "
-        "times squared distance); attended: by that, and what the class token attends to merges last; by the cosine "
-        "of that stream, or of the concatenated keys of all heads.",
+        "times squared distance; --merge-tokens auto tries attended beside it); attended: by that, and what the class "
+        "token attends to merges last; by the cosine of that stream, or of the concatenated keys of all heads.",
     )
     merge_how: How = option(
         default="merge",

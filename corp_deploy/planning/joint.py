@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.merging import Merging, Metric
 from ground.errors import BadInput
 
 from .budget import Allocation, allocate
@@ -57,7 +57,8 @@ class JointAllocation:
 class Joint:
     """What a joint plan follows from but its share, in one currency; `merging` makes a schedule's merging.
 
-    `own`: the sites' curves in their own units. `unfitted` looks at inputs from everywhere, for what is merged without
+    `metrics`: those that what is settled is tried with beside its own. `own`: the sites' curves in their own units.
+    `unfitted` looks at inputs from everywhere, for what is merged without
     a fit; those of `probe` no fit has seen. `stages` are those settled so far, by the share that merging alone keeps.
     """
 
@@ -67,6 +68,7 @@ class Joint:
     merging: Callable[[tuple[int, ...]], Merging]
     losses: MergeCurves
     prices: Prices
+    metrics: tuple[Metric, ...] = ()
     stages: dict[int, Stage | None] = field(default_factory=dict)
 
     @property
@@ -98,12 +100,17 @@ class Joint:
             return None
         # Sums of first-order losses mistake large merges for cheap ones: what is taken must be good as measured. Of
         # those about as good the plain one that merges latest: on other images early and uneven merges lose more.
-        merged = [traced_model.with_merging(model, merging) for merging in mergings]
-        lost = [self.unfitted.effect_of(each) for each in merged]
+        lost = [self._lost(merging) for merging in mergings]
         best = next(place for place, each in enumerate(lost) if each <= ABOUT**2 * min(lost))
-        merging = mergings[best]
-        curves, cost = self.prices.priced(merged[best])
-        return Stage(merging=merging, lost=lost[best], curves=curves, cost=cost)
+        ways = [(lost[best], mergings[best])]
+        others = (replace(mergings[best], metric=metric) for metric in self.metrics)
+        ways += [(self._lost(other), other) for other in others]
+        least, merging = min(ways, key=lambda way: way[0])
+        curves, cost = self.prices.priced(traced_model.with_merging(model, merging))
+        return Stage(merging=merging, lost=least, curves=curves, cost=cost)
+
+    def _lost(self, merging: Merging) -> float:
+        return self.unfitted.effect_of(traced_model.with_merging(self.probe.model, merging))
 
     def _at(self, stage: Stage, share: float) -> JointAllocation | None:
         """None where even the narrowest widths cost more than this schedule leaves."""

@@ -3,10 +3,14 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import nn
+
 from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families import traced_model
+from corp_deploy.invocation.merging import MergedStatistics
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.merging import Merging, Metric
 from ground.effort import Stopwatch
 from ground.errors import BadInput
 
@@ -81,6 +85,18 @@ class JointPlanner:
         return replace(self._planned(ways[errors.index(min(errors))], share), ways=probed)
 
 
+def _metrics_beside(model: nn.Module, choice: MergedStatistics) -> tuple[Metric, ...]:
+    """Those tried beside the one asked for: the class token's attention beside the default, where a model has it."""
+    attended = Merging(schedule=(1,) * traced_model.depth(model), metric="attended")
+    if choice.merge_metric != "ward":
+        return ()
+    try:
+        traced_model.with_merging(model, attended)
+    except BadInput:
+        return ()
+    return ("attended",)
+
+
 def joint_planner(
     dense: Checkpoint,
     moments: Moments,
@@ -107,7 +123,14 @@ def joint_planner(
         prices = prices_in_time(dense, probe, curves, losses, where)
     else:
         prices = prices_in_macs(probe, curves, losses)
-    merging = partial(merging_of_schedule, request.options)
     return JointPlanner(
-        joint=Joint(probe=probe, unfitted=unfitted, own=own, merging=merging, losses=losses, prices=prices)
+        joint=Joint(
+            probe=probe,
+            unfitted=unfitted,
+            own=own,
+            merging=partial(merging_of_schedule, request.options),
+            losses=losses,
+            prices=prices,
+            metrics=_metrics_beside(dense.model, request.options),
+        )
     )
