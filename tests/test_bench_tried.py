@@ -1,6 +1,7 @@
 """What was tried on the real encoder, on an encoder and crops that take seconds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.real import efforts, subject, tried, tried_merging
+from benchmarks.real import efforts, subject, tried, tried_merging, tried_polish
 from benchmarks.real.page import efforts as pages_efforts
 from benchmarks.real.page import tried as tables
 from corp_deploy.families import traced_model
-from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.polish.matrices import Matrix
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
 from ground.errors import Missing
@@ -81,6 +86,42 @@ def test_tokens_merged_in_other_ways_have_their_rows_and_lines(tmp_path: Path, m
     assert plain["class_error"] == pytest.approx(float(errors.square().mean().sqrt()), rel=1e-4)
     text = tables(record | {"halves": [], "beside": [], "streams": []})
     assert all(f"0.7: {way} |" in text for way in some)
+
+
+def test_polishes_tried_have_their_rows_and_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, reduced = encoder_and_crops(tmp_path, monkeypatch), tmp_path / "reduced"
+    images = images_for_model(checkpoint.model, tmp_path / "calib.npy")
+    moments = calibrate(checkpoint, images, batch_size=8)
+    small = reduce(checkpoint.model, moments, method_from_preset("best", mlp_sparsity=0.5, align_hidden=8))
+    save(replace(checkpoint, model=small.model, lineage={}), reduced)
+    given = ["--output", str(tmp_path / "tried.json"), "--ready", str(tmp_path), "--work", str(tmp_path / "work")]
+    asked = ["--reduced", str(reduced), "--steps", "1", "--crops", "30", "--held-out", "6"]
+    done = CliRunner().invoke(tried_polish.main, [*given, *asked, "--threads", str(torch.get_num_threads())])
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "tried.json").read_text())
+    assert [row["way"] for row in record["polishes"]] == ["none", *tried_polish.WAYS]
+    assert all(row["judged"] <= row["judged_before"] for row in record["polishes"][1:])
+    text = tables(record | {"halves": [], "beside": [], "streams": []})
+    assert all(f"| {way} | 1 |" in text for way in tried_polish.WAYS)
+
+
+def test_an_update_of_low_rank_steps_along_its_own_gradients() -> None:
+    layer = torch.nn.Linear(9, 7).double()
+    dense, x, target = layer.weight.detach().clone(), torch.randn(20, 9).double(), torch.randn(20, 7).double()
+    matrix = Matrix(name="layer", layer=layer, scale=1.0)
+    left, right = tried_polish.LowRank.both(matrix, 3)
+    bias = left.dense_OK[:, -1]
+    left.set_(torch.randn(7, 3).double())
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        change = a.double() @ b.double()
+        return ((x @ (dense + change[:, :-1]).T + bias + change[:, -1] - target) ** 2).sum()
+
+    a, b = left.own.clone().requires_grad_(), right.own.clone().requires_grad_()
+    expected = torch.autograd.grad(loss(a, b), (a, b))
+    ((layer(x) - target) ** 2).sum().backward()
+    for side, gradient in zip((left, right), expected, strict=True):
+        torch.testing.assert_close(side.gradient_OK.double(), gradient.double(), rtol=1e-4, atol=1e-4)
 
 
 def test_what_tells_the_energy_of_tokens_is_a_ridge_regression() -> None:

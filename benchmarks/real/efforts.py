@@ -61,7 +61,8 @@ class Subject:
 
 
 def _budgets(*shares: float, **options: Any) -> dict[str, dict[str, Any]]:
-    return {f"{share:g} of the MACs": {"macs": share, **options} for share in shares}
+    merged = ", tokens merged" * ("merge_tokens" in options)
+    return {f"{share:g} of the MACs{merged}": {"macs": share, **options} for share in shares}
 
 
 def _require(path: Path) -> Path:
@@ -78,7 +79,8 @@ def dinov2(scratch: Path, crops: int, held_out: int) -> Subject:
         np.save(scratch / f"{name}.npy", np.load(assembled() / f"{name}.npy", mmap_mode="r")[:count])
         sets.append(images_for_model(model, scratch / f"{name}.npy"))
     dense = Checkpoint(model=model.eval(), architecture=ARCHITECTURE, lineage={})
-    return Subject(dense=dense, inputs=sets[0], judging=sets[1], asked=_budgets(0.8))
+    asked = _budgets(0.8) | _budgets(0.8, 0.7, 0.6, 0.5, merge_tokens="auto")
+    return Subject(dense=dense, inputs=sets[0], judging=sets[1], asked=asked)
 
 
 def efficientnet(scratch: Path, crops: int, held_out: int) -> Subject:

@@ -205,6 +205,21 @@ def tried(record: Mapping[str, Any]) -> str:
         table(["tokens", "class token", "median", "patch tokens", "median"], merges),
     ]
     streams = [[str(row["keep"]), both(row, "class"), both(row, "patch")] for row in record["streams"]]
+    polished = [
+        [
+            row["way"],
+            str(row["steps"]),
+            f"{row['judged']:.3f}" if "judged" in row else "-",
+            *(f"{row[f'held_out_{what}_error']:.4f}" for what in ("class", "patch")),
+        ]
+        for row in record.get("polishes", ())
+    ]
+    polishes = [
+        "The encoder that `--effort standard` makes at 0.8 of the MACs, polished by gradients on views of the same "
+        "crops and stopped by photographs that no step is fitted to, though the loop before was: what is judged "
+        "there, and errors on crops of other photographs. All matrices are what `--polish model` changes:",
+        table(["polished", "steps", "judged by", "class token", "patch tokens"], polished),
+    ]
     return "\n\n".join(
         [
             "Half of every MLP's channels taken from the DINOv2 encoder above, all else dense, chosen and repaired in "
@@ -218,6 +233,7 @@ def tried(record: Mapping[str, Any]) -> str:
             "repaired. Widths at the same MACs lose half as much, so it isn't built:",
             table(["directions", "class token", "patch tokens"], streams),
             *(merging if merges else ()),
+            *(polishes if polished else ()),
             *record.get("remarks", []),
         ]
     )
