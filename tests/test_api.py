@@ -34,54 +34,28 @@ OF_COMMANDS = {
     "reduce": {"workers", "max_bad"},
     "export": set(),
     "verify": {
-        "metric",
-        "metric_time_limit",
-        "other_graph",
-        "polygraphy",
-        "random",
-        "write_golden",
-        "length",
-        "provider",
+        "metric", "metric_time_limit", "other_graph", "polygraphy", "random", "write_golden", "length", "provider",
     },
     "bench": {"lengths", "cached"},
-}
+}  # fmt: skip
 SAID_ELSEWHERE = frozenset(
     {
-        "model",
-        "candidates",
-        "as_json",
-        "quiet",
-        "output",
-        "images",
-        "arrays",
-        "text",
-        "tokens",
-        "outputs",
-        "batch",
+        "model", "candidates", "as_json", "quiet", "output", "images", "arrays", "text", "tokens", "outputs", "batch",
         "head",
     }
     | {"runtime", "patterns", "no_attention", "kwargs", "moments", "weights", "ema", "mean", "std", "crop_pct"}
     | {"interpolation", "crop_mode", "trust_code"}
-)
+)  # fmt: skip
 """Of the model, which a Source says; of inputs and the output; under another name."""
 SHARED = frozenset(
     {"model", "reference", "dense", "reduced", "inputs", "output", "options", "workers", "max_bad", "opset", "samples"}
     | {
-        "seed",
-        "names",
-        "device",
-        "mode",
-        "dtype",
-        "threads",
-        "streams",
-        "flush_l2",
-        "backend",
-        "provider",
+        "seed", "names", "device", "mode", "dtype", "threads", "streams", "flush_l2", "backend", "provider",
         "trust_code",
     }
     | {"trust_engine", "residual", "snapshots", "hold_out", "batch_size", "batches", "merge_metric", "merge_how"}
     | {"break_fusion", "map_threshold", "max_apart", "time_limit"}
-)
+)  # fmt: skip
 """Names that say it themselves, or mean what the command's option of the name does."""
 
 
@@ -108,13 +82,8 @@ def test_a_function_says_what_it_takes_gives_and_raises(name: str) -> None:
     assert "Raises BadInput" in words
     for parameter in inspect.signature(function).parameters:
         known = f"`{parameter}`" in words or parameter in (
-            "options",
-            "model",
-            "reference",
-            "dense",
-            "reduced",
-            "inputs",
-        )
+            "options", "model", "reference", "dense", "reduced", "inputs",
+        )  # fmt: skip
         assert known or parameter in SHARED, (name, parameter)
 
 
@@ -209,15 +178,9 @@ def test_inputs_in_memory_are_those_of_a_file(home: Path, tmp_path: Path) -> Non
 def test_a_proof_with_labels_in_memory(home: Path, tmp_path: Path) -> None:
     images, labels = tiny.images(16), np.arange(16) % 7
     proof = corp_deploy.verify(
-        home / "dense",
-        [home / "reduced", home / "model.onnx"],
-        images,
-        labels=labels,
-        batches=(1, 8),
-        max_error=10.0,
-        min_agreement=0.0,
-        output=tmp_path / "parity.json",
-    )
+        home / "dense", [home / "reduced", home / "model.onnx"], images, labels=labels, batches=(1, 8), max_error=10.0,
+        min_agreement=0.0, output=tmp_path / "parity.json",
+    )  # fmt: skip
     assert (proof.verdict, len(proof.links)) == (
         "PASS",
         3,

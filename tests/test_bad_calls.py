@@ -392,16 +392,9 @@ def npz(path: Path, name: str, content: bytes) -> Path:
 
 
 LABELS = (
-    np.arange(13) % 7,
-    np.arange(11) % 7,
-    np.zeros(12, "timedelta64[s]"),
-    np.zeros(12, bool),
-    np.full(12, -1),
-    np.full(12, 7),
-    np.full(12, 2**62),
-    np.full(12, 2**63, np.uint64),
-    np.zeros((12, 1), np.int64),
-)
+    np.arange(13) % 7, np.arange(11) % 7, np.zeros(12, "timedelta64[s]"), np.zeros(12, bool), np.full(12, -1),
+    np.full(12, 7), np.full(12, 2**62), np.full(12, 2**63, np.uint64), np.zeros((12, 1), np.int64),
+)  # fmt: skip
 
 
 @pytest.mark.slow("models")
@@ -483,14 +476,7 @@ def results(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for done in (
         run("reduce", *words, "-o", root / "reduced"),
         run(
-            "verify",
-            home / "dense",
-            root / "reduced",
-            "--images",
-            home / "images.npy",
-            "--max-error",
-            1,
-            "-o",
+            *("verify", home / "dense", root / "reduced", "--images", home / "images.npy", "--max-error", 1, "-o"),
             root / "parity.json",
         ),
         run(
@@ -504,22 +490,14 @@ def results(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 DEEP = json.loads("[" * 500 + "]" * 500)
 BENCH_CHANGES: dict[str, tuple[object, ...]] = {
-    "subjects": (None, [], "x", [[], []]),
-    "subjects/0/name": (None, [], "renamed", 3),
-    "subjects/0/describe": (None, "x", {"a": []}),
-    "environment": (None, "x", [], {"a": {}}),
-    "settings": (None, "x"),
-    "created": (None, 3),
-    "rows": (None, "x", {}, [3]),
-    "rows/0/trials": (None, [], {}),
+    "subjects": (None, [], "x", [[], []]), "subjects/0/name": (None, [], "renamed", 3),
+    "subjects/0/describe": (None, "x", {"a": []}), "environment": (None, "x", [], {"a": {}}), "settings": (None, "x"),
+    "created": (None, 3), "rows": (None, "x", {}, [3]), "rows/0/trials": (None, [], {}),
     "rows/0/trials/dense": (None, [], {"status": "ok", "warm_up_samples_ms": ["x"]}),
-    "rows/0/blocks": (None, {}, [{}]),
-    "rows/0/blocks/0/compute_ms": (None, ["x"], 3),
-    "rows/0/blocks/0/subject": ("nobody", 3),
-    "rows/0/batch": (None, "x", -1),
-    "warnings": (None, 3, [3]),
+    "rows/0/blocks": (None, {}, [{}]), "rows/0/blocks/0/compute_ms": (None, ["x"], 3),
+    "rows/0/blocks/0/subject": ("nobody", 3), "rows/0/batch": (None, "x", -1), "warnings": (None, 3, [3]),
     "deep": (DEEP,),
-}
+}  # fmt: skip
 
 
 def edited(results: Path, folder: Path, name: str, path: str, value: object) -> Path:

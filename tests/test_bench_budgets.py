@@ -33,14 +33,10 @@ def subject(scratch: Path) -> polish.Subject:
     dense.model.requires_grad_(False)
     judged = torch.from_numpy(tiny.images(16, seed=3))
     return polish.Subject(
-        name="tiny",
-        dense=dense,
-        inputs=tiny.opened(scratch / "images.npy", tiny.images(32), dense.model),
-        groups_B=None,
-        method=method_from_preset("best", align_hidden=16, align_head=8),
-        closed_loop=False,
+        name="tiny", dense=dense, inputs=tiny.opened(scratch / "images.npy", tiny.images(32), dense.model),
+        groups_B=None, method=method_from_preset("best", align_hidden=16, align_head=8), closed_loop=False,
         error=partial(polish.error, polish.outputs(dense.model, judged), judged),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow("models")

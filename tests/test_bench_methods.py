@@ -218,14 +218,10 @@ def test_a_row_has_the_errors_before_and_after(tmp_path: Path, monkeypatch: pyte
     np.save(tmp_path / "images.npy", tiny.images(24))
     judged = torch.from_numpy(tiny.images(8, seed=5))
     subject = polish.Subject(
-        name="tiny",
-        dense=dense,
-        inputs=images_for_model(dense.model, tmp_path / "images.npy"),
-        groups_B=None,
-        method=method_from_preset("best", mlp_sparsity=0.5, align_hidden=8),
-        closed_loop=True,
+        name="tiny", dense=dense, inputs=images_for_model(dense.model, tmp_path / "images.npy"), groups_B=None,
+        method=method_from_preset("best", mlp_sparsity=0.5, align_hidden=8), closed_loop=True,
         error=lambda candidate: polish.error(polish.outputs(dense.model, judged), judged, candidate),
-    )
+    )  # fmt: skip
     record = Record(tmp_path / "record.json", polish.KIND, {"threads": 1})
     for _ in range(2):  # the second time the record has it
         polish.rows_of(subject, ["model"], record, None)

@@ -137,13 +137,8 @@ def test_costs_are_told_in_passes(tmp_path: Path) -> None:
 def test_a_record_of_costs_makes_a_table(tmp_path: Path) -> None:
     counted = {passes.BARE[0]: 1.0, "calibrate": 1.84, "loop": 5.12}
     record = {
-        "model": "m",
-        "model_kwargs": {"img_size": 224},
-        "images": 512,
-        "batch_size": 16,
-        "threads": 2,
-        "cpu": "C",
-    }
+        "model": "m", "model_kwargs": {"img_size": 224}, "images": 512, "batch_size": 16, "threads": 2, "cpu": "C",
+    }  # fmt: skip
     (tmp_path / "passes.json").write_text(
         json.dumps(record | {"share_of_macs": 0.6, "sparsity": 0.5, "passes": counted})
     )

@@ -88,17 +88,10 @@ def test_an_option_that_nothing_honours_is_refused(options: dict[str, Any], opti
 def test_planning_gets_what_was_asked_for() -> None:
     request = request_of(
         ReduceOptions(
-            heads="auto",
-            align={"mlp": 8, "head": 4},
-            ridge=1e-3,
-            latency=0.7,
-            latency_tables="tables",
-            batch=8,
-            closed_loop="asymmetric",
-            reads="pooled",
-            allow_partial=True,
+            heads="auto", align={"mlp": 8, "head": 4}, ridge=1e-3, latency=0.7, latency_tables="tables", batch=8,
+            closed_loop="asymmetric", reads="pooled", allow_partial=True,
         )
-    )
+    )  # fmt: skip
     assert (request.options.auto_heads, request.method.geometry) == (True, "padded")
     assert (request.method.align_hidden, request.method.align_head, request.method.ridge_rel) == (8, 4, 1e-3)
     assert request.where is not None

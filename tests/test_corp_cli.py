@@ -98,20 +98,8 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
     moments, reduced = tmp_path / "m.safetensors", tmp_path / "reduced"
     assert run("calibrate", *named, "--images", home / "images.npy", "-o", moments, "--attention-system").exit_code == 0
     done = invoked(
-        "reduce",
-        *named,
-        "--moments",
-        moments,
-        "--mlp",
-        0.5,
-        "--attn",
-        0.5,
-        "--preset",
-        "corp",
-        "--align",
-        "head=8",
-        "-o",
-        reduced,
+        *("reduce", *named, "--moments", moments, "--mlp", 0.5, "--attn", 0.5, "--preset", "corp", "--align"),
+        *("head=8", "-o", reduced),
     )
     assert "got" in done.stdout
     assert run("export", "--model", reduced, "-o", reduced / "model.onnx", "--precision", "fp32,fp16").exit_code == 0
@@ -124,20 +112,8 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
     assert record["links"][1]["tolerance"]["rule"] == "float32: 10 x 2^-24 x 14 products in a row"
     assert (tmp_path / "parity.npz").is_file()
     speed = invoked(
-        "bench",
-        home / "dense",
-        reduced / "model.onnx",
-        "--batch",
-        "1,2",
-        "--time-limit",
-        4,
-        "--half-width",
-        0.9,
-        "--min-rounds",
-        6,
-        "-o",
-        tmp_path / "bench.json",
-        "--json",
+        *("bench", home / "dense", reduced / "model.onnx", "--batch", "1,2", "--time-limit", 4, "--half-width"),
+        *(0.9, "--min-rounds", 6, "-o", tmp_path / "bench.json", "--json"),
     )
     assert [row["batch"] for row in json.loads(speed.stdout)["rows"]] == [1, 2]
     for suffix in (".html", ".md", ".csv", ".xml"):
@@ -168,15 +144,8 @@ def test_a_batch_size_that_takes_too_long_is_reported_as_not_measured(tmp_path: 
 def test_a_failing_link_exits_with_1_and_leaves_its_record(home: Path, tmp_path: Path) -> None:
     assert reduce(home, tmp_path / "reduced", "--mlp", 0.9, "--preset", "none", "--align", "mlp=8").exit_code == 0
     done = run(
-        "verify",
-        home / "dense",
-        tmp_path / "reduced",
-        "--images",
-        home / "images.npy",
-        "--max-error",
-        1e-4,
-        "-o",
-        tmp_path / "p.json",
+        *("verify", home / "dense", tmp_path / "reduced", "--images", home / "images.npy", "--max-error", 1e-4),
+        *("-o", tmp_path / "p.json"),
     )
     assert done.exit_code == 1
     assert json.loads((tmp_path / "p.json").read_text())["verdict"] == "FAIL"

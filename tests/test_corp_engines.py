@@ -42,29 +42,13 @@ def plan(path: Path, graph: Path, *, version: str = "10.16.1", **changes: object
     proto = onnx.load(graph)
     inputs, outputs = ports_of_graph(proto)
     record = EngineRecord(
-        backend="tensorrt",
-        library_version=version,
-        command="build",
-        onnx_sha256=sha256_of_file(graph),
-        onnx_bytes=graph.stat().st_size,
-        plan_sha256=sha256_of(path.read_bytes()),
-        plan_bytes=path.stat().st_size,
-        precision="fp32",
-        half_weight_share=0.0,
-        half_kernel_share=None,
-        targets=("89",),
-        gpu="A Card",
-        profiles=("1:4:8",),
-        inputs=inputs,
-        outputs=outputs,
-        kernels=None,
-        kernel_kinds={},
-        attention_sites=(),
-        fused_attention_sites=None,
-        build_seconds=1.0,
-        options={},
+        backend="tensorrt", library_version=version, command="build", onnx_sha256=sha256_of_file(graph),
+        onnx_bytes=graph.stat().st_size, plan_sha256=sha256_of(path.read_bytes()), plan_bytes=path.stat().st_size,
+        precision="fp32", half_weight_share=0.0, half_kernel_share=None, targets=("89",), gpu="A Card",
+        profiles=("1:4:8",), inputs=inputs, outputs=outputs, kernels=None, kernel_kinds={}, attention_sites=(),
+        fused_attention_sites=None, build_seconds=1.0, options={},
         notes={each.key: each.value for each in proto.metadata_props if not each.key.startswith("export.")},
-    )
+    )  # fmt: skip
     record_path(path).write_text(replace(record, **changes).to_json())  # type: ignore[arg-type]
     return path
 

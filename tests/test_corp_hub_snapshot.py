@@ -25,16 +25,9 @@ from tests.test_corp_weights import sharded
 NAME = tiny.ARCHITECTURE.name
 MODEL_ARGS = {key: value for key, value in tiny.ARCHITECTURE.kwargs.items() if key != "num_classes"}
 PRETRAINED = {
-    "input_size": [3, 32, 32],
-    "fixed_input_size": True,
-    "interpolation": "bilinear",
-    "crop_pct": 0.95,
-    "crop_mode": "squash",
-    "mean": [0.1, 0.2, 0.3],
-    "std": [0.4, 0.5, 0.6],
-    "num_classes": 7,
-    "classifier": "head",
-}
+    "input_size": [3, 32, 32], "fixed_input_size": True, "interpolation": "bilinear", "crop_pct": 0.95,
+    "crop_mode": "squash", "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "num_classes": 7, "classifier": "head",
+}  # fmt: skip
 CONFIG = {"architecture": NAME, "num_classes": 7, "model_args": MODEL_ARGS, "pretrained_cfg": PRETRAINED}
 
 

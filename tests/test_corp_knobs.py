@@ -71,13 +71,9 @@ def score(how: str) -> Array:
     x, (w, _) = activations(), weights()
     energy, norm = (x**2).mean(0), np.sqrt((w**2).sum(0))
     scores = {
-        "energy": energy,
-        "magnitude": norm,
-        "combined": energy * norm,
-        "active": (np.abs(x) > EPS).mean(0),
-        "variance": x.var(0),
-        "wanda": np.abs(w).sum(0) * np.sqrt(energy),
-    }
+        "energy": energy, "magnitude": norm, "combined": energy * norm, "active": (np.abs(x) > EPS).mean(0),
+        "variance": x.var(0), "wanda": np.abs(w).sum(0) * np.sqrt(energy),
+    }  # fmt: skip
     return np.asarray(scores[how])
 
 

@@ -60,13 +60,9 @@ def checkpoint(model: nn.Module) -> Checkpoint:
 
 def torch_step(model: nn.Module, name: str = "reduced") -> Candidate:
     return Candidate(
-        label=f"{name} torch fp32",
-        name=name,
-        form="torch",
-        path=Path(name),
-        float_type=FLOAT32,
+        label=f"{name} torch fp32", name=name, form="torch", path=Path(name), float_type=FLOAT32,
         checkpoint=checkpoint(model),
-    )
+    )  # fmt: skip
 
 
 def texts() -> ProofInputs:

@@ -137,15 +137,8 @@ def test_a_recipe_names_outputs_too(home: Path) -> None:
 @needs_rtx
 def test_an_engine_has_the_outputs_and_its_attention_stays_fused(home: Path) -> None:
     invoked(
-        "export",
-        "--model",
-        home / "dense",
-        "--outputs",
-        ",".join(OUTPUTS),
-        "-o",
-        home / "d.onnx",
-        "--precision",
-        "fp16",
+        *("export", "--model", home / "dense", "--outputs", ",".join(OUTPUTS), "-o", home / "d.onnx"),
+        *("--precision", "fp16"),
     )
     batch = BatchProfile(smallest=1, tuned=4, largest=8)
     (audit,) = audit_fusion(home / "d.onnx", home / "reduced" / "model.fp16.onnx", batch=batch)

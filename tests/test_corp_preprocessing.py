@@ -42,13 +42,9 @@ NAME, KWARGS = tiny.ARCHITECTURE.name, json.dumps(dict(KEYS))
 RESIZED = ("--crop-pct", "1", "--interpolation", "bilinear", "--crop-mode", "squash")
 SET = ("--mean", "0.485,0.456,0.406", "--std", "0.25", *RESIZED)
 FOUND = {
-    "mean": [0.485, 0.456, 0.406],
-    "std": [0.25, 0.25, 0.25],
-    "crop_pct": 1.0,
-    "interpolation": "bilinear",
-    "crop_mode": "squash",
-    "input_size": [3, 32, 32],
-}
+    "mean": [0.485, 0.456, 0.406], "std": [0.25, 0.25, 0.25], "crop_pct": 1.0, "interpolation": "bilinear",
+    "crop_mode": "squash", "input_size": [3, 32, 32],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +92,8 @@ def test_inspect_shows_what_timm_takes_for_a_name_and_what_was_set(home: Path) -
 
 def test_another_tag_of_a_name_has_its_own(home: Path) -> None:
     words = (
-        "--model",
-        "vit_base_patch16_224.dino",
-        "--weights",
-        home / "weights.safetensors",
-        "--model-kwargs",
-        KWARGS,
-    )
+        "--model", "vit_base_patch16_224.dino", "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS,
+    )  # fmt: skip
     record = as_json(run("inspect", *words, "--json"))
     assert record["preprocessing"]["mean"] == [0.485, 0.456, 0.406]
     assert record["preprocessing_source"] == "timm's tag dino"

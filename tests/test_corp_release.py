@@ -609,13 +609,8 @@ def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> Non
 
     def script() -> int:
         words: list[str | Path] = [
-            "sh",
-            ROOT / "examples" / "ci" / "release.sh",
-            "recipe.toml",
-            "out",
-            "baseline.json",
-            results,
-        ]
+            "sh", ROOT / "examples" / "ci" / "release.sh", "recipe.toml", "out", "baseline.json", results,
+        ]  # fmt: skip
         return subprocess.run(words, cwd=home, env=environment, capture_output=True, check=False).returncode
 
     assert script() == 0

@@ -120,17 +120,8 @@ def test_a_sweep_scores_embeddings(home: Path) -> None:
 def test_a_sweep_fits_merged_channels_to_texts(home: Path) -> None:
     arguments = ("sweep", *model(home), "--moments", moments(home), "--text", home / "held-out.txt")
     options = (
-        "--sparsity",
-        0.5,
-        "--preset",
-        "grail-fold,fold",
-        "--parts",
-        "mlp",
-        "--align",
-        "mlp=16",
-        "-o",
-        home / "folds",
-    )
+        "--sparsity", 0.5, "--preset", "grail-fold,fold", "--parts", "mlp", "--align", "mlp=16", "-o", home / "folds",
+    )  # fmt: skip
     refuses("give --calibration-images, or --calibration-text for a text encoder", *arguments, *options)
     refuses("--calibration-images", *arguments, *options, "--calibration-images", home / "held-out.txt")
     invoked(*arguments, *options, "--calibration-text", home / "calibration.txt")

@@ -468,14 +468,7 @@ def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
     files = [bench, tmp_path / "parity.json"]
     out = [word for suffix in ("json", "md", "xml") for word in ("-o", tmp_path / f"gate.{suffix}")]
     invoked(
-        "gate",
-        *files,
-        "--fail-if",
-        "relative_error > 10",
-        "--fail-if",
-        "size_bytes > dense",
-        *out,
-        "--track",
+        *("gate", *files, "--fail-if", "relative_error > 10", "--fail-if", "size_bytes > dense", *out, "--track"),
         tmp_path / "t",
     )
     judged = json.loads((tmp_path / "gate.json").read_text())

@@ -127,18 +127,9 @@ def test_other_precisions_are_measured(
     invoked("export-decoder", home / "llama", "-o", tmp_path / "g", "--precision", precision, "-q")
     assert graph_of_directory(tmp_path / "g").cache.value_bytes == value_bytes
     words = (
-        "verify",
-        "--random",
-        2,
-        home / "llama",
-        tmp_path / "g",
-        "-o",
-        tmp_path / "p.json",
-        "--length",
-        8,
-        "-q",
+        "verify", "--random", 2, home / "llama", tmp_path / "g", "-o", tmp_path / "p.json", "--length", 8, "-q",
         "--json",
-    )
+    )  # fmt: skip
     links = json.loads(invoked(*words).stdout)["links"]
     assert [link["status"] for link in links] == ["MEASURED"] * 2
     assert all(1e-5 < link["measures"]["relative_error"] < most for link in links), links

@@ -73,14 +73,9 @@ class Graphs:
         if not path.exists():
             size, kept = 32 if kind == "tiny" else 224, [keep] if keep else []
             proto = onnx_from_model(
-                MODELS[kind](),
-                [image_port((3, size, size))],
-                [LOGITS],
-                precision=precision,
-                keep_fp32=kept,
-                batch=batch,
-                metadata={},
-            )
+                MODELS[kind](), [image_port((3, size, size))], [LOGITS], precision=precision, keep_fp32=kept,
+                batch=batch, metadata={},
+            )  # fmt: skip
             save(proto, path)
         return path
 

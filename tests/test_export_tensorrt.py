@@ -270,18 +270,11 @@ def public(thing: object) -> set[str]:
 def test_the_stand_in_has_no_name_that_tensorrt_has_not() -> None:
     world = Tensorrt()
     stand_ins: dict[str, object] = {
-        "IBuilderConfig": Config(world),
-        "OnnxParser": world.OnnxParser,
-        "Builder": world.Builder,
-        "Runtime": world.Runtime,
-        "ICudaEngine": CudaEngine,
-        "EngineInspector": Inspector,
-        "ITimingCache": TimingCache,
-        "IOptimizationProfile": Profile(),
-        "INetworkDefinition": Network(world),
-        "ParserError": ParserError,
+        "IBuilderConfig": Config(world), "OnnxParser": world.OnnxParser, "Builder": world.Builder,
+        "Runtime": world.Runtime, "ICudaEngine": CudaEngine, "EngineInspector": Inspector, "ITimingCache": TimingCache,
+        "IOptimizationProfile": Profile(), "INetworkDefinition": Network(world), "ParserError": ParserError,
         "ILogger": world.ILogger,
-    }
+    }  # fmt: skip
     rtx = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx, which has the same object model, is not installed")
     own = {"content", "asked"}  # what the stand-ins remember
     for name, stand_in in stand_ins.items():

@@ -195,13 +195,9 @@ def test_equal_inputs_give_equal_bytes_in_another_process(fp16: onnx.ModelProto,
     )
     there = tmp_path / "there.onnx"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, str(there)],
-        cwd=Path(__file__).parent.parent,
-        env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, "-W", "error", "-c", program, str(there)], cwd=Path(__file__).parent.parent,
+        env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "here.onnx", there)]
     assert digests[0] == digests[1]

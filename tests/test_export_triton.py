@@ -37,14 +37,9 @@ def full(folder: Path, **changes: object) -> Package:
     """A plan, its ONNX and one for the CPU, labelled and measured."""
     graph = write_onnx(folder / "model.onnx")
     values: dict[str, object] = {
-        "name": "vit",
-        "plans": (write_plan(folder / "model.plan", graph),),
-        "onnx": graph,
-        "cpu_onnx": graph,
-        "labels": LABELS,
-        "serving": SERVING,
-        "expected": {"plan": FIGURES},
-    }
+        "name": "vit", "plans": (write_plan(folder / "model.plan", graph),), "onnx": graph, "cpu_onnx": graph,
+        "labels": LABELS, "serving": SERVING, "expected": {"plan": FIGURES},
+    }  # fmt: skip
     return Package(**{**values, **changes})  # type: ignore[arg-type]
 
 

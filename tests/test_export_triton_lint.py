@@ -114,12 +114,8 @@ FAULTS = {
         old=WARM, new=WARM.replace(": 16", ": 99"), line="99", told="has batch 99", remedy="sizes that the model takes"
     ),
     "warm-up cold": Fault(
-        old=WARM,
-        new=WARM.replace(": 16", ": 4"),
-        line="model_warmup",
-        told="no warm-up for batch 16",
-        remedy="model_warmup entry",
-        severity="warning",
+        old=WARM, new=WARM.replace(": 16", ": 4"), line="model_warmup", told="no warm-up for batch 16",
+        remedy="model_warmup entry", severity="warning",
     ),
     "warm-up dims": Fault(
         old="dims: [3, 4, 4]\n      zero_data",
@@ -185,7 +181,7 @@ FAULTS = {
     "unclosed": Fault(
         old="input {", new="input", line='  name: "images"', told="expected ':' or '{'", remedy="correct"
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())

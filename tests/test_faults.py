@@ -476,14 +476,9 @@ def test_a_command_that_is_asked_to_end_while_it_imports_says_one_line(
     shutil.copytree(home, tmp_path / "here")
     (tmp_path / "here" / "recipe.toml").write_text(RECIPE)
     done = subprocess.run(
-        [sys.executable, "-c", AT_AN_IMPORT, place, *words.split()],
-        cwd=tmp_path / "here",
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        [sys.executable, "-c", AT_AN_IMPORT, place, *words.split()], cwd=tmp_path / "here",
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
     assert done.returncode == 143, done
     assert done.stderr.strip() == "Error: ended by SIGTERM; finished files are whole, nothing half-written is left"
     assert {path.name for path in (tmp_path / "here").iterdir()} <= {"dense", "images.npy", "recipe.toml", "out"}

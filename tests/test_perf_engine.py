@@ -119,18 +119,10 @@ def fake_trt(engine: FakeEngine | None, name: str = "tensorrt") -> Any:
             return engine
 
     return SimpleNamespace(
-        __name__=name,
-        __version__="11.4",
-        ILogger=FakeLogger,
-        Runtime=Runtime,
-        TensorIOMode=SimpleNamespace(INPUT="input"),
-        float32="float32",
-        uint8="uint8",
-        int64="int64",
-        int32="int32",
-        bool="bool",
-        DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
-    )
+        __name__=name, __version__="11.4", ILogger=FakeLogger, Runtime=Runtime,
+        TensorIOMode=SimpleNamespace(INPUT="input"), float32="float32", uint8="uint8", int64="int64", int32="int32",
+        bool="bool", DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
+    )  # fmt: skip
 
 
 class Address(np.ndarray[Any, Any]):

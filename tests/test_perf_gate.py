@@ -38,59 +38,33 @@ def noisy(ms: float, spread: float = 0.01, rounds: int = 20, calls: int = 20, se
 def row_of(batch: int, times: Times, *, lost_rel: float = 0.0) -> Row:
     blocks = [
         Block(
-            round=index,
-            subject=name,
-            at_s=0.0,
-            calls=len(round_ms),
-            wall_ms=float(np.sum(round_ms)),
-            compute_ms=tuple(float(ms) for ms in round_ms),
-            lost_ms=tuple(float(lost_rel * ms) for ms in round_ms),
+            round=index, subject=name, at_s=0.0, calls=len(round_ms), wall_ms=float(np.sum(round_ms)),
+            compute_ms=tuple(float(ms) for ms in round_ms), lost_ms=tuple(float(lost_rel * ms) for ms in round_ms),
         )
         for name, rounds_ms in times.items()
         for index, round_ms in enumerate(rounds_ms)
-    ]
+    ]  # fmt: skip
     return Row(
         batch=batch,
         trials={name: BenchTrial(status="ok", warm_up_flat=True, peak_memory_bytes=1000) for name in times},
-        calls_per_block=20,
-        settle_calls=1,
-        stop="narrow",
-        blocks=tuple(blocks),
-        noise_blocks=(),
-    )
+        calls_per_block=20, settle_calls=1, stop="narrow", blocks=tuple(blocks), noise_blocks=(),
+    )  # fmt: skip
 
 
 def bench_of(*rows: Row, gpu: str = "A Card", dense_sha: str | None = None, reduced_bytes: int = 600) -> Bench:
     describe = {"backend": "onnxruntime", "precision": "fp32", "model": "m.onnx"}
     dense = SubjectRecord(
-        name="dense",
-        describe=describe,
-        macs=10,
-        size_bytes=1000,
-        sha256=dense_sha,
-        fused_attention=12,
-        plan_bytes=1000,
-        device_memory={"1:1:4": 3_000_000, "2:8:16": 9_000_000},
-    )
+        name="dense", describe=describe, macs=10, size_bytes=1000, sha256=dense_sha, fused_attention=12,
+        plan_bytes=1000, device_memory={"1:1:4": 3_000_000, "2:8:16": 9_000_000},
+    )  # fmt: skip
     reduced = SubjectRecord(
-        name="reduced",
-        describe=describe,
-        macs=5,
-        size_bytes=reduced_bytes,
-        fused_attention=8,
-        sparse_layers=6,
-        plan_bytes=1200,
-        device_memory={"1:1:4": 2_000_000, "2:8:16": 8_000_000},
-    )
+        name="reduced", describe=describe, macs=5, size_bytes=reduced_bytes, fused_attention=8, sparse_layers=6,
+        plan_bytes=1200, device_memory={"1:1:4": 2_000_000, "2:8:16": 8_000_000},
+    )  # fmt: skip
     return Bench(
-        created="2026-01-01T00:00:00+00:00",
-        command=(),
-        environment={"gpu": gpu, "load_average": 0.1},
-        settings={"streams": 1, "flush_l2": False},
-        subjects=(dense, reduced),
-        rows=rows,
-        warnings=(),
-    )
+        created="2026-01-01T00:00:00+00:00", command=(), environment={"gpu": gpu, "load_average": 0.1},
+        settings={"streams": 1, "flush_l2": False}, subjects=(dense, reduced), rows=rows, warnings=(),
+    )  # fmt: skip
 
 
 def plain(

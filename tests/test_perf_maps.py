@@ -113,16 +113,10 @@ def test_what_is_no_map_is_refused(one: tuple[int, ...], other: tuple[int, ...])
 
 def linked(reference: Maps, candidate: Maps, **limits: Any) -> Link:
     return link(
-        name="reduced",
-        kind="reduced",
-        reference="dense",
-        candidate="reduced",
-        reference_rows=reference,
-        candidate_by_batch={2: candidate[:2], 8: candidate},
-        tolerance=tolerance.limits(**limits),
-        port=MAP,
+        name="reduced", kind="reduced", reference="dense", candidate="reduced", reference_rows=reference,
+        candidate_by_batch={2: candidate[:2], 8: candidate}, tolerance=tolerance.limits(**limits), port=MAP,
         several=True,
-    )
+    )  # fmt: skip
 
 
 def test_a_link_of_maps_is_judged_by_error_overlap_and_pixels() -> None:

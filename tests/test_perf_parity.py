@@ -181,14 +181,9 @@ def test_other_batch_sizes_may_run_some_images_and_answer_for_rounding_alone() -
 
     def found(kind: LinkKind, tolerance: Tolerance) -> Link:
         return link(
-            name="r",
-            kind=kind,
-            reference="a",
-            candidate="b",
-            reference_rows=REF,
-            candidate_by_batch=by_batch,
+            name="r", kind=kind, reference="a", candidate="b", reference_rows=REF, candidate_by_batch=by_batch,
             tolerance=tolerance,
-        )
+        )  # fmt: skip
 
     of_user, of_rounding = found("reduced", ONE_PERCENT), found("exact", ONE_PERCENT)
     assert (of_user.status, of_user.batch, of_user.measures.images) == ("PASS", 32, 40)

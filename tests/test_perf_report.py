@@ -145,18 +145,10 @@ def test_a_link_without_a_limit_is_measured_and_not_passed() -> None:
 def test_every_table_and_plot_is_there() -> None:
     page = html(record())
     titles = (
-        "Dense beside reduced",
-        "Latency by batch",
-        "Throughput by batch",
-        "Speed-up beside noise and promise",
-        "Distribution of samples",
-        "Error of each link",
-        "Error of each site",
-        "Structural tests",
-        "Environment",
-        "Lineage",
-        "corp-deploy bench a b --batch 1,8",
-    )
+        "Dense beside reduced", "Latency by batch", "Throughput by batch", "Speed-up beside noise and promise",
+        "Distribution of samples", "Error of each link", "Error of each site", "Structural tests", "Environment",
+        "Lineage", "corp-deploy bench a b --batch 1,8",
+    )  # fmt: skip
     for words in titles:
         assert (words in page) == (words != "Structural tests"), words
     assert page.count("<svg") == 6

@@ -256,13 +256,9 @@ class Mark:
 def test_device_times_are_spans_between_events_and_leave_the_flush_out(flushed: bool) -> None:
     tape, host = Tape(), count(0, 1_000_000)
     bound = DeviceBound(
-        copy_in=lambda: tape.stage(2.0),
-        launch=lambda: tape.stage(5.0),
-        copy_out=lambda: tape.stage(0.5),
-        mark=tape.mark,
-        wait=tape.wait,
-        flush=(lambda: tape.stage(100.0)) if flushed else None,
-    )
+        copy_in=lambda: tape.stage(2.0), launch=lambda: tape.stage(5.0), copy_out=lambda: tape.stage(0.5),
+        mark=tape.mark, wait=tape.wait, flush=(lambda: tape.stage(100.0)) if flushed else None,
+    )  # fmt: skip
     laps = bound.laps(3, lambda: next(host))
     assert laps.compute_ms == (5.0, 5.0, 5.0)
     assert laps.end_to_end_ms == (7.5, 7.5, 7.5)

@@ -192,13 +192,9 @@ def test_throttled_blocks_are_dropped_with_their_round() -> None:
     def watch() -> GpuState:
         hot = next(asked) == 5  # the second block of the second round
         return GpuState(
-            sm_clock_mhz=1000,
-            memory_clock_mhz=1000,
-            temperature_c=90,
-            power_w=300.0,
-            throttle=("hw_thermal_slowdown",) if hot else ("sw_power_cap",),
-            foreign_processes=0,
-        )
+            sm_clock_mhz=1000, memory_clock_mhz=1000, temperature_c=90, power_w=300.0,
+            throttle=("hw_thermal_slowdown",) if hot else ("sw_power_cap",), foreign_processes=0,
+        )  # fmt: skip
 
     bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
     blocks = measure_rounds(bounds, 7, calls=5, clock=clock, watch=watch)
@@ -238,17 +234,13 @@ def lost(*rounds: str) -> tuple[Block, ...]:
     """Rounds of an a-block and a b-block; `x` is an interrupted call, `.` a clean one: "x./.." is a, then b."""
     return tuple(
         Block(
-            round=index,
-            subject=name,
-            at_s=0.0,
-            calls=len(calls),
-            wall_ms=10.0 * len(calls),
+            round=index, subject=name, at_s=0.0, calls=len(calls), wall_ms=10.0 * len(calls),
             compute_ms=tuple(10.0 + index for _ in calls),
             lost_ms=tuple(5.0 if call == "x" else 0.0 for call in calls),
         )
         for index, text in enumerate(rounds)
         for name, calls in zip("ab", text.split("/"), strict=True)
-    )
+    )  # fmt: skip
 
 
 def test_rounds_are_taken_together_until_both_have_clean_calls() -> None:

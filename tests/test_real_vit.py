@@ -267,13 +267,9 @@ def test_tables_show_what_the_record_has() -> None:
     rows = [row("best", 0.8, 0.2, cpu_s=10.0, passes=0.5, saliency_iou=0.9), row("none", 0.6, 1.25, cpu_s=1, passes=1)]
     photographs = [row("best", 0.8, 0.3, photographs=5, fitted_class_error=0.1)]
     record = {
-        "model": "ViT",
-        "threads": 2,
-        "calibration": {"crops": 12, "photographs": 3},
-        "held_out": {"crops": 6, "photographs": 2},
-        "rows": rows,
-        "photographs": photographs,
-    }
+        "model": "ViT", "threads": 2, "calibration": {"crops": 12, "photographs": 3},
+        "held_out": {"crops": 6, "photographs": 2}, "rows": rows, "photographs": photographs,
+    }  # fmt: skip
     text = tables(record)
     assert "fitted to 12 crops of 3 photographs, judged on 6 crops of 2 others" in text
     assert "| share of the MACs | 0.8 | 0.6 |" in text
