@@ -1,16 +1,21 @@
 """Backbones with named outputs through the commands: reduced, exported, proven output by output, packaged, released."""
 
+import csv
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from torch import nn
 
 from corp_deploy import load
+from corp_deploy.families.family import output_ports, with_outputs
+from corp_deploy.traced.models.outputs import outputs_from_text
 from export.engine.audit import audit_fusion
 from export.engine.options import BatchProfile
 from tests import tiny
@@ -145,3 +150,80 @@ def test_an_engine_has_the_outputs_and_its_attention_stays_fused(home: Path) -> 
     assert audit.passed
     assert not audit.lost
     assert len(audit.reduced.fusion.fused_sites) == 2
+
+
+# Limits and sweeps of models with several outputs: what is said is of the worst one, and each is listed.
+
+NAMES = ("class", "block0")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    bare = tiny.written(tmp_path_factory.mktemp("within"), 48, num_classes=0)
+    np.save(bare / "held-out.npy", tiny.images(24, seed=5))
+    images = ("--images", bare / "images.npy", "-o", bare / "m.safetensors")
+    invoked("calibrate", "--model", bare / "dense", *images)
+    return bare
+
+
+def dense(bare: Path) -> tuple[Any, ...]:
+    return ("--model", bare / "dense", "--outputs", ",".join(NAMES), "--moments", bare / "m.safetensors")
+
+
+def errors(bare: Path, directory: Path) -> dict[str, float]:
+    """Of each output on the held-out images, by hand."""
+    images = torch.from_numpy(np.load(bare / "held-out.npy"))
+    exact = with_outputs(load(bare / "dense"), outputs_from_text(",".join(NAMES)))
+    reduced: nn.Module = load(directory)
+    assert [port.name for port in output_ports(reduced)] == list(NAMES)
+    with torch.inference_mode():
+        pairs = zip(NAMES, reduced(images), exact(images), strict=True)
+        return {name: float((new - old).double().norm() / old.double().norm()) for name, new, old in pairs}
+
+
+@pytest.mark.slow("models")
+def test_the_smallest_model_keeps_the_limit_at_its_worst_output(bare: Path) -> None:
+    asked = ("--within", "error 0.3", "--judge", bare / "held-out.npy", "--align", "mlp=8,head=8")
+    result = invoked("reduce", *dense(bare), "--images", bare / "images.npy", *asked, "--json", "-o", bare / "within")
+    within = json.loads(result.stdout)["within"]
+    by_hand = errors(bare, bare / "within")
+    answer = min((trial for trial in within["trials"] if trial["holds"]), key=lambda trial: trial["share"])
+    worst = max(by_hand, key=by_hand.__getitem__)
+    assert by_hand[worst] <= 0.3
+    assert answer["judged"]["output"] == worst
+    assert answer["judged"]["value"] == pytest.approx(by_hand[worst], rel=1e-4)
+    each = answer["judged"]["outputs"]
+    assert {name: judged["value"] for name, judged in each.items()} == pytest.approx(by_hand, rel=1e-4)
+    failing = [trial["judged"] for trial in within["trials"] if not trial["holds"]]
+    assert failing
+    assert all(judged["value"] == max(one["value"] for one in judged["outputs"].values()) > 0.3 for judged in failing)
+    other = next(name for name in NAMES if name != worst)
+    out = invoked("reduce", *dense(bare), "--images", bare / "images.npy", *asked, "-o", bare / "within").output
+    assert f"at {worst}, the worst output ({other} {by_hand[other]:.3g})" in " ".join(out.split())
+
+
+def test_accuracy_is_not_of_tokens(bare: Path) -> None:
+    asked = ("--within", "accuracy -1", "--judge", bare / "held-out.npy", "-o", bare / "no")
+    refused = invoked("reduce", *dense(bare), "--images", bare / "images.npy", *asked, code=2)
+    assert "class is embedding, block0 is feature map, which no label is of" in refused.stderr
+
+
+def test_a_sweep_says_the_worst_output_and_lists_each(bare: Path) -> None:
+    more = ("--images", bare / "held-out.npy", "--align", "mlp=8,head=8", "--min-agreement", 0.01)
+    swept = ("--sparsity", "0.1,0.5", "--preset", "best", *more, "-o", bare / "sweep")
+    result = invoked("sweep", *dense(bare), *swept)
+    trials = json.loads((bare / "sweep" / "sweep.json").read_text())["trials"]
+    for trial, sparsity in zip(trials, (0.1, 0.5), strict=True):
+        half = ("--mlp", sparsity, "--attn", sparsity, "--align", "mlp=8,head=8", "-o", bare / "half")
+        invoked("reduce", *dense(bare), *half)
+        by_hand = errors(bare, bare / "half")
+        assert {each["name"]: each["relative_error"] for each in trial["outputs"]} == pytest.approx(by_hand, rel=1e-3)
+        assert trial["relative_error"] == max(each["relative_error"] for each in trial["outputs"])
+        assert trial["agreement"] == min(each["agreement"] for each in trial["outputs"])
+    said = " ".join(result.output.split())
+    assert "of the worst output" in said or "no model tried errs" in said
+    first = trials[0]["outputs"]
+    assert f"({first[0]['name']} {first[0]['relative_error']:.4f}, {first[1]['name']}" in said
+    with (bare / "sweep" / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["relative_error block0"]) for row in rows] == [t["outputs"][1]["relative_error"] for t in trials]
