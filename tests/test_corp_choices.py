@@ -34,17 +34,12 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "nothing asked for: give --mlp, --attn or --conv a share to remove"),
-        ({"heads": "auto"}, "nothing asked for"),
-        ({"macs": 0.5, "params": 0.5}, "--macs and --params are several budgets; give one"),
         ({"macs": 0.5, "params": 0.5, "latency": 0.5}, "--macs and --params and --latency are several budgets"),
         ({"macs": 0.5, "mlp": 0.5}, "--macs chooses the widths itself; give it without --mlp, --attn and --conv"),
         ({"params": 0.5, "attn": 0.1}, "--params chooses the widths itself"),
         ({"latency": 0.5}, "--latency needs --latency-tables DIR"),
         ({"mlp": 0.5, "closed_loop": "symmetric", "held_out": Path("h")}, "--closed-loop: its sites meet"),
         ({"mlp": 0.5, "closed_loop": True, "held_out": Path("h")}, "--closed-loop: the closed loop holds out"),
-        ({"attn": 0.5, "preset": "corp", "heads": "square"}, "--heads square is not honoured by preset corp"),
-        ({"mlp": 0.5, "select": {"head": "magnitude"}}, "dimensions of heads can't be ranked by magnitude"),
         ({"mlp": 1.0}, "--mlp: '1.0': expected a share in [0, 1)"),
         ({"mlp": 0.5, "ridge": 0.0}, "--ridge: '0.0': expected a number in (0, "),
         ({"mlp": 0.5, "align": {"mlp": 0}}, "expected, each once or left out, mlp= a whole number from 1"),

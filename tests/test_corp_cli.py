@@ -194,49 +194,6 @@ def test_nothing_asked_for_and_unknown_words(home: Path, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def _images(tmp_path: Path, kind: str) -> Path:
-    path = tmp_path / kind
-    if kind == "empty":
-        path.mkdir()
-    elif kind == "texts":
-        path.mkdir()
-        (path / "a.txt").write_text("x")
-        (path / "a.png").write_text("this is no image")
-    elif kind == "shape.npy":
-        np.save(path, np.zeros((2, 3, 8, 8), np.float32))
-    elif kind == "nan.npy":
-        images = tiny.images(2)
-        images[1, 0, 0, 0] = np.nan
-        np.save(path, images)
-    elif kind == "shorts.npy":
-        np.save(path, np.zeros((2, 3, 32, 32), np.int16))
-    elif kind == "key.npz":
-        np.savez(path, pictures=tiny.images(1))
-    elif kind == "cut.npy":
-        np.save(path, tiny.images(2))
-        path.write_bytes(path.read_bytes()[:-10])
-    return path
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("absent", "no such file"),
-        ("empty", "no images"),
-        ("texts", "not a readable image"),
-        ("shape.npy", "32,32"),
-        ("nan.npy", "NaN"),
-        ("shorts.npy", "int16"),
-        ("key.npz", "no key 'images'"),
-        ("cut.npy", "not a valid .npy"),
-    ],
-)
-def test_images_that_will_not_do(home: Path, tmp_path: Path, kind: str, said: str) -> None:
-    refused(calibrate(home, tmp_path / "m.safetensors", images=_images(tmp_path, kind)), said)
-    assert not (tmp_path / "m.safetensors").exists()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
 def test_moments_that_will_not_do(home: Path, tmp_path: Path) -> None:
     whole = (home / "moments.safetensors").read_bytes()
     cut, foreign, absent = (tmp_path / f"{name}.safetensors" for name in ("cut", "foreign", "absent"))

@@ -23,7 +23,7 @@ from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from tests import tiny
-from tests.command import invoked, refuses, run
+from tests.command import invoked, run
 from tests.test_corp_folded import linear, mlp
 
 FIT, HELD_OUT = 40, 12
@@ -231,13 +231,6 @@ def test_held_out_moments_that_overlap_or_are_not_there_leave_nothing_behind(hom
     assert result.exit_code == 2
     assert "got 30 of 30 images" in result.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_the_closed_loop_refuses_another_judge(home: Path, tmp_path: Path) -> None:
-    words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "-o", tmp_path / "r"]
-    given = ["--held-out", home / "m.held-out.safetensors", "--images", home / "images.npy", "--closed-loop"]
-    refuses("holds out some of its own images", "reduce", *words, *given)
-    assert not (tmp_path / "r").exists()
 
 
 def test_a_budget_stands_beside_uniform_widths(home: Path, tmp_path: Path) -> None:

@@ -136,7 +136,6 @@ def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, added: str, said: s
         ("mlp = 1.0", "reduce.mlp is 1.0, expected a share in [0, 1)"),
         ("ridge = 1e-3", "[reduce]: nothing asked for: give --mlp, --attn or --conv a share to remove"),
         ("heads = 'auto'", "[reduce]: nothing asked for: give --mlp, --attn or --conv a share to remove"),
-        ("macs = 0.6\nmlp = 0.5", "[reduce]: --macs chooses the widths itself"),
         ("macs = 0.6\nparams = 0.5", "[reduce]: --macs and --params are several budgets; give one"),
         ("macs = 0.0", "reduce.macs is 0.0, expected a share in (0, 1]"),
         ("macs = 0.6\npreset = 'corp'", "[reduce]: --macs 0.6 is not honoured by preset corp"),

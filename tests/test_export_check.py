@@ -75,26 +75,11 @@ def set_opset(version: int) -> Callable[[ModelProto], None]:
     return change
 
 
-def rename_input(proto: ModelProto) -> None:
-    proto.graph.input[0].name = "x"
-    for node in proto.graph.node:
-        node.input[:] = ["x" if name == "images" else name for name in node.input]
-
-
 def half_input(proto: ModelProto) -> None:
     proto.graph.input[0].type.tensor_type.elem_type = TensorProto.FLOAT16
     proto.graph.node.insert(0, helper.make_node("Cast", ["images"], ["wide"], to=TensorProto.FLOAT))
     for node in proto.graph.node[1:]:
         node.input[:] = ["wide" if name == "images" else name for name in node.input]
-
-
-def other_batch(proto: ModelProto) -> None:
-    proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "n"
-
-
-def symbolic_width(proto: ModelProto) -> None:
-    proto.graph.input[0].type.tensor_type.shape.dim[3].dim_param = "width"
-    del proto.graph.value_info[:]
 
 
 def external(proto: ModelProto) -> None:
@@ -130,10 +115,7 @@ def foreign_operator(proto: ModelProto) -> None:
         (relabel, "called fp16 but none of its 6 weight matrices is float16"),
         (set_opset(13), "opset 13 is outside 17 to 23"),
         (set_opset(99), "opset 99 is outside 17 to 23"),
-        (rename_input, "expected one input named 'images', found x"),
         (half_input, "images must be float32, got float16"),
-        (other_batch, "must share one batch dimension, got 'batch' and 'n'"),
-        (symbolic_width, "images must have rank 4 with a fixed size behind the batch"),
         (external, "1 weights lie in another file"),
         (leak, "1 notes hold a local path \\(first 'doc_string': /home/me...\\)"),
         (leak_windows, "'from': C:"),

@@ -39,6 +39,7 @@ from tests.export_text import (
     write_text_onnx,
 )
 from tests.graphs import needs_rtx
+from tests.test_export_check import copied
 
 NAMES = ["input_ids", "attention_mask"]
 
@@ -56,12 +57,6 @@ def text() -> ModelProto:
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("text")
     return {name: write_text_onnx(folder / f"{name}.onnx", name) for name in ("fp32", "fp16")}
-
-
-def copied(proto: ModelProto) -> ModelProto:
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    return copy
 
 
 @pytest.mark.slow("graph")
