@@ -71,16 +71,12 @@ def test_each_output_is_what_timm_gives_there() -> None:
             images, indices=[1], return_prefix_tokens=True, output_fmt="NLC", intermediates_only=True, norm=True
         )
         expected = {
-            "pooled": dense(images),
-            **final,
-            "block0": raw[0][0],
-            "block1_norm": normed[0][0],
-            "block0_class": raw[0][1][:, 0],
-            "block1_registers_norm": normed[0][1][:, 1:3],
+            "pooled": dense(images), **final, "block0": raw[0][0], "block1_norm": normed[0][0],
+            "block0_class": raw[0][1][:, 0], "block1_registers_norm": normed[0][1][:, 1:3],
             "block1_tokens": torch.cat([raw[1][1], raw[1][0]], dim=1),
             "map": tokens[:, 3:].reshape(3, 4, 4, 48).permute(0, 3, 1, 2),
             "block1_map_norm": normed[0][0].reshape(3, 4, 4, 48).permute(0, 3, 1, 2),
-        }
+        }  # fmt: skip
     got = given(model)
     assert list(got) == EVERY.split(",")
     for name, tensor in got.items():

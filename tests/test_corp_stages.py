@@ -313,13 +313,9 @@ def test_rows_name_what_a_step_was_about_where_there_are_several(tmp_path: Path)
     )
     told = [(row["step"], row.get("seconds"), row.get("machine")) for row in rows]
     assert told == [
-        ("calibrate", 2.5, cpu_name()),
-        ("select", None, None),
-        ("recover", None, None),
-        ("export dense", 1.0, cpu_name()),
-        ("build tensorrt", 60.0, "a|b"),
-        ("read and write", 0.75, None),
-    ]
+        ("calibrate", 2.5, cpu_name()), ("select", None, None), ("recover", None, None),
+        ("export dense", 1.0, cpu_name()), ("build tensorrt", 60.0, "a|b"), ("read and write", 0.75, None),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -537,16 +537,11 @@ def test_libraries_word_the_systems_errors_in_their_way(error: Exception, number
 
 
 CODES = {
-    errno.ENOSPC: (4, "the disk is full"),
-    errno.EDQUOT: (4, "your share of the disk"),
-    errno.EFBIG: (4, "ulimit -f"),
-    errno.EIO: (4, "the disk failed"),
-    errno.EMFILE: (4, "ulimit -n"),
-    errno.ENFILE: (4, "too many files are open"),
-    errno.ENOMEM: (4, "too little memory"),
-    errno.EROFS: (2, "Read-only file system"),
+    errno.ENOSPC: (4, "the disk is full"), errno.EDQUOT: (4, "your share of the disk"), errno.EFBIG: (4, "ulimit -f"),
+    errno.EIO: (4, "the disk failed"), errno.EMFILE: (4, "ulimit -n"), errno.ENFILE: (4, "too many files are open"),
+    errno.ENOMEM: (4, "too little memory"), errno.EROFS: (2, "Read-only file system"),
     errno.EACCES: (2, "Permission denied"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("number", CODES, ids=errno.errorcode.__getitem__)

@@ -78,16 +78,12 @@ CANARY = np.arange(16, dtype=np.float32).tobytes()
 LOCATIONS = {
     "a parent": ("../canary", "leads out of its directory"),
     "a parent on the way": ("a/../../canary", "leads out of its directory"),
-    "an absolute path": ("/etc/hostname", "leads out of its directory"),
-    "nothing": ("", "leads out of its directory"),
-    "a NUL": ("w.bin\0x", "leads out of its directory"),
-    "a link": ("link.bin", "'link.bin' is a link"),
-    "a linked directory": ("linked/canary", "'linked' is a link"),
-    "a hard link": ("hard.bin", "hard links"),
-    "a directory": ("folder", "expected a regular file"),
-    "a pipe": ("pipe", "pipe, socket or device"),
+    "an absolute path": ("/etc/hostname", "leads out of its directory"), "nothing": ("", "leads out of its directory"),
+    "a NUL": ("w.bin\0x", "leads out of its directory"), "a link": ("link.bin", "'link.bin' is a link"),
+    "a linked directory": ("linked/canary", "'linked' is a link"), "a hard link": ("hard.bin", "hard links"),
+    "a directory": ("folder", "expected a regular file"), "a pipe": ("pipe", "pipe, socket or device"),
     "no file": ("none.bin", "there is no such file"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", LOCATIONS)

@@ -31,20 +31,13 @@ def written(folder: Path, *added: tuple[str, str, str], name: str = "recipe.toml
 
 
 OUTSIDE = [
-    ("model", "model", '"../dense/model"'),
-    ("model", "model", '"/etc/model"'),
-    ("model", "model", '"hf:../dense"'),
-    ("model", "model", '"module:../net.py:net"'),
-    ("model", "weights", '"../secret.pth"'),
-    ("calibration", "images", '"../photos"'),
-    ("calibration", "images", '"inside/../../photos"'),
-    ("calibration", "group_labels", '"/root/labels.npy"'),
-    ("held_out", "images", '"/home/somebody/photos"'),
-    ("held_out", "labels", '"../labels.npy"'),
-    ("parity", "head", '["below", "../head.onnx"]'),
-    ("gate", "history", '"../../history"'),
-    ("package", "labels", '"/etc/passwd"'),
-]
+    ("model", "model", '"../dense/model"'), ("model", "model", '"/etc/model"'), ("model", "model", '"hf:../dense"'),
+    ("model", "model", '"module:../net.py:net"'), ("model", "weights", '"../secret.pth"'),
+    ("calibration", "images", '"../photos"'), ("calibration", "images", '"inside/../../photos"'),
+    ("calibration", "group_labels", '"/root/labels.npy"'), ("held_out", "images", '"/home/somebody/photos"'),
+    ("held_out", "labels", '"../labels.npy"'), ("parity", "head", '["below", "../head.onnx"]'),
+    ("gate", "history", '"../../history"'), ("package", "labels", '"/etc/passwd"'),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("outside", OUTSIDE, ids=lambda entry: f"{entry[0]}.{entry[1]}-{entry[2]}")
