@@ -26,6 +26,7 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import tiny
 from tests.command import invoked
+from tests.refusals import rejects
 
 FUNCTIONS = ("bench", "calibrate", "export", "load", "reduce", "sites", "verify")
 # What commands have for terminals, processes and whole machines.
@@ -264,9 +265,7 @@ def test_images_and_texts_at_once_are_refused_before_anything_is_timed(home: Pat
     ],
 )
 def test_a_graph_that_can_not_be_is_refused(home: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(corp_deploy.BadInput) as refused:
-        corp_deploy.export(home / "dense", tmp_path / "x.onnx", **options)
-    assert said in str(refused.value)
+    rejects(re.escape(said), corp_deploy.export, home / "dense", tmp_path / "x.onnx", **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -275,24 +274,16 @@ def test_mistakes_get_one_message_and_leave_nothing(home: Path, tmp_path: Path) 
     out = tmp_path / "reduced"
     with pytest.raises(TypeError, match="argument 'mpl'; its options are model, moments, output, mlp"):
         corp_deploy.reduce(dense, moments, out, mpl=0.5)  # type: ignore[call-arg]
-    with pytest.raises(corp_deploy.BadInput, match="nothing asked for"):
-        corp_deploy.reduce(dense, moments, out)
-    with pytest.raises(corp_deploy.BadInput, match="`polish_steps=3` is not honoured"):
-        corp_deploy.reduce(dense, moments, out, mlp=0.5, polish_steps=3)
-    with pytest.raises(corp_deploy.BadInput, match="several budgets"):
-        corp_deploy.reduce(dense, moments, out, inputs=images, macs=0.5, params=0.5)
-    with pytest.raises(corp_deploy.BadInput, match="missing: no such directory"):
-        corp_deploy.load(tmp_path / "missing")
-    with pytest.raises(corp_deploy.BadInput, match=r"needs `Source\(weights=\.\.\.\)`"):
-        corp_deploy.load(corp_deploy.Source("vit_tiny_patch16_224"))
-    with pytest.raises(corp_deploy.BadInput, match="gone: no such"):
-        corp_deploy.calibrate(dense, tmp_path / "gone", tmp_path / "m.safetensors")
+    rejects("nothing asked for", corp_deploy.reduce, dense, moments, out)
+    rejects("`polish_steps=3` is not honoured", corp_deploy.reduce, dense, moments, out, mlp=0.5, polish_steps=3)
+    rejects("several budgets", corp_deploy.reduce, dense, moments, out, inputs=images, macs=0.5, params=0.5)
+    rejects("missing: no such directory", corp_deploy.load, tmp_path / "missing")
+    rejects(r"needs `Source\(weights=\.\.\.\)`", corp_deploy.load, corp_deploy.Source("vit_tiny_patch16_224"))
+    rejects("gone: no such", corp_deploy.calibrate, dense, tmp_path / "gone", tmp_path / "m.safetensors")
     with pytest.raises(corp_deploy.BadInput, match="give `attention_system=True` with it"):
         corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", attn=[0.5])
-    with pytest.raises(corp_deploy.BadInput, match="nothing to hold against the reference"):
-        corp_deploy.verify(dense, [], images)
-    with pytest.raises(corp_deploy.BadInput, match=r"expected \.json"):
-        corp_deploy.verify(dense, home / "reduced", images, output=tmp_path / "p.npz")
+    rejects("nothing to hold against the reference", corp_deploy.verify, dense, [], images)
+    rejects(r"expected \.json", corp_deploy.verify, dense, home / "reduced", images, output=tmp_path / "p.npz")
     if not torch.cuda.is_available():
         with pytest.raises(corp_deploy.Missing):
             corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", device="cuda")
@@ -364,14 +355,10 @@ def test_a_module_of_no_library_goes_on_in_memory(tmp_path: Path) -> None:
     assert 0 < (again(images) - expected).norm() / expected.norm() < 0.3
     proof = corp_deploy.verify(net, reduced, images, batches=(4,), max_error=0.3)
     assert proof.verdict == "PASS"
-    with pytest.raises(
-        corp_deploy.BadInput, match=r"Net: the model was a module in memory.*Source\(DIR, module=MODULE"
-    ):
-        corp_deploy.load(reduced.path)
+    rejects(r"Net: the model was a module in memory.*Source\(DIR, module=MODULE", corp_deploy.load, reduced.path)
     with pytest.raises(corp_deploy.BadInput, match=r"a torch.nn.modules.linear.Linear, and the directory's model was"):
         corp_deploy.load(corp_deploy.Source(reduced.path, module=torch.nn.Linear(2, 2)))
-    with pytest.raises(corp_deploy.BadInput, match="model is a reduced one in memory"):
-        corp_deploy.reduce(reduced.model, calibration, tmp_path / "s", mlp=0.5)
+    rejects("model is a reduced one in memory", corp_deploy.reduce, reduced.model, calibration, tmp_path / "s", mlp=0.5)
     with pytest.raises(corp_deploy.BadInput, match="a Net in memory can't be timed; export both"):
         corp_deploy.bench(net, reduced)  # type: ignore[arg-type]
     with pytest.raises(corp_deploy.BadInput, match="candidates: a Net; give what reduce returned"):
@@ -405,8 +392,7 @@ def test_a_module_that_can_not_be_run_says_what_to_say(tmp_path: Path) -> None:
         corp_deploy.calibrate(torch.nn.Linear(7, 2), torch.randn(2, 3, 32, 32), out)
     broken = Net()
     torch.nn.init.constant_(broken.head.weight, torch.nan)
-    with pytest.raises(corp_deploy.BadInput, match=r"the module: NaN or Inf in head\.weight"):
-        corp_deploy.calibrate(broken, torch.randn(2, 3, 32, 32), out)
+    rejects(r"the module: NaN or Inf in head\.weight", corp_deploy.calibrate, broken, torch.randn(2, 3, 32, 32), out)
     assert not out.exists()
 
 

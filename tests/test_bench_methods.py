@@ -32,7 +32,7 @@ from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.narrowing import at_widths
-from ground.errors import BadInput
+from tests.refusals import rejects
 
 from . import small_convnets, tiny
 from .test_corp_rotation import moments
@@ -334,5 +334,4 @@ def test_it_trains_reduces_by_every_method_and_goes_on(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(hard_vit.Subject, "row", None)  # nothing is missing, so nothing is reduced
     hard_vit.measure(subject, record)
-    with pytest.raises(BadInput, match="measured with another weights"):
-        Record(path, hard_vit.KIND, setting | {"weights": "others"})
+    rejects("measured with another weights", Record, path, hard_vit.KIND, setting | {"weights": "others"})

@@ -27,6 +27,7 @@ from corp_deploy.traced.models.narrowing import at_widths
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import tiny
+from tests.refusals import rejects
 
 NARROW = {"blocks.0.mlp": 40, "blocks.1.attn.qk": 24}
 
@@ -75,20 +76,16 @@ def _dense(weights: Path) -> Checkpoint:
 
 def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(BadInput, match="expected a state_dict"):
-        _dense(tmp_path / "list.pt")
+    rejects("expected a state_dict", _dense, tmp_path / "list.pt")
 
 
 def test_missing_corrupt_and_foreign_weights(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no such file"):
-        _dense(tmp_path / "none.safetensors")
+    rejects("no such file", _dense, tmp_path / "none.safetensors")
     for name in ("w.safetensors", "w.pth"):
         (tmp_path / name).write_bytes(b"\x00\x01not weights" * 10)
-        with pytest.raises(BadInput, match="can't be read"):
-            _dense(tmp_path / name)
+        rejects("can't be read", _dense, tmp_path / name)
     (tmp_path / "w.npz").write_bytes(b"x")
-    with pytest.raises(BadInput, match=r"kind '\.npz', expected \.safetensors, \.pth"):
-        _dense(tmp_path / "w.npz")
+    rejects(r"kind '\.npz', expected \.safetensors, \.pth", _dense, tmp_path / "w.npz")
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
@@ -103,42 +100,32 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         _dense(tmp_path / "w.safetensors")
     state["blocks.0.mlp.fc1.bias"][3] = torch.nan
     save_file(state, tmp_path / "nan.safetensors")
-    with pytest.raises(BadInput, match=r"NaN or Inf in blocks.0.mlp.fc1.bias"):
-        _dense(tmp_path / "nan.safetensors")
+    rejects(r"NaN or Inf in blocks.0.mlp.fc1.bias", _dense, tmp_path / "nan.safetensors")
 
 
 def test_names_and_directories_are_not_mixed_up(tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path)
-    with pytest.raises(BadInput, match="drop --weights"):
-        load_dense(str(tmp_path), weights=tmp_path / "model.safetensors", kwargs={})
-    with pytest.raises(BadInput, match="needs --weights"):
-        load_dense("deit_tiny_patch16_224", weights=None, kwargs={})
-    with pytest.raises(BadInput, match="deit_tiny_patch16_224"):
-        load_dense("deit_tiny_patch16_999", weights=None, kwargs={})
-    with pytest.raises(BadInput, match="no_such_argument"):
-        load_dense("deit_tiny_patch16_224", weights=None, kwargs={"no_such_argument": 1})
+    rejects("drop --weights", load_dense, str(tmp_path), weights=tmp_path / "model.safetensors", kwargs={})
+    rejects("needs --weights", load_dense, "deit_tiny_patch16_224", weights=None, kwargs={})
+    rejects("deit_tiny_patch16_224", load_dense, "deit_tiny_patch16_999", weights=None, kwargs={})
+    rejects("no_such_argument", load_dense, "deit_tiny_patch16_224", weights=None, kwargs={"no_such_argument": 1})
 
 
 def test_damaged_directories(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no such file"):
-        load_checkpoint(tmp_path)
+    rejects("no such file", load_checkpoint, tmp_path)
     save(tiny.checkpoint(), tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(BadInput, match="changed or cut off"):
-        load_checkpoint(tmp_path)
+    rejects("changed or cut off", load_checkpoint, tmp_path)
     weights.unlink()
-    with pytest.raises(BadInput, match="no such file"):
-        load_checkpoint(tmp_path)
+    rejects("no such file", load_checkpoint, tmp_path)
     config = tmp_path / "config.json"
     record = json.loads(config.read_text())
     for change, said in (({"kind": "other"}, "expected a corp-deploy/model record"), ({"version": 2}, "version 2")):
         config.write_text(json.dumps(record | change))
-        with pytest.raises(BadInput, match=said):
-            load_checkpoint(tmp_path)
+        rejects(said, load_checkpoint, tmp_path)
     config.write_text("{")
-    with pytest.raises(BadInput, match="not JSON"):
-        load_checkpoint(tmp_path)
+    rejects("not JSON", load_checkpoint, tmp_path)
 
 
 # Directories of version 0.1 whose networks had their norms taken into convolutions, or blocks of that version's own:
@@ -213,22 +200,19 @@ def test_an_attention_without_its_widths_is_one_message(tmp_path: Path) -> None:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config["sites"]["blocks.0.attn"] = {"hidden": 8, "input_bias": True, "output_bias": True}
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(BadInput, match=r"'blocks\.0\.attn' has no heads, qk and v; the file was edited"):
-        load_checkpoint(directory)
+    rejects(r"'blocks\.0\.attn' has no heads, qk and v; the file was edited", load_checkpoint, directory)
 
 
 def test_positions_whose_network_was_not_written_are_one_message(tmp_path: Path) -> None:
     directory = edited("maxvit_tiny_tf_224-square", tmp_path, "stages.0.blocks.0.attn_grid.attn", {}, {})
     written = (directory / "config.json").read_text(encoding="utf-8")
     (directory / "config.json").write_text(written.replace("maxvit_tiny_tf_224", "maxvit_rmlp_tiny_rw_256"), "utf-8")
-    with pytest.raises(BadInput, match=r"MaxxVit that version 0\.1 wrote.* reduce the dense model again"):
-        load_checkpoint(directory)
+    rejects(r"MaxxVit that version 0\.1 wrote.* reduce the dense model again", load_checkpoint, directory)
 
 
 def test_turned_queries_of_another_width_are_one_message(tmp_path: Path) -> None:
     directory = edited("eva02-half", tmp_path, "blocks.1.attn", {"qk": 6}, {})
-    with pytest.raises(BadInput, match=r"the weights of 'blocks\.1\.attn' are of other widths than its entry"):
-        load_checkpoint(directory)
+    rejects(r"the weights of 'blocks\.1\.attn' are of other widths than its entry", load_checkpoint, directory)
 
 
 def test_weights_of_no_width_are_one_message(tmp_path: Path) -> None:
@@ -236,5 +220,4 @@ def test_weights_of_no_width_are_one_message(tmp_path: Path) -> None:
     name = "layer1.0.conv1.weight"
     weight = load_file(GOLDEN / "seresnet50-both" / "model.safetensors")[name]
     directory = edited("seresnet50-both", tmp_path, "layer1.0", {}, {name: weight[:3].clone()})
-    with pytest.raises(BadInput, match=r"model\.safetensors: these weights don't fit.*layer1\.0\.conv"):
-        load_checkpoint(directory)
+    rejects(r"model\.safetensors: these weights don't fit.*layer1\.0\.conv", load_checkpoint, directory)

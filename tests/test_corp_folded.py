@@ -27,9 +27,9 @@ from corp_deploy.release import calls as release_commands
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from examples.digits.images import load
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, refuses
+from tests.refusals import rejects
 from tests.small_models import error
 from tests.test_corp_whole_heads import HELD_OUT, planted
 
@@ -191,14 +191,11 @@ def test_the_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -
 
 def test_images_that_will_not_do_are_refused(both: tuple[Moments, Moments], images: Images, tmp_path: Path) -> None:
     dense, method = tiny.checkpoint().model, method_from_preset("fold", mlp_sparsity=0.5, align_hidden=8)
-    with pytest.raises(BadInput, match="give them: --images"):
-        reduce(dense, both[0], method)
+    rejects("give them: --images", reduce, dense, both[0], method)
     strangers = tiny.opened(tmp_path / "other.npy", tiny.images(9, seed=8))
-    with pytest.raises(BadInput, match="none of these 9 images is a calibration one"):
-        reduce(dense, both[0], method, images=strangers)
+    rejects("none of these 9 images is a calibration one", reduce, dense, both[0], method, images=strangers)
     rest, _ = held_out_split(images, 12, seed=0)
-    with pytest.raises(BadInput, match="none of these 28 images is a held-out one"):
-        reduce(dense, both[0], method, held_out=both[1], images=rest)
+    rejects("none of these 28 images is a held-out one", reduce, dense, both[0], method, held_out=both[1], images=rest)
 
 
 def test_fewer_images_than_the_moments_are_of_are_told(both: tuple[Moments, Moments], images: Images) -> None:
@@ -311,8 +308,7 @@ def test_copies_are_merged_for_nothing(preset: str, loop: str, tmp_path: Path) -
 
 def test_what_cannot_be_merged_is_told(both: tuple[Moments, Moments], tmp_path: Path) -> None:
     asked = method_from_preset("fold", **HALF)
-    with pytest.raises(BadInput, match="merged channels and heads are fitted to"):
-        reduce(tiny.checkpoint().model, both[0], asked)
+    rejects("merged channels and heads are fitted to", reduce, tiny.checkpoint().model, both[0], asked)
     with pytest.raises(ValueError, match="leave --attn out"):
         method_from_preset("best", heads_selection="fold", heads_sparsity=0.5, attention_sparsity=0.5)
     with pytest.raises(ValueError, match="takes no whole heads away"):

@@ -21,9 +21,9 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.inputs import images_for_model
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, run
+from tests.refusals import rejects
 from tests.test_corp_folded import linear, mlp
 
 FIT, HELD_OUT = 40, 12
@@ -141,17 +141,13 @@ def test_on_the_calibration_images_themselves_the_errors_are_those_of_the_fit(bo
 def test_held_out_moments_that_will_not_do_are_refused(both: tuple[Moments, Moments]) -> None:
     dense, (fit, held_out) = tiny.checkpoint().model, both
     method = method_from_preset("best", mlp_sparsity=0.5, align_hidden=8)
-    with pytest.raises(BadInput, match="40 of their 40 images are calibration images too"):
-        reduce(dense, fit, method, held_out=fit)
+    rejects("40 of their 40 images are calibration images too", reduce, dense, fit, method, held_out=fit)
     other = replace(held_out, lineage={**held_out.lineage, "preprocessing": "other"})
-    with pytest.raises(BadInput, match="another preprocessing: theirs is other"):
-        reduce(dense, fit, method, held_out=other)
+    rejects("another preprocessing: theirs is other", reduce, dense, fit, method, held_out=other)
     foreign = replace(held_out, lineage={**held_out.lineage, "model": "other"})
-    with pytest.raises(BadInput, match="taken on another model"):
-        reduce(dense, fit, method, held_out=foreign)
+    rejects("taken on another model", reduce, dense, fit, method, held_out=foreign)
     fewer = replace(held_out, sites={name: site for name, site in held_out.sites.items() if name != "blocks.0.mlp.fc2"})
-    with pytest.raises(BadInput, match=r"blocks\.0\.mlp: the moments hold no statistics"):
-        reduce(dense, fit, method, held_out=fewer)
+    rejects(r"blocks\.0\.mlp: the moments hold no statistics", reduce, dense, fit, method, held_out=fewer)
 
 
 # Images held out

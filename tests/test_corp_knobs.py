@@ -17,9 +17,9 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.method_choice import RANKING, REPAIR, MethodChoice
 from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, run
+from tests.refusals import rejects
 
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
@@ -190,12 +190,9 @@ def test_rankings_are_read_as_they_are_printed(text: str) -> None:
 
 
 def test_recipes_refuse_what_the_command_does(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="--repair heads=gram is of what stays as it is"):
-        ReduceTable(mlp=0.5, repair_heads="gram")
-    with pytest.raises(BadInput, match="--latency needs --latency-tables DIR"):
-        ReduceTable(latency=0.8)
-    with pytest.raises(BadInput, match="qk"):
-        ReduceTable(mlp=0.5, qk="logit")
+    rejects("--repair heads=gram is of what stays as it is", ReduceTable, mlp=0.5, repair_heads="gram")
+    rejects("--latency needs --latency-tables DIR", ReduceTable, latency=0.8)
+    rejects("qk", ReduceTable, mlp=0.5, qk="logit")
     assert ReduceTable(latency=0.8, latency_tables=tmp_path, batch=8).choice.currency == "latency"
     assert MethodChoice(preset="grail", repair={"channels": "affine"}, mlp=0.5).method.mlp_recovery == "affine"
 

@@ -38,6 +38,7 @@ from ground.errors import BadInput
 from perf.report.images_plot import ImagesPoint, images_plot, images_table
 from tests import encoders, small_convnets, tiny
 from tests.command import invoked
+from tests.refusals import rejects
 
 COUNT, BATCH = 30, 12
 
@@ -259,8 +260,7 @@ def test_the_copy_that_a_snapshot_inside_a_batch_needs_is_counted(
         if fits:
             calibrate(tiny.checkpoint(), source, **given)
         else:
-            with pytest.raises(BadInput, match="1 sites need"):
-                calibrate(tiny.checkpoint(), source, **given)
+            rejects("1 sites need", calibrate, tiny.checkpoint(), source, **given)
 
 
 # How many calibration images are enough: planted curves, and a real one against reductions judged in loops.
@@ -365,10 +365,8 @@ def test_what_cannot_be_judged_is_refused(judged: tuple[list[Moments], Moments, 
     dense = tiny.checkpoint().model
     with pytest.raises(BadInput, match="moments of 40, 12, 4 images: expected two files or more with ascending"):
         calibration_size(dense, every[::-1], METHOD, held_out=held_out)
-    with pytest.raises(BadInput, match="no inputs to judge on"):
-        calibration_size(dense, every, METHOD)
-    with pytest.raises(BadInput, match="calibration images too"):
-        calibration_size(dense, every, METHOD, held_out=every[0])
+    rejects("no inputs to judge on", calibration_size, dense, every, METHOD)
+    rejects("calibration images too", calibration_size, dense, every, METHOD, held_out=every[0])
 
 
 def test_the_report_shows_every_point_and_the_answer(size: CalibrationSize, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file, write_text
 from perf.timing.watch import cpu_name
 from tests.killing import fake_stages, tree
+from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
 
@@ -181,8 +182,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_file(root: Path, source: Pa
 
 
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"nowhere\.txt: no such file or folder"):
-        finished(fake_stages(tmp_path / "nowhere.txt"), tmp_path / "out")
+    rejects(r"nowhere\.txt: no such file or folder", finished, fake_stages(tmp_path / "nowhere.txt"), tmp_path / "out")
 
 
 def test_a_folder_is_what_its_names_and_files_are(tmp_path: Path) -> None:
@@ -275,8 +275,7 @@ def test_a_stage_that_fails_keeps_the_older_record_and_others_are_not_timed(tmp_
 
     carried_out(tmp_path / "out", timed(stage("reduce", "a"), watch_of=watch_of(0.0, 1.0)))
     broken = timed(replace(stage("reduce", "b"), run=failing), watch_of=watch_of(0.0))
-    with pytest.raises(BadInput, match="no"):
-        carried_out(tmp_path / "out", broken)
+    rejects("no", carried_out, tmp_path / "out", broken)
     assert efforts_in(tmp_path / "out") == {("reduce", ""): known("reduce", rest=1.0)}
     untimed = stage("gate", "a")
     assert timed(untimed) is untimed
@@ -331,8 +330,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str, reason: str) -> No
     path = tmp_path / STATE / "reduce.effort"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.raises(BadInput, match=r"reduce\.effort.*" + reason):
-        efforts_of(tmp_path, ["reduce"])
+    rejects(r"reduce\.effort.*" + reason, efforts_of, tmp_path, ["reduce"])
 
 
 @pytest.mark.parametrize("seconds", [-1.0, "1", None])
@@ -342,8 +340,7 @@ def test_impossible_figures_are_refused(tmp_path: Path, seconds: object) -> None
     record = json.loads(path.read_text())
     record["parts"]["select"]["seconds"] = seconds
     path.write_text(json.dumps(record))
-    with pytest.raises(BadInput, match=r"parts.*seconds.*delete it, it holds nothing but what a step took"):
-        efforts_of(tmp_path, ["reduce"])
+    rejects(r"parts.*seconds.*delete it, it holds nothing but what a step took", efforts_of, tmp_path, ["reduce"])
 
 
 def test_folders_are_digested_without_such_records(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput, Missing
 from tests import encoders
 from tests.command import invoked, refuses
+from tests.refusals import rejects
 from tests.test_corp_weights import sharded
 
 
@@ -60,8 +61,7 @@ def test_arguments_go_before_what_the_directory_says(tmp_path: Path) -> None:
     tokens = text_spec(model).encoder()(encoders.texts(5))
     assert tokens["input_ids"].shape == (5, 9)
     torch.testing.assert_close(run_model(model, tokens), theirs(**tokens).last_hidden_state[:, 0], rtol=1e-5, atol=1e-5)
-    with pytest.raises(BadInput, match="places for 32 at most"):
-        load_transformers(tmp_path, {"length": 33})
+    rejects("places for 32 at most", load_transformers, tmp_path, {"length": 33})
     with pytest.raises(BadInput, match=r"--model-kwargs: .*img_size.*; a text encoder takes pooling"):
         load_transformers(tmp_path, {"img_size": 32})
 
@@ -76,35 +76,28 @@ def test_shards_are_the_same_model(tmp_path: Path) -> None:
 
 
 def test_what_may_hold_code_or_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="save_pretrained of transformers has written"):
-        load_transformers(tmp_path)
+    rejects("save_pretrained of transformers has written", load_transformers, tmp_path)
     encoders.write_encoder(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(BadInput, match=r"pytorch_model\.bin, which may hold code; save them as safetensors"):
-        load_transformers(tmp_path)
+    rejects(r"pytorch_model\.bin, which may hold code; save them as safetensors", load_transformers, tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(BadInput, match="no weights beside"):
-        load_transformers(tmp_path)
+    rejects("no weights beside", load_transformers, tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(BadInput, match=r"tokenizer\.json: no such file"):
-        load_transformers(tmp_path)
+    rejects(r"tokenizer\.json: no such file", load_transformers, tmp_path)
 
 
 def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-    with pytest.raises(BadInput, match=r"don't fit.*blocks\.0\.mlp\.fc1"):
-        load_transformers(tmp_path)
+    rejects(r"don't fit.*blocks\.0\.mlp\.fc1", load_transformers, tmp_path)
 
 
 def test_nothing_may_be_given_beside_and_the_prefix_is_advised(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
-    with pytest.raises(BadInput, match="drop --weights"):
-        load_dense(f"hf:{tmp_path}", weights=tmp_path / "model.safetensors", kwargs={})
-    with pytest.raises(BadInput, match="give it as --model hf:"):
-        load_dense(str(tmp_path), weights=None, kwargs={})
+    rejects("drop --weights", load_dense, f"hf:{tmp_path}", weights=tmp_path / "model.safetensors", kwargs={})
+    rejects("give it as --model hf:", load_dense, str(tmp_path), weights=None, kwargs={})
 
 
 def test_a_directory_of_ours_needs_nothing_of_the_source(tmp_path: Path) -> None:
@@ -121,8 +114,7 @@ def test_a_directory_of_ours_needs_nothing_of_the_source(tmp_path: Path) -> None
     assert again.lineage["source"]["tokenizer_sha256"] == again.architecture.kwargs["text"]["sha256"]
     tokenizer = tmp_path / "ours" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
-    with pytest.raises(BadInput, match="changed after the model was written"):
-        load_checkpoint(tmp_path / "ours")
+    rejects("changed after the model was written", load_checkpoint, tmp_path / "ours")
 
 
 def _edited(directory: Path, **changes: Any) -> None:
@@ -146,8 +138,7 @@ def test_an_edited_architecture_is_refused(changes: dict[str, Any], message: str
     encoders.write_encoder(tmp_path / "source")
     save(load_transformers(tmp_path / "source"), tmp_path / "ours")
     _edited(tmp_path / "ours", **changes)
-    with pytest.raises(BadInput, match=message):
-        load_checkpoint(tmp_path / "ours")
+    rejects(message, load_checkpoint, tmp_path / "ours")
 
 
 def test_the_steps_are_the_model_and_the_exported_form_too(tmp_path: Path) -> None:
@@ -175,8 +166,7 @@ def test_the_outputs_read_what_is_pooled(pooling: str, layers: tuple[str, ...], 
 def test_tokens_are_not_merged(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
     model = load_transformers(tmp_path).model
-    with pytest.raises(BadInput, match="its texts are of different lengths"):
-        traced_model.with_merging(model, Merging(schedule=(0, 2)))
+    rejects("its texts are of different lengths", traced_model.with_merging, model, Merging(schedule=(0, 2)))
 
 
 def test_costs_are_those_by_hand(tmp_path: Path) -> None:
@@ -192,8 +182,7 @@ def test_costs_are_those_by_hand(tmp_path: Path) -> None:
 
 def test_images_are_not_asked_of_a_text_model(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
-    with pytest.raises(BadInput, match="takes text, not images; give --text"):
-        image_spec(load_transformers(tmp_path).model)
+    rejects("takes text, not images; give --text", image_spec, load_transformers(tmp_path).model)
 
 
 def _packaged() -> Path:
@@ -476,5 +465,4 @@ def test_a_damaged_lineage_is_one_message(tmp_path: Path, key: str, value: objec
     encoders.write_encoder(tmp_path / "hf")
     dense = load_dense(f"hf:{tmp_path / 'hf'}", weights=None, kwargs={})
     dense.lineage["source"]["transformers"][key] = value
-    with pytest.raises(BadInput, match=said):
-        transformers_form(dense)
+    rejects(said, transformers_form, dense)

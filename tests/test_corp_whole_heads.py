@@ -27,9 +27,9 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.traced.models.steps import SegmentStep
 from export.engine.audit import audit_fusion
 from export.engine.options import BatchProfile
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, run
+from tests.refusals import rejects
 from tests.small_models import error, outputs
 from tests.test_corp_rotation import moments
 
@@ -153,10 +153,8 @@ def test_what_makes_no_sense_is_refused(home: Path, more: tuple[str, ...], messa
 def test_a_recipe_asks_for_whole_heads() -> None:
     method = ReduceTable(whole_heads=0.5, select_heads="grail").choice.method
     assert (method.heads_sparsity, method.heads_selection) == (0.5, "grail")
-    with pytest.raises(BadInput, match="budget"):
-        ReduceTable(whole_heads=0.5, macs=0.5)
-    with pytest.raises(BadInput, match="is not honoured by preset vbp"):
-        ReduceTable(preset="vbp", whole_heads=0.5)
+    rejects("budget", ReduceTable, whole_heads=0.5, macs=0.5)
+    rejects("is not honoured by preset vbp", ReduceTable, preset="vbp", whole_heads=0.5)
     assert ReduceOptions.from_options({"whole_heads": 0.5}).method.heads_sparsity == 0.5
 
 

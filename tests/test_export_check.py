@@ -12,9 +12,9 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from export.graph.check import check_onnx, load_onnx, require_onnx
 from export.graph.to_onnx import onnx_bytes, onnx_from_model
 from export.graph.weights import matmul_weights, sparse_matrices, weight_shares
-from ground.errors import BadInput
 from ground.ports import LOGITS, image_port
 from tests.export_vit import Vit
+from tests.refusals import rejects
 
 
 @pytest.fixture(scope="module")
@@ -218,15 +218,12 @@ def test_files_that_are_no_model_are_refused(fp32: ModelProto, tmp_path: Path) -
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(BadInput, match=name):
-            load_onnx(tmp_path / name)
+        rejects(name, load_onnx, tmp_path / name)
         assert len(check_onnx(tmp_path / name)) == 1
-    with pytest.raises(BadInput, match="no such ONNX file"):
-        require_onnx(tmp_path / "absent.onnx")
+    rejects("no such ONNX file", require_onnx, tmp_path / "absent.onnx")
     (tmp_path / "whole.onnx").write_bytes(whole)
     assert require_onnx(tmp_path / "whole.onnx", precision="fp32").graph.node
-    with pytest.raises(BadInput, match="will not do for tensorrt"):
-        require_onnx(tmp_path / "whole.onnx", precision="fp16")
+    rejects("will not do for tensorrt", require_onnx, tmp_path / "whole.onnx", precision="fp16")
 
 
 def test_half_share_counts_elements(fp32: ModelProto, fp16: ModelProto) -> None:

@@ -37,6 +37,7 @@ from perf.runners.onnx import OnnxRunner
 from tests.command import invoked, refuses
 from tests.export_vit import Vit
 from tests.graphs import needs_rtx
+from tests.refusals import rejects
 
 ARCHITECTURE = Architecture(
     name="vit_tiny_patch16_224",
@@ -121,8 +122,7 @@ def test_what_is_no_break_is_refused(graph: onnx.ModelProto, pattern: str, reaso
                 onnx_from_model(Vit(), [image_port((3, 32, 32))], [LOGITS], precision="fp32", metadata={}), [pattern]
             )
         return
-    with pytest.raises(BadInput, match=reason):
-        with_fusion_breaks(graph, [pattern])
+    rejects(reason, with_fusion_breaks, graph, [pattern])
 
 
 def test_a_server_is_told_of_them_for_plans_alone(graph: onnx.ModelProto, tmp_path: Path) -> None:
@@ -368,8 +368,7 @@ def test_an_audit_fails_for_blocks_that_lost_what_they_had(
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"Layers": ["name"]}'])
 def test_an_inspector_answer_without_layers_is_refused(text: str) -> None:
-    with pytest.raises(BadInput, match=r"inspector|names only"):
-        kernels_from_inspector(text)
+    rejects(r"inspector|names only", kernels_from_inspector, text)
 
 
 def test_a_site_is_what_stands_before_the_operator() -> None:

@@ -35,11 +35,12 @@ from corp_deploy.store.checkpoint import load_checkpoint, save
 from export.triton import repository
 from export.triton.expected import read_expected
 from export.triton.variants import Package
-from ground.errors import BadInput, is_out_of_memory, os_error_from
+from ground.errors import is_out_of_memory, os_error_from
 from ground.signals import Terminated, raising_on_signals
 from ground.transaction import FORMER, install_files, replacing_files, roll_back_interrupted
 from tests import tiny
 from tests.export_served import write_onnx
+from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
 FOUR = {"release", "reduce", "calibrate", "package"}
@@ -198,8 +199,7 @@ def test_folders_move_to_where_nothing_is(tmp_path: Path) -> None:
     (tmp_path / "made" / "1").mkdir(parents=True)
     (tmp_path / "made" / "1" / "x").write_text("new")
     (tmp_path / "there" / "m" / "1").mkdir(parents=True)
-    with pytest.raises(BadInput, match="in the way"):
-        install_files(tmp_path / "there", {"m/1": tmp_path / "made" / "1"})
+    rejects("in the way", install_files, tmp_path / "there", {"m/1": tmp_path / "made" / "1"})
     install_files(tmp_path / "there", {"n/1": tmp_path / "made" / "1"})
     assert names(tmp_path / "there") == {"n/1/x": "new"}
 
@@ -252,17 +252,14 @@ def test_a_journal_of_somebody_elses_removes_nothing_outside(tmp_path: Path) -> 
     (tmp_path / "d" / FORMER).mkdir(parents=True)
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "d" / FORMER / ".absent.json").write_text('["../mine.txt"]')
-    with pytest.raises(BadInput, match="not what this tool left"):
-        roll_back_interrupted(tmp_path / "d")
+    rejects("not what this tool left", roll_back_interrupted, tmp_path / "d")
     (tmp_path / "d" / FORMER / ".absent.json").write_text("{")
-    with pytest.raises(BadInput, match="not what this tool left"):
-        roll_back_interrupted(tmp_path / "d")
+    rejects("not what this tool left", roll_back_interrupted, tmp_path / "d")
     (tmp_path / "d" / FORMER / ".absent.json").write_text("[]")
     (tmp_path / "d" / FORMER / "sub").mkdir()
     (tmp_path / "d" / FORMER / "sub" / "mine.txt").write_text("theirs")
     (tmp_path / "d" / "sub").symlink_to(tmp_path)
-    with pytest.raises(BadInput, match="is a link"):
-        roll_back_interrupted(tmp_path / "d")
+    rejects("is a link", roll_back_interrupted, tmp_path / "d")
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 

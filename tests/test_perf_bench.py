@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.errors import Missing, is_out_of_memory
 from ground.feeds import Feeds, batch_size, rows_of
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
@@ -22,6 +22,7 @@ from perf.timing.laps import Bound, Clock, Laps, Plan
 from perf.timing.watch import Gpu, environment, fingerprint, watching
 from tests.doubles import DoubleOfRunner, FakeClock
 from tests.nvml import FakeNvml
+from tests.refusals import rejects
 
 PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=6)
 FEEDS = {"images": np.zeros((4, 3, 2, 2), np.float32)}
@@ -345,14 +346,12 @@ def test_one_subject_alone_is_held_to_the_limit_too() -> None:
     [((), 1, "at least one"), ((0,), 1, "positive"), ((2, 2), 1, "each once"), ((1,), 0, "streams")],
 )
 def test_an_impossible_sweep_is_refused(batches: tuple[int, ...], streams: int, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        measured(lambda batch: 1.0, lambda batch: 1.0, batches, streams=streams)
+    rejects(message, measured, lambda batch: 1.0, lambda batch: 1.0, batches, streams=streams)
 
 
 def test_two_subjects_of_one_name_are_refused() -> None:
     same = Subject(name="dense", open=lambda: FakeRunner(FakeClock(), lambda batch: 1.0))
-    with pytest.raises(BadInput, match="different names"):
-        bench((same, same), FEEDS, [1], PLAN)
+    rejects("different names", bench, (same, same), FEEDS, [1], PLAN)
 
 
 def test_progress_only_rises_and_ends_below_one() -> None:

@@ -27,6 +27,7 @@ from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Block, Row, Subject
 from perf.stats.compare import compare, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
+from tests.refusals import rejects
 
 Times = Mapping[str, "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"]
 
@@ -338,17 +339,13 @@ def test_a_slowdown_that_the_reference_shows_as_well_is_the_machines() -> None:
     ],
 )
 def test_a_rule_about_something_the_records_lack_is_an_error(text: str, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        one(text)
+    rejects(message, one, text)
 
 
 def test_records_that_are_not_given_are_missed() -> None:
-    with pytest.raises(BadInput, match="has no parity record"):
-        one("relative_error > 1", parity=None)
-    with pytest.raises(BadInput, match="needs a bench record"):
-        judge([rule_from_text("p50@b8 > 1")], Evidence(parity=PARITY))
-    with pytest.raises(BadInput, match="at least one rule"):
-        judge([], Evidence())
+    rejects("has no parity record", one, "relative_error > 1", parity=None)
+    rejects("needs a bench record", judge, [rule_from_text("p50@b8 > 1")], Evidence(parity=PARITY))
+    rejects("at least one rule", judge, [], Evidence())
 
 
 @pytest.mark.parametrize(
@@ -368,8 +365,7 @@ def test_records_that_are_not_given_are_missed() -> None:
     ],
 )
 def test_a_rule_that_is_none_is_refused(text: str, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        rule_from_text(text)
+    rejects(message, rule_from_text, text)
 
 
 def test_rules_are_read_with_or_without_spaces() -> None:
@@ -507,8 +503,7 @@ def test_of_several_outputs_the_one_that_tells_the_figure_is_meant() -> None:
     assert one("relative_error@reduced embedding > 0.005", parity=proof).verdict == "FAIL"
     with pytest.raises(BadInput, match="write relative_error@reduced logits or relative_error@reduced embedding"):
         one("relative_error > 0.5", parity=proof)
-    with pytest.raises(BadInput, match="no figure is called 'token_agreement'"):
-        one("token_agreement < 0.9", parity=proof)
+    rejects("no figure is called 'token_agreement'", one, "token_agreement < 0.9", parity=proof)
 
 
 def test_neighbours_that_could_not_be_told_are_no_verdict() -> None:
@@ -537,8 +532,7 @@ def test_times_that_no_clock_gives_are_refused(ms: float) -> None:
     ],
 )
 def test_memory_is_asked_for_at_a_batch_and_in_bytes(text: str, reason: str) -> None:
-    with pytest.raises(BadInput, match=re.escape(reason)):
-        one(text)
+    rejects(re.escape(reason), one, text)
 
 
 def test_device_memory_is_of_profiles() -> None:

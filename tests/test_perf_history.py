@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ground.errors import BadInput
 from perf.gate.history import change_text, history_rows, load_trend, save_trend, standing_rise
 from perf.record.history import History, Release, add_release, load_history, release_of_file
 from perf.record.runs import Bench, save_bench
@@ -29,6 +28,7 @@ from perf.stats.changes import (
 from perf.stats.stats import Interval
 from perf.stats.trend import Series, Trend, trend_of
 from tests.histories import bench_of_release
+from tests.refusals import rejects
 
 
 def release(bench: Bench) -> Release:
@@ -108,11 +108,9 @@ def test_a_record_without_a_time_and_a_file_for_a_directory_are_refused(tmp_path
     save_bench(bench_of_release(0, 2.5), record)
     values = json.loads(record.read_text())
     (tmp_path / "timeless.json").write_text(json.dumps({**values, "created": "soon"}))
-    with pytest.raises(BadInput, match="created 'soon'; expected a time"):
-        release_of_file(tmp_path / "timeless.json")
+    rejects("created 'soon'; expected a time", release_of_file, tmp_path / "timeless.json")
     for directory in (record, record / "below"):
-        with pytest.raises(BadInput, match="a file, expected the directory"):
-            add_release(directory, record)
+        rejects("a file, expected the directory", add_release, directory, record)
 
 
 def _add(directory: Path, records: list[Path]) -> None:

@@ -17,6 +17,7 @@ from perf.parity.measures import figures, measures, relative_errors
 from perf.parity.parity import ImageSet, Link, Parity, link, load_parity
 from perf.report.content import content_from_record
 from perf.report.tables import tables
+from tests.refusals import rejects
 
 RNG = np.random.default_rng(0)
 MAP = OutputPort(name="saliency", role="score map")
@@ -136,8 +137,7 @@ def test_a_link_of_maps_is_judged_by_error_overlap_and_pixels() -> None:
         tight = limits[name] + (-1e-6 if name == "max_error" else 1e-6)
         found = linked(reference, candidate, **{**limits, name: tight})
         assert (found.status, reason in found.reason) == ("FAIL", True), found.reason
-    with pytest.raises(BadInput, match=r"min IoU: got 1.5, expected a share in \[0, 1\]"):
-        tolerance.limits(min_iou=1.5)
+    rejects(r"min IoU: got 1.5, expected a share in \[0, 1\]", tolerance.limits, min_iou=1.5)
 
 
 def test_a_record_of_maps_reads_back_and_is_shown(tmp_path: Path) -> None:

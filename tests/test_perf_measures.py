@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ground.errors import BadInput
 from ground.precision import FLOAT16
 from perf.parity.labels import accuracy
 from perf.parity.logits import LogitMeasures, margins, per_image
@@ -17,6 +16,7 @@ from perf.parity.measures import EmbeddingMeasures, FeatureMapMeasures, measures
 from perf.parity.rows import Floats
 from perf.parity.similarity import MOST_DRAWN, drawn_rows, linear_cka, same_neighbour
 from perf.parity.tolerance import CEILINGS, exact, half, limits
+from tests.refusals import rejects
 
 
 def logits(images: int = 12, classes: int = 7, seed: int = 0) -> Floats:
@@ -100,8 +100,7 @@ def test_a_reference_of_zeros_and_a_single_class_are_no_crash() -> None:
     ],
 )
 def test_what_cannot_be_compared_is_refused(reference: Floats, candidate: Floats, words: str) -> None:
-    with pytest.raises(BadInput, match=words):
-        measures(reference, candidate)
+    rejects(words, measures, reference, candidate)
 
 
 def test_accuracy_counts_spoilt_images_as_wrong() -> None:
@@ -115,8 +114,7 @@ def test_accuracy_counts_spoilt_images_as_wrong() -> None:
     ("labels", "words"), [(np.zeros(3, dtype=np.int64), "one label per image"), (np.full(4, 4), "expected 0 to 3")]
 )
 def test_labels_that_do_not_fit_are_refused(labels: NDArray[np.int64], words: str) -> None:
-    with pytest.raises(BadInput, match=words):
-        accuracy("m", np.eye(4), labels)
+    rejects(words, accuracy, "m", np.eye(4), labels)
 
 
 def noise(error: float, max_abs: float = 0.1) -> LogitMeasures:
@@ -149,12 +147,9 @@ def test_the_half_bound_is_calibrated_floored_and_capped() -> None:
 def test_limits_are_the_users_and_checked() -> None:
     assert not limits().bounds
     assert limits(min_agreement=0.99, noise=noise(0.002)).margin_noise == pytest.approx(0.04)
-    with pytest.raises(BadInput, match="got 1\\.5, expected"):
-        limits(min_agreement=1.5)
-    with pytest.raises(BadInput, match="got -1"):
-        limits(max_error=-1)
-    with pytest.raises(BadInput, match="expected 1 or more"):
-        half(noise(0.1), factor=0.5)
+    rejects("got 1\\.5, expected", limits, min_agreement=1.5)
+    rejects("got -1", limits, max_error=-1)
+    rejects("expected 1 or more", half, noise(0.1), factor=0.5)
 
 
 RNG = np.random.default_rng(0)

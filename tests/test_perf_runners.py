@@ -14,7 +14,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from ground.errors import BadInput, Missing
+from ground.errors import Missing
 from ground.feeds import Feeds
 from perf.runners import onnx as onnx_runner
 from perf.runners import onnx_session
@@ -23,6 +23,7 @@ from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from perf.runners.onnx_session import require_granted, require_provider
 from perf.runners.protocol import HostBound
+from tests.refusals import rejects
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
@@ -162,18 +163,13 @@ def test_words_of_nodes_left_to_the_cpu_are_those_of_onnx_runtime() -> None:
 
 
 def test_onnx_runner_refuses_what_it_cannot_run(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no such ONNX file"):
-        OnnxRunner(tmp_path / "none.onnx").__enter__()
+    rejects("no such ONNX file", OnnxRunner(tmp_path / "none.onnx").__enter__)
     (tmp_path / "broken.onnx").write_bytes(b"not onnx")
-    with pytest.raises(BadInput, match="not an ONNX file"):
-        OnnxRunner(tmp_path / "broken.onnx").__enter__()
+    rejects("not an ONNX file", OnnxRunner(tmp_path / "broken.onnx").__enter__)
     half = onnx_file(tmp_path / "half.onnx", input_type=TensorProto.FLOAT16)
-    with pytest.raises(BadInput, match=r"expected inputs .* of float32, int64.* found images: tensor\(float16\)"):
-        OnnxRunner(half).__enter__()
-    with pytest.raises(BadInput, match="threads"):
-        OnnxRunner(tmp_path / "m.onnx", threads=0)
-    with pytest.raises(BadInput, match="need a GPU"):
-        OnnxRunner(tmp_path / "m.onnx", cuda_graph=True)
+    rejects(r"expected inputs .* of float32, int64.* found images: tensor\(float16\)", OnnxRunner(half).__enter__)
+    rejects("threads", OnnxRunner, tmp_path / "m.onnx", threads=0)
+    rejects("need a GPU", OnnxRunner, tmp_path / "m.onnx", cuda_graph=True)
 
 
 @pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-5), ("bf16", 0.1), ("fp16", 0.02)])
@@ -202,8 +198,7 @@ def test_module_runner_never_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Missing, match="a GPU was asked for"):
         ModuleRunner(module(), device="cuda").__enter__()
-    with pytest.raises(BadInput, match="need device cuda"):
-        ModuleRunner(module(), mode="cuda_graph")
+    rejects("need device cuda", ModuleRunner, module(), mode="cuda_graph")
 
 
 def test_host_bound_reads_the_clock_around_each_call_and_asks_for_lost_time_outside() -> None:
@@ -332,5 +327,4 @@ def test_on_a_gpu_addresses_are_bound_once_and_the_first_runs_are_not_timed(monk
         ("out", "logits", "cuda", 0, np.float32, (3, 5), 200),
     ]
     runner._session = FakeSession("classes")
-    with pytest.raises(BadInput, match=r"logits must be .* fixed sizes behind the batch"):
-        runner.bind(feeds)
+    rejects(r"logits must be .* fixed sizes behind the batch", runner.bind, feeds)

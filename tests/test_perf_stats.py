@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from scipy import special, stats
 from scipy.spatial import distance
 
-from ground.errors import BadInput
 from perf.parity.labels import mcnemar
 from perf.parity.measures import measures
 from perf.record.runs import BenchTrial, Block, GpuState, Row
@@ -38,6 +37,7 @@ from perf.stats.stats import (
     trend_score,
     upper_rank,
 )
+from tests.refusals import rejects
 
 times = st.lists(st.floats(0.1, 1e3), min_size=1, max_size=200)
 
@@ -78,8 +78,7 @@ def test_the_same_samples_always_give_the_same_interval() -> None:
 
 
 def test_interval_refuses_a_value_outside() -> None:
-    with pytest.raises(BadInput, match="low <= value <= high"):
-        Interval(value=1.0, low=1.1, high=1.2)
+    rejects("low <= value <= high", Interval, value=1.0, low=1.1, high=1.2)
 
 
 def test_one_value_has_no_trend_and_does_not_vary() -> None:

@@ -35,6 +35,7 @@ from perf.parity.parity import ImageSet, Link, Parity, link, parity_from_value
 from perf.runners.cuda import Staging
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
+from tests.refusals import rejects
 
 Array = NDArray[np.floating]
 WORDS, LENGTH, WIDTH, TEXTS = 40, 7, 16, 24
@@ -166,10 +167,8 @@ def test_every_mismatch_is_named_at_once() -> None:
     )
     with pytest.raises(BadInput, match="got 24 of ids, 3 of mask; expected as many of each"):
         checked_feeds({**FEEDS, "mask": FEEDS["mask"][:3]}, (IDS, MASK), where="encoder")
-    with pytest.raises(BadInput, match=r"got no ids, \[0, 7\]"):
-        checked_feeds(rows_of(FEEDS, slice(0)), (IDS, MASK), where="encoder")
-    with pytest.raises(BadInput, match=r"takes ids \[2, 7\], got \[24, 7\]"):
-        checked_feeds(FEEDS, (IDS, MASK), where="encoder", batch=2)
+    rejects(r"got no ids, \[0, 7\]", checked_feeds, rows_of(FEEDS, slice(0)), (IDS, MASK), where="encoder")
+    rejects(r"takes ids \[2, 7\], got \[24, 7\]", checked_feeds, FEEDS, (IDS, MASK), where="encoder", batch=2)
     free = Port(name="ids", shape=(-1,), dtype="int64")
     assert list(checked_feeds(FEEDS, (MASK, free), where="encoder")) == ["mask", "ids"]
 
@@ -179,17 +178,14 @@ def test_feeds_are_made_of_an_array_only_where_there_is_one_input() -> None:
     assert list(feeds_from_array(array, (IDS,))) == ["ids"]
     assert list(feeds_of_ports({"tokens": array}, (IDS,))) == ["ids"]
     assert list(feeds_of_ports(FEEDS, (MASK, IDS))) == ["ids", "mask"]
-    with pytest.raises(BadInput, match="one array for 2 inputs; expected one for each of ids, mask"):
-        feeds_from_array(array, (IDS, MASK))
-    with pytest.raises(BadInput, match="expected one array, got 2: ids, mask"):
-        single_array(FEEDS)
+    rejects("one array for 2 inputs; expected one for each of ids, mask", feeds_from_array, array, (IDS, MASK))
+    rejects("expected one array, got 2: ids, mask", single_array, FEEDS)
 
 
 def test_a_batch_larger_than_the_feeds_begins_again() -> None:
     batch = batch_of(FEEDS, TEXTS + 2)
     np.testing.assert_array_equal(batch["mask"][TEXTS:], FEEDS["mask"][:2])
-    with pytest.raises(BadInput, match="at least 1"):
-        batch_of(FEEDS, 0)
+    rejects("at least 1", batch_of, FEEDS, 0)
 
 
 def test_noise_is_normal_for_floats_and_one_for_whole_numbers() -> None:
@@ -198,8 +194,7 @@ def test_noise_is_normal_for_floats_and_one_for_whole_numbers() -> None:
     assert (noise["images"].dtype.name, noise["images"].shape) == ("float32", (5, 3, 4, 4))
     assert 0.8 < noise["images"].std() < 1.2
     assert (noise["mask"] == 1).all()
-    with pytest.raises(BadInput, match=r"images \[B, \?, 4, 4\]: a free size"):
-        random_feeds((Port(name="images", shape=(-1, 4, 4)),), 5, seed=0)
+    rejects(r"images \[B, \?, 4, 4\]: a free size", random_feeds, (Port(name="images", shape=(-1, 4, 4)),), 5, seed=0)
 
 
 def exact_link(reference: Array, candidate: Array) -> Link:
@@ -286,8 +281,7 @@ def test_a_feature_map_agrees_where_its_tokens_neighbours_stay(shape: tuple[int,
 )
 def test_a_shape_that_is_not_the_roles_is_refused(role: Role, shape: tuple[int, ...], words: str) -> None:
     rows = np.ones(shape)
-    with pytest.raises(BadInput, match=words):
-        measures(rows, rows, role=role)
+    rejects(words, measures, rows, rows, role=role)
 
 
 def of_two_outputs(faulty: bool) -> Parity:

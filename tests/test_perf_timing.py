@@ -16,6 +16,7 @@ from perf.timing.laps import Clock, Laps, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import has_vnni, lost_time
 from tests.doubles import FakeClock
+from tests.refusals import rejects
 
 PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)
 
@@ -324,8 +325,7 @@ def test_an_impossible_plan_is_refused(wrong: dict[str, float]) -> None:
 
 
 def test_a_block_without_positive_times_is_refused() -> None:
-    with pytest.raises(BadInput, match="positive times"):
-        Block(round=0, subject="a", at_s=0.0, calls=1, wall_ms=0.0, compute_ms=(0.0,))
+    rejects("positive times", Block, round=0, subject="a", at_s=0.0, calls=1, wall_ms=0.0, compute_ms=(0.0,))
 
 
 @pytest.mark.parametrize(

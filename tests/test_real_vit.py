@@ -28,6 +28,7 @@ from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
 from ground.errors import BadInput
 from tests import tiny
+from tests.refusals import rejects
 
 KWARGS = {"img_size": 32, "patch_size": 8, "num_classes": 0}
 
@@ -211,8 +212,7 @@ def test_the_least_uniform_sparsity_that_meets_a_share_is_taken() -> None:
     joint = float(row[3])
     assert row == ["--preset", "none", "--mlp", f"{joint:g}", "--attn", f"{joint:g}"]
     assert sparsities.left(joint, joint) <= 0.7 < sparsities.left(joint - 0.01, joint - 0.01)
-    with pytest.raises(BadInput, match=r"no uniform mlp sparsity leaves 0.05 of the MACs"):
-        sparsities.of("mlp", 0.05)
+    rejects(r"no uniform mlp sparsity leaves 0.05 of the MACs", sparsities.of, "mlp", 0.05)
     assert words(Method(name="m", reduce="--preset best --macs {share}"), 0.7, settings)[-1] == "0.7"
 
 
@@ -224,8 +224,7 @@ def test_the_fewest_merged_tokens_that_meet_a_share_are_taken() -> None:
         count = int(text.removeprefix(start))
         assert text.startswith(start)
         assert settings.schedules.left(text) <= 0.9 < settings.schedules.left(f"{start}{count - 1}")
-    with pytest.raises(BadInput, match=r"merging 255 tokens leaves more than 0.1 of the MACs"):
-        settings.schedules.of("each", 0.1)
+    rejects(r"merging 255 tokens leaves more than 0.1 of the MACs", settings.schedules.of, "each", 0.1)
 
 
 @pytest.mark.slow("models")
