@@ -23,7 +23,7 @@ from corp_deploy.commands.help import Command
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.files import replacing
 from tests import tiny
-from tests.command import invoked, refused, run
+from tests.command import invoked, refused, refuses, run
 from tests.pages import ROOT
 
 COMMANDS = sorted(main.commands)
@@ -239,8 +239,7 @@ def test_a_bug_of_ours_is_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch
         raise KeyError("oops")
 
     monkeypatch.setattr("corp_deploy.families.inspection.inspection_of_model", broken)
-    result = invoked("inspect", "--model", home / "dense", code=70)
-    assert "bug in corp-deploy" in result.stderr
+    refuses("bug in corp-deploy", "inspect", "--model", home / "dense", code=70)
 
 
 def test_an_interruption_exits_with_130_and_leaves_no_file(

@@ -12,7 +12,7 @@ from corp_deploy.release.serving import is_faster, package_of_directory, quantis
 from corp_deploy.store.onnx_file import facts_of_onnx
 from perf.record.runs import Bench, Block, Row, load_bench, save_bench
 from tests import tiny
-from tests.command import invoked, run
+from tests.command import refuses, run
 from tests.recipes import recipe
 
 RECIPE = recipe(
@@ -101,6 +101,5 @@ def test_int8_needs_what_it_rests_on(home: Path) -> None:
          "ONNX Runtime's CPU kernels have no arithmetic in float8_e4m3fn"),
     ):  # fmt: skip
         wrong.write_text(text, encoding="utf-8")
-        done = invoked("release", wrong, "-o", home / "other", code=2)
-        assert message in done.output, done.output
+        refuses(message, "release", wrong, "-o", home / "other")
         assert not (home / "other").exists()

@@ -447,8 +447,7 @@ def test_a_confidence_of_nothing_is_refused(home: Path, tmp_path: Path) -> None:
     words = ["verify", home / "dense", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "parity.json"]
     alone = invoked(*words, "--max-error", 1, "--confidence", 0.9, code=2)
     assert "--confidence is of the interval of a share of inputs: give --min-agreement" in alone.stderr
-    percent = invoked(*words, "--min-agreement", 0.5, "--confidence", 95, code=2)
-    assert "'95': expected a share in [0, 0.999]" in percent.stderr
+    refuses("'95': expected a share in [0, 0.999]", *words, "--min-agreement", 0.5, "--confidence", 95)
     invoked(*words, "--min-agreement", 0.5)
     unruled = invoked("gate", tmp_path / "parity.json", "--confidence", 0.9, code=2)
     assert "--confidence is of the intervals that rules are judged by" in unruled.stderr
