@@ -7,7 +7,7 @@ Legend: B images, T tokens, D width, K patch inputs.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,14 +210,6 @@ def dense_vit(seed: int = 0) -> TinyViT:
     with torch.no_grad():
         model.head.weight.mul_(4)
     return model
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
