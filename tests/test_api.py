@@ -77,8 +77,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_says_what_it_takes_gives_and_raises(name: str) -> None:
     function = getattr(corp_deploy, name)
-    hints = get_type_hints(function)
-    assert hints.keys() >= inspect.signature(function).parameters.keys() | {"return"}
+    assert get_type_hints(function).keys() >= inspect.signature(function).parameters.keys() | {"return"}
     words = inspect.getdoc(function) or ""
     assert "Raises BadInput" in words
     for parameter in inspect.signature(function).parameters:
@@ -353,8 +352,7 @@ def test_a_module_of_no_library_goes_on_in_memory(tmp_path: Path) -> None:
     torch.testing.assert_close(again(images), reduced.model(images), rtol=0, atol=0)
     expected = net.eval()(images)
     assert 0 < (again(images) - expected).norm() / expected.norm() < 0.3
-    proof = corp_deploy.verify(net, reduced, images, batches=(4,), max_error=0.3)
-    assert proof.verdict == "PASS"
+    assert corp_deploy.verify(net, reduced, images, batches=(4,), max_error=0.3).verdict == "PASS"
     rejects(r"Net: the model was a module in memory.*Source\(DIR, module=MODULE", corp_deploy.load, reduced.path)
     with pytest.raises(corp_deploy.BadInput, match=r"a torch.nn.modules.linear.Linear, and the directory's model was"):
         corp_deploy.load(corp_deploy.Source(reduced.path, module=torch.nn.Linear(2, 2)))

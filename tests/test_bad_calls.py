@@ -630,8 +630,7 @@ def test_an_engine_record_is_typed_wherever_it_is_read(tmp_path: Path, path: str
             place.write_text(edited_record)
         refused(run("package", tmp_path, "-o", tmp_path / "new"), "model.plan.json: ")
         refused(run("bench", plan, plan, "-o", tmp_path / "b.json"), "model.plan.json: ")
-        linted = invoked("package", "lint", tmp_path / "repo", code=1)
-        assert "model.plan.json" in linted.stdout
+        assert "model.plan.json" in invoked("package", "lint", tmp_path / "repo", code=1).stdout
     assert not (tmp_path / "new").exists()
 
 

@@ -61,8 +61,7 @@ def test_curves_of_before_keep_values_and_look_at_half_of_the_widths(tmp_path: P
     own = {curve.site: curve for curve in curves.planner.curves}
     assert [curve.site for curve in curves.before] == [name for name in own if not name.endswith(".v")]
     for curve in curves.before:
-        assert set(curve.widths) == set(own[curve.site].widths) - {0}
-        assert curve.errors[-1] == 0.0
+        assert (set(curve.widths), curve.errors[-1]) == (set(own[curve.site].widths) - {0}, 0.0)
         assert all(one >= other for one, other in pairwise(curve.errors))
 
 

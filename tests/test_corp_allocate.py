@@ -63,8 +63,7 @@ def test_all_fits_and_ties_take_the_cheaper() -> None:
         SiteOptions(site="a", widths=(8, 16, 24), costs=(1.0, 2.0, 3.0), errors=(5.0, 1.0, 1.0)),
         SiteOptions(site="b", widths=(8, 16), costs=(1.0, 2.0), errors=(2.0, 0.0)),
     ]
-    got = allocate(sites, 100.0)
-    assert dict(got.widths) == {"a": 16, "b": 16}
+    assert dict(allocate(sites, 100.0).widths) == {"a": 16, "b": 16}
     assert allocate(sites, 2.0).widths == {"a": 8, "b": 8}
 
 

@@ -187,8 +187,7 @@ def test_a_number_out_of_its_bounds_is_refused_alike(name: str, option: Option) 
     with pytest.raises(BadInput) as refused:
         RECORDS[name](**given)
     typed = CliRunner().invoke(main, [name, spelled(option.typed), str(beyond)])
-    words = " ".join(typed.stderr.split())
-    assert (typed.exit_code, f"expected {option.of}" in words) == (2, True)
+    assert (typed.exit_code, f"expected {option.of}" in " ".join(typed.stderr.split())) == (2, True)
     assert str(refused.value) == f"{spelled(option.typed)}: '{beyond}': expected {option.of}"
 
 

@@ -122,8 +122,7 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
     for suffix in (".html", ".md", ".csv", ".xml"):
         assert run("report", tmp_path, "-o", tmp_path / f"report{suffix}").exit_code == 0
     assert "blocks.1.attn" in (tmp_path / "report.html").read_text()
-    loaded = corp_deploy.load(reduced)
-    assert loaded(torch.from_numpy(tiny.images(2))).shape == (2, 7)
+    assert corp_deploy.load(reduced)(torch.from_numpy(tiny.images(2))).shape == (2, 7)
 
 
 @pytest.mark.slow("graph", "measurement")
@@ -249,8 +248,7 @@ def test_an_interruption_exits_with_130_and_leaves_no_file(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("corp_deploy.reduction.moments_files.save", interrupted)
-    result = calibrate(home, tmp_path / "m.safetensors")
-    assert result.exit_code == 130
+    assert calibrate(home, tmp_path / "m.safetensors").exit_code == 130
     assert list(tmp_path.iterdir()) == []
 
 

@@ -353,8 +353,7 @@ def test_the_command_takes_both_loops(images: Images, tmp_path: Path) -> None:
         (("--closed-loop",), "in which they run, fitted to", True),
         (("--closed-loop", "asymmetric"), "in which they run, fitted to", True),
     ):
-        result = invoked(*words, *given, "-o", tmp_path / "r")
-        assert said in " ".join(result.stdout.split())
+        assert said in " ".join(invoked(*words, *given, "-o", tmp_path / "r").stdout.split())
         lineage = json.loads((tmp_path / "r" / "config.json").read_text())["lineage"]
         assert (lineage["reduction"]["sites"][0]["loop"] is not None) == fitted
     held_out = invoked(*words, "--closed-loop", "symmetric", "--held-out", "h.safetensors", "-o", "r", code=2)

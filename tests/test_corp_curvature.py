@@ -96,8 +96,7 @@ def test_a_budget_looks_at_images_that_its_moments_leave_out(folder: Path) -> No
     moments = calibrate(dense, images, batch_size=8)
     apart = set_apart(dense, moments, images)
     assert isinstance(apart.inputs, torch.Tensor)
-    assert len(apart.inputs) == 8
-    assert apart.moments.images == 32
+    assert (len(apart.inputs), apart.moments.images) == (8, 32)
     again = set_apart(dense, apart.moments, images)
     assert torch.equal(again.inputs, apart.inputs)  # type: ignore[arg-type]
     assert again.moments is apart.moments, "they are left out already"

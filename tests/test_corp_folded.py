@@ -216,8 +216,7 @@ def test_the_command_asks_for_images_and_reports_on_both_sets(
     words += ["--held-out", tmp_path / "h.safetensors", "--mlp", 0.5, "--preset", "grail-fold", "--align", "mlp=8"]
     refuses("presets that merge channels (grail-fold, fold)", *words)
     assert not (tmp_path / "r").exists()
-    shown = invoked(*words, "--images", tmp_path / "images.npy")
-    assert "held out" in shown.stdout
+    assert "held out" in invoked(*words, "--images", tmp_path / "images.npy").stdout
 
 
 def test_a_recipe_gives_its_calibration_images_to_merge_by(tmp_path: Path) -> None:

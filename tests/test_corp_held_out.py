@@ -202,8 +202,7 @@ def test_the_commands_hold_out_and_judge(home: Path, tmp_path: Path) -> None:
     assert held_out.images == 6
     words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "--attn", 0.5]
     judge = ["--held-out", home / "m.held-out.safetensors", "--align", "mlp=8,head=8"]
-    shown = invoked("reduce", *words, *judge, "-o", tmp_path / "r")
-    assert "held out" in shown.stdout
+    assert "held out" in invoked("reduce", *words, *judge, "-o", tmp_path / "r").stdout
     config = json.loads((tmp_path / "r" / "config.json").read_text())
     sites: list[dict[str, Any]] = config["lineage"]["reduction"]["sites"]
     assert all(site["held_out"]["error"] > 0.0 for site in sites)

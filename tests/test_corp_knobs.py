@@ -138,13 +138,11 @@ def test_queries_and_keys_by_themselves_are_those_of_the_preset_that_has_them(qk
 def test_a_preset_without_attention_takes_it_by_its_knob() -> None:
     model = reduced("grail-qk", "--preset", "grail", "--qk", "lowrank", "--attn", 0.5, "--mlp", 0.5)
     assert len(model.state_dict()["blocks.0.mlp.fc1.weight"]) == 96
-    recorded = json.loads((home() / "grail-qk" / "config.json").read_text())
-    assert "lowrank" in json.dumps(recorded["lineage"])
+    assert "lowrank" in json.dumps(json.loads((home() / "grail-qk" / "config.json").read_text())["lineage"])
 
 
 def test_what_nothing_honours_is_refused() -> None:
-    lost = refused("--preset", "grail", "--attn", 0.5)
-    assert "--attn 0.5 is not honoured by preset grail" in lost
+    assert "--attn 0.5 is not honoured by preset grail" in refused("--preset", "grail", "--attn", 0.5)
     assert "--attn 0.5 is not honoured by preset best with --qk keep" in refused("--qk", "keep", "--attn", 0.5)
     assert "--qk select is not honoured by a reduction that leaves attention alone" in refused(
         "--mlp", 0.5, "--qk", "select"

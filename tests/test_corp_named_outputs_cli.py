@@ -129,8 +129,7 @@ RECIPE = recipe(
 def test_a_recipe_names_outputs_too(home: Path) -> None:
     (home / "recipe.toml").write_text(RECIPE)
     invoked("release", home / "recipe.toml", "-o", home / "release")
-    manifest = json.loads((home / "release" / "manifest.json").read_text())
-    assert manifest["outputs"] == ["class", "patches"]
+    assert json.loads((home / "release" / "manifest.json").read_text())["outputs"] == ["class", "patches"]
     graph = onnx.load(str(home / "release" / "reduced" / "model.onnx"))
     assert [value.name for value in graph.graph.output] == ["class", "patches"]
     invoked("check", home / "release")
@@ -361,8 +360,7 @@ def test_heads_that_do_not_fit_are_refused(base: Path, more: tuple[Any, ...], me
     if "flat.onnx" in more:
         write_head(Mean(), base / "flat.onnx", role="embedding")
     words = [base / word if str(word).endswith(".onnx") else word for word in more]
-    refused = verify(base, *words, code=2)
-    assert message in refused.stderr
+    assert message in verify(base, *words, code=2).stderr
 
 
 class Mean(nn.Module):

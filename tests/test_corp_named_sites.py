@@ -342,8 +342,7 @@ def test_a_file_goes_through_every_command_where_it_is_trusted(tmp_path: Path) -
     links = json.loads((tmp_path / "p.json").read_text())["links"]
     assert [link["status"] for link in links] == ["PASS"] * 4
     config = json.loads((reduced / "config.json").read_text())
-    assert config["family"] == "module"
-    assert config["architecture"]["kwargs"]["source"] == SOURCE
+    assert (config["family"], config["architecture"]["kwargs"]["source"]) == ("module", SOURCE)
     assert str(tmp_path) not in (reduced / "config.json").read_text()
 
 
@@ -447,8 +446,7 @@ def test_arguments_are_kept_and_a_failing_function_is_told(tmp_path: Path) -> No
     (tmp_path / "net.py").write_text(SOURCE)
     model = ("--model", f"module:{tmp_path / 'net.py'}:build", "--trust-code", "--model-kwargs")
     assert "layers.2.mix" in invoked("inspect", *model, '{"depth": 3}').output
-    said = invoked("inspect", *model, '{"width": 3}', code=2).stderr
-    assert "net.py: build() fails (TypeError" in said
+    assert "net.py: build() fails (TypeError" in invoked("inspect", *model, '{"width": 3}', code=2).stderr
 
 
 GREY = """

@@ -470,8 +470,7 @@ def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
         axis.command, (axis.command,)
     )
     every = [each for name in commands for each in main.commands[name].params if isinstance(each, click.Option)]
-    known = set(map(typed_name, every))
-    assert set(axis.options) <= known
+    assert set(axis.options) <= set(map(typed_name, every))
     assert axis.picks <= set(axis.options)
 
 

@@ -275,8 +275,7 @@ def test_a_release_measures_by_the_recipe_and_takes_pixels(home: Path) -> None:
     (home / "recipe.toml").write_text(recipe)
     invoked("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
     out = home / "out"
-    samples = np.load(out / "samples" / "images.npy")
-    assert samples.dtype == np.uint8
+    assert np.load(out / "samples" / "images.npy").dtype == np.uint8
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["input"] == {
         "dtype": "uint8", "shape": [3, 32, 32], "normalised": "patch_embed.proj",

@@ -102,8 +102,7 @@ def test_another_tag_of_a_name_has_its_own(home: Path) -> None:
 
 def test_calibrate_shows_and_records_it(home: Path, tmp_path: Path) -> None:
     words = ("calibrate", *named(home), *SET, "--images", home / "photos", "-o", tmp_path / "m.safetensors")
-    record = as_json(run(*words, "--no-attention", "--json"))
-    assert record["preprocessing"] == FOUND
+    assert as_json(run(*words, "--no-attention", "--json"))["preprocessing"] == FOUND
     assert json.loads(load(tmp_path / "m.safetensors").lineage["preprocessing"]) == FOUND
     shown = run(*words, "--no-attention").stdout
     assert "preprocessing: 3x32x32, bilinear, crop 1 (squash), mean 0.485" in shown
@@ -149,8 +148,7 @@ def test_a_reduced_model_carries_it(home: Path, tmp_path: Path) -> None:
 
 
 def test_raw_weights_on_request(home: Path) -> None:
-    record = as_json(run("inspect", *named(home), "--no-ema", "--json"))
-    assert record["weights"]["taken"] == "state_dict"
+    assert as_json(run("inspect", *named(home), "--no-ema", "--json"))["weights"]["taken"] == "state_dict"
     plain = run(
         "inspect", *named(home)[:2], "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS, "--ema"
     )
@@ -282,8 +280,7 @@ def test_a_preset_of_other_channels_is_neither_applied_nor_written(channels: int
     note = json.loads(metadata_of_checkpoint(taken)["corp_deploy.preprocessing"])
     assert note == image_spec(taken.model).as_json()
     directories.save(taken, tmp_path / "dense")
-    recorded = json.loads((tmp_path / "dense" / "config.json").read_text())["input"]["preprocessing"]
-    assert recorded == note
+    assert json.loads((tmp_path / "dense" / "config.json").read_text())["input"]["preprocessing"] == note
     again = load_checkpoint(tmp_path / "dense").model
     assert images_for_model(again, tmp_path / "images.npz").count == 8
     with pytest.raises(BadInput) as refused:

@@ -230,8 +230,7 @@ def test_what_is_wrong_as_it_is_typed_is_not_laid_on_the_kernels(
 
 def test_a_command_that_mends_keeps_how_the_graph_was_made() -> None:
     graph = Path("reduced/model.int8.onnx")
-    command = fix_command(graph, float_type=INT8, rest="fp32", weight_bits=7)
-    assert "--rest fp32 --weight-bits 7" in command
+    assert "--rest fp32 --weight-bits 7" in fix_command(graph, float_type=INT8, rest="fp32", weight_bits=7)
     plain = fix_command(graph, float_type=INT8, rest="fp16")
     assert "--rest" not in plain.replace("--keep-rest", "")
     assert "--weight-bits" not in plain

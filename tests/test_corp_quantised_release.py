@@ -82,8 +82,7 @@ def test_only_what_is_faster_is_served(home: Path, tmp_path: Path, times: float,
     graph = quantised_graph(tmp_path, "onnxruntime-cpu")
     assert graph == tmp_path / "reduced" / "model.int8.onnx"
     path, note = to_serve(tmp_path, "onnxruntime-cpu", graph)
-    assert path.name == served
-    assert (note is None) == (times > 1)
+    assert (path.name, note is None) == (served, times > 1)
     package, notes = package_of_directory(tmp_path, ServingOptions(name="tiny"))
     assert package.cpu_onnx is not None
     assert package.cpu_onnx.name == served

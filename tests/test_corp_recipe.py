@@ -50,8 +50,7 @@ def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Pa
     assert recipe.model.model == "deit_small_patch16_224"
     assert recipe.model.directory is None
     assert [target.name for target in recipe.targets] == ["onnxruntime-cpu"]
-    assert recipe.targets[0].precision == "fp32"
-    assert recipe.bench.batches == (1, 8, 32)
+    assert (recipe.targets[0].precision, recipe.bench.batches) == ("fp32", (1, 8, 32))
     assert recipe.reduce.choice.method.mlp_sparsity == 0.5
 
 
@@ -218,8 +217,7 @@ def test_what_the_calibration_holds_out_can_prove_the_result(tmp_path: Path) -> 
         assert by_name[name].outside["calibration.group_labels"] == here / "groups.npy"
         assert by_name[name].settings["calibration.hold_out"] == 32
         assert "held_out.images" not in by_name[name].outside
-    again = load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))
-    assert again == recipe
+    assert load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml")) == recipe
     apart = load_recipe(written(tmp_path, text + '[held_out]\nimages = "val"\n'))
     assert apart.proof_images == InputOptions(images=here / "val", samples=None, seed=0)
     commands = release_commands.verify(apart, tmp_path), release_commands.reduce(apart, tmp_path)
@@ -262,8 +260,7 @@ def test_a_recipe_builds_on_another_key_by_key(tmp_path: Path) -> None:
     written(tmp_path / "base", LEAST + "[bench]\nblock_ms = 5\n[targets.tensorrt]\nbatch = '1:8:64'", "base.toml")
     own = 'extends = "base/base.toml"\n[bench]\nbatches = [1]\n[calibration]\nimages = "own"\n[targets.tensorrt]\n'
     recipe = load_recipe(written(tmp_path, own + "fail_if = ['fused_attention < dense']"))
-    assert recipe.bench.block_ms == 5
-    assert recipe.bench.batches == (1,)
+    assert (recipe.bench.block_ms, recipe.bench.batches) == (5, (1,))
     assert recipe.calibration.images == tmp_path.resolve() / "own"
     assert recipe.held_out.images == tmp_path.resolve() / "base" / "val", "relative to where it is written"
     assert str(recipe.targets[0].profile) == "1:8:64"
@@ -298,8 +295,7 @@ batch = "1:8:64"
     recipe = load_recipe(written(tmp_path, text + added))
     folder = tmp_path / "deep" / "out"
     folder.mkdir(parents=True)
-    again = load_recipe(written(folder, text_of_recipe(recipe, folder)), trust_paths=True)
-    assert again == recipe
+    assert load_recipe(written(folder, text_of_recipe(recipe, folder)), trust_paths=True) == recipe
     assert str(tmp_path) not in text_of_recipe(recipe, folder), "no absolute path is kept"
 
 
@@ -361,8 +357,7 @@ def test_the_starter_recipe_reads_back_as_what_was_put_into_it(tmp_path: Path) -
     assert (recipe.calibration.images, recipe.held_out.images) == (images.resolve(), held_out.resolve())
     assert recipe.reduce == ReduceTable(macs=0.7)
     assert recipe.export == ExportTable()
-    again = load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))
-    assert again == recipe
+    assert load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml")) == recipe
 
 
 def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_path: Path) -> None:
@@ -425,8 +420,7 @@ def test_the_starter_recipe_of_a_convolutional_network(tmp_path: Path) -> None:
         assert "# conv = 0.5" in words
         assert "align_conv = 32" in words
         assert [word for word in ("# mlp =", "heads =", "align_mlp", "blocks.7") if word in words] == []
-    dense = starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None)
-    assert "conv =" not in dense
+    assert "conv =" not in starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None)
 
 
 def test_reading_and_planning_import_neither_torch_nor_onnx() -> None:

@@ -72,8 +72,7 @@ def test_logit_energy_is_the_mean_over_images() -> None:
 def test_kept_is_sorted_and_ties_go_to_the_lower_index() -> None:
     score = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     kept = select.kept_from_scores(score, 3)
-    assert kept.dtype == torch.int64
-    assert kept.tolist() == [[1, 2, 3], [0, 1, 2]]
+    assert (kept.dtype, kept.tolist()) == (torch.int64, [[1, 2, 3], [0, 1, 2]])
     with pytest.raises(AssertionError):
         select.kept_from_scores(score, 0)
     with pytest.raises(AssertionError):
@@ -177,8 +176,7 @@ def test_swap_ends_where_no_exchange_helps_and_knows_its_loss(seed: int, width: 
     start = torch.randperm(12, generator=torch.Generator().manual_seed(seed))[:width].sort().values
     result = swap(cov, weight, start, ridge_rel=1e-3, gain_rel=1e-6)
     kept = result.kept_K.tolist()
-    assert kept == sorted(set(kept))
-    assert len(kept) == width
+    assert (kept, len(kept)) == (sorted(set(kept)), width)
     assert result.error_before == pytest.approx(ridge_loss(cov, weight, start.tolist(), ridge), rel=1e-7)
     assert result.error == pytest.approx(ridge_loss(cov, weight, kept, ridge), rel=1e-7)
     for out, new in itertools.product(kept, set(range(12)) - set(kept)):

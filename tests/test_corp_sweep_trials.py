@@ -101,8 +101,7 @@ def test_a_row_is_what_reduce_and_bench_say_of_the_same_choice(tmp_path: Path) -
         for speed, row in zip(trial["speeds"], summary.rows, strict=True):
             side = row.sides["reduced"]
             assert side.p50_ms is not None
-            assert speed["batch"] == row.batch
-            assert speed["p50_ms"]["value"] == side.p50_ms.value
+            assert (speed["batch"], speed["p50_ms"]["value"]) == (row.batch, side.p50_ms.value)
             assert (speed["speedup"] or {}).get("value") == (row.speedup and row.speedup.value)
     table = list(csv.DictReader((tmp_path / "s/sweep.csv").read_text().splitlines()))
     assert [float(row["p50_ms@b3"]) for row in table] == [trial["speeds"][1]["p50_ms"]["value"] for trial in trials]

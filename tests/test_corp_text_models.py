@@ -47,8 +47,7 @@ def test_a_directory_of_transformers_is_the_model_with_its_pooling_and_length(tm
     expected, mask = theirs(**tokens).last_hidden_state, tokens["attention_mask"].unsqueeze(-1)
     mean = F.normalize((expected * mask).sum(1) / mask.sum(1))
     torch.testing.assert_close(run_model(loaded.model, tokens), mean, rtol=1e-5, atol=1e-5)
-    assert loaded.architecture.family == "bert"
-    assert loaded.architecture.name == "roberta"
+    assert (loaded.architecture.family, loaded.architecture.name) == ("bert", "roberta")
     assert loaded.notes == (
         "model.safetensors: not used, no part of the encoder: pooler.dense.bias, pooler.dense.weight",
     )
@@ -339,8 +338,7 @@ def test_a_sweep_fits_merged_channels_to_texts(home: Path) -> None:
 
 
 def test_inspect_tells_how_texts_are_prepared(home: Path) -> None:
-    record = json.loads(invoked("inspect", *model(home), "--json").stdout)
-    assert record["preprocessing"]["length"] == 24
+    assert json.loads(invoked("inspect", *model(home), "--json").stdout)["preprocessing"]["length"] == 24
     assert "texts of 24 tokens, cut or padded" in invoked("inspect", *model(home)).output
 
 

@@ -118,8 +118,7 @@ def test_the_command_takes_heads_away(home: Path) -> None:
     expected = reduce(tiny.checkpoint().model, moments(), asked).model
     loaded = load_checkpoint(home / "reduced").model
     assert torch.equal(outputs(loaded, HELD_OUT), outputs(expected, HELD_OUT))
-    shown = reduced_by(home, "shown", *words)
-    assert "heads" in shown.stdout
+    assert "heads" in reduced_by(home, "shown", *words).stdout
     pixels = ("--images", home / "images.npy")
     invoked("calibrate", "--model", home / "reduced", *pixels, "-o", home / "m.safetensors")
     given = ("--model", home / "reduced", "--moments", home / "m.safetensors", *pixels)

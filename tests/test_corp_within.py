@@ -232,8 +232,7 @@ def test_the_interval_is_that_of_the_images(home: Home, planner: BudgetPlanner) 
 
 def test_what_was_fitted_never_judges(home: Home) -> None:
     fitted, judging = Judges().apart(home.images, home.moments)
-    assert fitted.count == FITTED
-    assert judging.inputs.count == JUDGING
+    assert (fitted.count, judging.inputs.count) == (FITTED, JUDGING)
     assert not torch.isin(judging.inputs.ids, home.moments.image_ids).any()
     rejects("the moments are of all 24 images, so none is left to judge on", Judges().apart, home.fitted, home.moments)
     rejects("none of the 40 images was used in the moments", Judges().apart, judging.inputs, home.moments)
@@ -267,8 +266,7 @@ def directory(home: Home, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_reduce_says_what_was_measured_and_on_what(
     home: Home, directory: Path, tmp_path: Path, words: list[str], judges: str
 ) -> None:
-    result = run(home, tmp_path / "reduced", *words)
-    assert judges in " ".join(result.output.split())
+    assert judges in " ".join(run(home, tmp_path / "reduced", *words).output.split())
     record = load_checkpoint(tmp_path / "reduced").lineage["reduction"]["within"]
     assert record["limit"] == words[1]
     assert any(trial["holds"] for trial in record["trials"])
@@ -409,8 +407,7 @@ def point(macs: int, error: float) -> SweepPoint:
 
 def test_a_sweep_is_said_in_a_sentence() -> None:
     points = [point(50, 0.3), point(91, 0.04), point(78, 0.09), point(95, 0.012), point(80, 0.11)]
-    said = sentence_of_sweep(points)
-    assert "0.95 at 2%, 0.91 at 5%, 0.78 at 10%;" in said
+    assert "0.95 at 2%, 0.91 at 5%, 0.78 at 10%;" in sentence_of_sweep(points)
     assert {error: trial.macs for error, trial in smallest_by_error(points).items()} == {0.02: 95, 0.05: 91, 0.1: 78}
     only = sentence_of_sweep([point(50, 0.3), point(60, 0.25)])
     assert only == "no model tried errs 20% or less; the least is 25.0% at 0.60 of the MACs"

@@ -234,8 +234,7 @@ def test_what_the_builder_cannot_do_is_told(home: Path, tmp_path: Path, monkeypa
         raise KeyError("rope")
 
     monkeypatch.setattr(decoder_builder, "_run_builder", broken)
-    told = invoked("export-decoder", home / "qwen2", "-o", out, code=2).stderr
-    assert "KeyError" in told
+    assert "KeyError" in invoked("export-decoder", home / "qwen2", "-o", out, code=2).stderr
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
     invoked("export-decoder", home / "qwen2", "-o", tmp_path / "new" / "out", code=2)
     assert not (tmp_path / "new").exists()

@@ -101,8 +101,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
 @pytest.mark.parametrize(("kind", "fused"), [("dense", 3), ("square", 3), ("padded", 3), ("ragged", 0)])
 def test_equal_and_padded_heads_stay_fused_ragged_ones_do_not(graphs: Graphs, kind: str, fused: int) -> None:
     record = graphs.engine(kind).record
-    assert record.attention_sites == SMALL_SITES
-    assert record.fused_attention_sites == SMALL_SITES[:fused]
+    assert (record.attention_sites, record.fused_attention_sites) == (SMALL_SITES, SMALL_SITES[:fused])
     assert (record.precision, record.half_weight_share, record.half_kernel_share) == ("fp16", 1.0, 1.0)
     assert record.kernels is not None
     assert (record.kernels > graphs.engine("dense").record.kernels) == (kind == "ragged")  # type: ignore[operator]
@@ -149,8 +148,7 @@ def test_static_batch_needs_no_profile_and_refuses_another(graphs: Graphs) -> No
 
 def test_several_profiles_are_all_fused(graphs: Graphs) -> None:
     engine = build(graphs.path("tiny"), profiles=(BatchProfile.from_text("1"), *BATCHES))
-    assert engine.record.profiles == ("1:1:1", "1:8:64")
-    assert engine.record.fused_attention == 2
+    assert (engine.record.profiles, engine.record.fused_attention) == (("1:1:1", "1:8:64"), 2)
     assert engine.fusion is not None
     assert sum(kernel.is_fused_attention for kernel in engine.fusion.kernels) == 4
 
@@ -161,8 +159,7 @@ def test_several_profiles_are_all_fused(graphs: Graphs) -> None:
 )
 def test_every_target_builds(graphs: Graphs, sms: tuple[str, ...]) -> None:
     record = build(graphs.path("tiny"), sms=sms, workspace_bytes=1 << 30).record
-    assert record.targets == (sms or ("portable",))
-    assert record.fused_attention == 2
+    assert (record.targets, record.fused_attention) == (sms or ("portable",), 2)
     assert record.options["workspace_bytes"] == 1 << 30
 
 

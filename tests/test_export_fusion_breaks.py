@@ -92,8 +92,7 @@ def test_the_graph_stays_what_it_was_to_everybody_else(graph: onnx.ModelProto, t
         with OnnxRunner(tmp_path / f"{name}.onnx") as runner:
             assert [port.name for port in runner.outputs] == ["logits"]
             answers[name] = runner({"images": IMAGES})
-            laps = runner.bind({"images": IMAGES}).laps(2, itertools.count().__next__)
-            assert laps.calls == 2
+            assert runner.bind({"images": IMAGES}).laps(2, itertools.count().__next__).calls == 2
     assert list(answers["broken"]) == ["logits"]
     np.testing.assert_array_equal(answers["plain"]["logits"], answers["broken"]["logits"])
 
@@ -217,8 +216,7 @@ def test_breaks_come_before_fp32(
     checkpoint: Checkpoint, engines: WrongKernels, breaks: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
     found = mended_mixed(checkpoint, checkpoint, {"images": IMAGES}, engines, opset=None)
-    assert (found.breaks, found.kept) == (breaks, kept)
-    assert found.engines == engines.built
+    assert (found.breaks, found.kept, found.engines) == (breaks, kept, engines.built)
     assert isinstance(found, RepairResult)
 
 

@@ -94,8 +94,7 @@ def test_each_form_is_near_the_model(precision: str, most: float, rest_precision
     kinds = [stored[node.input[0]].data_type for node in proto.graph.node if node.input[0] in stored]
     assert kinds.count(FORMATS[precision].onnx_type) == len(layers(own.fp32_graph)) == 10
     notes = {entry.key: entry.value for entry in proto.metadata_props}
-    assert notes["export.precision"] == precision
-    assert notes["export.quantised_layers"] == "10"
+    assert (notes["export.precision"], notes["export.quantised_layers"]) == (precision, "10")
     names = [node.name for node in proto.graph.node]
     assert "blocks.0.attn.qkv/QuantizeLinear" in names
     assert len(set(names)) == len(names)
@@ -113,8 +112,7 @@ def stored_weights(proto: onnx.ModelProto) -> dict[str, tuple[NDArray[np.int8], 
 def test_weights_of_seven_bits_end_at_63(rest_precision: str) -> None:
     own = made(Vit(), rest_precision=rest_precision)
     eight, seven = (stored_weights(own.graph("int8", scales="max", weight_bits=bits)) for bits in (8, 7))
-    assert eight.keys() == seven.keys()
-    assert len(seven) == 10
+    assert (eight.keys(), len(seven)) == (seven.keys(), 10)
     rounding = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 2e-2}[rest_precision]
     for name, (values, scales) in seven.items():
         assert values.dtype == np.int8

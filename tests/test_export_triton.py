@@ -55,8 +55,7 @@ def numbers(message: Message, name: str) -> list[object]:
 def test_the_plan_model_says_what_its_record_and_the_measurements_say(tmp_path: Path) -> None:
     write_repository(full(tmp_path), tmp_path / "repo")
     config = config_of(tmp_path / "repo/vit")
-    assert config.text("name") == "vit"
-    assert config.text("platform") == "tensorrt_plan"
+    assert (config.text("name"), config.text("platform")) == ("vit", "tensorrt_plan")
     assert config.number("max_batch_size") == 16
     images, logits = config.messages("input")[0], config.messages("output")[0]
     assert (images.text("name"), images.text("data_type"), numbers(images, "dims")) == ("images", "TYPE_FP32", [*SHAPE])
@@ -152,8 +151,7 @@ def test_versions_stand_side_by_side_and_the_way_back_is_whole(tmp_path: Path) -
 def test_a_version_that_only_some_variants_have(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     write_repository(full(tmp_path, plans=(), onnx=None), repository)
-    written = write_repository(full(tmp_path, version=2), repository)
-    assert written.models == ("vit", "vit_onnx", "vit_cpu")
+    assert write_repository(full(tmp_path, version=2), repository).models == ("vit", "vit_onnx", "vit_cpu")
     changed = serve_version(repository, "vit", 1)
     assert (changed.models, changed.unchanged) == (("vit_cpu",), ("vit", "vit_onnx"))
     assert config_path(repository / "vit_cpu", 2).exists()
@@ -282,8 +280,7 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "another plan is for SM 86" in refused(*twins)
     other = write_plan(tmp_path / "d.plan", graph, target="89", profiles=("1:4:8",))
     assert "profiles differ" in refused(twins[0], other)
-    unknown = write_plan(tmp_path / "e.plan", graph, target="unknown")
-    assert "needs one SM" in refused(twins[0], unknown)
+    assert "needs one SM" in refused(twins[0], write_plan(tmp_path / "e.plan", graph, target="unknown"))
     twins[0].write_bytes(b"another plan")
     assert "its bytes are not those" in refused(twins[0])
     record_path(twins[1]).unlink()

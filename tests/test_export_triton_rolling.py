@@ -260,8 +260,7 @@ def configs(repository: Path) -> list[str]:
 
 def test_a_version_is_staged_then_added_then_alone(packaged: Path) -> None:
     server = feigned(packaged)
-    rolled = roll(packaged, "vit", 2, server)
-    assert rolled.failure is None
+    assert roll(packaged, "vit", 2, server).failure is None
     each = ("load {0}_staged (2,)", "unload {0}_staged (2,)", "load {0} (1, 2)", "load {0} (2,)")
     assert server.heard == [words.format(model) for model in ("vit_onnx", "vit_cpu") for words in each]
     assert server.serving == {"vit_onnx": (2,), "vit_cpu": (2,), "vit_onnx_staged": (), "vit_cpu_staged": ()}

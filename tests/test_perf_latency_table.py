@@ -87,8 +87,7 @@ def test_the_cache_is_of_this_machine_grid_and_runner(tmp_path: Path) -> None:
     assert opened == [64, 64, 128, 256]
     again, cached = cached_table(grid(clock, opened.append), PLAN, tmp_path / "c", described=MACHINE, clock=clock)
     assert cached
-    assert again == first
-    assert opened[4:] == [64]
+    assert (again, opened[4:]) == (first, [64])
     others = [
         (grid(clock), {"cpu": "another cpu"}),
         (grid(clock, threads=2), MACHINE),

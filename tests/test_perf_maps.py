@@ -78,8 +78,7 @@ def test_maps_are_measured_pixel_by_pixel(shape: tuple[int, ...], threshold: flo
     assert errors.relative_error_worst == pytest.approx(max(off), rel=1e-6)
     whole = np.linalg.norm(candidate.astype(float) - reference) / np.linalg.norm(reference.astype(float))
     assert errors.relative_error == pytest.approx(whole, rel=1e-6)
-    assert errors.pixels == shape[0] * 30
-    assert errors.threshold == (threshold if len(shape) == 3 else None)
+    assert (errors.pixels, errors.threshold) == (shape[0] * 30, threshold if len(shape) == 3 else None)
     by_input = figures(reference, {"c": candidate}, role="score map", threshold=threshold)
     np.testing.assert_allclose(by_input["c.iou"].astype(float), each)
     np.testing.assert_allclose(by_input["c.pixel_agreement"].astype(float), agree)
@@ -100,8 +99,7 @@ def test_nothing_on_either_side_overlaps_wholly_and_nan_overlaps_nowhere() -> No
     assert (errors.nonfinite_images, errors.iou_worst, errors.relative_error) == (1, 0.0, np.inf)
     assert errors.pixel_agreement < 2 / 3
     assert measured(reference, reference).iou == 1.0
-    constant = measured(reference, np.broadcast_to(reference[:1], reference.shape))
-    assert constant.spread_ratio < 1e-12
+    assert measured(reference, np.broadcast_to(reference[:1], reference.shape)).spread_ratio < 1e-12
 
 
 @pytest.mark.parametrize(("one", "other"), [((4, 5), (4, 5)), ((4, 5, 6), (4, 5, 7)), ((2, 3, 4, 5, 6),) * 2])

@@ -70,10 +70,8 @@ def test_one_bad_logit_spoils_its_image_and_the_total_only(bad: float) -> None:
     cand = logits()
     cand[3, 2] = bad
     found, each = measures(logits(), cand), per_image(logits(), cand)
-    assert (found.nonfinite_images, found.flips) == (1, 1)
-    assert found.relative_error == math.inf
-    assert found.kl_max == math.inf
-    assert found.cosine_min == 0
+    assert (found.nonfinite_images, found.flips, found.relative_error) == (1, 1, math.inf)
+    assert (found.kl_max, found.cosine_min) == (math.inf, 0)
     assert each.finite_N.tolist() == [place != 3 for place in range(12)]
     assert np.isfinite(each.relative_error_N).sum() == 11
 
@@ -136,8 +134,7 @@ def test_the_half_bound_is_calibrated_floored_and_capped() -> None:
     assert half(noise(0.002), factor=4).margin_noise == pytest.approx(2 * 4 * 0.02)
     assert half(noise(0.00001)).max_relative_error == 2**-11
     broken = half(noise(0.5))
-    assert broken.max_relative_error == CEILINGS[FLOAT16]
-    assert broken.margin_noise == 0
+    assert (broken.max_relative_error, broken.margin_noise) == (CEILINGS[FLOAT16], 0)
     assert "no yardstick" in broken.rule
     ref = np.eye(2)
     assert half(measures(ref, np.full((2, 2), np.nan))).max_relative_error == CEILINGS[FLOAT16]
@@ -234,8 +231,7 @@ def test_tokens_are_told_one_by_one(maps: bool) -> None:
     ]
     assert found.token_cosine_mean == pytest.approx(np.mean(cosines))
     assert found.token_cosine_q01 == pytest.approx(np.quantile(cosines, 0.01))
-    assert found.tokens_compared == 30
-    assert found.nonfinite_images == 1
+    assert (found.tokens_compared, found.nonfinite_images) == (30, 1)
     whole = measures(form(reference[:3]), form(candidate[:3]), role="feature map")
     assert isinstance(whole, FeatureMapMeasures)
     agrees = same_neighbour(rows[0][:18], rows[1][:18], np.ones(18, dtype=np.bool_))

@@ -81,8 +81,7 @@ def test_a_graph_is_computed_in_fp32_whatever_the_cpu_likes(tmp_path: Path) -> N
         assert away(runner(FEEDS)["logits"]) < 1e-6
         told = runner.describe()
         ticks = count(0, 1_000_000)
-        bound = runner.bind(FEEDS)
-        assert bound.laps(3, lambda: next(ticks)).compute_ms == (1.0, 1.0, 1.0)
+        assert runner.bind(FEEDS).laps(3, lambda: next(ticks)).compute_ms == (1.0, 1.0, 1.0)
     assert (told["backend"], told["precision"], told["computed_in"]) == ("openvino", "fp32", "fp32")
     assert (told["threads"], told["openvino_streams"], told["execution_mode"]) == (1, 1, "ACCURACY")
     assert (told["pinning"], told["device"], told["clock"]) == (False, "cpu", "host")

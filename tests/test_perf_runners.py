@@ -64,9 +64,7 @@ def test_onnx_runner_computes_the_graph_and_says_where(tmp_path: Path) -> None:
         ticks = count(0, 1_000_000)
         laps = runner.bind(FEEDS).laps(3, lambda: next(ticks))
     assert (told["device"], told["provider"], told["precision"]) == ("cpu", "CPUExecutionProvider", "fp32")
-    assert told["threads"] == 1
-    assert laps.compute_ms == (1.0, 1.0, 1.0)
-    assert laps.wall_ms == 5.0
+    assert (told["threads"], laps.compute_ms, laps.wall_ms) == (1, (1.0, 1.0, 1.0), 5.0)
 
 
 def test_half_weights_on_the_cpu_are_said_to_be_computed_in_fp32(tmp_path: Path) -> None:
@@ -217,8 +215,7 @@ def test_host_bound_reads_the_clock_around_each_call_and_asks_for_lost_time_outs
         return 500_000
 
     laps = HostBound(passing(1), lambda: nullcontext(lost_ns)).laps(3, passing(1))
-    assert laps.compute_ms == (2.0, 2.0, 2.0)
-    assert laps.lost_ms == (0.5, 0.5, 0.5)
+    assert (laps.compute_ms, laps.lost_ms) == ((2.0, 2.0, 2.0), (0.5, 0.5, 0.5))
     assert laps.wall_ms == 3 * 3 - 1 + 2 * 10
     assert laps.end_to_end_ms is None
 
@@ -255,8 +252,7 @@ def test_device_times_are_spans_between_events_and_leave_the_flush_out(flushed: 
         mark=tape.mark, wait=tape.wait, flush=(lambda: tape.stage(100.0)) if flushed else None,
     )  # fmt: skip
     laps = bound.laps(3, lambda: next(host))
-    assert laps.compute_ms == (5.0, 5.0, 5.0)
-    assert laps.end_to_end_ms == (7.5, 7.5, 7.5)
+    assert (laps.compute_ms, laps.end_to_end_ms) == ((5.0, 5.0, 5.0), (7.5, 7.5, 7.5))
     assert (laps.enqueue_ms, laps.wall_ms) == (1.0, 2.0)
     assert tape.waited == 1  # the calls of a block are waited for together
 

@@ -121,8 +121,7 @@ def test_a_module_is_called_in_port_order_whatever_the_order_of_the_feeds(refere
     with encoder() as runner:
         answers = runner({"mask": FEEDS["mask"], "ids": FEEDS["ids"]})
         np.testing.assert_array_equal(answers["embedding"], reference)
-        bound = runner.bind(FEEDS)
-        assert bound.laps(2, lambda: next(ticks)).compute_ms == (1.0, 1.0)
+        assert runner.bind(FEEDS).laps(2, lambda: next(ticks)).compute_ms == (1.0, 1.0)
 
 
 def test_a_module_of_several_outputs_gives_them_by_name_and_no_other_number(reference: Array) -> None:
@@ -148,11 +147,9 @@ def test_whole_numbers_are_not_cast_with_the_module() -> None:
 
 def test_a_graph_tells_its_ports_and_runs_like_the_module(tmp_path: Path, reference: Array) -> None:
     with OnnxRunner(encoder_graph(tmp_path / "m.onnx")) as runner:
-        assert runner.inputs == (IDS, MASK)
-        assert runner.outputs == (EMBEDDING,)
+        assert (runner.inputs, runner.outputs) == ((IDS, MASK), (EMBEDDING,))
         np.testing.assert_allclose(single_array(runner(FEEDS)), reference, rtol=1e-4, atol=1e-6)
-        bound = runner.bind(rows_of(FEEDS, slice(3)))
-        assert bound.laps(1, lambda: 0).calls == 1
+        assert runner.bind(rows_of(FEEDS, slice(3))).laps(1, lambda: 0).calls == 1
     with pytest.raises(BadInput, match=r"m.onnx: its note export.outputs can't be read"):
         OnnxRunner(encoder_graph(tmp_path / "m.onnx", role="vibes")).__enter__()
 
@@ -240,9 +237,7 @@ def test_token_logits_agree_token_by_token() -> None:
     candidate[1, 2] = -candidate[1, 2]
     found = measures(reference, candidate, role="token logits")
     flipped = int(reference[1, 2].argmax() != candidate[1, 2].argmax())
-    assert flipped == 1
-    assert found.agreement == 19 / 20
-    assert found.disagreement_line == "1 of 20 tokens flipped"
+    assert (flipped, found.agreement, found.disagreement_line) == (1, 19 / 20, "1 of 20 tokens flipped")
     assert found.relative_error == pytest.approx(2 * np.linalg.norm(reference[1, 2]) / np.linalg.norm(reference))
     assert found.cosine_min == pytest.approx(-1.0)
     candidate[0, 0, 0] = np.inf
@@ -315,8 +310,7 @@ def test_a_record_tells_role_and_output_only_where_they_are_more_than_logits() -
     assert "top1_agreement" in logits["batches"][0]
     assert vectors["batches"][0]["agreement"] == 1.0
     assert "top1_agreement" not in vectors["measures"]
-    read = parity_from_value(raw, where="parity.json")
-    assert read.to_json() == raw
+    assert parity_from_value(raw, where="parity.json").to_json() == raw
     raw["links"][1]["role"] = "smell"
     with pytest.raises(BadInput, match=r"links\[1\].role: got 'smell', expected embedding or feature map or logits"):
         parity_from_value(raw, where="parity.json")

@@ -85,8 +85,7 @@ def test_warm_up_that_never_turns_flat_says_so_at_its_limit() -> None:
     clock = FakeClock()
     endless = (100.0 * 0.99**index for index in count())
     plan = Plan(warm_up_limit_s=3.0)
-    warmed = warm_up(Replay(clock, endless), plan, clock)
-    assert not warmed.flat
+    assert not warm_up(Replay(clock, endless), plan, clock).flat
     assert clock.now_ns / 1e9 == pytest.approx(3.0, abs=0.2)
 
 
@@ -121,8 +120,7 @@ def test_a_steady_machine_stops_as_soon_as_it_may() -> None:
     clock = FakeClock()
     bounds = {"dense": steady(clock, 6.0), "reduced": steady(clock, 4.0)}
     blocks, stop = measure_pair(bounds, PLAN, calls=5, clock=clock)
-    assert stop == "narrow"
-    assert len(blocks) == 4 * PLAN.min_rounds
+    assert (stop, len(blocks)) == ("narrow", 4 * PLAN.min_rounds)
     ratio = speedup(blocks, "dense", "reduced")
     assert ratio is not None
     assert (ratio.value, ratio.low, ratio.high) == (1.5, 1.5, 1.5)

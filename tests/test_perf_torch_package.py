@@ -64,8 +64,7 @@ def test_a_package_is_run_and_told(package: Path, monkeypatch: pytest.MonkeyPatc
     with PackageRunner(package, (image_port((3, 4, 4)),), threads=1) as runner:
         answers = runner({"images": IMAGES})["output_0"]
         told = runner.describe()
-        bound = runner.bind({"images": IMAGES})
-        assert bound.laps(2, lambda: 0).calls == 2
+        assert runner.bind({"images": IMAGES}).laps(2, lambda: 0).calls == 2
         assert runner.outputs == (OutputPort(name="output_0", role="logits"),)
     flat = IMAGES.reshape(3, -1).astype(np.float64)
     np.testing.assert_allclose(answers, np.stack([flat.sum(1), (flat**2).sum(1)], axis=1), rtol=1e-5, atol=1e-5)

@@ -170,8 +170,7 @@ def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> 
         bound.laps(2, perf_counter_ns)
         (found,) = subject.tests()
         assert subject.tests() == []  # it was let go of
-    assert (found.candidate, found.status) == ("reduced at batch 4", status)
-    assert found.test == "timed-run"
+    assert (found.candidate, found.status, found.test) == ("reduced at batch 4", status, "timed-run")
 
 
 def test_what_was_bound_and_not_timed_says_nothing() -> None:

@@ -120,8 +120,7 @@ def test_mutants_are_other_programs_and_a_sample_is_always_the_same() -> None:
 
 
 def test_a_fault_where_nothing_runs_is_an_error() -> None:
-    mutant = mutants_of(ROOT / "examples" / "worked.py")
-    assert mutant == [], "it has no functions"
+    assert mutants_of(ROOT / "examples" / "worked.py") == [], "it has no functions"
     other = mutants_of(ROOT / "benchmarks" / "speed" / "harness_overhead.py")[0]
     with pytest.raises(LookupError, match="nothing in this process"):
         plant_(other)

@@ -255,5 +255,4 @@ def test_where_the_sums_do_not_fit_the_option_is_named(tmp_path: Path, monkeypat
     said = invoked(*words, code=2)
     named = re.search(r"\(d\) --patch-memory (\S+): patches of the largest convolutions of fewer channels", said.output)
     assert named is not None, said.output
-    fits = invoked(*words, "--patch-memory", named[1])
-    assert re.search(r"patches of layer\S+: ", fits.output)
+    assert re.search(r"patches of layer\S+: ", invoked(*words, "--patch-memory", named[1]).output)
