@@ -36,7 +36,7 @@ LONGEST = (
     "test_corp_merged_release.py",
     "test_bench_methods.py",
     "test_bench_scripts.py",
-    "test_corp_text_cli.py",
+    "test_corp_text_models.py",
 )
 
 

@@ -9,16 +9,10 @@ from torch import nn
 
 LETTERS, WIDTH, HIDDEN, LENGTH = 128, 64, 160, 64
 _LLAMA = {
-    "vocab_size": LETTERS,
-    "hidden_size": WIDTH,
-    "intermediate_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": LENGTH,
-    "bos_token_id": 1,
+    "vocab_size": LETTERS, "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 _SCALED = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -27,24 +21,13 @@ _SCALED = {
     "original_max_position_embeddings": 32,
 }
 _OPT = {
-    "vocab_size": LETTERS,
-    "hidden_size": WIDTH,
-    "ffn_dim": HIDDEN,
-    "word_embed_proj_dim": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": LENGTH,
-}
+    "vocab_size": LETTERS, "hidden_size": WIDTH, "ffn_dim": HIDDEN, "word_embed_proj_dim": WIDTH,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": LENGTH,
+}  # fmt: skip
 _GPT2 = {
-    "vocab_size": LETTERS,
-    "n_embd": WIDTH,
-    "n_inner": HIDDEN,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": LENGTH,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": LETTERS, "n_embd": WIDTH, "n_inner": HIDDEN, "n_layer": 2, "n_head": 4, "n_positions": LENGTH,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _LLAMA),
     "llama3": ("LlamaConfig", _LLAMA | {"rope_scaling": _SCALED, "tie_word_embeddings": True}),

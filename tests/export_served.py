@@ -61,27 +61,12 @@ def write_plan(
     path.write_bytes(b"plan for " + target.encode())
     record_built_engine(sha256_of(path.read_bytes()))
     record = EngineRecord(
-        backend=backend,
-        library_version=version,
-        command="",
-        onnx_sha256=sha256_of(onnx_path.read_bytes()),
-        onnx_bytes=onnx_path.stat().st_size,
-        plan_sha256=sha256_of(path.read_bytes()),
-        plan_bytes=path.stat().st_size,
-        precision="fp16",
-        half_weight_share=1.0,
-        half_kernel_share=None,
-        targets=(target,),
-        gpu=None,
-        profiles=profiles,
-        inputs=(GraphPort(name="images", dtype="float32", shape=(batch, *SHAPE)),),
-        outputs=(GraphPort(name="logits", dtype="float32", shape=(batch, CLASSES)),),
-        kernels=None,
-        kernel_kinds={},
-        attention_sites=(),
-        fused_attention_sites=None,
-        build_seconds=1.0,
-        options={"version_compatible": compatible},
-    )
+        backend=backend, library_version=version, command="", onnx_sha256=sha256_of(onnx_path.read_bytes()),
+        onnx_bytes=onnx_path.stat().st_size, plan_sha256=sha256_of(path.read_bytes()), plan_bytes=path.stat().st_size,
+        precision="fp16", half_weight_share=1.0, half_kernel_share=None, targets=(target,), gpu=None,
+        profiles=profiles, inputs=(GraphPort(name="images", dtype="float32", shape=(batch, *SHAPE)),),
+        outputs=(GraphPort(name="logits", dtype="float32", shape=(batch, CLASSES)),), kernels=None, kernel_kinds={},
+        attention_sites=(), fused_attention_sites=None, build_seconds=1.0, options={"version_compatible": compatible},
+    )  # fmt: skip
     record_path(path).write_text(record.to_json())
     return path

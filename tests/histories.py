@@ -27,16 +27,12 @@ def bench_of_release(
     trial = BenchTrial(status="ok", warm_up_flat=True)
     rows = tuple(
         Row(
-            batch=batch,
-            trials={"dense": trial, "reduced": trial},
-            calls_per_block=5,
-            settle_calls=1,
-            stop="narrow",
+            batch=batch, trials={"dense": trial, "reduced": trial}, calls_per_block=5, settle_calls=1, stop="narrow",
             blocks=tuple(_blocks(rng, machine * batch, {"dense": dense_ms, "reduced": reduced_ms}, lost, spread)),
             noise_blocks=(),
         )
         for batch in batches
-    )
+    )  # fmt: skip
     describe = {"backend": "onnxruntime", "device": "cpu"}
     return Bench(
         created=f"2026-03-{day + 1:02d}T10:00:00+00:00",
@@ -62,13 +58,8 @@ def _blocks(
             waited = tuple(lost * ms for ms in times)
             blocks.append(
                 Block(
-                    round=index,
-                    subject=name,
-                    at_s=float(index),
-                    calls=5,
-                    wall_ms=sum(times),
-                    compute_ms=times,
+                    round=index, subject=name, at_s=float(index), calls=5, wall_ms=sum(times), compute_ms=times,
                     lost_ms=waited,
                 )
-            )
+            )  # fmt: skip
     return blocks

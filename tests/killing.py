@@ -75,15 +75,11 @@ def fake_stages(outside: Path) -> list[Stage]:
     ]
     return [
         Stage(
-            name=name,
-            outputs=outputs,
-            run=_writer(name, reads, outputs),
-            reads=reads,
-            outside={"source": outside} if name == "one" else {},
-            settings={"number": index},
+            name=name, outputs=outputs, run=_writer(name, reads, outputs), reads=reads,
+            outside={"source": outside} if name == "one" else {}, settings={"number": index},
         )
         for index, (name, reads, outputs) in enumerate(shapes)
-    ]
+    ]  # fmt: skip
 
 
 def run_fake(root: Path, outside: Path) -> None:

@@ -79,15 +79,10 @@ def blocks(page: Path) -> list[Block]:
         assert said.keys() <= {"exits", "needs", "busy", "varies", "file"}, (page.name, said)
         found.append(
             Block(
-                kind=match["kind"],
-                text=text,
-                exits=int(said.get("exits", 0)),
-                needs=said.get("needs"),
-                busy=said.get("busy"),
-                varies=said.get("varies"),
-                file=said.get("file"),
+                kind=match["kind"], text=text, exits=int(said.get("exits", 0)), needs=said.get("needs"),
+                busy=said.get("busy"), varies=said.get("varies"), file=said.get("file"),
             )
-        )
+        )  # fmt: skip
     return found
 
 

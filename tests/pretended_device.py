@@ -34,13 +34,9 @@ class Elsewhere(Tensor):
         # Views of what was made outside of inference mode are no inference tensors, and these are never to be.
         with torch.inference_mode(False):
             made: Elsewhere = Tensor._make_wrapper_subclass(
-                cls,
-                held.size(),
-                strides=held.stride(),
-                storage_offset=held.storage_offset(),
-                dtype=held.dtype,
+                cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
                 device=torch.device(NAME, 0),
-            )
+            )  # fmt: skip
         made.held = held
         return made
 

@@ -26,6 +26,7 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import tiny
 from tests.command import invoked
+from tests.refusals import rejects
 
 FUNCTIONS = ("bench", "calibrate", "export", "load", "reduce", "sites", "verify")
 # What commands have for terminals, processes and whole machines.
@@ -34,54 +35,28 @@ OF_COMMANDS = {
     "reduce": {"workers", "max_bad"},
     "export": set(),
     "verify": {
-        "metric",
-        "metric_time_limit",
-        "other_graph",
-        "polygraphy",
-        "random",
-        "write_golden",
-        "length",
-        "provider",
+        "metric", "metric_time_limit", "other_graph", "polygraphy", "random", "write_golden", "length", "provider",
     },
     "bench": {"lengths", "cached"},
-}
+}  # fmt: skip
 SAID_ELSEWHERE = frozenset(
     {
-        "model",
-        "candidates",
-        "as_json",
-        "quiet",
-        "output",
-        "images",
-        "arrays",
-        "text",
-        "tokens",
-        "outputs",
-        "batch",
+        "model", "candidates", "as_json", "quiet", "output", "images", "arrays", "text", "tokens", "outputs", "batch",
         "head",
     }
     | {"runtime", "patterns", "no_attention", "kwargs", "moments", "weights", "ema", "mean", "std", "crop_pct"}
     | {"interpolation", "crop_mode", "trust_code"}
-)
+)  # fmt: skip
 """Of the model, which a Source says; of inputs and the output; under another name."""
 SHARED = frozenset(
     {"model", "reference", "dense", "reduced", "inputs", "output", "options", "workers", "max_bad", "opset", "samples"}
     | {
-        "seed",
-        "names",
-        "device",
-        "mode",
-        "dtype",
-        "threads",
-        "streams",
-        "flush_l2",
-        "backend",
-        "provider",
+        "seed", "names", "device", "mode", "dtype", "threads", "streams", "flush_l2", "backend", "provider",
         "trust_code",
     }
     | {"trust_engine", "residual", "snapshots", "hold_out", "batch_size", "batches", "merge_metric", "merge_how"}
     | {"break_fusion", "map_threshold", "max_apart", "time_limit"}
-)
+)  # fmt: skip
 """Names that say it themselves, or mean what the command's option of the name does."""
 
 
@@ -102,19 +77,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_says_what_it_takes_gives_and_raises(name: str) -> None:
     function = getattr(corp_deploy, name)
-    hints = get_type_hints(function)
-    assert hints.keys() >= inspect.signature(function).parameters.keys() | {"return"}
+    assert get_type_hints(function).keys() >= inspect.signature(function).parameters.keys() | {"return"}
     words = inspect.getdoc(function) or ""
     assert "Raises BadInput" in words
     for parameter in inspect.signature(function).parameters:
         known = f"`{parameter}`" in words or parameter in (
-            "options",
-            "model",
-            "reference",
-            "dense",
-            "reduced",
-            "inputs",
-        )
+            "options", "model", "reference", "dense", "reduced", "inputs",
+        )  # fmt: skip
         assert known or parameter in SHARED, (name, parameter)
 
 
@@ -209,15 +178,9 @@ def test_inputs_in_memory_are_those_of_a_file(home: Path, tmp_path: Path) -> Non
 def test_a_proof_with_labels_in_memory(home: Path, tmp_path: Path) -> None:
     images, labels = tiny.images(16), np.arange(16) % 7
     proof = corp_deploy.verify(
-        home / "dense",
-        [home / "reduced", home / "model.onnx"],
-        images,
-        labels=labels,
-        batches=(1, 8),
-        max_error=10.0,
-        min_agreement=0.0,
-        output=tmp_path / "parity.json",
-    )
+        home / "dense", [home / "reduced", home / "model.onnx"], images, labels=labels, batches=(1, 8), max_error=10.0,
+        min_agreement=0.0, output=tmp_path / "parity.json",
+    )  # fmt: skip
     assert (proof.verdict, len(proof.links)) == (
         "PASS",
         3,
@@ -301,9 +264,7 @@ def test_images_and_texts_at_once_are_refused_before_anything_is_timed(home: Pat
     ],
 )
 def test_a_graph_that_can_not_be_is_refused(home: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(corp_deploy.BadInput) as refused:
-        corp_deploy.export(home / "dense", tmp_path / "x.onnx", **options)
-    assert said in str(refused.value)
+    rejects(re.escape(said), corp_deploy.export, home / "dense", tmp_path / "x.onnx", **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -312,24 +273,16 @@ def test_mistakes_get_one_message_and_leave_nothing(home: Path, tmp_path: Path) 
     out = tmp_path / "reduced"
     with pytest.raises(TypeError, match="argument 'mpl'; its options are model, moments, output, mlp"):
         corp_deploy.reduce(dense, moments, out, mpl=0.5)  # type: ignore[call-arg]
-    with pytest.raises(corp_deploy.BadInput, match="nothing asked for"):
-        corp_deploy.reduce(dense, moments, out)
-    with pytest.raises(corp_deploy.BadInput, match="`polish_steps=3` is not honoured"):
-        corp_deploy.reduce(dense, moments, out, mlp=0.5, polish_steps=3)
-    with pytest.raises(corp_deploy.BadInput, match="several budgets"):
-        corp_deploy.reduce(dense, moments, out, inputs=images, macs=0.5, params=0.5)
-    with pytest.raises(corp_deploy.BadInput, match="missing: no such directory"):
-        corp_deploy.load(tmp_path / "missing")
-    with pytest.raises(corp_deploy.BadInput, match=r"needs `Source\(weights=\.\.\.\)`"):
-        corp_deploy.load(corp_deploy.Source("vit_tiny_patch16_224"))
-    with pytest.raises(corp_deploy.BadInput, match="gone: no such"):
-        corp_deploy.calibrate(dense, tmp_path / "gone", tmp_path / "m.safetensors")
+    rejects("nothing asked for", corp_deploy.reduce, dense, moments, out)
+    rejects("`polish_steps=3` is not honoured", corp_deploy.reduce, dense, moments, out, mlp=0.5, polish_steps=3)
+    rejects("several budgets", corp_deploy.reduce, dense, moments, out, inputs=images, macs=0.5, params=0.5)
+    rejects("missing: no such directory", corp_deploy.load, tmp_path / "missing")
+    rejects(r"needs `Source\(weights=\.\.\.\)`", corp_deploy.load, corp_deploy.Source("vit_tiny_patch16_224"))
+    rejects("gone: no such", corp_deploy.calibrate, dense, tmp_path / "gone", tmp_path / "m.safetensors")
     with pytest.raises(corp_deploy.BadInput, match="give `attention_system=True` with it"):
         corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", attn=[0.5])
-    with pytest.raises(corp_deploy.BadInput, match="nothing to hold against the reference"):
-        corp_deploy.verify(dense, [], images)
-    with pytest.raises(corp_deploy.BadInput, match=r"expected \.json"):
-        corp_deploy.verify(dense, home / "reduced", images, output=tmp_path / "p.npz")
+    rejects("nothing to hold against the reference", corp_deploy.verify, dense, [], images)
+    rejects(r"expected \.json", corp_deploy.verify, dense, home / "reduced", images, output=tmp_path / "p.npz")
     if not torch.cuda.is_available():
         with pytest.raises(corp_deploy.Missing):
             corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", device="cuda")
@@ -399,16 +352,11 @@ def test_a_module_of_no_library_goes_on_in_memory(tmp_path: Path) -> None:
     torch.testing.assert_close(again(images), reduced.model(images), rtol=0, atol=0)
     expected = net.eval()(images)
     assert 0 < (again(images) - expected).norm() / expected.norm() < 0.3
-    proof = corp_deploy.verify(net, reduced, images, batches=(4,), max_error=0.3)
-    assert proof.verdict == "PASS"
-    with pytest.raises(
-        corp_deploy.BadInput, match=r"Net: the model was a module in memory.*Source\(DIR, module=MODULE"
-    ):
-        corp_deploy.load(reduced.path)
+    assert corp_deploy.verify(net, reduced, images, batches=(4,), max_error=0.3).verdict == "PASS"
+    rejects(r"Net: the model was a module in memory.*Source\(DIR, module=MODULE", corp_deploy.load, reduced.path)
     with pytest.raises(corp_deploy.BadInput, match=r"a torch.nn.modules.linear.Linear, and the directory's model was"):
         corp_deploy.load(corp_deploy.Source(reduced.path, module=torch.nn.Linear(2, 2)))
-    with pytest.raises(corp_deploy.BadInput, match="model is a reduced one in memory"):
-        corp_deploy.reduce(reduced.model, calibration, tmp_path / "s", mlp=0.5)
+    rejects("model is a reduced one in memory", corp_deploy.reduce, reduced.model, calibration, tmp_path / "s", mlp=0.5)
     with pytest.raises(corp_deploy.BadInput, match="a Net in memory can't be timed; export both"):
         corp_deploy.bench(net, reduced)  # type: ignore[arg-type]
     with pytest.raises(corp_deploy.BadInput, match="candidates: a Net; give what reduce returned"):
@@ -442,8 +390,7 @@ def test_a_module_that_can_not_be_run_says_what_to_say(tmp_path: Path) -> None:
         corp_deploy.calibrate(torch.nn.Linear(7, 2), torch.randn(2, 3, 32, 32), out)
     broken = Net()
     torch.nn.init.constant_(broken.head.weight, torch.nan)
-    with pytest.raises(corp_deploy.BadInput, match=r"the module: NaN or Inf in head\.weight"):
-        corp_deploy.calibrate(broken, torch.randn(2, 3, 32, 32), out)
+    rejects(r"the module: NaN or Inf in head\.weight", corp_deploy.calibrate, broken, torch.randn(2, 3, 32, 32), out)
     assert not out.exists()
 
 
@@ -452,59 +399,31 @@ def _bad_calls(home: Path, out: Path) -> list[tuple[str, tuple[Any, ...], dict[s
     dense, moments, images = home / "dense", home / "m.safetensors", home / "images.npy"
     unknown, vit = tmp_text(out, "code.py", "def build():\n    return 1\n"), "vit_tiny_patch16_224"
     reduce: list[dict[str, Any]] = [
-        {},
-        {"macs": 0.5},
-        {"macs": 0.5, "params": 0.5, "inputs": images},
-        {"latency": 0.5},
-        {"within": "error 0.05", "macs": 0.5},
-        {"within": "nothing"},
-        {"within": "error 1e-9", "inputs": images},
-        {"heads": "auto"},
-        {"mlp": 1.5},
-        {"conv": 0.5},
-        {"residual": 0.5},
-        {"mlp": 0.5, "held_out": moments, "closed_loop": True, "inputs": images},
-        {"mlp": 0.5, "reads": "all"},
-        {"mlp": 0.5, "allow_partial": False, "preset": "grail", "attn": 0.5},
-        {"mlp": 0.5, "preset": "fold"},
-        {"mlp": 0.01},
-        {"mlp": 0.5, "whole_heads": 0.5, "heads": "auto", "inputs": images},
-        {"mlp": 0.5, "merge_tokens": "auto"},
-        {"merge_tokens": "12,nine"},
-        {"mlp": 0.5, "save_as": "hf"},
-        {"mlp": 0.5, "sparse": "9:4"},
-        {"mlp": 0.5, "select": {"conv": "obs"}},
-        {"macs": 0.3, "inputs": images, "most_cut": 0.2},
-        {"mlp": 0.5, "attn": 0.5, "preset": "corp"},
-    ]
+        {}, {"macs": 0.5}, {"macs": 0.5, "params": 0.5, "inputs": images}, {"latency": 0.5},
+        {"within": "error 0.05", "macs": 0.5}, {"within": "nothing"}, {"within": "error 1e-9", "inputs": images},
+        {"heads": "auto"}, {"mlp": 1.5}, {"conv": 0.5}, {"residual": 0.5},
+        {"mlp": 0.5, "held_out": moments, "closed_loop": True, "inputs": images}, {"mlp": 0.5, "reads": "all"},
+        {"mlp": 0.5, "allow_partial": False, "preset": "grail", "attn": 0.5}, {"mlp": 0.5, "preset": "fold"},
+        {"mlp": 0.01}, {"mlp": 0.5, "whole_heads": 0.5, "heads": "auto", "inputs": images},
+        {"mlp": 0.5, "merge_tokens": "auto"}, {"merge_tokens": "12,nine"}, {"mlp": 0.5, "save_as": "hf"},
+        {"mlp": 0.5, "sparse": "9:4"}, {"mlp": 0.5, "select": {"conv": "obs"}},
+        {"macs": 0.3, "inputs": images, "most_cut": 0.2}, {"mlp": 0.5, "attn": 0.5, "preset": "corp"},
+    ]  # fmt: skip
     models: list[Any] = [
-        vit,
-        "no/such",
-        "hf:nowhere",
-        "torchvision:resnet18",
-        "torchvision:none",
-        f"module:{unknown}:build",
-        out / "nowhere",
-        corp_deploy.Source(f"module:{unknown}:build", trust_code=True),
-        corp_deploy.Source(dense, weights=moments),
-        corp_deploy.Source(dense, kwargs={"depth": 1}),
+        vit, "no/such", "hf:nowhere", "torchvision:resnet18", "torchvision:none", f"module:{unknown}:build",
+        out / "nowhere", corp_deploy.Source(f"module:{unknown}:build", trust_code=True),
+        corp_deploy.Source(dense, weights=moments), corp_deploy.Source(dense, kwargs={"depth": 1}),
         corp_deploy.Source(dense, outputs=["nothing1"]),
         corp_deploy.Source(vit, weights=home / "dense" / "model.safetensors"),
         corp_deploy.Source(vit, weights=home / "dense" / "model.safetensors", ema=True),
         corp_deploy.Source(vit, weights=moments, kwargs={"pretrained": True}),
-        corp_deploy.Source("vit_tiny_patch16_24"),
-        torch.nn.Linear(2, 2),
-    ]
+        corp_deploy.Source("vit_tiny_patch16_24"), torch.nn.Linear(2, 2),
+    ]  # fmt: skip
     calibrate: list[dict[str, Any]] = [
-        {"attn": [0.5]},
-        {"attention_system": True, "attention": False},
-        {"hold_out": 24},
-        {"hold_out": 2.5},
-        {"patch_memory": -1},
-        {"groups": "image", "hold_out": 99},
-        {"merge_how": "drop", "merge_tokens": "auto"},
+        {"attn": [0.5]}, {"attention_system": True, "attention": False}, {"hold_out": 24}, {"hold_out": 2.5},
+        {"patch_memory": -1}, {"groups": "image", "hold_out": 99}, {"merge_how": "drop", "merge_tokens": "auto"},
         {"sites": ["none"]},
-    ]
+    ]  # fmt: skip
     return [
         *(("reduce", (dense, moments, out / "r"), options) for options in reduce),
         *(("load", (model,), {}) for model in models),

@@ -19,20 +19,9 @@ FILES = sorted(
     path for room in ("calib", "corp_deploy", "export", "ground", "perf") for path in (ROOT / room).rglob("*.py")
 )
 PURE = {
-    "all",
-    "any",
-    "bool",
-    "callable",
-    "covers",
-    "get_args",
-    "int",
-    "is_dataclass",
-    "isfinite",
-    "isinstance",
-    "keys",
-    "len",
-    "min",
-}
+    "all", "any", "bool", "callable", "covers", "get_args", "int", "is_dataclass", "isfinite", "isinstance", "keys",
+    "len", "min",
+}  # fmt: skip
 PURE |= {"numel", "pairwise", "set", "sum", "type"}
 
 
@@ -120,13 +109,9 @@ def digests(folder: Path) -> dict[str, str]:
 def test_the_pipeline_makes_the_same_bytes_under_O(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     optimised, plain = inputs_in(tmp_path / "optimised"), inputs_in(tmp_path / "plain")
     subprocess.run(
-        [sys.executable, "-O", "-c", PROGRAM],
-        input=LINES.strip(),
-        cwd=optimised,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        check=True,
-    )
+        [sys.executable, "-O", "-c", PROGRAM], input=LINES.strip(), cwd=optimised,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, check=True,
+    )  # fmt: skip
     monkeypatch.chdir(plain)
     carry_out(LINES.strip())
     made = digests(optimised)

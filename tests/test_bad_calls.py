@@ -345,11 +345,7 @@ CHANGES: dict[str, tuple[object, ...]] = {
     "sites/blocks.0.mlp/kept": (None, [], "x", 3, [1.5], [0, 0], [1, 0], [-1], [192]),
     "sites": ([], "x", None, {}),
     "sites/blocks.1.mlp": (
-        [],
-        None,
-        3,
-        {"hidden": 1.5, "output_bias": True},
-        {"hidden": 96, "output_bias": "yes"},
+        [], None, 3, {"hidden": 1.5, "output_bias": True}, {"hidden": 96, "output_bias": "yes"},
         {"heads": 3, "qk": 16.0, "v": 16, "scale": 0.25, "geometry": "padded", "proj_bias": True},
         {"heads": 3, "qk": 16, "v": 16, "scale": 0.25, "geometry": {}, "proj_bias": True},
     ),
@@ -364,7 +360,7 @@ CHANGES: dict[str, tuple[object, ...]] = {
     "input/preprocessing": (None, [], {"mean": "x"}, {"crop_pct": {}}),
     "lineage": (None, "x"),
     "lineage/deep": (json.loads("[" * 500 + "]" * 500),),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", CHANGES)
@@ -392,16 +388,9 @@ def npz(path: Path, name: str, content: bytes) -> Path:
 
 
 LABELS = (
-    np.arange(13) % 7,
-    np.arange(11) % 7,
-    np.zeros(12, "timedelta64[s]"),
-    np.zeros(12, bool),
-    np.full(12, -1),
-    np.full(12, 7),
-    np.full(12, 2**62),
-    np.full(12, 2**63, np.uint64),
-    np.zeros((12, 1), np.int64),
-)
+    np.arange(13) % 7, np.arange(11) % 7, np.zeros(12, "timedelta64[s]"), np.zeros(12, bool), np.full(12, -1),
+    np.full(12, 7), np.full(12, 2**62), np.full(12, 2**63, np.uint64), np.zeros((12, 1), np.int64),
+)  # fmt: skip
 
 
 @pytest.mark.slow("models")
@@ -436,15 +425,11 @@ def test_labels_are_of_images_alone(tmp_path: Path) -> None:
 
 HEADER_CHANGES: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("order", "sites", "sha256", "lineage", "images"), (None, [], "x", 3.5, {"blocks.0.mlp.fc2": 1})),
-    "sites/blocks.0.mlp.fc2": (None, [], {"type": "none"}),
-    "sites/blocks.0.mlp.fc2/type": (None, "attention", 3, []),
-    "sites/blocks.0.mlp.fc2/tokens": (None, "many", True, 0, -1),
-    "sites/blocks.0.mlp.fc2/eps": (None, "x"),
-    "sites/blocks.0.mlp.fc2/more": (3,),
-    "sha256/image_ids": (None, 3, "0" * 64),
-    "sha256/blocks.0.mlp.fc2~1gram_FF:upper": (None, 3, "0" * 64),
-    "lineage/model": (3, {}),
-}
+    "sites/blocks.0.mlp.fc2": (None, [], {"type": "none"}), "sites/blocks.0.mlp.fc2/type": (None, "attention", 3, []),
+    "sites/blocks.0.mlp.fc2/tokens": (None, "many", True, 0, -1), "sites/blocks.0.mlp.fc2/eps": (None, "x"),
+    "sites/blocks.0.mlp.fc2/more": (3,), "sha256/image_ids": (None, 3, "0" * 64),
+    "sha256/blocks.0.mlp.fc2~1gram_FF:upper": (None, 3, "0" * 64), "lineage/model": (3, {}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", HEADER_CHANGES)
@@ -483,14 +468,7 @@ def results(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for done in (
         run("reduce", *words, "-o", root / "reduced"),
         run(
-            "verify",
-            home / "dense",
-            root / "reduced",
-            "--images",
-            home / "images.npy",
-            "--max-error",
-            1,
-            "-o",
+            *("verify", home / "dense", root / "reduced", "--images", home / "images.npy", "--max-error", 1, "-o"),
             root / "parity.json",
         ),
         run(
@@ -504,22 +482,14 @@ def results(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 DEEP = json.loads("[" * 500 + "]" * 500)
 BENCH_CHANGES: dict[str, tuple[object, ...]] = {
-    "subjects": (None, [], "x", [[], []]),
-    "subjects/0/name": (None, [], "renamed", 3),
-    "subjects/0/describe": (None, "x", {"a": []}),
-    "environment": (None, "x", [], {"a": {}}),
-    "settings": (None, "x"),
-    "created": (None, 3),
-    "rows": (None, "x", {}, [3]),
-    "rows/0/trials": (None, [], {}),
+    "subjects": (None, [], "x", [[], []]), "subjects/0/name": (None, [], "renamed", 3),
+    "subjects/0/describe": (None, "x", {"a": []}), "environment": (None, "x", [], {"a": {}}), "settings": (None, "x"),
+    "created": (None, 3), "rows": (None, "x", {}, [3]), "rows/0/trials": (None, [], {}),
     "rows/0/trials/dense": (None, [], {"status": "ok", "warm_up_samples_ms": ["x"]}),
-    "rows/0/blocks": (None, {}, [{}]),
-    "rows/0/blocks/0/compute_ms": (None, ["x"], 3),
-    "rows/0/blocks/0/subject": ("nobody", 3),
-    "rows/0/batch": (None, "x", -1),
-    "warnings": (None, 3, [3]),
+    "rows/0/blocks": (None, {}, [{}]), "rows/0/blocks/0/compute_ms": (None, ["x"], 3),
+    "rows/0/blocks/0/subject": ("nobody", 3), "rows/0/batch": (None, "x", -1), "warnings": (None, 3, [3]),
     "deep": (DEEP,),
-}
+}  # fmt: skip
 
 
 def edited(results: Path, folder: Path, name: str, path: str, value: object) -> Path:
@@ -634,22 +604,16 @@ def test_a_graph_of_no_fixed_size_is_not_timed(graph: Path, tmp_path: Path, size
 
 
 RECORD_CHANGES: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("inputs", "outputs"), (None, [], {}, "x", [3], [{}])),
-    "inputs/0/name": (None, 3, []),
+    **dict.fromkeys(("inputs", "outputs"), (None, [], {}, "x", [3], [{}])), "inputs/0/name": (None, 3, []),
     "inputs/0/shape": (None, [], "x", 3),
     **dict.fromkeys(("inputs/0/shape/1", "outputs/0/shape/1"), (0, -1, True, 1.5, [], 10**40)),
-    "profiles": (None, 3, "1:8", [3], ["x"], ["1:8"], ["٣:4:5"], ["9:8:7"]),
-    "targets": (None, 86, "86", [86], {}),
+    "profiles": (None, 3, "1:8", [3], ["x"], ["1:8"], ["٣:4:5"], ["9:8:7"]), "targets": (None, 86, "86", [86], {}),
     **dict.fromkeys(("onnx_bytes", "plan_bytes"), (None, 0, -1, True, "3", 1.5)),
     **dict.fromkeys(("half_weight_share", "half_kernel_share"), (True, -1, 1.5, 10**400, math.nan, "x")),
-    "build_seconds": (None, -1, True, math.nan, math.inf, "x"),
-    "kernels": (True, -1, 1.5, "x"),
-    "kernel_kinds": (None, [], {"a": []}, {"a": -1}),
-    "options": (None, [], {"a": []}),
-    "roles": (3, [], {"logits": "poem"}, {"logits": 3}),
-    "onnx_sha256": (None, 3, "abc"),
-    "backend": (None, 3, []),
-}
+    "build_seconds": (None, -1, True, math.nan, math.inf, "x"), "kernels": (True, -1, 1.5, "x"),
+    "kernel_kinds": (None, [], {"a": []}, {"a": -1}), "options": (None, [], {"a": []}),
+    "roles": (3, [], {"logits": "poem"}, {"logits": 3}), "onnx_sha256": (None, 3, "abc"), "backend": (None, 3, []),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", RECORD_CHANGES)
@@ -666,8 +630,7 @@ def test_an_engine_record_is_typed_wherever_it_is_read(tmp_path: Path, path: str
             place.write_text(edited_record)
         refused(run("package", tmp_path, "-o", tmp_path / "new"), "model.plan.json: ")
         refused(run("bench", plan, plan, "-o", tmp_path / "b.json"), "model.plan.json: ")
-        linted = invoked("package", "lint", tmp_path / "repo", code=1)
-        assert "model.plan.json" in linted.stdout
+        assert "model.plan.json" in invoked("package", "lint", tmp_path / "repo", code=1).stdout
     assert not (tmp_path / "new").exists()
 
 

@@ -33,14 +33,10 @@ def subject(scratch: Path) -> polish.Subject:
     dense.model.requires_grad_(False)
     judged = torch.from_numpy(tiny.images(16, seed=3))
     return polish.Subject(
-        name="tiny",
-        dense=dense,
-        inputs=tiny.opened(scratch / "images.npy", tiny.images(32), dense.model),
-        groups_B=None,
-        method=method_from_preset("best", align_hidden=16, align_head=8),
-        closed_loop=False,
+        name="tiny", dense=dense, inputs=tiny.opened(scratch / "images.npy", tiny.images(32), dense.model),
+        groups_B=None, method=method_from_preset("best", align_hidden=16, align_head=8), closed_loop=False,
         error=partial(polish.error, polish.outputs(dense.model, judged), judged),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow("models")
@@ -65,8 +61,7 @@ def test_curves_of_before_keep_values_and_look_at_half_of_the_widths(tmp_path: P
     own = {curve.site: curve for curve in curves.planner.curves}
     assert [curve.site for curve in curves.before] == [name for name in own if not name.endswith(".v")]
     for curve in curves.before:
-        assert set(curve.widths) == set(own[curve.site].widths) - {0}
-        assert curve.errors[-1] == 0.0
+        assert (set(curve.widths), curve.errors[-1]) == (set(own[curve.site].widths) - {0}, 0.0)
         assert all(one >= other for one, other in pairwise(curve.errors))
 
 

@@ -32,7 +32,7 @@ from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.narrowing import at_widths
-from ground.errors import BadInput
+from tests.refusals import rejects
 
 from . import small_convnets, tiny
 from .test_corp_rotation import moments
@@ -93,8 +93,7 @@ def test_a_row_is_made_again_when_its_method_has_changed(tmp_path: Path, monkeyp
     monkeypatch.setattr(methods.Bench, "row", make)
     subject = methods.digits(tmp_path, 10)
     rows = methods.measured(subject, 0, (0.5,), 24, tmp_path)
-    assert sorted(asked) == ["best, closed loop"] * 3 + ["fold", "grail"]
-    assert len(rows) == len(done)
+    assert (sorted(asked), len(rows)) == (["best, closed loop"] * 3 + ["fold", "grail"], len(done))
     assert methods.measured(subject, 0, (0.5,), 24, tmp_path) == rows
 
 
@@ -176,14 +175,12 @@ def test_int8_has_255_values_of_one_scale() -> None:
 
 def test_a_rotation_is_measured_in_every_precision(subject: Subject) -> None:
     plain, turned = rotation.rows_of(subject, moments(), 0.5)
-    assert (plain["rotates"], turned["rotates"], plain["width"]) == (False, True, 8)
-    assert plain["fp32"] == 0.0
+    assert (plain["rotates"], turned["rotates"], plain["width"], plain["fp32"]) == (False, True, 8, 0.0)
     assert 0.0 < turned["fp32"] < 1e-5
     for row in (plain, turned):
         assert 1e-5 < row["fp16"] < 1e-2
         assert all(1e-4 < row[name] < 0.1 for name in ("int8_logits", "int8_qk", "int8_v"))
-    said = heads_page.rotation({"rows": [plain, turned]})
-    assert "tiny, heads of 8" in said
+    assert "tiny, heads of 8" in heads_page.rotation({"rows": [plain, turned]})
 
 
 def test_whole_heads_stand_beside_narrower_ones(
@@ -218,14 +215,10 @@ def test_a_row_has_the_errors_before_and_after(tmp_path: Path, monkeypatch: pyte
     np.save(tmp_path / "images.npy", tiny.images(24))
     judged = torch.from_numpy(tiny.images(8, seed=5))
     subject = polish.Subject(
-        name="tiny",
-        dense=dense,
-        inputs=images_for_model(dense.model, tmp_path / "images.npy"),
-        groups_B=None,
-        method=method_from_preset("best", mlp_sparsity=0.5, align_hidden=8),
-        closed_loop=True,
+        name="tiny", dense=dense, inputs=images_for_model(dense.model, tmp_path / "images.npy"), groups_B=None,
+        method=method_from_preset("best", mlp_sparsity=0.5, align_hidden=8), closed_loop=True,
         error=lambda candidate: polish.error(polish.outputs(dense.model, judged), judged, candidate),
-    )
+    )  # fmt: skip
     record = Record(tmp_path / "record.json", polish.KIND, {"threads": 1})
     for _ in range(2):  # the second time the record has it
         polish.rows_of(subject, ["model"], record, None)
@@ -233,8 +226,7 @@ def test_a_row_has_the_errors_before_and_after(tmp_path: Path, monkeypatch: pyte
     assert subject.error(dense.model) == 0.0
     assert row["error_before"] == subject.error(subject.reduced())
     assert row["held_out_error"] <= row["held_out_error_before"]
-    assert row["steps"] == 5
-    assert row["parts"][0]["curve"][-1]["step"] == 5
+    assert (row["steps"], row["parts"][0]["curve"][-1]["step"]) == (5, 5)
 
 
 def test_the_page_has_errors_before_and_after_and_says_what_was_not_improved() -> None:
@@ -300,8 +292,7 @@ def test_figures_of_a_pair_of_models() -> None:
     dense = np.eye(2)[[0, 0, 0, 1, 1, 1, 1, 1, 1, 1]]
     reduced = np.eye(2)[[0, 1, 1, 0, 0, 1, 1, 1, 1, 1]]
     found = hard_vit.figures(dense, reduced, labels)
-    assert (found["only_dense_right"], found["only_reduced_right"]) == (3, 1)
-    assert found["accuracy"] == 0.7
+    assert (found["only_dense_right"], found["only_reduced_right"], found["accuracy"]) == (3, 1, 0.7)
     assert found["agreement"] == 0.6
     assert found["relative_error"] == pytest.approx(np.sqrt(8 / 10))
     change = np.array([0, -1, -1, 1, -1, 0, 0, 0, 0, 0])  # of each image's being right
@@ -338,5 +329,4 @@ def test_it_trains_reduces_by_every_method_and_goes_on(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(hard_vit.Subject, "row", None)  # nothing is missing, so nothing is reduced
     hard_vit.measure(subject, record)
-    with pytest.raises(BadInput, match="measured with another weights"):
-        Record(path, hard_vit.KIND, setting | {"weights": "others"})
+    rejects("measured with another weights", Record, path, hard_vit.KIND, setting | {"weights": "others"})

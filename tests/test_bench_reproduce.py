@@ -29,16 +29,10 @@ def subject() -> Subject:
     tiny.written(HOME, 40, to="calibration.npy", depth=1)
     np.savez(HOME / "held-out.npz", images=tiny.images(20, seed=1), labels=np.arange(20) % 7)
     made = Subject(
-        name="tiny",
-        model=(str(HOME / "dense"),),
-        calibration=HOME / "calibration.npy",
-        held_out=HOME / "held-out.npz",
-        labels=HOME / "held-out.npz",
-        home=HOME / "runs",
-        snapshots=(16,),
-        align="mlp=8,head=8,conv=8",
-        bench=None,
-    )
+        name="tiny", model=(str(HOME / "dense"),), calibration=HOME / "calibration.npy",
+        held_out=HOME / "held-out.npz", labels=HOME / "held-out.npz", home=HOME / "runs", snapshots=(16,),
+        align="mlp=8,head=8,conv=8", bench=None,
+    )  # fmt: skip
     calibrated(made)
     return made
 

@@ -54,8 +54,7 @@ def test_two_checkouts_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("reduce", tmp_path),
         ("reduce", first_hour.ROOT),
     ]
-    assert ran[:4] == in_turns
-    assert len(found["rows"]) == 2 * 2 * 5
+    assert (ran[:4], len(found["rows"])) == (in_turns, 2 * 2 * 5)
     assert first_hour.medians(found["rows"])["verify"] == {"former": 2.0, "this": 1.0}
     assert found["moments_bytes"] == {"former": 7, "this": 7}
 
@@ -94,8 +93,7 @@ def test_every_method_reduces_the_encoder_and_nothing_removed_is_no_error(
     widths = {site.name: site.width for site in sites_of(small.reduced(best, "joint", 0.5)).every}
     assert widths == {"blocks.0.attn.qk": 12, "blocks.0.attn.v": 24, "blocks.0.mlp": 64}
     assert small.error(best, "joint", 0.0) < 1e-3
-    table = text_encoder_table({"rows": rows})
-    assert "| joint | 50% | 40 |" in table
+    assert "| joint | 50% | 40 |" in text_encoder_table({"rows": rows})
 
 
 def test_without_the_weights_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +135,8 @@ def test_costs_are_told_in_passes(tmp_path: Path) -> None:
 def test_a_record_of_costs_makes_a_table(tmp_path: Path) -> None:
     counted = {passes.BARE[0]: 1.0, "calibrate": 1.84, "loop": 5.12}
     record = {
-        "model": "m",
-        "model_kwargs": {"img_size": 224},
-        "images": 512,
-        "batch_size": 16,
-        "threads": 2,
-        "cpu": "C",
-    }
+        "model": "m", "model_kwargs": {"img_size": 224}, "images": 512, "batch_size": 16, "threads": 2, "cpu": "C",
+    }  # fmt: skip
     (tmp_path / "passes.json").write_text(
         json.dumps(record | {"share_of_macs": 0.6, "sparsity": 0.5, "passes": counted})
     )

@@ -71,12 +71,8 @@ def test_instructions_are_read_as_docker_reads_them() -> None:
 def test_the_last_pattern_that_fits_decides() -> None:
     patterns = ["*", "!calib", "**/__pycache__"]
     kept = {
-        "calib/a.py": False,
-        "calib/x/__pycache__/a.pyc": True,
-        ".git/config": True,
-        "README.md": True,
-        "calib": False,
-    }
+        "calib/a.py": False, "calib/x/__pycache__/a.pyc": True, ".git/config": True, "README.md": True, "calib": False,
+    }  # fmt: skip
     assert {name: kept_out(name, patterns) for name in kept} == kept
 
 

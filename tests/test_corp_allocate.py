@@ -10,7 +10,7 @@ from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import block_diag, coo_array
 
 from corp_deploy.algebra.knapsack import Selection, SiteOptions, allocate
-from ground.errors import BadInput
+from tests.refusals import rejects
 
 NUMBERS = st.one_of(st.integers(0, 6).map(float), st.floats(0.0, 10.0), st.integers(10**9, 10**12).map(float))
 
@@ -63,15 +63,13 @@ def test_all_fits_and_ties_take_the_cheaper() -> None:
         SiteOptions(site="a", widths=(8, 16, 24), costs=(1.0, 2.0, 3.0), errors=(5.0, 1.0, 1.0)),
         SiteOptions(site="b", widths=(8, 16), costs=(1.0, 2.0), errors=(2.0, 0.0)),
     ]
-    got = allocate(sites, 100.0)
-    assert dict(got.widths) == {"a": 16, "b": 16}
+    assert dict(allocate(sites, 100.0).widths) == {"a": 16, "b": 16}
     assert allocate(sites, 2.0).widths == {"a": 8, "b": 8}
 
 
 def test_an_impossible_budget_is_refused_with_both_numbers() -> None:
     sites = [SiteOptions(site="a", widths=(8,), costs=(5.0,), errors=(0.0,))]
-    with pytest.raises(BadInput, match=r"budget 4 .* 5 "):
-        allocate(sites, 4.0)
+    rejects(r"budget 4 .* 5 ", allocate, sites, 4.0)
 
 
 @pytest.mark.parametrize("errors", [(1.0,), (1.0, float("nan")), (1.0, -1.0)])

@@ -19,6 +19,7 @@ from export.graph.precision import typed_copy
 from ground.errors import BadInput
 from ground.files import sha256_of_text
 from tests import encoders
+from tests.refusals import rejects
 
 TOKENS = 12
 
@@ -120,14 +121,12 @@ def test_half_precision_says_the_same_and_stays_finite(pooling: str, tmp_path: P
 )
 def test_other_configurations_are_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
     config = {**encoders.configuration("bert").to_dict(), **changes}
-    with pytest.raises(BadInput, match=message):
-        architecture_from_transformers(config, where="config.json")
+    rejects(message, architecture_from_transformers, config, where="config.json")
 
 
 def test_distilbert_is_refused_by_its_own_names() -> None:
     config = {**encoders.configuration("distilbert").to_dict(), "n_heads": 0}
-    with pytest.raises(BadInput, match=r"\$.n_heads"):
-        architecture_from_transformers(config, where="config.json")
+    rejects(r"\$.n_heads", architecture_from_transformers, config, where="config.json")
 
 
 def test_tensors_without_a_place_and_incomplete_projections_are_refused(tmp_path: Path) -> None:
@@ -137,11 +136,9 @@ def test_tensors_without_a_place_and_incomplete_projections_are_refused(tmp_path
     with pytest.raises(BadInput, match=r"block 0: expected attention\.self\.query"):
         state_from_transformers({key: state[key] for key in state if key != name}, "bert", where="weights")
     odd = {**state, "encoder.layer.0.crossattention.self.key.bias": state[name]}
-    with pytest.raises(BadInput, match="crossattention"):
-        state_from_transformers(odd, "bert", where="weights")
+    rejects("crossattention", state_from_transformers, odd, "bert", where="weights")
     twice = {**state, f"bert.{name}": state[name]}
-    with pytest.raises(BadInput, match=r"with and without 'bert\.'"):
-        state_from_transformers(twice, "bert", where="weights")
+    rejects(r"with and without 'bert\.'", state_from_transformers, twice, "bert", where="weights")
 
 
 def _spec(directory: Path, length: int = 10, vocabulary: int = encoders.VOCABULARY, **changes: Any) -> TextSpec:
@@ -176,18 +173,13 @@ def test_texts_are_lower_cased_where_the_encoder_was_trained_so(tmp_path: Path) 
 
 
 def test_a_tokenizer_that_does_not_belong_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no such file"):
-        content_of_tokenizer(tmp_path)
+    rejects("no such file", content_of_tokenizer, tmp_path)
     encoders.write_tokenizer(tmp_path / "tokenizer.json")
-    with pytest.raises(BadInput, match=r"sha256 .*, expected 0000"):
-        content_of_tokenizer(tmp_path, sha256="0" * 64)
-    with pytest.raises(BadInput, match="the model knows 50"):
-        _spec(tmp_path, vocabulary=50).encoder()
-    with pytest.raises(BadInput, match="2 marks of start and end"):
-        _spec(tmp_path, length=2).encoder()
+    rejects(r"sha256 .*, expected 0000", content_of_tokenizer, tmp_path, sha256="0" * 64)
+    rejects("the model knows 50", _spec(tmp_path, vocabulary=50).encoder)
+    rejects("2 marks of start and end", _spec(tmp_path, length=2).encoder)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(BadInput, match="not a tokenizer"):
-        _spec(tmp_path).encoder()
+    rejects("not a tokenizer", _spec(tmp_path).encoder)
 
 
 def test_pooling_and_length_are_read_of_what_stands_beside(tmp_path: Path) -> None:
@@ -208,20 +200,15 @@ def test_pooling_and_length_are_read_of_what_stands_beside(tmp_path: Path) -> No
 
 def test_modules_that_are_not_built_are_refused(tmp_path: Path) -> None:
     encoders.write_sentence_files(tmp_path, "max_tokens")
-    with pytest.raises(BadInput, match="pooling by max_tokens; expected the mean"):
-        pooled_by(tmp_path)
+    rejects("pooling by max_tokens; expected the mean", pooled_by, tmp_path)
     encoders.write_sentence_files(tmp_path, kinds=("Transformer", "Pooling", "Dense"))
-    with pytest.raises(BadInput, match="Transformer, Pooling, Dense; expected"):
-        pooled_by(tmp_path)
+    rejects("Transformer, Pooling, Dense; expected", pooled_by, tmp_path)
     encoders.write_sentence_files(tmp_path, folder="../elsewhere")
-    with pytest.raises(BadInput, match="in a folder there"):
-        pooled_by(tmp_path)
+    rejects("in a folder there", pooled_by, tmp_path)
     (tmp_path / "modules.json").write_text("{}")
-    with pytest.raises(BadInput, match=r"modules\.json: got an object, expected a list"):
-        pooled_by(tmp_path)
+    rejects(r"modules\.json: got an object, expected a list", pooled_by, tmp_path)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": "long"}')
-    with pytest.raises(BadInput, match="max_seq_length"):
-        text_length(tmp_path, 32)
+    rejects("max_seq_length", text_length, tmp_path, 32)
 
 
 def test_impossible_architectures_are_refused() -> None:

@@ -183,8 +183,7 @@ def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: P
     )
     assert "holds bfloat16, which GPUs have from SM80 on, and --sm asks for 75" in refused.stderr
     assert not (tmp_path / "o.plan").exists()
-    audited = invoked("audit", graph, graph, "--sm", "86", "--json")
-    assert json.loads(audited.stdout)["targets"][0]["passed"]
+    assert json.loads(invoked("audit", graph, graph, "--sm", "86", "--json").stdout)["targets"][0]["passed"]
 
 
 @pytest.mark.slow("graph")

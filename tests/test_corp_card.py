@@ -21,18 +21,9 @@ def removed(record: ReductionRecord) -> list[str]:
 
 def site(name: str) -> SiteReport:
     return SiteReport(
-        site=name,
-        part="mlp",
-        width_dense=16,
-        width_asked=8.0,
-        width=8,
-        energy=2.0,
-        error_uncompensated=1.0,
-        error=0.5,
-        r2=0.5,
-        condition=1.0,
-        ridge=0.0,
-    )
+        site=name, part="mlp", width_dense=16, width_asked=8.0, width=8, energy=2.0, error_uncompensated=1.0,
+        error=0.5, r2=0.5, condition=1.0, ridge=0.0,
+    )  # fmt: skip
 
 
 def test_a_pipe_and_a_new_line_in_names_and_notes_leave_tables_and_paragraphs_whole() -> None:

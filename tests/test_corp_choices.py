@@ -1,5 +1,7 @@
 """What is asked for as values: their rules, what follows from them, and how options become one of them."""
 
+import inspect
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -10,13 +12,23 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import corp_deploy
+from corp_deploy.cli import main
 from corp_deploy.commands.declared import record_options
 from corp_deploy.commands.options import usage_errors, value_options
+from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateOptions
+from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.inputs import InputOptions
+from corp_deploy.invocation.option import Option, Record, options_of
+from corp_deploy.invocation.option_support import spelled
+from corp_deploy.invocation.proof import LimitOptions
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.invocation.running import RunOptions
+from corp_deploy.invocation.running import BenchOptions, RunOptions
 from corp_deploy.planning.request import request_of
+from corp_deploy.release.recipe_tables import ReduceTable
 from ground.errors import BadInput
+from ground.quantity import Count, Real
+from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,26 +36,19 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "nothing asked for: give --mlp, --attn or --conv a share to remove"),
-        ({"heads": "auto"}, "nothing asked for"),
-        ({"macs": 0.5, "params": 0.5}, "--macs and --params are several budgets; give one"),
         ({"macs": 0.5, "params": 0.5, "latency": 0.5}, "--macs and --params and --latency are several budgets"),
         ({"macs": 0.5, "mlp": 0.5}, "--macs chooses the widths itself; give it without --mlp, --attn and --conv"),
         ({"params": 0.5, "attn": 0.1}, "--params chooses the widths itself"),
         ({"latency": 0.5}, "--latency needs --latency-tables DIR"),
         ({"mlp": 0.5, "closed_loop": "symmetric", "held_out": Path("h")}, "--closed-loop: its sites meet"),
         ({"mlp": 0.5, "closed_loop": True, "held_out": Path("h")}, "--closed-loop: the closed loop holds out"),
-        ({"attn": 0.5, "preset": "corp", "heads": "square"}, "--heads square is not honoured by preset corp"),
-        ({"mlp": 0.5, "select": {"head": "magnitude"}}, "dimensions of heads can't be ranked by magnitude"),
         ({"mlp": 1.0}, "--mlp: '1.0': expected a share in [0, 1)"),
         ({"mlp": 0.5, "ridge": 0.0}, "--ridge: '0.0': expected a number in (0, "),
         ({"mlp": 0.5, "align": {"mlp": 0}}, "expected, each once or left out, mlp= a whole number from 1"),
     ],
 )
 def test_a_reduction_that_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput) as caught:
-        ReduceOptions.from_options(options)
-    assert message in str(caught.value)
+    rejects(re.escape(message), ReduceOptions.from_options, options)
 
 
 def test_a_share_of_nothing_removed_is_asked_for_and_goes_with_a_budget() -> None:
@@ -81,24 +86,16 @@ def test_what_a_reduction_looks_at_and_touches(options: dict[str, Any], images: 
 def test_an_option_that_nothing_honours_is_refused(options: dict[str, Any], option: str, value: object) -> None:
     choice = ReduceOptions.from_options(options)
     choice.refuse_ignored(options)
-    with pytest.raises(BadInput, match=f"--{option} {value} is not honoured by"):
-        choice.refuse_ignored(options | {option: value})
+    rejects(f"--{option} {value} is not honoured by", choice.refuse_ignored, options | {option: value})
 
 
 def test_planning_gets_what_was_asked_for() -> None:
     request = request_of(
         ReduceOptions(
-            heads="auto",
-            align={"mlp": 8, "head": 4},
-            ridge=1e-3,
-            latency=0.7,
-            latency_tables="tables",
-            batch=8,
-            closed_loop="asymmetric",
-            reads="pooled",
-            allow_partial=True,
+            heads="auto", align={"mlp": 8, "head": 4}, ridge=1e-3, latency=0.7, latency_tables="tables", batch=8,
+            closed_loop="asymmetric", reads="pooled", allow_partial=True,
         )
-    )
+    )  # fmt: skip
     assert (request.options.auto_heads, request.method.geometry) == (True, "padded")
     assert (request.method.align_hidden, request.method.align_head, request.method.ridge_rel) == (8, 4, 1e-3)
     assert request.where is not None
@@ -152,3 +149,63 @@ def test_options_become_one_value() -> None:
 def test_what_a_value_refuses_is_a_usage_error() -> None:
     with pytest.raises(click.UsageError, match="several"), usage_errors():
         raise BadInput("several")
+
+
+# What is declared once: each option of a record is one of its command, of Python and of recipes, and refuses alike.
+
+RECORDS: dict[str, type[Record]] = {
+    "calibrate": CalibrateOptions,
+    "reduce": ReduceOptions,
+    "export": ExportOptions,
+    "verify": LimitOptions,
+    "bench": BenchOptions,
+}
+EVERY = [(name, each) for name, record in RECORDS.items() for each in options_of(record).values()]
+
+
+@pytest.mark.parametrize(("name", "option"), EVERY, ids=lambda each: getattr(each, "name", each))
+def test_an_option_is_one_of_the_command_and_of_python(name: str, option: Option) -> None:
+    (typed,) = [each for each in main.commands[name].params if each.name == option.name]
+    assert isinstance(typed, click.Option)
+    assert (spelled(option.typed) in typed.opts, typed.help) == (True, option.help)
+    parameter = inspect.signature(getattr(corp_deploy, name)).parameters[option.name]
+    assert parameter.default == option.default
+    assert f"`{option.name}`: " in (getattr(corp_deploy, name).__doc__ or "")
+    kept = option.converted(None)
+    assert kept is None or option.of.holds(kept)
+
+
+NUMBERS = [(name, each) for name, each in EVERY if isinstance(each.of, Count | Real)]
+
+
+@pytest.mark.parametrize(("name", "option"), NUMBERS, ids=lambda each: getattr(each, "name", each))
+def test_a_number_out_of_its_bounds_is_refused_alike(name: str, option: Option) -> None:
+    """In Python, where a value counts, as on the command line, where a text does."""
+    assert isinstance(option.of, Count | Real)
+    beyond = option.of.high * 2
+    given: dict[str, Any] = {option.name: beyond}
+    with pytest.raises(BadInput) as refused:
+        RECORDS[name](**given)
+    typed = CliRunner().invoke(main, [name, spelled(option.typed), str(beyond)])
+    assert (typed.exit_code, f"expected {option.of}" in " ".join(typed.stderr.split())) == (2, True)
+    assert str(refused.value) == f"{spelled(option.typed)}: '{beyond}': expected {option.of}"
+
+
+def test_what_has_to_be_given_has_no_default_and_is_asked_for_by_name() -> None:
+    assert CalibrateFiles("moments.safetensors").values == {"output": Path("moments.safetensors")}
+    assert CalibrateFiles("moments.safetensors").non_default == {}
+    with pytest.raises(BadInput, match=r"^--output: nothing is given, expected a text that is not empty$"):
+        CalibrateFiles(None)  # type: ignore[arg-type]
+
+
+def test_a_recipe_has_every_key_and_makes_the_same() -> None:
+    kinds = {"select": ("", "_mlp", "_head", "_conv", "_heads"), "repair": ("", "_mlp", "_conv", "_heads")}
+    kinds |= {"align": ("_mlp", "_head", "_conv")}
+    known = [each for each in options_of(ReduceOptions).values() if each.in_recipe]
+    keys = [f"{each.name}{kind}" for each in known for kind in kinds.get(each.name, ("",))]
+    assert list(ReduceTable.__struct_fields__) == keys
+    table = ReduceTable(mlp=0.5, select_mlp="wanda", align_head=8, closed_loop=True, sparse="mlp=2:4")
+    assert table.choice == ReduceOptions(
+        mlp=0.5, select="mlp=wanda", align={"mlp": 64, "head": 8, "conv": 32}, closed_loop="asymmetric",
+        sparse="mlp=2:4",
+    )  # fmt: skip

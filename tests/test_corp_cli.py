@@ -2,27 +2,30 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
+from click.testing import CliRunner, Result
 from PIL import Image
 from safetensors.torch import save_file
 
 import corp_deploy
-from corp_deploy.cli import main
+from corp_deploy.cli import GROUPS, RENAMED, main
+from corp_deploy.commands.help import Command
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.files import replacing
 from tests import tiny
-from tests.command import invoked, refused, run
+from tests.command import invoked, refused, refuses, run
+from tests.pages import ROOT
 
-ROOT = Path(__file__).parents[1]
 COMMANDS = sorted(main.commands)
 KWARGS = json.dumps(dict(tiny.ARCHITECTURE.kwargs))
 
@@ -98,20 +101,8 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
     moments, reduced = tmp_path / "m.safetensors", tmp_path / "reduced"
     assert run("calibrate", *named, "--images", home / "images.npy", "-o", moments, "--attention-system").exit_code == 0
     done = invoked(
-        "reduce",
-        *named,
-        "--moments",
-        moments,
-        "--mlp",
-        0.5,
-        "--attn",
-        0.5,
-        "--preset",
-        "corp",
-        "--align",
-        "head=8",
-        "-o",
-        reduced,
+        *("reduce", *named, "--moments", moments, "--mlp", 0.5, "--attn", 0.5, "--preset", "corp", "--align"),
+        *("head=8", "-o", reduced),
     )
     assert "got" in done.stdout
     assert run("export", "--model", reduced, "-o", reduced / "model.onnx", "--precision", "fp32,fp16").exit_code == 0
@@ -124,27 +115,14 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
     assert record["links"][1]["tolerance"]["rule"] == "float32: 10 x 2^-24 x 14 products in a row"
     assert (tmp_path / "parity.npz").is_file()
     speed = invoked(
-        "bench",
-        home / "dense",
-        reduced / "model.onnx",
-        "--batch",
-        "1,2",
-        "--time-limit",
-        4,
-        "--half-width",
-        0.9,
-        "--min-rounds",
-        6,
-        "-o",
-        tmp_path / "bench.json",
-        "--json",
+        *("bench", home / "dense", reduced / "model.onnx", "--batch", "1,2", "--time-limit", 4, "--half-width"),
+        *(0.9, "--min-rounds", 6, "-o", tmp_path / "bench.json", "--json"),
     )
     assert [row["batch"] for row in json.loads(speed.stdout)["rows"]] == [1, 2]
     for suffix in (".html", ".md", ".csv", ".xml"):
         assert run("report", tmp_path, "-o", tmp_path / f"report{suffix}").exit_code == 0
     assert "blocks.1.attn" in (tmp_path / "report.html").read_text()
-    loaded = corp_deploy.load(reduced)
-    assert loaded(torch.from_numpy(tiny.images(2))).shape == (2, 7)
+    assert corp_deploy.load(reduced)(torch.from_numpy(tiny.images(2))).shape == (2, 7)
 
 
 @pytest.mark.slow("graph", "measurement")
@@ -168,15 +146,8 @@ def test_a_batch_size_that_takes_too_long_is_reported_as_not_measured(tmp_path: 
 def test_a_failing_link_exits_with_1_and_leaves_its_record(home: Path, tmp_path: Path) -> None:
     assert reduce(home, tmp_path / "reduced", "--mlp", 0.9, "--preset", "none", "--align", "mlp=8").exit_code == 0
     done = run(
-        "verify",
-        home / "dense",
-        tmp_path / "reduced",
-        "--images",
-        home / "images.npy",
-        "--max-error",
-        1e-4,
-        "-o",
-        tmp_path / "p.json",
+        *("verify", home / "dense", tmp_path / "reduced", "--images", home / "images.npy", "--max-error", 1e-4),
+        *("-o", tmp_path / "p.json"),
     )
     assert done.exit_code == 1
     assert json.loads((tmp_path / "p.json").read_text())["verdict"] == "FAIL"
@@ -225,49 +196,6 @@ def test_nothing_asked_for_and_unknown_words(home: Path, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def _images(tmp_path: Path, kind: str) -> Path:
-    path = tmp_path / kind
-    if kind == "empty":
-        path.mkdir()
-    elif kind == "texts":
-        path.mkdir()
-        (path / "a.txt").write_text("x")
-        (path / "a.png").write_text("this is no image")
-    elif kind == "shape.npy":
-        np.save(path, np.zeros((2, 3, 8, 8), np.float32))
-    elif kind == "nan.npy":
-        images = tiny.images(2)
-        images[1, 0, 0, 0] = np.nan
-        np.save(path, images)
-    elif kind == "shorts.npy":
-        np.save(path, np.zeros((2, 3, 32, 32), np.int16))
-    elif kind == "key.npz":
-        np.savez(path, pictures=tiny.images(1))
-    elif kind == "cut.npy":
-        np.save(path, tiny.images(2))
-        path.write_bytes(path.read_bytes()[:-10])
-    return path
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("absent", "no such file"),
-        ("empty", "no images"),
-        ("texts", "not a readable image"),
-        ("shape.npy", "32,32"),
-        ("nan.npy", "NaN"),
-        ("shorts.npy", "int16"),
-        ("key.npz", "no key 'images'"),
-        ("cut.npy", "not a valid .npy"),
-    ],
-)
-def test_images_that_will_not_do(home: Path, tmp_path: Path, kind: str, said: str) -> None:
-    refused(calibrate(home, tmp_path / "m.safetensors", images=_images(tmp_path, kind)), said)
-    assert not (tmp_path / "m.safetensors").exists()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
 def test_moments_that_will_not_do(home: Path, tmp_path: Path) -> None:
     whole = (home / "moments.safetensors").read_bytes()
     cut, foreign, absent = (tmp_path / f"{name}.safetensors" for name in ("cut", "foreign", "absent"))
@@ -310,8 +238,7 @@ def test_a_bug_of_ours_is_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch
         raise KeyError("oops")
 
     monkeypatch.setattr("corp_deploy.families.inspection.inspection_of_model", broken)
-    result = invoked("inspect", "--model", home / "dense", code=70)
-    assert "bug in corp-deploy" in result.stderr
+    refuses("bug in corp-deploy", "inspect", "--model", home / "dense", code=70)
 
 
 def test_an_interruption_exits_with_130_and_leaves_no_file(
@@ -321,8 +248,7 @@ def test_an_interruption_exits_with_130_and_leaves_no_file(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("corp_deploy.reduction.moments_files.save", interrupted)
-    result = calibrate(home, tmp_path / "m.safetensors")
-    assert result.exit_code == 130
+    assert calibrate(home, tmp_path / "m.safetensors").exit_code == 130
     assert list(tmp_path.iterdir()) == []
 
 
@@ -339,3 +265,116 @@ def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
         fail_half_way()
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
+
+
+# What a reader sees first: the commands by what they are of, the options used first, and all of them when asked.
+
+LONG = {name: command for name, command in main.commands.items() if isinstance(command, Command)}
+MOMENTS = ROOT / "tests" / "golden" / "0.1" / "moments"
+
+
+def shown(*words: str, code: int = 0) -> str:
+    done = invoked(*words, code=code)
+    assert max(map(len, done.stdout.splitlines()), default=0) <= 80
+    return done.stdout
+
+
+def spelled(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+
+
+def options(command: click.Command) -> list[click.Option]:
+    return [each for each in command.params if isinstance(each, click.Option)]
+
+
+def test_the_commands_are_shown_in_groups_of_whole_sentences() -> None:
+    text = shown("--help")
+    rows = dict(re.findall(r"^  ([a-z][a-z-]+) {2,}(\S.*)$", text, re.MULTILINE))
+    assert rows.keys() == {name for name in main.commands if " " not in name}
+    assert all(said.endswith(".") and not said.endswith("..") for said in rows.values()), rows
+    headings = re.findall(r"^([A-Z]\w+):$", text, re.MULTILINE)
+    assert headings == ["Options", "Model", "Reduce", "Graph", "Proof", "Release", "Decoder", "Machine"]
+    assert len(rows) <= 20
+
+
+def test_every_command_is_in_a_group_and_one_of_two_words_in_the_help_of_the_first() -> None:
+    assert [each.name for group in GROUPS.values() for each in group] == list(main.commands)
+    below = [name for name in main.commands if " " in name]
+    assert below
+    for name in below:
+        assert re.search(rf"^  {name}  ", shown(name.split()[0], "--help"), re.MULTILINE), name
+        assert shown(*name.split(), "--help").startswith(f"Usage: main {name} ")
+
+
+def test_a_command_with_many_options_tells_of_ten() -> None:
+    assert {name for name, command in main.commands.items() if len(options(command)) > 12} == LONG.keys()
+    assert {"reduce", "calibrate", "export", "verify", "bench", "sweep", "build"} <= LONG.keys()
+    for name, command in LONG.items():
+        text = shown(name, "--help")
+        told = text.partition("\nOptions:\n")[2].partition("\nMore options (--help-all says what they do):\n")[0]
+        rows = re.findall(r"^  (?:-\w, )?--([\w-]+)", told, re.MULTILINE)
+        assert len(rows) <= 10 + len(("help", "help-all")), name
+        assert rows[-2:] == ["help", "help-all"]
+        assert {each.name for each in options(command) if each.required} <= set(command.first), name
+        assert "Example: corp-deploy" in text
+        assert spelled(text) >= {each.opts[0] for each in options(command)}, "the others are named"
+        assert len(text.splitlines()) < 80, name
+
+
+@pytest.mark.parametrize("name", main.commands)
+def test_help_all_explains_every_option(name: str) -> None:
+    command = main.commands[name]
+    text = shown(*name.split(), "--help-all" if name in LONG else "--help")
+    letters = "".join(text.split())  # a line may end behind any dash
+    for option in options(command):
+        rows = [line for line in text.splitlines() if re.match(r" {2}(-\w, )?--", line)]
+        assert any(option.opts[0] in spelled(row) for row in rows), option.opts
+        assert "".join((option.help or "").split()) in letters, option.opts
+    assert "".join((command.help or "").split()) in letters
+
+
+def test_help_all_has_headings() -> None:
+    headings = re.findall(r"^([A-Z][\w, ]+):$", shown("reduce", "--help-all"), re.MULTILINE)
+    assert headings[0] == "General"
+    assert {"Model", "Widths and method", "Budget", "Sparse weights", "Inputs", "Output"} <= set(headings)
+    assert len(set(headings)) == len(headings)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_leads_to_the_new_one_and_says_so(old: str) -> None:
+    done = CliRunner().invoke(main, [old, "--help"])
+    name, _ = re.subn(" --(batch|random) .*", "", RENAMED[old])
+    assert (done.exit_code, done.stdout.startswith(f"Usage: main {name} ")) == (0, True)
+    assert done.stderr == f"warning: {old} is deprecated since 0.2 and goes with 0.4; use {RENAMED[old]}\n"
+    assert f" {old} " not in shown("--help")
+
+
+def test_an_old_name_works(tmp_path: Path) -> None:
+    """As the new one does, with the flag wherever it stands; what follows is all its own."""
+    parts = [str(MOMENTS / name) for name in ("vit.safetensors", "vit.held-out.safetensors")]
+    runs = [["merge-moments", *parts], ["calibrate", "--merge", *parts], ["calibrate", *parts, "--merge"]]
+    written = []
+    for number, words in enumerate(runs):
+        done = invoked(*words, "-o", tmp_path / f"{number}.safetensors")
+        assert done.stderr.count("deprecated") == (number == 0)
+        written.append((tmp_path / f"{number}.safetensors").read_bytes())
+    assert written[0] == written[1] == written[2]
+    alone = CliRunner().invoke(main, ["merge-moments", parts[0], "-o", str(tmp_path / "no")])
+    assert (alone.exit_code, "one file is nothing to merge" in alone.stderr) == (2, True)
+    assert CliRunner().invoke(main, ["redundancy", "--moments", parts[0], "--json"]).stdout.startswith("{")
+
+
+def test_batches_of_an_old_proof_are_its_random_sequences(tmp_path: Path) -> None:
+    (tmp_path / "genai_config.json").write_text("{}")
+    shutil.copytree(tmp_path, tmp_path.with_name("model"))
+    words = ["verify-decoder", str(tmp_path.with_name("model")), str(tmp_path), "-o", str(tmp_path / "p.json")]
+    done = CliRunner().invoke(main, [*words, "--batch=0"])
+    assert (done.exit_code, "'--random'" in done.stderr) == (2, True)
+    done = CliRunner().invoke(main, [*words, "--batch", "3", "--seed", "1"])
+    assert (done.exit_code, "genai_config.json" in done.stderr) == (2, True)
+
+
+def test_a_command_that_is_none_is_told() -> None:
+    done = CliRunner().invoke(main, ["package", "lint", "--no-such"])
+    assert (done.exit_code, "No such option" in done.stderr) == (2, True)
+    assert "No such command 'lint'" in CliRunner().invoke(main, ["lint"]).stderr

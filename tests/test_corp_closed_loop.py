@@ -1,5 +1,7 @@
 """The closed loop against least squares on raw samples, and the open loop."""
 
+import copy
+import json
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -11,8 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import corp_deploy
 from calib.images import Images
+from calib.store import save as save_moments
 from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate
@@ -25,6 +30,8 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.traced.finding.cuts import cuts
 from examples.digits.images import load
 from tests import tiny
+from tests.command import invoked
+from tests.test_corp_named_sites import SOURCE, checkpoint, named, net, relative
 from tests.test_traced_loops import Heard, layer_of
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
@@ -277,3 +284,138 @@ def test_every_geometry_and_preset_is_carried(preset: str, geometry: Any) -> Non
     }
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in reduction.model.modules())
+
+
+# The symmetric closed loop against a recollection by hand, site by site, on float64 activations of the models.
+
+RIDGE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
+    return tiny.opened(tmp_path_factory.mktemp("symmetric") / "images.npy", tiny.images(24, seed=4))
+
+
+def hidden(model: nn.Module, name: str) -> Any:
+    """What enters a layer of this model, tokens of all images below each other, in float64."""
+    caught: list[Tensor] = []
+    model.get_submodule(name).register_forward_pre_hook(lambda _, given: caught.append(given[0]))
+    with torch.inference_mode():
+        model(torch.from_numpy(tiny.images(24, seed=4)).double())
+    return caught[0].flatten(0, 1).numpy()
+
+
+def test_it_is_grails_loop(images: Images) -> None:
+    """For each MLP in turn: the Gram on the model so far, structured Wanda, W G_:S (G_SS + ridge I)^-1, and on."""
+    by_hand: Any = copy.deepcopy(tiny.checkpoint().model).double().eval()
+    for index, block in enumerate(by_hand.blocks):
+        x = hidden(copy.deepcopy(by_hand), f"blocks.{index}.mlp.fc2")
+        second = block.mlp.fc2.weight.detach().numpy()
+        gram: Any = sum(np.outer(row, row) for row in x) / len(x)
+        score = np.abs(second).sum(0) * np.sqrt(np.diag(gram))
+        kept = sorted(np.argsort(-score, kind="stable")[:96].tolist())
+        inside = gram[np.ix_(kept, kept)]
+        new = second @ gram[:, kept] @ np.linalg.inv(inside + RIDGE * np.diag(inside).mean() * np.eye(96))
+        block.mlp.fc1.weight = nn.Parameter(block.mlp.fc1.weight[kept])
+        block.mlp.fc1.bias = nn.Parameter(block.mlp.fc1.bias[kept])
+        block.mlp.fc2.weight = nn.Parameter(torch.from_numpy(new))
+    method = method_from_preset("grail", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
+    reduction = reduce_traced(tiny.checkpoint().model, images, method)
+    others = torch.from_numpy(tiny.images(6, seed=9))
+    with torch.inference_mode():
+        expected, found = by_hand(others.double()), reduction.model(others)
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+    assert [site.loop for site in reduction.sites] == [None, None]
+    assert "each to its dense weights" in reduction.decisions[0]
+    # It can tell: the open loop's second MLP is another one.
+    moments = calibrate(tiny.checkpoint(), images, batch_size=8)
+    with torch.inference_mode():
+        alone = reduce(tiny.checkpoint().model, moments, method).model(others)
+    assert float((alone - expected).norm() / expected.norm()) > 1e-3
+
+
+@pytest.mark.parametrize("preset", ["best", "corp", "corp-v1", "grail-fold", "fold", "none"])
+def test_every_method_walks_in_it(images: Images, preset: str) -> None:
+    method = method_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
+    sites = sites_of(reduce_traced(tiny.checkpoint().model, images, method).model).by_name
+    pairs = 48 if "fold" in preset else 24
+    assert {(sites[f"blocks.{at}.mlp"].width, sites[f"blocks.{at}.attn.qk"].width) for at in (0, 1)} == {(96, pairs)}
+
+
+def test_the_command_takes_both_loops(images: Images, tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path / "dense")
+    np.save(tmp_path / "images.npy", tiny.images(24, seed=4))
+    save_moments(calibrate(tiny.checkpoint(), images, batch_size=8), tmp_path / "m.safetensors")
+    words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "m.safetensors", "--mlp", 0.5]
+    words += ["--images", tmp_path / "images.npy", "--align", "mlp=8"]
+    for given, said, fitted in (
+        (("--closed-loop", "symmetric"), "in which they run, each to its dense weights", False),
+        (("--closed-loop",), "in which they run, fitted to", True),
+        (("--closed-loop", "asymmetric"), "in which they run, fitted to", True),
+    ):
+        assert said in " ".join(invoked(*words, *given, "-o", tmp_path / "r").stdout.split())
+        lineage = json.loads((tmp_path / "r" / "config.json").read_text())["lineage"]
+        assert (lineage["reduction"]["sites"][0]["loop"] is not None) == fitted
+    held_out = invoked(*words, "--closed-loop", "symmetric", "--held-out", "h.safetensors", "-o", "r", code=2)
+    assert "which held-out moments are not of" in held_out.stderr
+
+
+# Loops of modules whose sites are named: what they gain, and that nothing else is touched.
+
+HALF: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
+
+
+def of_own_modules(model: nn.Module, path: Path, count: int = 128) -> Images:
+    return tiny.opened(path / "images.npy", tiny.images(count), model)
+
+
+def outputs(model: nn.Module, seed: int = 9, count: int = 64) -> Tensor:
+    return tiny.ran(model, tiny.images(count, seed=seed))
+
+
+def test_a_closed_loop_errs_less_at_the_output_than_an_open_one(tmp_path: Path) -> None:
+    model = named(net())
+    inputs = of_own_modules(model, tmp_path, 256)
+    method, dense = method_from_preset("best", **HALF), outputs(model)
+    moments = calibrate(checkpoint(model), inputs, batch_size=32)
+    ways = {
+        "open": reduce(model, moments, method).model,
+        "symmetric": reduce_traced(model, inputs, method).model,
+        "closed": reduce_traced(model, inputs, method, loop=Loop()).model,
+        "halves": reduce_traced(model, inputs, method, loop=Loop(half_ids=inputs.ids[::2])).model,
+    }
+    errors = {way: relative(outputs(each), dense) for way, each in ways.items()}
+    assert max(errors["closed"], errors["halves"]) < errors["open"], errors
+    assert errors["symmetric"] < 1.2 * errors["open"], errors
+    widths = {"layers.0.ffn": 48, "layers.1.ffn": 96}
+    part = reduce_traced(model, inputs, method, widths=widths, loop=Loop()).model
+    assert {name: site.size for name, site in sites_of(part).by_name.items() if name in widths} == widths
+    told: list[tuple[int, int]] = []
+    alone = named(net(), mlps={"layers.1.ffn": ("0", "2")}, attentions={})
+    one = reduce_traced(alone, inputs, method, on_progress=lambda *each: told.append(each), loop=Loop())
+    assert [report.site for report in one.sites] == ["layers.1.ffn"]
+    assert told == [(1, 1)]
+    kept = {name for name, each in one.model.state_dict().items() if torch.equal(each, alone.state_dict()[name])}
+    assert {name for name in alone.state_dict() if name not in kept} == {
+        f"layers.1.ffn.{each}" for each in ("0.weight", "0.bias", "2.weight", "2.bias")
+    }
+
+
+@pytest.mark.slow("models")
+def test_the_command_has_every_lever_for_own_modules(tmp_path: Path) -> None:
+    """Loops, tokens that are read and that merge, polish by blocks."""
+    (tmp_path / "net.py").write_text(SOURCE)
+    np.save(tmp_path / "images.npy", tiny.images(48))
+    model = ("--model", f"module:{tmp_path / 'net.py'}:build", "--trust-code")
+    moments, images = tmp_path / "m.safetensors", ("--images", tmp_path / "images.npy")
+    invoked("calibrate", *model, *images, "-o", moments)
+    asked = ("reduce", *model, "--moments", moments, *images, "--align", "mlp=8,head=8")
+    result = invoked(*asked, "--macs", 0.8, "--closed-loop", "--reads", "pooled", "-o", tmp_path / "looped")
+    assert "sites in the order in which they run, fitted to the dense model's streams" in " ".join(
+        result.output.split()
+    )
+    result = invoked(*asked, "--mlp", 0.5, "--merge-tokens", 2, "--polish", "block", "-o", tmp_path / "merged")
+    assert "polished in 2 blocks" in " ".join(result.output.split())
+    merged = corp_deploy.load(tmp_path / "merged", trust_code=True)
+    assert traced_model.merging_of(merged) is not None
+    assert [site.size for site in sites_of(merged).every if site.name.endswith("ffn")] == [48, 48]

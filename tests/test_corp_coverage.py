@@ -77,8 +77,7 @@ def test_less_than_was_asked_is_refused(
     assert not (tmp_path / "r").exists()
     allowed = reduce(home, family, tmp_path / "r", *words, "--allow-partial", "--json")
     covered = json.loads(allowed.stdout)["coverage"]
-    assert covered["verdict"] == verdict
-    assert len(covered["refused"]) == 2
+    assert (covered["verdict"], len(covered["refused"])) == (verdict, 2)
     config = json.loads((tmp_path / "r" / "config.json").read_text())
     assert config["lineage"]["reduction"]["coverage"] == covered
 

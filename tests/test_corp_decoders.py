@@ -28,9 +28,9 @@ from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import texts_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
-from ground.errors import BadInput
 from tests import decoders
 from tests.command import invoked
+from tests.refusals import rejects
 
 GOLDEN = Path(__file__).with_name("golden") / "decoders"
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
@@ -274,11 +274,9 @@ def test_ids_may_be_given_instead_of_text(home: Path, tmp_path: Path) -> None:
         assert given.digest == of_text.digest
         assert torch.equal(given.ids, of_text.ids)
     np.save(tmp_path / "foreign.npy", np.array([[0, decoders.LETTERS] * 32]))
-    with pytest.raises(BadInput, match="ids from 0 to 128, expected 0 to 127"):
-        texts_for_model(model, tmp_path / "foreign.npy")
+    rejects("ids from 0 to 128, expected 0 to 127", texts_for_model, model, tmp_path / "foreign.npy")
     np.save(tmp_path / "short.npy", letters[:10])
-    with pytest.raises(BadInput, match="10 tokens, expected at least one sequence of 64"):
-        texts_for_model(model, tmp_path / "short.npy")
+    rejects("10 tokens, expected at least one sequence of 64", texts_for_model, model, tmp_path / "short.npy")
 
 
 @pytest.mark.parametrize(
@@ -297,8 +295,7 @@ def test_ids_may_be_given_instead_of_text(home: Path, tmp_path: Path) -> None:
 )
 def test_other_decoders_are_refused_with_the_reason(home: Path, kind: str, changes: dict[str, Any], said: str) -> None:
     config = json.loads((home / kind / "config.json").read_text()) | changes
-    with pytest.raises(BadInput, match=said):
-        architecture_from_transformers(config, where="config.json")
+    rejects(said, architecture_from_transformers, config, where="config.json")
 
 
 def test_a_token_sees_no_more_than_its_window(home: Path, tmp_path: Path) -> None:
@@ -311,8 +308,7 @@ def test_a_token_sees_no_more_than_its_window(home: Path, tmp_path: Path) -> Non
     torch.testing.assert_close(
         logits_of(model, ids), logits_of(theirs(tmp_path / "mistral"), ids), rtol=1e-5, atol=1e-5
     )
-    with pytest.raises(BadInput, match="sees 24 at most"):
-        dense_of(tmp_path / "mistral", length=25)
+    rejects("sees 24 at most", dense_of, tmp_path / "mistral", length=25)
 
 
 def test_shards_are_read_and_foreign_tensors_refused(home: Path, tmp_path: Path) -> None:
@@ -325,8 +321,7 @@ def test_shards_are_read_and_foreign_tensors_refused(home: Path, tmp_path: Path)
     state = load_file(home / "llama" / "model.safetensors")
     decoders.write_decoder(tmp_path / "odd", "llama")
     save_file(state | {"model.layers.0.mlp.router.weight": torch.zeros(2)}, tmp_path / "odd" / "model.safetensors")
-    with pytest.raises(BadInput, match=r"mlp\.router\.weight.* has no place in a llama decoder"):
-        dense_of(tmp_path / "odd")
+    rejects(r"mlp\.router\.weight.* has no place in a llama decoder", dense_of, tmp_path / "odd")
 
 
 def test_positions_stay_exact_in_sixteen_bits(home: Path) -> None:

@@ -42,29 +42,13 @@ def plan(path: Path, graph: Path, *, version: str = "10.16.1", **changes: object
     proto = onnx.load(graph)
     inputs, outputs = ports_of_graph(proto)
     record = EngineRecord(
-        backend="tensorrt",
-        library_version=version,
-        command="build",
-        onnx_sha256=sha256_of_file(graph),
-        onnx_bytes=graph.stat().st_size,
-        plan_sha256=sha256_of(path.read_bytes()),
-        plan_bytes=path.stat().st_size,
-        precision="fp32",
-        half_weight_share=0.0,
-        half_kernel_share=None,
-        targets=("89",),
-        gpu="A Card",
-        profiles=("1:4:8",),
-        inputs=inputs,
-        outputs=outputs,
-        kernels=None,
-        kernel_kinds={},
-        attention_sites=(),
-        fused_attention_sites=None,
-        build_seconds=1.0,
-        options={},
+        backend="tensorrt", library_version=version, command="build", onnx_sha256=sha256_of_file(graph),
+        onnx_bytes=graph.stat().st_size, plan_sha256=sha256_of(path.read_bytes()), plan_bytes=path.stat().st_size,
+        precision="fp32", half_weight_share=0.0, half_kernel_share=None, targets=("89",), gpu="A Card",
+        profiles=("1:4:8",), inputs=inputs, outputs=outputs, kernels=None, kernel_kinds={}, attention_sites=(),
+        fused_attention_sites=None, build_seconds=1.0, options={},
         notes={each.key: each.value for each in proto.metadata_props if not each.key.startswith("export.")},
-    )
+    )  # fmt: skip
     record_path(path).write_text(replace(record, **changes).to_json())  # type: ignore[arg-type]
     return path
 
@@ -181,8 +165,7 @@ def test_folders_are_prepared_as_the_graph_says(home: Path, tmp_path: Path) -> N
 
 def test_engines_of_other_graphs_are_not_comparable(home: Path, tmp_path: Path) -> None:
     words = ("verify", home / "old/m.plan", home / "other/m.plan", "--random", 4, "-o", tmp_path / "p.json")
-    refused = invoked(*words, code=5)
-    assert "--other-graph if two graphs are meant" in said(refused)
+    assert "--other-graph if two graphs are meant" in said(invoked(*words, code=5))
     assert not (tmp_path / "p.json").exists()
     invoked(*words, "--other-graph", "--max-error", 1.0)
     assert len({source.graph_sha256 for source in load_parity(tmp_path / "p.json").sources}) == 2
@@ -238,12 +221,10 @@ def test_golden_directories_are_held_to_their_digests(home: Path, tmp_path: Path
     golden = tmp_path / "golden"
     assert run("verify", home / "old/m.plan", "--random", 4, "--write-golden", golden).exit_code == 0
     words = ("verify", golden, home / "same/m.plan", "-o", tmp_path / "p.json")
-    twice = invoked(*words, "--random", 4, code=2)
-    assert "holds the inputs that its answers are to" in said(twice)
+    assert "holds the inputs that its answers are to" in said(invoked(*words, "--random", 4, code=2))
     content = (golden / "outputs.npz").read_bytes()
     (golden / "outputs.npz").write_bytes(content[:-1] + b"x")
-    damaged = invoked(*words, code=2)
-    assert "its bytes are not those that golden.json describes" in said(damaged)
+    assert "its bytes are not those that golden.json describes" in said(invoked(*words, code=2))
     (golden / "outputs.npz").unlink()
     assert "missing, a file that golden.json describes" in said(run(*words))
 

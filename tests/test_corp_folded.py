@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,9 +27,11 @@ from corp_deploy.release import calls as release_commands
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from examples.digits.images import load
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, refuses
+from tests.refusals import rejects
+from tests.small_models import error
+from tests.test_corp_whole_heads import HELD_OUT, planted
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
 
@@ -187,14 +191,11 @@ def test_the_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -
 
 def test_images_that_will_not_do_are_refused(both: tuple[Moments, Moments], images: Images, tmp_path: Path) -> None:
     dense, method = tiny.checkpoint().model, method_from_preset("fold", mlp_sparsity=0.5, align_hidden=8)
-    with pytest.raises(BadInput, match="give them: --images"):
-        reduce(dense, both[0], method)
+    rejects("give them: --images", reduce, dense, both[0], method)
     strangers = tiny.opened(tmp_path / "other.npy", tiny.images(9, seed=8))
-    with pytest.raises(BadInput, match="none of these 9 images is a calibration one"):
-        reduce(dense, both[0], method, images=strangers)
+    rejects("none of these 9 images is a calibration one", reduce, dense, both[0], method, images=strangers)
     rest, _ = held_out_split(images, 12, seed=0)
-    with pytest.raises(BadInput, match="none of these 28 images is a held-out one"):
-        reduce(dense, both[0], method, held_out=both[1], images=rest)
+    rejects("none of these 28 images is a held-out one", reduce, dense, both[0], method, held_out=both[1], images=rest)
 
 
 def test_fewer_images_than_the_moments_are_of_are_told(both: tuple[Moments, Moments], images: Images) -> None:
@@ -215,8 +216,7 @@ def test_the_command_asks_for_images_and_reports_on_both_sets(
     words += ["--held-out", tmp_path / "h.safetensors", "--mlp", 0.5, "--preset", "grail-fold", "--align", "mlp=8"]
     refuses("presets that merge channels (grail-fold, fold)", *words)
     assert not (tmp_path / "r").exists()
-    shown = invoked(*words, "--images", tmp_path / "images.npy")
-    assert "held out" in shown.stdout
+    assert "held out" in invoked(*words, "--images", tmp_path / "images.npy").stdout
 
 
 def test_a_recipe_gives_its_calibration_images_to_merge_by(tmp_path: Path) -> None:
@@ -236,3 +236,125 @@ preset = "{preset}"
         loaded = load_recipe(tmp_path / "recipe.toml")
         assert loaded.reduce.choice.needs_images == looks
         assert ("images" in release_commands.reduce(loaded, tmp_path).options) == looks
+
+
+# Merged heads: the loss said is that of the shipped attention, refitting loses less, copies cost nothing.
+
+__all__ = ["both", "images"]
+HALF = {"heads_sparsity": 1 / 3}
+
+
+def attention(model: nn.Module, name: str, x: Tensor) -> Tensor:
+    """Spelled out, in float64, with as many heads of 16 as the layer has."""
+    q, k, v = linear(model, f"{name}.qkv", x).unflatten(-1, (3, -1, 16)).permute(2, 0, 3, 1, 4)
+    z = (q @ k.mT / 4.0).softmax(-1) @ v
+    return linear(model, f"{name}.proj", z.transpose(1, 2).flatten(2))
+
+
+def folded_heads(preset: str, both: tuple[Moments, Moments], images: Images, **changes: Any) -> Reduction:
+    method = method_from_preset(preset, **HALF, **changes)
+    return reduce(tiny.checkpoint().model, both[0], method, held_out=both[1], images=images)
+
+
+@pytest.mark.parametrize("preset", ["grail-fold", "fold", "none"])
+def test_the_loss_is_that_of_the_shipped_attention(both: tuple[Moments, Moments], images: Images, preset: str) -> None:
+    reduction = folded_heads(preset, both, images, heads_selection="fold")
+    rest, held_out = held_out_split(images, 12, seed=0)
+    dense = tiny.checkpoint().model
+    fitted, judged = (losses(dense, reduction.model, pixels_of(part), attention, "attn") for part in (rest, held_out))
+    for report in reduction.sites:
+        assert (report.part, report.width) == ("heads", 2)
+        name = report.site.removesuffix(".v")
+        assert report.error == pytest.approx(fitted[name], rel=1e-4)
+        assert report.held_out is not None
+        assert report.held_out.error == pytest.approx(judged[name], rel=1e-4)
+        assert report.error <= report.error_uncompensated * (1.0 + 1e-9)
+
+
+def test_the_new_rows_are_the_means_of_clusters(both: tuple[Moments, Moments], images: Images) -> None:
+    """Spelled out head by head, without a bias that the projection did not have."""
+    name = "blocks.0.attn.qkv"
+    dense, reduced = tiny.checkpoint().model, folded_heads("fold", both, images).model
+    weight, bias = dense.get_parameter(f"{name}.weight").detach(), dense.get_parameter(f"{name}.bias").detach()
+    old, new = weight.view(3, 3, 16, -1), reduced.get_parameter(f"{name}.weight").detach().view(3, 2, 16, -1)
+    rows = torch.cat([weight, bias.unsqueeze(1)], 1).double().view(3, 3, -1)
+    cluster = cluster_rows(rows.transpose(0, 1).flatten(1), 2, seed=0)
+    for part in range(3):
+        for own in range(2):
+            members = [head for head in range(3) if int(cluster[head]) == own]
+            torch.testing.assert_close(new[part, own], old[part, members].mean(0))
+
+
+def test_fitted_to_what_it_gives_it_loses_less_than_as_published(both: tuple[Moments, Moments], images: Images) -> None:
+    errors = [sum(site.error for site in folded_heads(name, both, images).sites) for name in ("fold", "grail-fold")]
+    assert errors[0] < errors[1]
+    with_mlp = folded_heads("fold", both, images, mlp_sparsity=0.5)
+    assert sorted(site.part for site in with_mlp.sites) == ["heads", "heads", "mlp", "mlp"]
+
+
+@pytest.mark.parametrize("loop", ["open", "asymmetric", "symmetric"])
+@pytest.mark.parametrize("preset", ["fold", "grail-fold"])
+def test_copies_are_merged_for_nothing(preset: str, loop: str, tmp_path: Path) -> None:
+    dense = planted()
+    source = tiny.opened(tmp_path / "images.npy", tiny.images(32), dense.model)
+    asked = method_from_preset(preset, heads_sparsity=0.5, ridge_rel=1e-9)
+    if loop == "open":
+        reduction = reduce(dense.model, calibrate(dense, source, batch_size=16), asked, images=source)
+    else:
+        reduction = reduce_traced(dense.model, source, asked, loop=Loop() if loop == "asymmetric" else None)
+    assert error(reduction.model, dense.model, HELD_OUT) < 1e-4
+
+
+def test_what_cannot_be_merged_is_told(both: tuple[Moments, Moments], tmp_path: Path) -> None:
+    asked = method_from_preset("fold", **HALF)
+    rejects("merged channels and heads are fitted to", reduce, tiny.checkpoint().model, both[0], asked)
+    with pytest.raises(ValueError, match="leave --attn out"):
+        method_from_preset("best", heads_selection="fold", heads_sparsity=0.5, attention_sparsity=0.5)
+    with pytest.raises(ValueError, match="takes no whole heads away"):
+        method_from_preset("vbp", heads_sparsity=0.5)
+
+
+def test_the_command_folds_heads(both: tuple[Moments, Moments], images: Images, tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path / "dense")
+    save_moments(both[0], tmp_path / "moments.safetensors")
+    np.save(tmp_path / "images.npy", tiny.images(40, seed=1))
+    words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "moments.safetensors"]
+    words += ["--images", tmp_path / "images.npy", "--whole-heads", "0.34", "--select", "heads=fold"]
+    invoked(*words, "-o", tmp_path / "reduced")
+    loaded = load_checkpoint(tmp_path / "reduced").model
+    assert {len(rows) for name, rows in loaded.named_parameters() if "qkv" in name} == {3 * 2 * 16}
+    expected = reduce(
+        tiny.checkpoint().model, both[0], method_from_preset("best", **HALF, heads_selection="fold"), images=images
+    ).model
+    assert error(loaded, expected, HELD_OUT) < 1e-6
+
+
+# Merging channels: the clustering, against loops.
+
+
+def test_planted_clusters_are_found_and_numbered_by_their_lowest_channel() -> None:
+    generator = torch.Generator().manual_seed(0)
+    centres = 10.0 * torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    truth = torch.tensor([0, 1, 0, 2, 3, 1, 2, 2, 3, 0])
+    rows = centres[truth] + 0.01 * torch.randn(10, 6, generator=generator, dtype=torch.float64)
+    for seed in range(5):
+        assert cluster_rows(rows, 4, seed=seed).tolist() == truth.tolist()
+
+
+@given(seed=st.integers(0, 10_000), width=st.integers(1, 12), doubles=st.integers(0, 8))
+@settings(max_examples=50, deadline=None)
+def test_every_row_is_with_its_nearest_centre_and_no_cluster_is_empty(seed: int, width: int, doubles: int) -> None:
+    rows = torch.randn(12, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rows[:doubles] = rows[0]
+    rows[:, 2] = 1.0  # a column that does not vary
+    cluster = cluster_rows(rows, width, seed=seed)
+    assert cluster.bincount(minlength=width).min() > 0
+    assert cluster.numel() == 12
+    assert torch.equal(cluster, cluster_rows(rows, width, seed=seed))
+    if doubles <= 12 - width:  # enough distinct rows that nothing had to be forced apart
+        deviation = rows.std(dim=0, correction=0)
+        scaled = (rows - rows.mean(dim=0)) / torch.where(deviation > 0, deviation, 1.0)
+        centres = torch.stack([scaled[cluster == c].mean(dim=0) for c in range(width)])
+        own = (scaled - centres[cluster]).square().sum(dim=1)
+        nearest = torch.cdist(scaled, centres).square().min(dim=1).values
+        assert bool((own <= nearest + 1e-9).all())

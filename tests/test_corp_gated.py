@@ -43,8 +43,7 @@ def test_rows_of_both_layers_rank_a_channel(form: str, ranking: str) -> None:
     assert by_channel is not None
     scores = by_channel.double().abs() if ranking == "producer-l1" else by_channel.double().square()
     best = sorted(range(by_channel.shape[1]), key=scores.sum((0, 2)).tolist().__getitem__)[-48:]
-    kept = kept_of(reduce(dense, moments(form), asked).model)[SITE]
-    assert kept.tolist() == sorted(best)
+    assert kept_of(reduce(dense, moments(form), asked).model)[SITE].tolist() == sorted(best)
 
 
 @pytest.mark.parametrize("form", GATES)
@@ -61,6 +60,5 @@ def test_costs_are_those_of_three_layers(form: str) -> None:
 def test_folding_leaves_gated_layers_alone_and_says_why(form: str) -> None:
     dense, asked = checkpoint(form).model, method("fold", attention_sparsity=None)
     done = reduce(dense, moments(form), asked, images=opened(dense))
-    assert done.sites == ()
-    assert set(done.coverage.refused) == {"blocks.0.mlp", "blocks.1.mlp"}
+    assert (done.sites, set(done.coverage.refused)) == ((), {"blocks.0.mlp", "blocks.1.mlp"})
     assert all("product of two means" in reason for reason in done.coverage.refused.values())

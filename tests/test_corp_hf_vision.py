@@ -17,8 +17,8 @@ from corp_deploy.families.hf_preprocessing import prepared, share_of
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.pairs import TracedPairs
-from ground.errors import BadInput
 from tests import hf_towers
+from tests.refusals import rejects
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed, so that nothing compares")
 
@@ -78,11 +78,9 @@ def test_dinov3_turns_by_the_sides_of_its_images(tmp_path: Path) -> None:
     turned = [site for site in sites_of(loaded.model).every if isinstance(site, TracedPairs)]
     assert [site.repair.mixing for site in turned] == ["planes", "planes"]
     assert image_spec(loaded.model).as_json()["interpolation"] == "bilinear"
-    with pytest.raises(BadInput, match="no whole patches"):
-        _load(tmp_path, img_size=[44, 24])
+    rejects("no whole patches", _load, tmp_path, img_size=[44, 24])
     hf_towers.write_tower(tmp_path / "relu", "DINOv3ViTModel", hidden_act="relu")
-    with pytest.raises(BadInput, match="expected gelu of MLPs"):
-        _load(tmp_path / "relu")
+    rejects("expected gelu of MLPs", _load, tmp_path / "relu")
 
 
 def _write_whole(directory: Path, kind: str) -> Any:
@@ -258,14 +256,12 @@ def _config(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_would_not_be_the_same_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadInput, match=words):
-        vision_model(_config(**changes), where="config.json")
+    rejects(words, vision_model, _config(**changes), where="config.json")
 
 
 def test_a_siglip_without_a_pooling_head_is_refused() -> None:
     config = {"model_type": "siglip_vision_model", "architectures": ["SiglipVisionModel"], "vision_use_head": False}
-    with pytest.raises(BadInput, match="no pooled output"):
-        vision_model(config, where="config.json")
+    rejects("no pooled output", vision_model, config, where="config.json")
 
 
 @pytest.mark.parametrize(
@@ -288,8 +284,7 @@ def test_a_siglip_without_a_pooling_head_is_refused() -> None:
 )
 def test_a_preparation_that_is_not_done_here_is_refused(content: dict[str, Any], words: str) -> None:
     model = vision_model(_config(), where="config.json")
-    with pytest.raises(BadInput, match=words):
-        prepared(content, model, where="preprocessor_config.json")
+    rejects(words, prepared, content, model, where="preprocessor_config.json")
 
 
 def test_tensors_without_a_place_or_of_other_shapes_are_refused(tmp_path: Path) -> None:
@@ -305,19 +300,15 @@ def test_tensors_without_a_place_or_of_other_shapes_are_refused(tmp_path: Path) 
         (state | {"layernorm.weight": torch.ones(32)}, "with and without 'vit.'"),
     ):
         save_file(dict(changed), path)
-        with pytest.raises(BadInput, match=words):
-            _load(tmp_path)
+        rejects(words, _load, tmp_path)
 
 
 def test_what_goes_with_a_timm_name_is_refused_beside_a_directory(tmp_path: Path) -> None:
     hf_towers.write_tower(tmp_path, "ViTModel")
-    with pytest.raises(BadInput, match=r"--model-kwargs: .*depth.*takes img_size"):
-        _load(tmp_path, depth=3)
-    with pytest.raises(BadInput, match="drop --weights"):
-        load_dense(f"hf:{tmp_path}", weights=tmp_path / "model.safetensors", kwargs={})
+    rejects(r"--model-kwargs: .*depth.*takes img_size", _load, tmp_path, depth=3)
+    rejects("drop --weights", load_dense, f"hf:{tmp_path}", weights=tmp_path / "model.safetensors", kwargs={})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip2"}))
-    with pytest.raises(BadInput, match=r"any size .NaFlex.*expected one of vit"):
-        _load(tmp_path)
+    rejects(r"any size .NaFlex.*expected one of vit", _load, tmp_path)
 
 
 def test_ratios_and_shares_come_out_whole_again() -> None:

@@ -10,6 +10,7 @@ import pytest
 from corp_deploy import load
 from tests import hf_towers, tiny
 from tests.command import invoked
+from tests.refusals import rejects
 
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
 
@@ -153,10 +154,8 @@ def test_ragged_widths_and_other_models_are_refused(tmp_path: Path) -> None:
         refuse_unsayable(model, {"blocks.0.mlp": 64, "blocks.1.mlp": 56})
     with pytest.raises(BadInput, match=r"blocks.1.attn has heads of 64 and blocks.0.attn of 32, expected one width"):
         refuse_unsayable(model, of_heads(0, 32) | of_heads(1, 64))
-    with pytest.raises(BadInput, match=r"blocks.0.mlp is a constant"):
-        refuse_unsayable(model, {"blocks.0.mlp": 0, "blocks.1.mlp": 0})
-    with pytest.raises(BadInput, match=r"expected one read by --model hf:DIR"):
-        origin_of(tiny.checkpoint())
+    rejects(r"blocks.0.mlp is a constant", refuse_unsayable, model, {"blocks.0.mlp": 0, "blocks.1.mlp": 0})
+    rejects(r"expected one read by --model hf:DIR", origin_of, tiny.checkpoint())
 
 
 RECIPE = """

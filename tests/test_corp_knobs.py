@@ -17,9 +17,9 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.method_choice import RANKING, REPAIR, MethodChoice
 from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, run
+from tests.refusals import rejects
 
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
@@ -71,13 +71,9 @@ def score(how: str) -> Array:
     x, (w, _) = activations(), weights()
     energy, norm = (x**2).mean(0), np.sqrt((w**2).sum(0))
     scores = {
-        "energy": energy,
-        "magnitude": norm,
-        "combined": energy * norm,
-        "active": (np.abs(x) > EPS).mean(0),
-        "variance": x.var(0),
-        "wanda": np.abs(w).sum(0) * np.sqrt(energy),
-    }
+        "energy": energy, "magnitude": norm, "combined": energy * norm, "active": (np.abs(x) > EPS).mean(0),
+        "variance": x.var(0), "wanda": np.abs(w).sum(0) * np.sqrt(energy),
+    }  # fmt: skip
     return np.asarray(scores[how])
 
 
@@ -142,13 +138,11 @@ def test_queries_and_keys_by_themselves_are_those_of_the_preset_that_has_them(qk
 def test_a_preset_without_attention_takes_it_by_its_knob() -> None:
     model = reduced("grail-qk", "--preset", "grail", "--qk", "lowrank", "--attn", 0.5, "--mlp", 0.5)
     assert len(model.state_dict()["blocks.0.mlp.fc1.weight"]) == 96
-    recorded = json.loads((home() / "grail-qk" / "config.json").read_text())
-    assert "lowrank" in json.dumps(recorded["lineage"])
+    assert "lowrank" in json.dumps(json.loads((home() / "grail-qk" / "config.json").read_text())["lineage"])
 
 
 def test_what_nothing_honours_is_refused() -> None:
-    lost = refused("--preset", "grail", "--attn", 0.5)
-    assert "--attn 0.5 is not honoured by preset grail" in lost
+    assert "--attn 0.5 is not honoured by preset grail" in refused("--preset", "grail", "--attn", 0.5)
     assert "--attn 0.5 is not honoured by preset best with --qk keep" in refused("--qk", "keep", "--attn", 0.5)
     assert "--qk select is not honoured by a reduction that leaves attention alone" in refused(
         "--mlp", 0.5, "--qk", "select"
@@ -194,12 +188,9 @@ def test_rankings_are_read_as_they_are_printed(text: str) -> None:
 
 
 def test_recipes_refuse_what_the_command_does(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="--repair heads=gram is of what stays as it is"):
-        ReduceTable(mlp=0.5, repair_heads="gram")
-    with pytest.raises(BadInput, match="--latency needs --latency-tables DIR"):
-        ReduceTable(latency=0.8)
-    with pytest.raises(BadInput, match="qk"):
-        ReduceTable(mlp=0.5, qk="logit")
+    rejects("--repair heads=gram is of what stays as it is", ReduceTable, mlp=0.5, repair_heads="gram")
+    rejects("--latency needs --latency-tables DIR", ReduceTable, latency=0.8)
+    rejects("qk", ReduceTable, mlp=0.5, qk="logit")
     assert ReduceTable(latency=0.8, latency_tables=tmp_path, batch=8).choice.currency == "latency"
     assert MethodChoice(preset="grail", repair={"channels": "affine"}, mlp=0.5).method.mlp_recovery == "affine"
 

@@ -39,13 +39,9 @@ def test_doctor_and_the_project_have_the_same_floors() -> None:
 
 
 FIXED = {
-    "onnx": "1.22",
-    "torch": "2.11",
-    "onnxruntime": "1.27",
-    "onnxruntime-gpu": "1.27",
-    "pillow": "12.3",
+    "onnx": "1.22", "torch": "2.11", "onnxruntime": "1.27", "onnxruntime-gpu": "1.27", "pillow": "12.3",
     "tensorrt": "11.0",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("package", FIXED)

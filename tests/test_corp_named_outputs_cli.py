@@ -1,18 +1,25 @@
 """Backbones with named outputs through the commands: reduced, exported, proven output by output, packaged, released."""
 
+import csv
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from torch import Tensor, nn
 
 from corp_deploy import load
+from corp_deploy.families.family import output_ports, with_outputs
+from corp_deploy.traced.models.outputs import outputs_from_text
 from export.engine.audit import audit_fusion
 from export.engine.options import BatchProfile
+from export.graph.to_onnx import onnx_from_model, save
+from ground.ports import OutputPort, Port, Role
 from tests import tiny
 from tests.command import invoked, refuses
 from tests.graphs import needs_rtx
@@ -122,8 +129,7 @@ RECIPE = recipe(
 def test_a_recipe_names_outputs_too(home: Path) -> None:
     (home / "recipe.toml").write_text(RECIPE)
     invoked("release", home / "recipe.toml", "-o", home / "release")
-    manifest = json.loads((home / "release" / "manifest.json").read_text())
-    assert manifest["outputs"] == ["class", "patches"]
+    assert json.loads((home / "release" / "manifest.json").read_text())["outputs"] == ["class", "patches"]
     graph = onnx.load(str(home / "release" / "reduced" / "model.onnx"))
     assert [value.name for value in graph.graph.output] == ["class", "patches"]
     invoked("check", home / "release")
@@ -137,18 +143,265 @@ def test_a_recipe_names_outputs_too(home: Path) -> None:
 @needs_rtx
 def test_an_engine_has_the_outputs_and_its_attention_stays_fused(home: Path) -> None:
     invoked(
-        "export",
-        "--model",
-        home / "dense",
-        "--outputs",
-        ",".join(OUTPUTS),
-        "-o",
-        home / "d.onnx",
-        "--precision",
-        "fp16",
+        *("export", "--model", home / "dense", "--outputs", ",".join(OUTPUTS), "-o", home / "d.onnx"),
+        *("--precision", "fp16"),
     )
     batch = BatchProfile(smallest=1, tuned=4, largest=8)
     (audit,) = audit_fusion(home / "d.onnx", home / "reduced" / "model.fp16.onnx", batch=batch)
     assert audit.passed
     assert not audit.lost
     assert len(audit.reduced.fusion.fused_sites) == 2
+
+
+# Limits and sweeps of models with several outputs: what is said is of the worst one, and each is listed.
+
+NAMES = ("class", "block0")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    bare = tiny.written(tmp_path_factory.mktemp("within"), 48, num_classes=0)
+    np.save(bare / "held-out.npy", tiny.images(24, seed=5))
+    images = ("--images", bare / "images.npy", "-o", bare / "m.safetensors")
+    invoked("calibrate", "--model", bare / "dense", *images)
+    return bare
+
+
+def dense(bare: Path) -> tuple[Any, ...]:
+    return ("--model", bare / "dense", "--outputs", ",".join(NAMES), "--moments", bare / "m.safetensors")
+
+
+def errors(bare: Path, directory: Path) -> dict[str, float]:
+    """Of each output on the held-out images, by hand."""
+    images = torch.from_numpy(np.load(bare / "held-out.npy"))
+    exact = with_outputs(load(bare / "dense"), outputs_from_text(",".join(NAMES)))
+    reduced: nn.Module = load(directory)
+    assert [port.name for port in output_ports(reduced)] == list(NAMES)
+    with torch.inference_mode():
+        pairs = zip(NAMES, reduced(images), exact(images), strict=True)
+        return {name: float((new - old).double().norm() / old.double().norm()) for name, new, old in pairs}
+
+
+@pytest.mark.slow("models")
+def test_the_smallest_model_keeps_the_limit_at_its_worst_output(bare: Path) -> None:
+    asked = ("--within", "error 0.3", "--judge", bare / "held-out.npy", "--align", "mlp=8,head=8")
+    result = invoked("reduce", *dense(bare), "--images", bare / "images.npy", *asked, "--json", "-o", bare / "within")
+    within = json.loads(result.stdout)["within"]
+    by_hand = errors(bare, bare / "within")
+    answer = min((trial for trial in within["trials"] if trial["holds"]), key=lambda trial: trial["share"])
+    worst = max(by_hand, key=by_hand.__getitem__)
+    assert by_hand[worst] <= 0.3
+    assert answer["judged"]["output"] == worst
+    assert answer["judged"]["value"] == pytest.approx(by_hand[worst], rel=1e-4)
+    each = answer["judged"]["outputs"]
+    assert {name: judged["value"] for name, judged in each.items()} == pytest.approx(by_hand, rel=1e-4)
+    failing = [trial["judged"] for trial in within["trials"] if not trial["holds"]]
+    assert failing
+    assert all(judged["value"] == max(one["value"] for one in judged["outputs"].values()) > 0.3 for judged in failing)
+    other = next(name for name in NAMES if name != worst)
+    out = invoked("reduce", *dense(bare), "--images", bare / "images.npy", *asked, "-o", bare / "within").output
+    assert f"at {worst}, the worst output ({other} {by_hand[other]:.3g})" in " ".join(out.split())
+
+
+def test_accuracy_is_not_of_tokens(bare: Path) -> None:
+    asked = ("--within", "accuracy -1", "--judge", bare / "held-out.npy", "-o", bare / "no")
+    refused = invoked("reduce", *dense(bare), "--images", bare / "images.npy", *asked, code=2)
+    assert "class is embedding, block0 is feature map, which no label is of" in refused.stderr
+
+
+def test_a_sweep_says_the_worst_output_and_lists_each(bare: Path) -> None:
+    more = ("--images", bare / "held-out.npy", "--align", "mlp=8,head=8", "--min-agreement", 0.01)
+    swept = ("--sparsity", "0.1,0.5", "--preset", "best", *more, "-o", bare / "sweep")
+    result = invoked("sweep", *dense(bare), *swept)
+    trials = json.loads((bare / "sweep" / "sweep.json").read_text())["trials"]
+    for trial, sparsity in zip(trials, (0.1, 0.5), strict=True):
+        half = ("--mlp", sparsity, "--attn", sparsity, "--align", "mlp=8,head=8", "-o", bare / "half")
+        invoked("reduce", *dense(bare), *half)
+        by_hand = errors(bare, bare / "half")
+        assert {each["name"]: each["relative_error"] for each in trial["outputs"]} == pytest.approx(by_hand, rel=1e-3)
+        assert trial["relative_error"] == max(each["relative_error"] for each in trial["outputs"])
+        assert trial["agreement"] == min(each["agreement"] for each in trial["outputs"])
+    said = " ".join(result.output.split())
+    assert "of the worst output" in said or "no model tried errs" in said
+    first = trials[0]["outputs"]
+    assert f"({first[0]['name']} {first[0]['relative_error']:.4f}, {first[1]['name']}" in said
+    with (bare / "sweep" / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["relative_error block0"]) for row in rows] == [t["outputs"][1]["relative_error"] for t in trials]
+
+
+# Dense heads apart in the parity chain: their maps behind every step, with limits of their own, in a release too.
+
+PATCHES = Port(name="patches", shape=(16, 48))
+
+
+class Saliency(nn.Module):
+    """[B,16,48] -> [B,8,8] in [0,1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up = nn.ConvTranspose2d(48, 1, 2, stride=2)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return torch.sigmoid(self.up(patches.transpose(1, 2).unflatten(2, (4, 4)))).squeeze(1)
+
+
+class Segmentation(nn.Module):
+    """[B,16,48] -> [B,5,4,4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.classes = nn.Linear(48, 5)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        maps: Tensor = self.classes(patches).transpose(1, 2).unflatten(2, (4, 4))
+        return maps
+
+
+def write_head(
+    module: nn.Module, path: Path, *, port: Port = PATCHES, role: Role = "feature map", batch: int | None = None
+) -> None:
+    outputs = [OutputPort(name="map", role=role)]
+    save(onnx_from_model(module.eval(), [port], outputs, precision="fp32", batch=batch, metadata={}), path)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = done(tmp_path_factory.mktemp("heads"))
+    write_head(Saliency(), base / "saliency.onnx")
+    write_head(Segmentation(), base / "classes.onnx", batch=4)
+    return base
+
+
+def verify(base: Path, *more: Any, code: int = 0) -> Any:
+    steps = [base / "reduced", base / "reduced" / "model.onnx", base / "reduced" / "model.fp16.onnx"]
+    dense = (base / "dense", "--outputs", "block0,class,patches")
+    held_out = ("--images", base / "held-out.npy", "--batch", "1,5", "-o", base / "parity.json")
+    result = invoked("verify", *dense, *steps, *held_out, *more, code=code)
+    return json.loads((base / "parity.json").read_text()) if code < 2 else result
+
+
+def patches_of(graph: Path, images: Any) -> Any:
+    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    return session.run(["patches"], {"images": images})[0]
+
+
+@pytest.mark.slow("graph")
+def test_maps_of_every_step_are_links_with_error_and_overlap(base: Path) -> None:
+    heads = ("--head", base / "saliency.onnx", "--head", base / "classes.onnx")
+    limits = ("--max-error", 2.0, "--max-map-error", 2.0, "--min-iou", 0.05, "--min-pixels", 0.05)
+    parity = verify(base, *heads, *limits)
+    links = {link["name"]: link for link in parity["links"]}
+    assert len(links) == 4 * 5, "reduced, FP32, FP16 and the whole chain, each by output and by map"
+    assert [head["maps"] for head in parity["heads"]] == [["saliency"], ["classes"]]
+    assert parity["heads"][0]["reads"] == ["patches"]
+    exact = {name: link for name, link in links.items() if link["kind"] == "exact"}
+    assert {link["status"] for link in exact.values()} == {"PASS"}
+    assert ["14 products" in link["tolerance"]["rule"] for link in exact.values()] == [False] * 3 + [True] * 2
+
+    images = np.load(base / "held-out.npy")
+    dense_session = invoked("export", "--model", base / "dense", "--outputs", "class,patches", "-o", base / "d.onnx")
+    assert dense_session.exit_code == 0
+    with torch.inference_mode():
+        patches = [
+            torch.from_numpy(patches_of(path, images)) for path in (base / "d.onnx", base / "reduced/model.onnx")
+        ]
+        dense, reduced = (Saliency()(each).double().numpy() for each in patches)
+        dense_classes, reduced_classes = (Segmentation()(each).argmax(dim=1).numpy() for each in patches)
+    told = links["reduced saliency"]["measures"]
+    assert told["relative_error"] == pytest.approx(np.linalg.norm(reduced - dense) / np.linalg.norm(dense), rel=1e-4)
+    both, either = (dense > 0.5) & (reduced > 0.5), (dense > 0.5) | (reduced > 0.5)
+    assert told["iou"] == pytest.approx(both.sum() / either.sum(), abs=0.01)
+    assert 0.1 < told["iou"] < 1.0
+    of_classes = links["reduced classes"]["measures"]
+    assert of_classes["pixel_agreement"] == pytest.approx((dense_classes == reduced_classes).mean(), abs=0.01)
+    assert of_classes["threshold"] is None
+
+    with np.load(base / "parity.npz") as by_image:
+        assert any(name.startswith("saliency.") and name.endswith(".iou") for name in by_image.files)
+    rule = ("gate", base / "parity.json", "--fail-if", "iou@reduced saliency < 0.99", "-o", base / "gate.json")
+    invoked(*rule, code=1)
+    page = invoked("report", base, "-o", base / "report.md").output
+    assert page is not None
+    assert "Maps of heads" in (base / "report.md").read_text()
+
+
+@pytest.mark.slow("models")
+def test_limits_of_maps_are_their_own(base: Path) -> None:
+    head = ("--head", base / "saliency.onnx")
+    strict = verify(base, *head, "--min-iou", 1.0, code=1)
+    failed = {link["name"] for link in strict["links"] if link["status"] == "FAIL"}
+    assert failed == {"reduced saliency", "whole saliency"}
+    free = verify(base, *head, "--max-error", 2.0)
+    status = {link["name"]: link["status"] for link in free["links"]}
+    assert (status["reduced patches"], status["reduced saliency"]) == ("PASS", "UNJUDGED")
+    least, most = (
+        {link["name"]: link["measures"]["iou"] for link in verify(base, *head, "--map-threshold", at)["links"][3:4]}
+        for at in (0.2, 0.8)
+    )
+    assert least != most
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--min-iou", 0.5), "--min-iou 0.5 is not honoured by no head; it is honoured by a head (--head HEAD.onnx)"),
+        (("--head", "reduced/model.onnx"), "reads images, which the model does not give; it gives block0, class, pat"),
+        (("--head", "nothing.onnx"), "nothing.onnx: no such ONNX file"),
+        (("--head", "patches.onnx"), "heads: patches twice; a map is called as its head's file is"),
+        (("--head", "flat.onnx"), "score map: got [16, 48], expected [inputs, height, width] or [inputs, classes"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(base: Path, more: tuple[Any, ...], message: str) -> None:
+    write_head(Saliency(), base / "patches.onnx")
+    if "flat.onnx" in more:
+        write_head(Mean(), base / "flat.onnx", role="embedding")
+    words = [base / word if str(word).endswith(".onnx") else word for word in more]
+    assert message in verify(base, *words, code=2).stderr
+
+
+class Mean(nn.Module):
+    def forward(self, patches: Tensor) -> Tensor:
+        return patches.mean(dim=1)
+
+
+@pytest.mark.slow("graph")
+def test_a_recipe_has_heads_and_limits_of_their_maps(base: Path) -> None:
+    parity = '[parity]\nhead = ["saliency.onnx"]\nmin_iou = 0.05\nmax_map_error = 2.0'
+    (base / "recipe.toml").write_text(RECIPE.replace("[parity]", parity))
+    invoked("release", base / "recipe.toml", "-o", base / "release")
+    record = json.loads((base / "release" / "parity.json").read_text())
+    maps = [link for link in record["links"] if link["role"] == "score map"]
+    assert {link["status"] for link in maps} == {"PASS"}
+    assert "--head ../saliency.onnx --map-threshold 0.5" in (base / "release" / "report.md").read_text()
+    assert "saliency.onnx" in (base / "release" / "MODEL_CARD.md").read_text()
+    (base / "recipe.toml").write_text(RECIPE.replace("[parity]", "[parity]\nmin_iou = 0.5"))
+    refuses("[parity]: --min-iou 0.5 is not honoured by no head", "release", base / "recipe.toml", "-o", base / "x")
+
+
+class Spread(nn.Module):
+    """[B,48] -> [B,1,8,8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.places = nn.Linear(48, 64)
+
+    def forward(self, features: Tensor) -> Tensor:
+        maps: Tensor = self.places(features).unflatten(1, (1, 8, 8))
+        return maps
+
+
+@pytest.mark.slow("graph")
+def test_one_output_meets_a_heads_one_input_whatever_they_are_called(base: Path) -> None:
+    write_head(Spread(), base / "spread.onnx", port=Port(name="features", shape=(48,)))
+    more = ("--images", base / "held-out.npy", "--head", base / "spread.onnx", "--map-threshold", 0, "--min-iou", 1)
+    invoked("verify", base / "dense", base / "dense", *more, "-o", base / "alone.json")
+    parity = json.loads((base / "alone.json").read_text())
+    (maps,) = (link for link in parity["links"] if link["role"] == "score map")
+    assert (maps["name"], maps["status"]) == ("dense spread", "PASS")
+    assert (maps["measures"]["iou"], maps["measures"]["threshold"]) == (1.0, 0.0)
+    assert parity["heads"][0]["reads"] == ["logits"]

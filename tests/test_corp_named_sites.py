@@ -33,6 +33,7 @@ from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, refuses
 from tests.recipes import recipe
+from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
 SOURCE = (ROOT / "examples" / "own_module" / "net.py").read_text()
@@ -221,8 +222,7 @@ REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_so_is_refused(case: str) -> None:
     model, said, words = REFUSED[case]
-    with pytest.raises(BadInput, match=words):
-        named(model, **said)
+    rejects(words, named, model, **said)
 
 
 def checkpoint(model: nn.Module) -> Checkpoint:
@@ -316,8 +316,7 @@ def test_the_programs_own_scale_is_what_one_is_held_against(form: str, scale: fl
         ["values"] if scale is None else ["queries and keys", "values"]
     )
     words = "otherwise than by one number" if scale is None else f"the program scales by {scale:g}; leave `scale` out"
-    with pytest.raises(BadInput, match=words):
-        sites(scale=0.26)
+    rejects(words, sites, scale=0.26)
     if scale is not None:
         assert len(sites_of(sites(scale=scale)).every) == 2
 
@@ -343,8 +342,7 @@ def test_a_file_goes_through_every_command_where_it_is_trusted(tmp_path: Path) -
     links = json.loads((tmp_path / "p.json").read_text())["links"]
     assert [link["status"] for link in links] == ["PASS"] * 4
     config = json.loads((reduced / "config.json").read_text())
-    assert config["family"] == "module"
-    assert config["architecture"]["kwargs"]["source"] == SOURCE
+    assert (config["family"], config["architecture"]["kwargs"]["source"]) == ("module", SOURCE)
     assert str(tmp_path) not in (reduced / "config.json").read_text()
 
 
@@ -358,12 +356,10 @@ def test_a_reduced_form_needs_the_same_trust_and_no_file(tmp_path: Path) -> None
     moments = calibrate(own, inputs, batch_size=32)
     reduction = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.5, align_hidden=8))
     save(Checkpoint(model=reduction.model, architecture=own.architecture, lineage={}), tmp_path / "reduced")
-    with pytest.raises(BadInput, match=r"net\.py is code"):
-        corp_deploy.load(tmp_path / "reduced")
+    rejects(r"net\.py is code", corp_deploy.load, tmp_path / "reduced")
     loaded = corp_deploy.load(tmp_path / "reduced", trust_code=True)
     assert torch.equal(outputs(loaded), outputs(reduction.model))
-    with pytest.raises(BadInput, match=r"net\.py is code"):
-        corp_deploy.load(tmp_path / "reduced")
+    rejects(r"net\.py is code", corp_deploy.load, tmp_path / "reduced")
 
 
 def test_weights_of_the_users_names_are_taken(tmp_path: Path) -> None:
@@ -450,8 +446,7 @@ def test_arguments_are_kept_and_a_failing_function_is_told(tmp_path: Path) -> No
     (tmp_path / "net.py").write_text(SOURCE)
     model = ("--model", f"module:{tmp_path / 'net.py'}:build", "--trust-code", "--model-kwargs")
     assert "layers.2.mix" in invoked("inspect", *model, '{"depth": 3}').output
-    said = invoked("inspect", *model, '{"width": 3}', code=2).stderr
-    assert "net.py: build() fails (TypeError" in said
+    assert "net.py: build() fails (TypeError" in invoked("inspect", *model, '{"width": 3}', code=2).stderr
 
 
 GREY = """

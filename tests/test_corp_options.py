@@ -32,15 +32,10 @@ from tests.command import invoked, refuses, run
 
 REACHED = "reached what does the work"
 VALUES: dict[str, tuple[Any, ...]] = {
-    "backend": ("onnxruntime", "openvino", "torch", "aotinductor"),
-    "device": ("cpu", "cuda"),
-    "provider": ("cpu", "cuda", "tensorrt"),
-    "dtype": ("fp32", "fp16", "bf16"),
-    "mode": ("eager", "compiled", "cuda_graph"),
-    "threads": (3,),
-    "streams": (2,),
-    "flush_l2": (True,),
-}
+    "backend": ("onnxruntime", "openvino", "torch", "aotinductor"), "device": ("cpu", "cuda"),
+    "provider": ("cpu", "cuda", "tensorrt"), "dtype": ("fp32", "fp16", "bf16"),
+    "mode": ("eager", "compiled", "cuda_graph"), "threads": (3,), "streams": (2,), "flush_l2": (True,),
+}  # fmt: skip
 SETTLED = {"backend", "device", "provider"}  # to give another value of these is to ask for another way
 
 
@@ -311,13 +306,8 @@ EXPORT_ASKED: dict[str, dict[str, Any]] = {
     "fp8-auto": {"precision": "fp8", "auto": True, "images": "images.npy"},
 }
 EXPORT_VALUES = {
-    "keep_fp32": "blocks.0",
-    "images": "images.npy",
-    "samples": 3,
-    "seed": 1,
-    "dense": "dense",
-    "engine": "tensorrt",
-}
+    "keep_fp32": "blocks.0", "images": "images.npy", "samples": 3, "seed": 1, "dense": "dense", "engine": "tensorrt",
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -480,8 +470,7 @@ def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
         axis.command, (axis.command,)
     )
     every = [each for name in commands for each in main.commands[name].params if isinstance(each, click.Option)]
-    known = set(map(typed_name, every))
-    assert set(axis.options) <= known
+    assert set(axis.options) <= set(map(typed_name, every))
     assert axis.picks <= set(axis.options)
 
 

@@ -25,6 +25,7 @@ from perf.parity.parity import load_parity
 from perf.parity.source import OwnMetric
 from tests import tiny
 from tests.command import invoked, refuses, run
+from tests.refusals import rejects
 from tests.test_corp_printed import PLAIN
 
 SCORE = """\
@@ -106,10 +107,8 @@ def test_a_measure_of_each_artefact_judged_against_the_dense_model(home: Path) -
     gap = reduced - dense
     assert verdict(f"metric.hits < dense {gap + 0.01:+.4f}".replace("+", "+ ").replace("-", "- ")) == "FAIL"
     assert verdict(f"metric.hits < dense {gap - 0.01:+.4f}".replace("+", "+ ").replace("-", "- ")) == "PASS"
-    with pytest.raises(BadInput, match=r"no measure 'misses' of your own, it has hits; give verify --metric misses="):
-        verdict("metric.misses < 1")
-    with pytest.raises(BadInput, match="not of 'other'"):
-        verdict("other.metric.hits < 1")
+    rejects(r"no measure 'misses' of your own, it has hits; give verify --metric misses=", verdict, "metric.misses < 1")
+    rejects("not of 'other'", verdict, "other.metric.hits < 1")
     invoked("gate", "parity.json", "--fail-if", "metric.hits < 2", code=1)
 
 
@@ -147,8 +146,7 @@ def test_a_function_is_run_where_code_is_trusted_only(home: Path) -> None:
     ],
 )
 def test_what_gives_no_number_is_refused(code: str, says: str) -> None:
-    with pytest.raises(BadInput, match=f"metric own of one: {says}"):
-        measured(python(code))
+    rejects(f"metric own of one: {says}", measured, python(code))
 
 
 def test_a_command_is_no_shell_and_sees_the_outputs_alone(tmp_path: Path) -> None:
@@ -158,12 +156,10 @@ def test_a_command_is_no_shell_and_sees_the_outputs_alone(tmp_path: Path) -> Non
     assert measured(python(look)) == 700.0
     behind = shlex.join([sys.executable, "-c", "import sys; print(len(sys.argv))", "{outputs}"]) + " && exit 3"
     assert measured(behind, below=tmp_path) == 5.0, "&& is an argument like others"
-    with pytest.raises(BadInput, match="'no-such-program' can't be run: there is no such program"):
-        measured("no-such-program {outputs}")
+    rejects("'no-such-program' can't be run: there is no such program", measured, "no-such-program {outputs}")
     own = tmp_path / "own.sh"
     own.write_text("#!/bin/sh\necho 7\n")
-    with pytest.raises(BadInput, match=r"'\./own.sh' can't be run: there is no such program"):
-        measured("./own.sh {outputs}", below=tmp_path)
+    rejects(r"'\./own.sh' can't be run: there is no such program", measured, "./own.sh {outputs}", below=tmp_path)
     own.chmod(0o755)
     assert measured("./own.sh {outputs}", below=tmp_path) == 7.0
 
@@ -256,8 +252,7 @@ def test_what_takes_too_long_is_stopped_with_all_it_started() -> None:
     ],
 )
 def test_odd_requests_are_refused_before_anything_is_run(texts: list[str], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
-        metrics_from_texts(texts)
+    rejects(says, metrics_from_texts, texts)
     words = [word for text in texts for word in ("--metric", text)]
     assert run("verify", "dense", "reduced", "--images", "x.npy", "-o", "p.json", *words).exit_code == 2
 
@@ -280,8 +275,7 @@ def test_a_release_measures_by_the_recipe_and_takes_pixels(home: Path) -> None:
     (home / "recipe.toml").write_text(recipe)
     invoked("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
     out = home / "out"
-    samples = np.load(out / "samples" / "images.npy")
-    assert samples.dtype == np.uint8
+    assert np.load(out / "samples" / "images.npy").dtype == np.uint8
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["input"] == {
         "dtype": "uint8", "shape": [3, 32, 32], "normalised": "patch_embed.proj",

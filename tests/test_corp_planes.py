@@ -4,15 +4,36 @@ Legend: B images, H heads, N tokens, D = 2 P dimensions, P planes, K kept.
 """
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
 from torch import Tensor
 
+from calib.moments import HeadMoments
+from calib.sites import HeadTaps
+from calib.sums import HeadSums
 from corp_deploy.algebra import planes
 from corp_deploy.algebra.image_system import ImageSystem, whole_system
-from corp_deploy.algebra.scores import kept_from_scores
+from corp_deploy.algebra.queries_keys import QkRecovery, residual_aggregated, residual_per_image
+from corp_deploy.algebra.ridges import ridges_from
+from corp_deploy.algebra.scores import kept_from_scores, shared_by_groups
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_attention import apply_rotary
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.kept_dims import kept_dims, kept_widths, narrower
+from corp_deploy.reduction.logits import qk_scores
+from corp_deploy.reduction.logits import system_of as logits_system
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.moments import splits_at
+from corp_deploy.reduction.rope_planes import kept_planes
+from corp_deploy.reduction.validation_split import in_splits
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.pairs import TracedPairs
+from ground.errors import BadInput
+from tests.timm_models import checkpoint, method, opened
+from tests.timm_models import moments as moments_of_form
 
 IMAGES, HEADS, TOKENS, PLANES = 3, 2, 7, 4
 DIMS = 2 * PLANES
@@ -240,3 +261,207 @@ def test_best_keeps_no_worse_planes_than_energy_does() -> None:
         second(q), second(k), kept_from_scores(planes.plane_scores(energy_HD), 2), ridge_rel=1e-9
     )
     assert float(best.residual_H.sum()) <= float(of_energy.residual_H.sum()) * (1.0 + 1e-9)
+
+
+# CORP's per-image system taken for some planes alone, and halves of the images that choose how strong its ridge is.
+
+FORM = "learned angles"
+
+
+@pytest.fixture(scope="module")
+def whole() -> Checkpoint:
+    return checkpoint(FORM)
+
+
+def taps(whole: Checkpoint) -> list[HeadTaps]:
+    return [each for site in sites_of(whole.model).every if isinstance(site, TracedPairs) for each in site.listening()]
+
+
+@pytest.fixture(scope="module")
+def kept(whole: Checkpoint) -> dict[str, torch.Tensor]:
+    return kept_dims(whole.model, moments_of_form(FORM), kept_widths(whole.model, taps(whole), (0.5,), 8))
+
+
+def test_whole_planes_are_kept(kept: dict[str, torch.Tensor]) -> None:
+    for name, dims_HK in kept.items():
+        statistics = moments_of_form(FORM).sites[name]
+        assert isinstance(statistics, HeadMoments)
+        assert dims_HK.shape == (3, 8)
+        for head, dims in enumerate(dims_HK.tolist()):
+            energy = [
+                float(statistics.energy_HD[head, plane] + statistics.energy_HD[head, plane + 8]) for plane in range(8)
+            ]
+            best = sorted(sorted(range(8), key=energy.__getitem__)[-4:])
+            assert dims == best + [plane + 8 for plane in best]
+            assert kept_planes(statistics.energy_HD, 8)[head].tolist() == best
+
+
+def test_a_restricted_system_reduces_as_the_whole_one_does(whole: Checkpoint, kept: dict[str, torch.Tensor]) -> None:
+    statistics = Statistics(attention_system=True, kept=kept)
+    taken = calibrate(whole, opened(whole.model), batch_size=8, statistics=statistics)
+    asked = method("corp", mlp_sparsity=None)
+    one, other = (reduce(whole.model, each, asked) for each in (moments_of_form(FORM), taken))
+    for exact, site in zip(one.sites, other.sites, strict=True):
+        assert site.error == pytest.approx(exact.error, rel=1e-6)
+        assert site.error <= site.error_uncompensated
+    for name, value in one.model.state_dict().items():
+        torch.testing.assert_close(other.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    with pytest.raises(BadInput, match="covers 8 of 16 dimensions; expected a width of 4, 8"):
+        reduce(whole.model, taken, method("corp", mlp_sparsity=None, attention_sparsity=0.25, align_head=4))
+    full = reduce(whole.model, taken, method("corp", mlp_sparsity=None, attention_sparsity=0.0))
+    assert all(site.error == 0.0 for site in full.sites)
+
+
+def test_sparsities_on_offer_leave_whole_planes(whole: Checkpoint) -> None:
+    for _, widths in narrower(whole.model, taps(whole), 3):
+        assert all(width % 2 == 0 for width in widths.values()), widths
+
+
+def test_halves_of_the_images_choose_a_ridge(whole: Checkpoint) -> None:
+    """The factors of either half lose least of the logits of the other with the strength that is reported."""
+    statistics = Statistics(attention_system=True)
+    taken = in_splits(
+        opened(whole.model),
+        torch.arange(24) // 4,
+        lambda half, number: calibrate(whole, half, batch_size=8, statistics=statistics),
+        seed=0,
+    )
+    asked = method("corp", mlp_sparsity=None)
+    for report in reduce(whole.model, taken, asked).sites:
+        site = sites_of(whole.model).by_name[report.site]
+        both = taken.sites[site.name]
+        assert isinstance(both, HeadMoments)
+        splits = splits_at(site, taken, both, torch.device("cpu"))
+        assert splits is not None
+        kept_HK = kept_planes(both.energy_HD, 8)
+        lost: dict[float, float] = {}
+        for strength in ridges_from(asked.ridge_rel):
+            for own, other in (splits, splits[::-1]):
+                fitted = planes.logit(logits_system(site.name, own), kept_HK, ridge_rel=strength)
+                seen = logits_system(site.name, other)
+                nothing = torch.zeros_like(fitted.q_map_HRD)
+                left = residual_per_image(seen, fitted.q_map_HRD, fitted.k_map_HRD).sum()
+                share = left / residual_per_image(seen, nothing, nothing).sum()
+                lost[strength] = lost.get(strength, 0.0) + 0.5 * float(share)
+        assert report.ridge_fit is not None
+        assert report.ridge_fit.share_held_out == pytest.approx(min(lost.values()), rel=1e-9)
+        assert lost[report.ridge_fit.strength] == pytest.approx(min(lost.values()), rel=1e-9)
+
+
+# Planes of queries that share keys: one choice a group, each head's factors in its own queries.
+
+QUERY_HEADS, GROUPED, PLACES, KEPT = 4, 2, 9, 2
+
+
+@pytest.fixture(scope="module")
+def activations() -> tuple[Tensor, Tensor]:
+    """Queries and keys [B,H,N,D], those of two heads in turn alike; planes of very different sizes."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.linspace(0.3, 2.0, DIMS // 2).repeat(2)
+    q = torch.randn(5, QUERY_HEADS, PLACES, DIMS, generator=draw) * sizes
+    k = torch.randn(5, QUERY_HEADS // GROUPED, PLACES, DIMS, generator=draw) * sizes.flip(0)
+    return q + 0.3, k.repeat_interleave(GROUPED, dim=1)
+
+
+@pytest.fixture(scope="module")
+def moments(activations: tuple[Tensor, Tensor]) -> HeadMoments:
+    sums = HeadSums(system=True, causal=True, plane_scale=DIMS**-0.5)
+    for role, x in zip(("q", "k"), activations, strict=True):
+        sums.add(role, x)  # type: ignore[arg-type]
+    sums.add("z", torch.randn(5, PLACES, QUERY_HEADS * DIMS))
+    return sums.moments()
+
+
+def require_shared(recovery: QkRecovery) -> None:
+    """Keys are selected alike by all heads of a group."""
+    assert recovery.planes_HK is not None
+    for head in range(QUERY_HEADS):
+        first = head - head % GROUPED
+        assert torch.equal(recovery.planes_HK[head], recovery.planes_HK[first])
+        assert torch.equal(recovery.k_map_HRD[head], recovery.k_map_HRD[first])
+    dims_HR = planes.dims_of_planes(recovery.planes_HK, DIMS)
+    assert torch.equal(recovery.k_map_HRD, torch.nn.functional.one_hot(dims_HR, DIMS).double())
+
+
+def visible(activations: tuple[Tensor, Tensor], head: int) -> list[tuple[Tensor, Tensor]]:
+    q, k = activations
+    return [
+        (q[own, head, place].double(), k[own, head, key].double())
+        for own in range(len(q))
+        for place in range(PLACES)
+        for key in range(place + 1)
+    ]
+
+
+def test_each_head_reaches_its_own_least_squares(activations: tuple[Tensor, Tensor], moments: HeadMoments) -> None:
+    """A complex factor a plane and head, fitted over visible pairs by lstsq."""
+    scores_HD = qk_scores(moments, method_from_preset("corp", attention_sparsity=0.5), torch.empty(0), grouped=GROUPED)
+    kept_HK = kept_from_scores(planes.plane_scores(scores_HD), KEPT)
+    assert moments.system_HTT is not None
+    system = whole_system(moments.system_HTT, DIMS)
+    recovery = planes.logit(system, kept_HK, ridge_rel=1e-13, grouped=GROUPED)
+    require_shared(recovery)
+    half = DIMS // 2
+    for head in range(QUERY_HEADS):
+        rows, logits, got = [], [], []
+        for q, k in visible(activations, head):
+            of_planes = []
+            for plane in kept_HK[head].tolist():
+                one, other = [plane, plane + half], [plane + half, plane]
+                of_planes += [q[one] @ k[one], q[one] @ (k[other] * torch.tensor([1.0, -1.0]))]
+            rows.append(torch.stack(of_planes))
+            logits.append(q @ k)
+            got.append((recovery.q_map_HRD[head] @ q) @ (recovery.k_map_HRD[head] @ k))
+        a, b = torch.stack(rows), torch.stack(logits)
+        best = float((a @ torch.linalg.lstsq(a, b[:, None]).solution.squeeze(1) - b).square().sum())
+        assert float((torch.stack(got) - b).square().sum()) == pytest.approx(best, rel=1e-6)
+        assert float(recovery.residual_H[head]) == pytest.approx(best, rel=1e-6)
+
+
+def test_the_elimination_takes_one_plane_of_all_heads_of_a_group(moments: HeadMoments) -> None:
+    second = moments.q_second_HDD, moments.k_centred_HDD
+    recovery = planes.eliminated(*second, KEPT, ridge_rel=1e-6, grouped=GROUPED)
+    require_shared(recovery)
+    exact = residual_aggregated(*second, recovery.q_map_HRD, recovery.k_map_HRD)
+    torch.testing.assert_close(recovery.residual_H, exact)
+    alone = planes.eliminated(*second, KEPT, ridge_rel=1e-6)
+    assert float(alone.residual_H.sum()) <= float(recovery.residual_H.sum()) * (1 + 1e-9)
+
+
+def test_exact_elimination_loses_least_where_all_orders_are_tried(moments: HeadMoments) -> None:
+    """Two of four planes kept: greedy against every pair of planes of the group, each with its best factors."""
+    gram_HXX = moments.plane_gram_HXX
+    assert gram_HXX is not None
+    recovery = planes.eliminated_exactly(gram_HXX, KEPT, ridge_rel=1e-12, grouped=GROUPED)
+    require_shared(recovery)
+    half = DIMS // 2
+    for first in range(0, QUERY_HEADS, GROUPED):
+        losses = []
+        for kept in combinations(range(half), KEPT):
+            lost = [plane for plane in range(half) if plane not in kept]
+            total = 0.0
+            for head in range(first, first + GROUPED):
+                own, gone = [*kept, *(plane + half for plane in kept)], gram_HXX[head][:, lost].sum(dim=1)
+                part = gram_HXX[head][own][:, own]
+                best = torch.linalg.solve(part, -gone[own])
+                x_X = torch.zeros(DIMS, dtype=torch.float64)
+                x_X[lost], x_X[own] = 1.0, best
+                total += float(x_X @ gram_HXX[head] @ x_X)
+            losses.append(total)
+        got = float(recovery.residual_H[first : first + GROUPED].sum())
+        assert min(losses) * (1 - 1e-6) <= got <= 1.3 * min(losses)
+    plain, whole = recovery.residual_uncompensated_H, torch.zeros(QUERY_HEADS, 1, DIMS, dtype=torch.float64)
+    assert bool((recovery.residual_H <= plain * (1 + 1e-9)).all())
+    energy = planes.residual_exact(gram_HXX, whole, whole)
+    assert bool((energy >= recovery.residual_H).all())
+
+
+def test_groups_of_one_change_nothing(moments: HeadMoments) -> None:
+    second = moments.q_second_HDD, moments.k_centred_HDD
+    one = planes.eliminated(*second, KEPT, ridge_rel=1e-4)
+    other = planes.eliminated(*second, KEPT, ridge_rel=1e-4, grouped=1)
+    assert torch.equal(one.q_map_HRD, other.q_map_HRD)
+    scores_HD = torch.rand(QUERY_HEADS, DIMS)
+    assert shared_by_groups(scores_HD, 1) is scores_HD
+    expected = torch.stack([scores_HD[head - head % 2 : head - head % 2 + 2].sum(0) for head in range(QUERY_HEADS)])
+    torch.testing.assert_close(shared_by_groups(scores_HD, GROUPED), expected)

@@ -203,8 +203,7 @@ def test_every_command_of_the_demo_makes_what_it_stands_beside(
     assert "" not in commands
     assert commands.pop(str(itself(example))), "it has just made these in a fresh directory"
     assert reproduced(home / "demo-out", tmp_path, commands, monkeypatch) == 7
-    page = (home / "demo-out" / "report.html").read_text()
-    assert "--hold-out 5 " in page
+    assert "--hold-out 5 " in (home / "demo-out" / "report.html").read_text()
     effects = json.loads((home / "demo-out" / "effects.json").read_text())["rows"]
     assert [row["preset"] for row in effects] == [*example.beside, "best"]
 

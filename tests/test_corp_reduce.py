@@ -82,11 +82,6 @@ def test_widths_are_aligned_and_both_are_told(example_moments: Moments) -> None:
     assert kept == {"attn.qk": 16 * HEADS, "attn.v": 32 * HEADS, "mlp": 128}
 
 
-def test_moments_of_another_model_are_refused(example_moments: Moments) -> None:
-    with pytest.raises(BadInput, match="taken on another model"):
-        reduce(tiny.checkpoint().model, example_moments, method_from_preset("best", mlp_sparsity=0.5))
-
-
 def test_corp_without_the_attention_system_says_what_to_do(tmp_path: Path) -> None:
     checkpoint = tiny.checkpoint()
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)

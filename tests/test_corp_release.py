@@ -46,6 +46,7 @@ from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.histories import bench_of_release
 from tests.nvml import FakeNvml
+from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
 MEASURED = {"bench.json", "gate.json", "report.html", "report.md", "report.xml", "MODEL_CARD.md"}
@@ -139,10 +140,8 @@ def test_card_and_report_tell_what_each_step_took(first: Path, tmp_path: Path) -
 @pytest.mark.slow("graph")
 def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
-    result = release(home)
-    assert "nothing to do: all 13 stages are up to date" in said(result)
-    dry = release(home, "--dry-run")
-    assert "nothing to do" in dry.stdout
+    assert "nothing to do: all 13 stages are up to date" in said(release(home))
+    assert "nothing to do" in release(home, "--dry-run").stdout
     after = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
     assert {path for path in after if before.get(path) != after[path]} <= {
         home / "out" / ".stages",
@@ -211,8 +210,7 @@ def test_check_notices_sums_that_were_edited_and_answers_that_changed(home: Path
 def test_a_damaged_record_of_samples_is_named(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     record = {"kind": "corp-deploy/samples", "version": 1, "images": "samples/images.npy", "count": 1, "graphs": {}}
     write_json(tmp_path / "samples" / "samples.json", record | changes)
-    with pytest.raises(BadInput, match=re.escape(said)):
-        replay(tmp_path)
+    rejects(re.escape(said), replay, tmp_path)
 
 
 @pytest.mark.slow("process")
@@ -256,8 +254,7 @@ def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
     older = json.loads(baseline.read_text())
     older["subjects"][1]["size_bytes"] //= 2
     baseline.write_text(json.dumps(older))
-    result = release(home, *started, "--json", expect=1)
-    assert made(result) == ["gate", "report", "manifest"]
+    assert made(release(home, *started, "--json", expect=1)) == ["gate", "report", "manifest"]
 
 
 @pytest.mark.slow("graph")
@@ -329,8 +326,7 @@ def test_what_the_images_can_never_show_is_told_before_any_stage(home: Path) -> 
     assert f"parity.min_agreement 98 % can't be shown by 9 held-out images: {of_nine} 189" in dry
     assert f"rule 'top1_agreement < 0.9': top1_agreement 90 % can't be shown by 9 images: {of_nine} 35" in dry
     assert "< 0.1'" not in dry
-    undecided = release(home, expect=3)
-    assert "can't be shown by 9 held-out images" in " ".join(undecided.stderr.split())
+    assert "can't be shown by 9 held-out images" in " ".join(release(home, expect=3).stderr.split())
     judged = json.loads((home / "out" / "gate.json").read_text())
     assert (judged["verdict"], judged["confidence"]) == ("INCONCLUSIVE", 0.95)
     verdicts = {row["rule"]: row["verdict"] for row in judged["rules"]}
@@ -513,8 +509,7 @@ def test_a_release_is_proved_on_what_its_calibration_held_out(home: Path, monkey
             assert (out / output).read_bytes() == (out / "before").read_bytes()
         else:
             now, before = (json.loads(path.read_text()) for path in (out / output, out / "before"))
-            assert now["sites"] == before["sites"]
-            assert now["weights_sha256"] == before["weights_sha256"]
+            assert (now["sites"], now["weights_sha256"]) == (before["sites"], before["weights_sha256"])
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,8 +529,7 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
     result = release(home, expect=4)
     assert "engine.tensorrt: no GPU" in result.stderr
     assert "parity.tensorrt: waits for engine.tensorrt" in result.stderr
-    planned = release(home, "--plan-only")
-    assert "run it where the targets are" in said(planned)
+    assert "run it where the targets are" in said(release(home, "--plan-only"))
     script = (home / "out" / "remaining.sh").read_text()
     lines = [line.split() for line in script.splitlines() if line.startswith("corp-deploy ")]
     names = [words[words.index("--only") + 1] for words in lines]
@@ -609,13 +603,8 @@ def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> Non
 
     def script() -> int:
         words: list[str | Path] = [
-            "sh",
-            ROOT / "examples" / "ci" / "release.sh",
-            "recipe.toml",
-            "out",
-            "baseline.json",
-            results,
-        ]
+            "sh", ROOT / "examples" / "ci" / "release.sh", "recipe.toml", "out", "baseline.json", results,
+        ]  # fmt: skip
         return subprocess.run(words, cwd=home, env=environment, capture_output=True, check=False).returncode
 
     assert script() == 0
@@ -647,8 +636,7 @@ def test_a_starter_is_written_once(home: Path) -> None:
 
 @pytest.mark.parametrize("shell", SOURCES)
 def test_completion_prints_a_script(shell: str) -> None:
-    result = invoked("doctor", "completion", shell)
-    assert "_CORP_DEPLOY_COMPLETE" in said(result)
+    assert "_CORP_DEPLOY_COMPLETE" in said(invoked("doctor", "completion", shell))
 
 
 def test_version_names_what_matters() -> None:

@@ -18,6 +18,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.release.recipe_file import load_recipe
 from ground.errors import BadInput
 from tests import tiny
+from tests.refusals import rejects
 
 RECIPE = """
 [model]
@@ -90,8 +91,7 @@ def test_too_many_images_are_refused_where_they_are_known(home: Path) -> None:
 
 
 def test_snapshots_ascend_and_are_of_fits_to_moments(home: Path) -> None:
-    with pytest.raises(BadInput, match=r"calibration.snapshots is \[7, 3\], expected ascending"):
-        load_recipe(recipe(home, "snapshots = [7, 3]"))
+    rejects(r"calibration.snapshots is \[7, 3\], expected ascending", load_recipe, recipe(home, "snapshots = [7, 3]"))
     with pytest.raises(BadInput, match=r"closed_loop fits to the images themselves"):
         load_recipe(recipe(home, "snapshots = [3]", "mlp = 0.5\nclosed_loop = true"))
     with pytest.raises(BadInput, match=r"reduce.effort fits to the images themselves"):

@@ -30,6 +30,7 @@ from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, run
+from tests.refusals import rejects
 from tests.small_convnets import checkpoint, digits, error, images_of, library, method, pixels, unseen_digits
 from tests.test_traced_chain import assert_saved_is_loaded
 from tests.traced_examples import images
@@ -203,13 +204,11 @@ def test_what_it_can_not_do_is_refused() -> None:
     rescaling = method("grail", 0.5, rescales=True)
     with pytest.raises(BadInput, match="--rescale takes means and variances on the calibration images"):
         reduce(own.model, moments("resnet50"), rescaling)
-    with pytest.raises(BadInput, match="--rescale: the asymmetric closed loop"):
-        reduce_traced(own.model, source, rescaling, loop=Loop())
+    rejects("--rescale: the asymmetric closed loop", reduce_traced, own.model, source, rescaling, loop=Loop())
     without = tiny.checkpoint()
     with pytest.raises(BadInput, match="--rescale: VisionTransformer has no convolutions that can be rescaled"):
         reduce_traced(without.model, source, rescaling)
-    with pytest.raises(BadInput, match=r"\[reduce\].*rescale"):
-        ReduceTable(conv=0.5, rescale=True, closed_loop=True)
+    rejects(r"\[reduce\].*rescale", ReduceTable, conv=0.5, rescale=True, closed_loop=True)
     assert ReduceTable(conv=0.5, rescale=True, closed_loop="symmetric").choice.method.rescales
     assert MethodChoice(conv=0.5, rescale=True).method.rescales
 

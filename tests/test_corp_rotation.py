@@ -25,6 +25,7 @@ from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import small_convnets, tiny
 from tests.command import invoked
+from tests.refusals import rejects
 from tests.small_models import outputs
 
 HELD_OUT = torch.from_numpy(tiny.images(6, seed=5))
@@ -135,8 +136,7 @@ def test_who_rotates() -> None:
     assert not MethodChoice(attn=0.5, rotate=False).method.rotates
     assert MethodChoice(attn=0.5, preset="corp", rotate=True).method.rotates
     assert not ReduceTable(attn=0.5, rotate=False).choice.method.rotates
-    with pytest.raises(BadInput, match="--rotate is not honoured by preset grail"):
-        ReduceTable(preset="grail", mlp=0.5, rotate=True)
+    rejects("--rotate is not honoured by preset grail", ReduceTable, preset="grail", mlp=0.5, rotate=True)
     with pytest.raises(BadInput, match="--no-rotate is not honoured by a reduction that leaves attention alone"):
         ReduceTable(mlp=0.5, rotate=False)
 

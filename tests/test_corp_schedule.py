@@ -194,13 +194,9 @@ def planned(probe: Probe) -> Joint:
     losses = merge_curves(probe.model, probe.inputs)
     prices = prices_in_macs(probe, cost_curves(probe, "macs", curves=own), losses)
     return Joint(
-        probe=probe,
-        unfitted=probe,
-        own=own,
-        merging=lambda counts: Merging(schedule=counts),
-        losses=losses,
+        probe=probe, unfitted=probe, own=own, merging=lambda counts: Merging(schedule=counts), losses=losses,
         prices=prices,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow("models")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from corp_deploy.algebra import scores as select
+from corp_deploy.algebra.coupled import eliminate_coupled
 from corp_deploy.algebra.obs import Elimination, obs
 from corp_deploy.algebra.swap import swap
 from tests.test_corp_patch_elimination import covariance_of, ridge_loss
@@ -71,8 +72,7 @@ def test_logit_energy_is_the_mean_over_images() -> None:
 def test_kept_is_sorted_and_ties_go_to_the_lower_index() -> None:
     score = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     kept = select.kept_from_scores(score, 3)
-    assert kept.dtype == torch.int64
-    assert kept.tolist() == [[1, 2, 3], [0, 1, 2]]
+    assert (kept.dtype, kept.tolist()) == (torch.int64, [[1, 2, 3], [0, 1, 2]])
     with pytest.raises(AssertionError):
         select.kept_from_scores(score, 0)
     with pytest.raises(AssertionError):
@@ -176,8 +176,7 @@ def test_swap_ends_where_no_exchange_helps_and_knows_its_loss(seed: int, width: 
     start = torch.randperm(12, generator=torch.Generator().manual_seed(seed))[:width].sort().values
     result = swap(cov, weight, start, ridge_rel=1e-3, gain_rel=1e-6)
     kept = result.kept_K.tolist()
-    assert kept == sorted(set(kept))
-    assert len(kept) == width
+    assert (kept, len(kept)) == (sorted(set(kept)), width)
     assert result.error_before == pytest.approx(ridge_loss(cov, weight, start.tolist(), ridge), rel=1e-7)
     assert result.error == pytest.approx(ridge_loss(cov, weight, kept, ridge), rel=1e-7)
     for out, new in itertools.product(kept, set(range(12)) - set(kept)):
@@ -197,3 +196,82 @@ def test_swap_undoes_a_bad_choice_and_leaves_dead_channels_out() -> None:
     assert result.error < 1.1 * ridge_loss(cov, weight, best.tolist(), ridge)
     assert not set(result.kept_K.tolist()) & {0, 1, 2}
     assert result.error == pytest.approx(ridge_loss(cov, weight, result.kept_K.tolist(), ridge), rel=1e-7)
+
+
+# Elimination of channels that several layers read, over all of them.
+
+
+def greedy(
+    covariances: list[Tensor], weights: list[Tensor], ridge_rel: float, taps: list[int], parts: list[int]
+) -> tuple[list[int], list[float]]:
+    """Every candidate solved anew at every step; errors against all the channels, as shares of each reader's. In turns
+    one of every part.
+    """
+    left, order, errors = list(range(len(parts))), list[int](), list[float]()
+
+    def lost(channels: list[int]) -> float:
+        total = 0.0
+        for covariance, weight, size in zip(covariances, weights, taps, strict=True):
+            kept = [channel * size + place for channel in channels for place in range(size)]
+            shifted = covariance + ridge_rel * covariance.diagonal().mean() * torch.eye(len(covariance)).double()
+            best = torch.zeros_like(weight)
+            if kept:
+                best[:, kept] = torch.linalg.solve(shifted[kept][:, kept], shifted[kept] @ weight.T).T
+            change = weight - best
+            total += float(((change @ shifted) * change).sum() / ((weight @ covariance) * weight).sum())
+        return total
+
+    count = len(set(parts))
+    while left:
+        turn = order[len(order) // count * count :]
+        offered = [out for out in left if parts[out] not in [parts[each] for each in turn]]
+        costs = [lost([each for each in left if each != out]) for out in offered]
+        errors.append(min(costs))
+        order.append(offered[costs.index(min(costs))])
+        left.remove(order[-1])
+    return order, errors
+
+
+@pytest.mark.parametrize(
+    ("seed", "taps", "parts"),
+    [
+        (0, [1, 1, 1], [0] * 9),
+        (1, [1, 1, 1], [0, 0, 0, 1, 1, 1, 2, 2, 2]),
+        (2, [2, 1, 2], [0] * 9),
+        (3, [3, 1, 2], [0, 1, 2] * 3),
+    ],
+)
+def test_elimination_is_greedy_over_all_readers(seed: int, taps: list[int], parts: list[int]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    mixings = [drawn(9 * size, 9 * size) for size in taps]
+    covariances = [mixing @ mixing.T for mixing in mixings]
+    weights = [drawn(rows, 9 * size) for rows, size in zip((4, 7, 2), taps, strict=True)]
+    order, errors = greedy(covariances, weights, 1e-6, taps, parts)
+    eliminated = eliminate_coupled(covariances, weights, ridge_rel=1e-6, taps=taps, part_C=torch.tensor(parts))
+    assert eliminated.order_F.tolist() == order
+    assert torch.allclose(eliminated.error_F, torch.tensor(errors, dtype=torch.float64), rtol=1e-6)
+
+
+def test_a_channel_that_others_are_made_of_goes_first() -> None:
+    """Of singular statistics: the copy costs nothing where every reader sees it as one."""
+    base = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x_NC = torch.cat([base, 2.0 * base[:, :2]], dim=1)
+    weights = [torch.randn(3, 8, generator=torch.Generator().manual_seed(each)).double() for each in (1, 2)]
+    covariance = torch.cov(x_NC.T, correction=0)
+    eliminated = eliminate_coupled([covariance, 3.0 * covariance], weights, ridge_rel=1e-9)
+    assert float(eliminated.error_F[1]) < 1e-6 < 1e-3 < float(eliminated.error_F[2])
+
+
+def test_readers_that_nothing_reaches_have_no_say() -> None:
+    covariance = torch.eye(4, dtype=torch.float64)
+    weight = torch.diag(torch.tensor([3.0, 1.0, 2.0, 4.0], dtype=torch.float64))
+    silent = torch.zeros(4, 4, dtype=torch.float64)
+    both = eliminate_coupled([silent, covariance], [weight.flip(0), weight], ridge_rel=1e-4)
+    assert both.order_F.tolist() == [1, 2, 0, 3]
+    nothing = eliminate_coupled([silent], [weight], ridge_rel=1e-4)
+    assert nothing.order_F.tolist() == [0, 1, 2, 3]
+    assert float(nothing.error_F.abs().max()) == 0.0

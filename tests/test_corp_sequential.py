@@ -21,6 +21,7 @@ from corp_deploy.store.inputs import model_digest
 from ground.errors import BadInput
 from tests import decoders
 from tests.command import invoked, refuses
+from tests.refusals import rejects
 
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
 
@@ -152,12 +153,10 @@ def test_joined_files_hold_the_sites_of_all(tmp_path: Path) -> None:
     save(channel("c", {"model": "2"}), tmp_path / "c.safetensors")
     with pytest.raises(BadInput, match="not of the same images and model"):
         join([*paths, tmp_path / "c.safetensors"], tmp_path / "odd.safetensors")
-    with pytest.raises(BadInput, match="a is in another part"):
-        join([paths[0], paths[0]], tmp_path / "odd.safetensors")
+    rejects("a is in another part", join, [paths[0], paths[0]], tmp_path / "odd.safetensors")
     damaged = paths[1].read_bytes()
     paths[1].write_bytes(damaged[:-8])
-    with pytest.raises(BadInput, match="truncated"):
-        join(paths, tmp_path / "odd.safetensors")
+    rejects("truncated", join, paths, tmp_path / "odd.safetensors")
     assert not (tmp_path / "odd.safetensors").exists()
 
 
@@ -167,5 +166,4 @@ def test_a_missing_block_is_told_before_any_work(home: Path, tmp_path: Path) -> 
     decoders.write_decoder(tmp_path / "cut", "llama")
     file = tmp_path / "cut" / "model.safetensors"
     save_file({name: each for name, each in load_file(file).items() if ".layers.1." not in name}, file)
-    with pytest.raises(BadInput, match="block 1 of 2 is missing"):
-        open_layers(tmp_path / "cut", {})
+    rejects("block 1 of 2 is missing", open_layers, tmp_path / "cut", {})

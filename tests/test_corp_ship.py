@@ -18,7 +18,7 @@ from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import tiny
-from tests.command import invoked, run
+from tests.command import invoked, refuses, run
 from tests.encoders import write_encoder
 
 KWARGS = json.dumps(dict(tiny.ARCHITECTURE.kwargs))
@@ -237,16 +237,13 @@ def with_other_key(path: Path) -> None:
 
 
 def test_a_missing_file_of_calibrates_is_no_recipe(tmp_path: Path) -> None:
-    done = run("inspect", "--model", tmp_path / "moments.model.toml")
-    assert done.exit_code == 2
+    done = invoked("inspect", "--model", tmp_path / "moments.model.toml", code=2)
     assert "no such file; calibrate writes it beside its moments" in " ".join(done.stderr.split())
 
 
 def test_a_model_that_is_typed_alone_is_told_its_option() -> None:
     for words in (("inspect", "vit_tiny_patch16_224"), ("calibrate", "vit_tiny_patch16_224", "--samples", "2")):
-        done = run(*words)
-        assert done.exit_code == 2
-        assert "Missing option '--model'; did you mean --model vit_tiny_patch16_224?" in " ".join(done.stderr.split())
+        refuses("Missing option '--model'; did you mean --model vit_tiny_patch16_224?", *words)
     assert "did you mean" not in run("inspect").stderr
 
 

@@ -28,6 +28,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
+from tests.refusals import rejects
+
 Key = ec.EllipticCurvePrivateKey
 NAME = "tiny"
 
@@ -322,12 +324,9 @@ def test_a_foreign_file_is_not_signed_with_the_others(out: Path, keys: Path) -> 
 
 def test_an_encrypted_key(out: Path, keys: Path) -> None:
     locked = keys / "locked.pem"
-    with pytest.raises(BadInput, match="the key is encrypted; give --sign-password"):
-        KeySigner(key=locked).require()
-    with pytest.raises(BadInput, match="another password"):
-        KeySigner(key=locked, password="shut").require()
-    with pytest.raises(BadInput, match="the key has no password; leave it out"):
-        KeySigner(key=keys / "ours.pem", password="open sesame").require()
+    rejects("the key is encrypted; give --sign-password", KeySigner(key=locked).require)
+    rejects("another password", KeySigner(key=locked, password="shut").require)
+    rejects("the key has no password; leave it out", KeySigner(key=keys / "ours.pem", password="open sesame").require)
     word = signing.password_from_file(keys / "password")
     assert not sign(out, KeySigner(key=locked, password=word), files_of(out)), "it is the same key"
     (out / SIGNATURE).unlink()
@@ -347,8 +346,7 @@ def test_keys_that_are_none(keys: Path, tmp_path: Path) -> None:
         ("odd.pem", "no key of secp256r1"),
         ("broken.pem", "not a private key in PEM"),
     ):
-        with pytest.raises(BadInput, match=words):
-            KeySigner(key=tmp_path / name).require()
+        rejects(words, KeySigner(key=tmp_path / name).require)
     with pytest.raises(BadInput, match="the certificate is of another key"):
         KeySigner(key=keys / "others.pem", certificate=keys / "ours.crt.pem").require()
 

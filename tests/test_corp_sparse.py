@@ -39,6 +39,7 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import small_convnets, timm_models, tiny
 from tests.command import invoked, refuses
+from tests.refusals import rejects
 from tests.traced_examples import DENSENET, PVT, checkpoint_of
 from tests.traced_examples import images as traced_images
 
@@ -203,8 +204,7 @@ def test_activations_that_are_not_finite_are_refused() -> None:
     own = replaced(tiny.checkpoint().model, {})
     with torch.no_grad():
         own.get_parameter("blocks.0.mlp.fc1.bias")[3] = float("inf")
-    with pytest.raises(BadInput, match=r"NaN or Inf in the activations"):
-        sparsified(own, images(), Sparsifying(kinds=ALL))
+    rejects(r"NaN or Inf in the activations", sparsified, own, images(), Sparsifying(kinds=ALL))
 
 
 def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream() -> None:
@@ -214,8 +214,7 @@ def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream
     new, report = sparsified(merged, images(), Sparsifying(kinds=ALL, permute="none"))
     assert traced_model.merging_of(new) == merging
     assert {each.macs for each in report.layers if each.layer.endswith("mlp.fc1")} == {17 * 48 * 192}
-    assert report.target == "own"
-    assert len(report.patterns) == 8
+    assert (report.target, len(report.patterns)) == ("own", 8)
     assert all(each.error <= each.error_masked for each in report.layers)
 
 
@@ -315,8 +314,7 @@ def test_weights_that_are_not_as_recorded_are_refused(home: Path) -> None:
     weights.write_bytes((home / "dense" / "model.safetensors").read_bytes())
     config |= {"weights_sha256": sha256_of_file(weights), "sparsity": {"blocks.9.mlp.fc2": "2:4"}}
     path.write_text(json.dumps(config))
-    with pytest.raises(BadInput, match=r"the model has no layer 'blocks\.9\.mlp\.fc2'"):
-        load_checkpoint(home / "edited")
+    rejects(r"the model has no layer 'blocks\.9\.mlp\.fc2'", load_checkpoint, home / "edited")
 
 
 @pytest.mark.parametrize(
@@ -345,10 +343,8 @@ def test_recipes_ask_for_the_same() -> None:
     table = ReduceTable(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none")
     assert table.choice == ReduceOptions(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none")
     assert table.choice.needs_images
-    with pytest.raises(BadInput, match=r"\[reduce\]: --sparse-pattern cast is not honoured"):
-        ReduceTable(mlp=0.5, sparse_pattern="cast")
-    with pytest.raises(BadInput, match="expected K:N"):
-        ReduceTable(sparse="nonsense")
+    rejects(r"\[reduce\]: --sparse-pattern cast is not honoured", ReduceTable, mlp=0.5, sparse_pattern="cast")
+    rejects("expected K:N", ReduceTable, sparse="nonsense")
     assert sparsities_from_text("2:4") == ALL
 
 

@@ -12,7 +12,7 @@ from corp_deploy.algebra.sparse_patterns import cast_mask, holds, magnitude_mask
 from corp_deploy.algebra.sparse_permutation import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, damped, refitted, sparse_layer
 from corp_deploy.algebra.sparsity import Rule, Sparsity, sparsity_from_text
-from ground.errors import BadInput
+from tests.refusals import rejects
 
 TWO_OF_FOUR = Sparsity(kept=2, of=4)
 INPUTS, OUTPUTS, TOKENS = 24, 10, 300
@@ -179,8 +179,7 @@ def test_a_pattern_reads_as_it_is_written(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["2", "4:2", "2:2", "0:4", "8:16", "a:b", "2:4:8", "-1:4", ""])
 def test_what_is_no_pattern_is_refused(text: str) -> None:
-    with pytest.raises(BadInput, match="expected K:N"):
-        sparsity_from_text(text)
+    rejects("expected K:N", sparsity_from_text, text)
 
 
 def test_zeros_alone_are_lost_where_inputs_never_vary() -> None:

@@ -21,10 +21,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.func import functional_call
 
+from calib.inputs import as_tuple, tensors_by_name
 from corp_deploy.cli import main
+from corp_deploy.families.traced_model import tracing
+from corp_deploy.planning import program_trials, sweep_speed
 from corp_deploy.planning import sweep as sweeping
-from corp_deploy.planning import sweep_speed
+from corp_deploy.planning.program_trials import effects_of_new_tensors
 from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, fastest_that_agrees, front, with_fronts
 from corp_deploy.planning.sweep_scores import top_k
 from corp_deploy.planning.sweep_speed import Bench
@@ -96,8 +101,7 @@ def test_a_row_is_what_reduce_and_bench_say_of_the_same_choice(tmp_path: Path) -
         for speed, row in zip(trial["speeds"], summary.rows, strict=True):
             side = row.sides["reduced"]
             assert side.p50_ms is not None
-            assert speed["batch"] == row.batch
-            assert speed["p50_ms"]["value"] == side.p50_ms.value
+            assert (speed["batch"], speed["p50_ms"]["value"]) == (row.batch, side.p50_ms.value)
             assert (speed["speedup"] or {}).get("value") == (row.speedup and row.speedup.value)
     table = list(csv.DictReader((tmp_path / "s/sweep.csv").read_text().splitlines()))
     assert [float(row["p50_ms@b3"]) for row in table] == [trial["speeds"][1]["p50_ms"]["value"] for trial in trials]
@@ -324,3 +328,47 @@ def test_the_best_k_are_counted() -> None:
     logits = np.array([[3.0, 2.0, 1.0], [0.0, 2.0, 1.0]], dtype=np.float32)
     labels = np.array([1, 0])
     assert [top_k(logits, labels, k) for k in (1, 2, 3, 5)] == [0.0, 0.5, 1.0, 1.0]
+
+
+# Trials of new tensors run what these reach alone, and find what whole passes find.
+
+IMAGES = 11  # a whole piece and a part of one
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_effects_are_those_of_whole_passes(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    """Of one tensor in front, one behind, and several at once; also where nothing may be kept."""
+    monkeypatch.setattr(program_trials, "changes_in_place", lambda node: in_place)
+    program, images = tracing(tiny.checkpoint().model).running, torch.from_numpy(tiny.images(IMAGES))
+    names = [str(node.target) for node in program.nodes if node.op == "get_attr"]
+    chosen = [names[:1], names[-1:], names[len(names) // 3 :: 5]]
+    changes = [{name: program.tensor(name) * 0.5 for name in each} for each in chosen]
+    with torch.inference_mode():
+        dense = as_tuple(program.graph(images))
+        found = effects_of_new_tensors(program, images, changes, dense)
+        for effect, change in zip(found, changes, strict=True):
+            outputs = as_tuple(functional_call(program.graph, change, tuple(tensors_by_name(images).values())))
+            assert effect == pytest.approx(sum(map(_share, outputs, dense)) / len(dense), rel=1e-5)
+    assert min(found) > 0.0
+
+
+def _share(output: Tensor, dense: Tensor) -> float:
+    return float((output.double() - dense.double()).square().sum() / dense.double().square().sum())
+
+
+def test_what_no_change_reaches_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, images = tracing(tiny.checkpoint().model).running, torch.from_numpy(tiny.images(4))
+    last = [str(node.target) for node in program.nodes if node.op == "get_attr"][-1]
+    ran, plain = list[str](), torch.fx.Interpreter.run_node
+
+    def counted(self: torch.fx.Interpreter, n: torch.fx.Node) -> Any:
+        ran.append(n.name)
+        return plain(self, n)
+
+    monkeypatch.setattr(torch.fx.Interpreter, "run_node", counted)
+    with torch.inference_mode():
+        dense = as_tuple(program.graph(images))
+        effects_of_new_tensors(program, images, [{last: program.tensor(last) * 0.5}] * 3, dense)
+    nodes = len(list(program.nodes))
+    assert nodes < len(ran) < nodes + 3 * 10
+    assert effects_of_new_tensors(program, images, [], dense) == []

@@ -168,8 +168,7 @@ def test_a_closed_loop_takes_its_halves_from_the_moments(tmp_path: Path) -> None
         reduce_traced(model, images, method, loop=Loop(half_ids=images.ids[first::2])) for first in (0, 1)
     )
     for one, other in zip(halved.sites, mirrored.sites, strict=True):
-        assert (one.ridge_fit is None) == (one.part == "qk")
-        assert (one.loop is None) == (other.loop is None)
+        assert (one.ridge_fit is None, one.loop is None) == (one.part == "qk", other.loop is None)
     pixels = torch.from_numpy(tiny.images(6, seed=5))
     torch.testing.assert_close(halved.model(pixels), mirrored.model(pixels), rtol=1e-3, atol=1e-3)
 

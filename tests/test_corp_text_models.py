@@ -1,4 +1,4 @@
-"""Text encoders read from transformers' directories, kept as directories of ours, and reduced."""
+"""Text encoders of transformers: read, kept as our directories, reduced, through the commands, and written back."""
 
 import json
 import sys
@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnxruntime as ort
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from calib.inputs import run_model
+from corp_deploy import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec, text_spec
 from corp_deploy.families.inspection import inspection_of_model
@@ -21,10 +24,13 @@ from corp_deploy.reduction.traced_read_tokens import places_read
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.transformers_directory import load_transformers
+from corp_deploy.store.transformers_saved import transformers_form
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput, Missing
 from tests import encoders
+from tests.command import invoked, refuses
+from tests.refusals import rejects
 from tests.test_corp_weights import sharded
 
 
@@ -41,8 +47,7 @@ def test_a_directory_of_transformers_is_the_model_with_its_pooling_and_length(tm
     expected, mask = theirs(**tokens).last_hidden_state, tokens["attention_mask"].unsqueeze(-1)
     mean = F.normalize((expected * mask).sum(1) / mask.sum(1))
     torch.testing.assert_close(run_model(loaded.model, tokens), mean, rtol=1e-5, atol=1e-5)
-    assert loaded.architecture.family == "bert"
-    assert loaded.architecture.name == "roberta"
+    assert (loaded.architecture.family, loaded.architecture.name) == ("bert", "roberta")
     assert loaded.notes == (
         "model.safetensors: not used, no part of the encoder: pooler.dense.bias, pooler.dense.weight",
     )
@@ -55,8 +60,7 @@ def test_arguments_go_before_what_the_directory_says(tmp_path: Path) -> None:
     tokens = text_spec(model).encoder()(encoders.texts(5))
     assert tokens["input_ids"].shape == (5, 9)
     torch.testing.assert_close(run_model(model, tokens), theirs(**tokens).last_hidden_state[:, 0], rtol=1e-5, atol=1e-5)
-    with pytest.raises(BadInput, match="places for 32 at most"):
-        load_transformers(tmp_path, {"length": 33})
+    rejects("places for 32 at most", load_transformers, tmp_path, {"length": 33})
     with pytest.raises(BadInput, match=r"--model-kwargs: .*img_size.*; a text encoder takes pooling"):
         load_transformers(tmp_path, {"img_size": 32})
 
@@ -71,35 +75,28 @@ def test_shards_are_the_same_model(tmp_path: Path) -> None:
 
 
 def test_what_may_hold_code_or_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="save_pretrained of transformers has written"):
-        load_transformers(tmp_path)
+    rejects("save_pretrained of transformers has written", load_transformers, tmp_path)
     encoders.write_encoder(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(BadInput, match=r"pytorch_model\.bin, which may hold code; save them as safetensors"):
-        load_transformers(tmp_path)
+    rejects(r"pytorch_model\.bin, which may hold code; save them as safetensors", load_transformers, tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(BadInput, match="no weights beside"):
-        load_transformers(tmp_path)
+    rejects("no weights beside", load_transformers, tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(BadInput, match=r"tokenizer\.json: no such file"):
-        load_transformers(tmp_path)
+    rejects(r"tokenizer\.json: no such file", load_transformers, tmp_path)
 
 
 def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-    with pytest.raises(BadInput, match=r"don't fit.*blocks\.0\.mlp\.fc1"):
-        load_transformers(tmp_path)
+    rejects(r"don't fit.*blocks\.0\.mlp\.fc1", load_transformers, tmp_path)
 
 
 def test_nothing_may_be_given_beside_and_the_prefix_is_advised(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
-    with pytest.raises(BadInput, match="drop --weights"):
-        load_dense(f"hf:{tmp_path}", weights=tmp_path / "model.safetensors", kwargs={})
-    with pytest.raises(BadInput, match="give it as --model hf:"):
-        load_dense(str(tmp_path), weights=None, kwargs={})
+    rejects("drop --weights", load_dense, f"hf:{tmp_path}", weights=tmp_path / "model.safetensors", kwargs={})
+    rejects("give it as --model hf:", load_dense, str(tmp_path), weights=None, kwargs={})
 
 
 def test_a_directory_of_ours_needs_nothing_of_the_source(tmp_path: Path) -> None:
@@ -116,8 +113,7 @@ def test_a_directory_of_ours_needs_nothing_of_the_source(tmp_path: Path) -> None
     assert again.lineage["source"]["tokenizer_sha256"] == again.architecture.kwargs["text"]["sha256"]
     tokenizer = tmp_path / "ours" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
-    with pytest.raises(BadInput, match="changed after the model was written"):
-        load_checkpoint(tmp_path / "ours")
+    rejects("changed after the model was written", load_checkpoint, tmp_path / "ours")
 
 
 def _edited(directory: Path, **changes: Any) -> None:
@@ -141,8 +137,7 @@ def test_an_edited_architecture_is_refused(changes: dict[str, Any], message: str
     encoders.write_encoder(tmp_path / "source")
     save(load_transformers(tmp_path / "source"), tmp_path / "ours")
     _edited(tmp_path / "ours", **changes)
-    with pytest.raises(BadInput, match=message):
-        load_checkpoint(tmp_path / "ours")
+    rejects(message, load_checkpoint, tmp_path / "ours")
 
 
 def test_the_steps_are_the_model_and_the_exported_form_too(tmp_path: Path) -> None:
@@ -170,8 +165,7 @@ def test_the_outputs_read_what_is_pooled(pooling: str, layers: tuple[str, ...], 
 def test_tokens_are_not_merged(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
     model = load_transformers(tmp_path).model
-    with pytest.raises(BadInput, match="its texts are of different lengths"):
-        traced_model.with_merging(model, Merging(schedule=(0, 2)))
+    rejects("its texts are of different lengths", traced_model.with_merging, model, Merging(schedule=(0, 2)))
 
 
 def test_costs_are_those_by_hand(tmp_path: Path) -> None:
@@ -187,8 +181,7 @@ def test_costs_are_those_by_hand(tmp_path: Path) -> None:
 
 def test_images_are_not_asked_of_a_text_model(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
-    with pytest.raises(BadInput, match="takes text, not images; give --text"):
-        image_spec(load_transformers(tmp_path).model)
+    rejects("takes text, not images; give --text", image_spec, load_transformers(tmp_path).model)
 
 
 def _packaged() -> Path:
@@ -224,3 +217,250 @@ def test_without_the_tokenizers_package_the_extra_is_named(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(Missing, match=r"pip install 'corp-deploy\[hf\]'"):
         text_spec(model).encoder()
+
+
+# A text encoder through the commands: calibrate, reduce, export, verify, bench, package.
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder of two blocks, texts to calibrate on and others to judge by, and the moments."""
+    directory = tmp_path_factory.mktemp("text")
+    encoders.write_encoder(directory / "hf", num_attention_heads=2)
+    documents = encoders.texts(40)
+    (directory / "calibration.txt").write_text("\n".join(documents[:28]))
+    (directory / "held-out.txt").write_text("\n".join(documents[28:]) + "\n\n")
+    result = invoked("calibrate", *model(directory), "--text", directory / "calibration.txt", "-o", moments(directory))
+    assert "6 sites, 28 documents" in result.output
+    return directory
+
+
+def model(home: Path) -> tuple[str, str]:
+    return "--model", f"hf:{home / 'hf'}"
+
+
+def moments(home: Path) -> Path:
+    return home / "moments.safetensors"
+
+
+def reduced(home: Path, name: str, *options: Any) -> Path:
+    """The encoder reduced by these options."""
+    arguments = ("reduce", *model(home), "--moments", moments(home), "--align", "mlp=16,head=8")
+    invoked(*arguments, *options, "-o", home / name)
+    return home / name
+
+
+@pytest.mark.slow("graph")
+def test_an_encoder_goes_from_texts_to_a_packaged_graph(home: Path) -> None:
+    directory = reduced(home, "reduced", "--mlp", 0.5, "--attn", 0.5)
+    (home / "hf").rename(home / "away")  # nothing below needs the source
+    try:
+        _exported_verified_and_timed(home, directory)
+    finally:
+        (home / "away").rename(home / "hf")
+
+
+def _exported_verified_and_timed(home: Path, directory: Path) -> None:
+    sites = json.loads((directory / "config.json").read_text())["sites"]
+    assert [len(sites[f"blocks.1.{name}"].get("kept", range(32))) for name in ("mlp", "attn.qk", "attn.v")] == [
+        32,
+        16,
+        32,
+    ]
+    graph, half = directory / "model.onnx", directory / "model.fp16.onnx"
+    invoked("export", "--model", directory, "-o", graph, "--precision", "fp32,fp16")
+    tokens = text_spec(load(directory)).encoder()(["", *encoders.texts(5)])
+    feeds = {name: tensor.numpy() for name, tensor in tokens.items()}
+    expected = load(directory)(*tokens.values()).numpy()
+    for path, allowed in ((graph, 1e-4), (half, 2e-2)):
+        (answers,) = ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(["embedding"], feeds)
+        np.testing.assert_allclose(answers, expected, rtol=0.0, atol=allowed)
+    parity = home / "parity.json"
+    text = ("--text", home / "held-out.txt")
+    invoked("verify", directory, directory, graph, half, *text, "-o", parity, "--batch", "1,5", "--max-error", 0.5)
+    links = {link["name"]: link for link in json.loads(parity.read_text())["links"]}
+    assert {link["status"] for link in links.values()} == {"PASS"}
+    assert {link["role"] for link in links.values()} == {"embedding"}
+    quick = ("--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 2)
+    short = ("--batch", 2, *quick, "-o", home / "bench.json")
+    invoked("bench", directory, graph, *text, *short)
+    invoked("bench", graph, graph, *short)
+    assert "has no tokenizer" in invoked("bench", graph, graph, *text, *short, code=2).stderr
+    invoked("package", home, "-o", home / "repository", "--name", "encoder")
+    assert "0 findings" in invoked("package", "lint", home / "repository").output
+    (configuration, *_) = sorted((home / "repository").rglob("config.pbtxt"))
+    assert "attention_mask" in configuration.read_text()
+
+
+def test_budgets_look_at_texts(home: Path) -> None:
+    text = ("--text", home / "calibration.txt")
+    record = json.loads((reduced(home, "budget", "--macs", 0.7, *text) / "config.json").read_text())
+    (by_site, *_) = record["lineage"]["reduction"]["ways"]
+    assert by_site["share"] <= 0.7
+
+
+def test_closed_loops_and_folds_look_at_texts(home: Path) -> None:
+    text = ("--text", home / "calibration.txt")
+    for loop in ("asymmetric", "symmetric"):
+        directory = reduced(home, loop, "--mlp", 0.5, "--attn", 0.5, "--closed-loop", loop, *text)
+        assert len(json.loads((directory / "config.json").read_text())["sites"]["blocks.1.mlp"]["kept"]) == 32
+    folded = reduced(home, "folded", "--mlp", 0.5, "--preset", "fold", *text)
+    assert len(json.loads((folded / "config.json").read_text())["sites"]["blocks.1.mlp"]["kept"]) == 32
+
+
+def test_polishes_look_at_texts(home: Path) -> None:
+    text = ("--text", home / "calibration.txt")
+    for polish in ("block", "model", "layer"):
+        options = ("--mlp", 0.5, "--polish", polish, "--polish-steps", 3)
+        record = json.loads((reduced(home, polish, *options, *text) / "config.json").read_text())["lineage"]
+        assert record["reduction"]["polish"]["how"] == polish
+
+
+def test_a_sweep_scores_embeddings(home: Path) -> None:
+    arguments = ("sweep", *model(home), "--moments", moments(home), "--text", home / "held-out.txt")
+    options = ("--sparsity", 0.5, "--macs", 0.8, "--align", "mlp=16,head=8", "-o", home / "sweep")
+    invoked(*arguments, *options)
+    points = json.loads((home / "sweep" / "sweep.json").read_text())["trials"]
+    best, none = (point["relative_error"] for point in points if point["budget"] is None)
+    assert 0.0 < best < none
+
+
+def test_a_sweep_fits_merged_channels_to_texts(home: Path) -> None:
+    arguments = ("sweep", *model(home), "--moments", moments(home), "--text", home / "held-out.txt")
+    options = (
+        "--sparsity", 0.5, "--preset", "grail-fold,fold", "--parts", "mlp", "--align", "mlp=16", "-o", home / "folds",
+    )  # fmt: skip
+    refuses("give --calibration-images, or --calibration-text for a text encoder", *arguments, *options)
+    refuses("--calibration-images", *arguments, *options, "--calibration-images", home / "held-out.txt")
+    invoked(*arguments, *options, "--calibration-text", home / "calibration.txt")
+    published, refitted = json.loads((home / "folds" / "sweep.json").read_text())["trials"]
+    assert refitted["relative_error"] < published["relative_error"]
+
+
+def test_inspect_tells_how_texts_are_prepared(home: Path) -> None:
+    assert json.loads(invoked("inspect", *model(home), "--json").stdout)["preprocessing"]["length"] == 24
+    assert "texts of 24 tokens, cut or padded" in invoked("inspect", *model(home)).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("calibrate", "--images", "calibration.txt"), "the model takes text, not images; give --text"),
+        (("calibrate",), "Missing option '--images', or '--text' or '--tokens' for a model that takes text, or"),
+        (("calibrate", "--text", "calibration.txt", "--images", "calibration.txt"), "exclude each other"),
+        (("calibrate", "--text", "calibration.txt", "--workers", "2"), "--workers"),
+        (("calibrate", "--text", "none.txt"), "none.txt: no such file"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_one_message(
+    arguments: tuple[str, ...], message: str, home: Path
+) -> None:
+    command, *rest = (home / word if word.endswith(".txt") else word for word in arguments)
+    result = invoked(command, *model(home), *rest, "-o", home / "refused.safetensors", code=2)
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+
+
+def test_texts_for_an_image_model_are_refused(home: Path) -> None:
+    from corp_deploy.store.checkpoint import save
+    from tests import tiny
+
+    save(tiny.checkpoint(), home / "vit")
+    arguments = ("--model", home / "vit", "--text", home / "calibration.txt", "-o", home / "refused.safetensors")
+    assert "the model takes images, not text; give --images" in invoked("calibrate", *arguments, code=2).stderr
+
+
+# Reduced text encoders as directories of transformers, which its own classes and sentence files read.
+
+pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
+
+
+def calibrated(home: Path) -> tuple[str, ...]:
+    """What tells `reduce` of the encoder in hf/ and of its moments."""
+    (home / "texts.txt").write_text("\n".join(encoders.texts(32)))
+    model = ("--model", f"hf:{home / 'hf'}")
+    invoked("calibrate", *model, "--text", home / "texts.txt", "-o", home / "moments.safetensors")
+    return ("reduce", *model, "--moments", str(home / "moments.safetensors"), "--align", "mlp=16,head=4")
+
+
+def as_theirs(directory: Path, kind: Any) -> Any:
+    """The saved directory by a class of transformers; nothing may be missing of it or stand beside it."""
+    model, loading = kind.from_pretrained(directory, output_loading_info=True)
+    assert not any(loading.values()), loading
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "electra"])
+def test_a_reduced_encoder_loads_in_transformers_and_here(tmp_path: Path, kind: str) -> None:
+    import transformers
+
+    dense = encoders.write_encoder(tmp_path / "hf", kind)
+    invoked(*calibrated(tmp_path), "--mlp", 0.5, "--save-as", "hf", "-o", tmp_path / "reduced")
+    saved = tmp_path / "reduced" / "hf"
+    config = json.loads((saved / "config.json").read_text())
+    assert config["hidden_dim" if kind == "distilbert" else "intermediate_size"] == 32
+    theirs, ours = as_theirs(saved, transformers.AutoModel), load(tmp_path / "reduced")
+    assert type(theirs) is type(dense)
+    tokens = dict(text_spec(ours).encoder()(encoders.texts(5)))
+    with torch.inference_mode():
+        last, mask = theirs(**tokens).last_hidden_state, tokens["attention_mask"].unsqueeze(-1)
+        mean = F.normalize((last * mask).sum(1) / mask.sum(1))
+        expected = run_model(ours, tokens)
+        again = run_model(load_dense(f"hf:{saved}", weights=None, kwargs={}).model, tokens)
+    torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(again, expected, rtol=1e-6, atol=1e-6)  # pooled as the sentence files say
+
+
+def test_the_head_of_a_task_goes_along_where_it_is_read(tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    kind: Any = transformers.BertForMaskedLM
+    kind(encoders.configuration("bert")).save_pretrained(tmp_path / "hf")
+    encoders.write_tokenizer(tmp_path / "hf" / "tokenizer.json")
+    invoked(*calibrated(tmp_path), "--mlp", 0.5, "--save-as", "hf", "-o", tmp_path / "reduced")
+    dense, reduced = (as_theirs(tmp_path / place, kind) for place in ("hf", "reduced/hf"))
+    torch.testing.assert_close(reduced.cls.state_dict(), dense.cls.state_dict(), rtol=0.0, atol=0.0)
+    assert reduced.bert.encoder.layer[0].intermediate.dense.out_features == 32
+    again = ("--model", tmp_path / "reduced", "--moments", tmp_path / "none.safetensors", "--mlp", 0.5)
+    refuses("the class has cls.", "reduce", *again, "--save-as", "hf", "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--mlp", 0.5, "--attn", 0.5), "blocks.0.attn.qk is 16 wide of 32, and bert reads no such width"),
+        (("--macs", 0.8), "a budget gives every layer widths of its own"),
+    ],
+)
+def test_what_no_configuration_says_is_refused_before_any_work(
+    tmp_path: Path, options: tuple[Any, ...], words: str
+) -> None:
+    encoders.write_encoder(tmp_path / "hf")
+    text = ("--text", tmp_path / "texts.txt") if "--macs" in options else ()
+    result = invoked(*calibrated(tmp_path), *options, *text, "--save-as", "hf", "-o", tmp_path / "out", code=2)
+    assert words in " ".join((result.output + result.stderr).split())
+    assert not (tmp_path / "out").exists()
+
+
+ELSEWHERE = ("../away.json", "/etc/config.json", "a/b/config.json", "../config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        *(
+            ("files", [], "lineage"),
+            ("beside", {}, "lineage"),
+            ("prefix", None, "lineage"),
+            ("files", {"a": 1}, "lineage"),
+        ),
+        *(("files", {path: {}}, "expected one in the encoder's directory") for path in ELSEWHERE),
+    ],
+)
+def test_a_damaged_lineage_is_one_message(tmp_path: Path, key: str, value: object, said: str) -> None:
+    encoders.write_encoder(tmp_path / "hf")
+    dense = load_dense(f"hf:{tmp_path / 'hf'}", weights=None, kwargs={})
+    dense.lineage["source"]["transformers"][key] = value
+    rejects(said, transformers_form, dense)

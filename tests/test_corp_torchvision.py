@@ -14,6 +14,7 @@ from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.torchvision_models import architecture_of
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
+from tests.refusals import rejects
 
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed, so there are no models of it")
 
@@ -80,8 +81,7 @@ def test_a_vits_size_is_that_of_its_positions() -> None:
 
 
 def test_what_is_no_model_or_weights_of_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="alexnet needs --weights"):
-        load_dense("torchvision:alexnet", weights=None, kwargs={})
+    rejects("alexnet needs --weights", load_dense, "torchvision:alexnet", weights=None, kwargs={})
     with pytest.raises(BadInput, match=r"expected one of resnet50\.IMAGENET1K_V1, resnet50\.IMAGENET1K_V2"):
         load_dense("torchvision:resnet50.IMAGENET1K_V3", weights=None, kwargs={})
     with torch.device("meta"):

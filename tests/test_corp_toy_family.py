@@ -17,9 +17,9 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import images_for_model
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked
+from tests.refusals import rejects
 from tests.tiny import enliven
 
 SHAPE, STRIPS, WIDTH, HEADS = (3, 16, 16), 8, 48, 3
@@ -133,5 +133,4 @@ def test_a_budget_and_the_closed_loop_know_it_too(home: Path) -> None:
 
 def test_a_family_that_is_not_there_is_named(home: Path) -> None:
     family._BUILDERS.pop("ladder")
-    with pytest.raises(BadInput, match="family 'ladder': expected one of bert, timm"):
-        load("dense")
+    rejects("family 'ladder': expected one of bert, timm", load, "dense")

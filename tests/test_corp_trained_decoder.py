@@ -13,9 +13,9 @@ from benchmarks.decoders import trained_decoder
 from benchmarks.decoders.trained_decoder import Trained, architecture, trained
 from corp_deploy.cli import main
 from corp_deploy.proof.perplexity import LanguageLimits
-from ground.errors import BadInput
 from perf.parity.perplexity import LanguageMeasures, Range, SequenceMeasures, measures_of, sequence_measures
 from tests import decoders
+from tests.refusals import rejects
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +66,8 @@ def test_a_reference_that_is_damaged_is_refused_and_a_candidate_is_infinitely_fa
     good, ids = np.zeros((3, 5)), np.array([0, 1, 2])
     broken = np.full_like(good, np.nan)
     assert sequence_measures(good, broken, ids) == SequenceMeasures(nats=np.inf, agreement=0.0, kl=np.inf)
-    with pytest.raises(BadInput, match="the reference's logits hold NaN"):
-        sequence_measures(broken, good, ids)
-    with pytest.raises(BadInput, match="of both"):
-        sequence_measures(good, good[:2], ids)
+    rejects("the reference's logits hold NaN", sequence_measures, broken, good, ids)
+    rejects("of both", sequence_measures, good, good[:2], ids)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.weights import read_weights
 from ground.errors import BadInput
 from tests import tiny
+from tests.refusals import rejects
 
 NAME, KWARGS = tiny.ARCHITECTURE.name, tiny.ARCHITECTURE.kwargs
 STATE = tiny.checkpoint().model.state_dict()
@@ -82,8 +83,7 @@ def test_what_stands_beside_the_model_is_left_out_and_named(tmp_path: Path) -> N
 
 def test_a_name_with_and_without_a_prefix_is_refused(tmp_path: Path) -> None:
     torch.save(STATE | {"module.norm.bias": torch.zeros(48)}, tmp_path / "w.pth")
-    with pytest.raises(BadInput, match=r"norm\.bias is there with and without"):
-        read_weights(tmp_path / "w.pth")
+    rejects(r"norm\.bias is there with and without", read_weights, tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize(("raw", "average"), [("state_dict", "state_dict_ema"), ("model", "model_ema")])
@@ -106,12 +106,10 @@ def test_a_moving_average_alone_or_absent(tmp_path: Path) -> None:
     path = tmp_path / "ema.pth"
     torch.save({"state_dict_ema": AVERAGE}, path)
     same(loaded(path), AVERAGE)
-    with pytest.raises(BadInput, match="holds state_dict_ema alone"):
-        read_weights(path, ema=False)
+    rejects("holds state_dict_ema alone", read_weights, path, ema=False)
     torch.save({"state_dict": STATE, "state_dict_ema": None}, path)
     same(loaded(path, ema=False), STATE)
-    with pytest.raises(BadInput, match="--ema, but there is no state_dict_ema"):
-        read_weights(path, ema=True)
+    rejects("--ema, but there is no state_dict_ema", read_weights, path, ema=True)
 
 
 class Canary:
@@ -128,8 +126,7 @@ class Canary:
 def test_no_code_of_a_checkpoint_runs(name: str, tmp_path: Path) -> None:
     content = {"state_dict": STATE, "args": argparse.Namespace(hook=Canary(tmp_path / "canary"))}
     torch.save(content, tmp_path / name)
-    with pytest.raises(BadInput, match=r"pickled code, which is never run \(posix\.mkdir\)"):
-        read_weights(tmp_path / name)
+    rejects(r"pickled code, which is never run \(posix\.mkdir\)", read_weights, tmp_path / name)
     assert not (tmp_path / "canary").exists()
 
 
@@ -149,8 +146,7 @@ def test_shards_are_put_together(tmp_path: Path) -> None:
     index = sharded(tmp_path, prefixed("module."))
     same(loaded(index), STATE)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(BadInput, match=r"model-00002-of-00002\.safetensors: no such file"):
-        read_weights(index)
+    rejects(r"model-00002-of-00002\.safetensors: no such file", read_weights, index)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +165,7 @@ def test_an_index_that_will_not_do(content: Mapping[str, Any], said: str, tmp_pa
     save_file(STATE, tmp_path / "w.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps(content))
-    with pytest.raises(BadInput, match=said):
-        read_weights(index)
+    rejects(said, read_weights, index)
 
 
 def test_position_embeddings_of_another_size_are_resampled_as_timm_does(tmp_path: Path) -> None:
@@ -245,11 +240,9 @@ def test_a_classifier_of_other_classes_is_taken_where_none_were_asked_for(tmp_pa
 def test_weights_without_a_head_or_of_other_channels_print_the_arguments_to_give(tmp_path: Path) -> None:
     bare = {name: tensor for name, tensor in STATE.items() if not name.startswith("head.")}
     save_file(bare, tmp_path / "bare.safetensors")
-    with pytest.raises(BadInput, match='"num_classes": 0'):
-        loaded(tmp_path / "bare.safetensors")
+    rejects('"num_classes": 0', loaded, tmp_path / "bare.safetensors")
     save_file(tiny.checkpoint(in_chans=1).model.state_dict(), tmp_path / "grey.safetensors")
-    with pytest.raises(BadInput, match='"in_chans": 1'):
-        loaded(tmp_path / "grey.safetensors")
+    rejects('"in_chans": 1', loaded, tmp_path / "grey.safetensors")
 
 
 def test_position_embeddings_of_no_square_grid_name_all_that_differs(tmp_path: Path) -> None:
@@ -271,8 +264,7 @@ FOREIGN = {
 @pytest.mark.parametrize("key", FOREIGN)
 def test_another_librarys_format_is_named(key: str, tmp_path: Path) -> None:
     save_file({key: torch.zeros(2, 2)}, tmp_path / "w.safetensors")
-    with pytest.raises(BadInput, match=FOREIGN[key]):
-        loaded(tmp_path / "w.safetensors")
+    rejects(FOREIGN[key], loaded, tmp_path / "w.safetensors")
 
 
 def test_openais_clip_is_mapped_and_its_text_encoder_left_out(tmp_path: Path) -> None:

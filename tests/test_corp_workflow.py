@@ -270,8 +270,7 @@ def test_build_and_audit(home: Path, half: Path, tmp_path: Path) -> None:
     plan = tmp_path / "padded.plan"
     invoked("build", graphs["padded"], "--backend", "tensorrt-rtx", "--batch", "1:2:4", "--sm", "86", "-o", plan)
     record = json.loads((tmp_path / "padded.plan.json").read_text())
-    assert record["precision"] == "fp16"
-    assert record["fused_attention"] == 2
+    assert (record["precision"], record["fused_attention"]) == ("fp16", 2)
     invoked("audit", graphs["dense"], graphs["padded"])
     lost = invoked("audit", graphs["dense"], graphs["ragged"], "-o", tmp_path / "audit.json", code=1)
     assert "blocks.0.attn" in lost.stdout
@@ -315,8 +314,7 @@ def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_pa
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "1,3"]
     invoked("verify", home / "dense", home / "dense", single, *words)
     result = invoked("verify", home / "dense", home / "dense", tmp_path / "bad.onnx", *words, "--json", code=1)
-    record = json.loads(result.stdout)
-    assert record["located"][0]["site"] == "blocks.1.mlp"
+    assert json.loads(result.stdout)["located"][0]["site"] == "blocks.1.mlp"
 
 
 def test_a_foreign_graph_fails_with_its_record_although_no_block_can_be_named(
@@ -343,8 +341,7 @@ def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
     shifted = json.loads(invoked(*words, "--images", far, "--moments", home / "m.safetensors").stdout)
     assert shifted["shift"]["status"] == "NOTED"
     assert any(row["test"] == "calibrated-range" and row["status"] == "NOTED" for row in shifted["structure"])
-    noise = json.loads(invoked(*words, "--random", 8).stdout)
-    assert noise["images"]["kind"] == "random"
+    assert json.loads(invoked(*words, "--random", 8).stdout)["images"]["kind"] == "random"
     assert run(*words).exit_code == 2
 
 
@@ -434,8 +431,7 @@ def test_verify_and_gate_judge_one_figure_by_one_rule(home: Path, tmp_path: Path
     assert (proof["verdict"], own["verdict"], own["message"]) == ("INCONCLUSIVE", "INCONCLUSIVE", OPEN)
     record = json.loads((tmp_path / "parity.json").read_text())
     assert (record["links"][0]["status"], record["links"][0]["tolerance"]["confidence"]) == ("INCONCLUSIVE", 0.95)
-    point = invoked(*words, "--confidence", 0)
-    assert "can't be shown" not in point.stderr
+    assert "can't be shown" not in invoked(*words, "--confidence", 0).stderr
     passed = json.loads(invoked(*rule, "--confidence", 0).stdout)
     assert passed["rules"][1]["message"] == "100 %, limit 98 % (the point alone decides)"
     (link,) = json.loads((tmp_path / "parity.json").read_text())["links"]
@@ -447,8 +443,7 @@ def test_a_confidence_of_nothing_is_refused(home: Path, tmp_path: Path) -> None:
     words = ["verify", home / "dense", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "parity.json"]
     alone = invoked(*words, "--max-error", 1, "--confidence", 0.9, code=2)
     assert "--confidence is of the interval of a share of inputs: give --min-agreement" in alone.stderr
-    percent = invoked(*words, "--min-agreement", 0.5, "--confidence", 95, code=2)
-    assert "'95': expected a share in [0, 0.999]" in percent.stderr
+    refuses("'95': expected a share in [0, 0.999]", *words, "--min-agreement", 0.5, "--confidence", 95)
     invoked(*words, "--min-agreement", 0.5)
     unruled = invoked("gate", tmp_path / "parity.json", "--confidence", 0.9, code=2)
     assert "--confidence is of the intervals that rules are judged by" in unruled.stderr
@@ -468,14 +463,7 @@ def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
     files = [bench, tmp_path / "parity.json"]
     out = [word for suffix in ("json", "md", "xml") for word in ("-o", tmp_path / f"gate.{suffix}")]
     invoked(
-        "gate",
-        *files,
-        "--fail-if",
-        "relative_error > 10",
-        "--fail-if",
-        "size_bytes > dense",
-        *out,
-        "--track",
+        *("gate", *files, "--fail-if", "relative_error > 10", "--fail-if", "size_bytes > dense", *out, "--track"),
         tmp_path / "t",
     )
     judged = json.loads((tmp_path / "gate.json").read_text())

@@ -21,8 +21,7 @@ from tests.test_real_vit import ready as ready
 
 def test_a_mosaic_has_a_class_for_each_patch_and_no_two_draws_alike() -> None:
     drawn = mosaics(3, size=32, patch=4, seed=0)
-    assert drawn.images.shape == (3, 3, 32, 32)
-    assert drawn.classes.shape == (3, 64)
+    assert (drawn.images.shape, drawn.classes.shape) == ((3, 3, 32, 32), (3, 64))
     grid = drawn.classes.reshape(3, 8, 8)
     cells = grid[:, ::2, ::2]
     assert torch.equal(grid, cells.repeat_interleave(2, 1).repeat_interleave(2, 2))

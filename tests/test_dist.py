@@ -70,12 +70,8 @@ def test_the_source_distribution_holds_the_commit_and_says_nothing_of_who_packed
         members = {member.name.removeprefix(f"{STEM}/"): member for member in archive}
     assert members.keys() == {"PKG-INFO", *tracked()}
     assert {
-        "Makefile",
-        "constraints.txt",
-        "tests/test_dist.py",
-        "mkdocs.yml",
-        "benchmarks/release/sdist.py",
-    } <= members.keys()
+        "Makefile", "constraints.txt", "tests/test_dist.py", "mkdocs.yml", "benchmarks/release/sdist.py",
+    } <= members.keys()  # fmt: skip
     assert {(member.mtime, member.uid, member.gid, member.uname) for member in members.values()} == {(EPOCH, 0, 0, "")}
     assert {name for name, member in members.items() if member.issym()} == {"examples/digits"}
     executable = {name for name, member in members.items() if member.isfile() and member.mode & 0o111}

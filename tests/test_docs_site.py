@@ -58,15 +58,10 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
 
 
 @pytest.mark.slow("process")
-def test_the_site_asks_no_other_host(site: Path) -> None:
+def test_the_site_asks_no_other_host_and_leads_to_others_by_https(site: Path) -> None:
     for page in site.rglob("*.html"):
         for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", text_of(page)):
             assert not re.search(r'\b(?:src|href)="(?:https?:)?//', tag), (page.name, tag)
-
-
-@pytest.mark.slow("process")
-def test_links_elsewhere_are_of_https(site: Path) -> None:
-    for page in site.rglob("*.html"):
         for link in re.findall(r'<a\b[^>]*href="(http[^"]*)"', text_of(page)):
             assert link.startswith("https://"), (page.name, link)
 

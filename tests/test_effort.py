@@ -54,8 +54,7 @@ def test_turns_of_a_part_add_up_and_keep_the_highest_peak() -> None:
         "select": Effort(seconds=2.5, peak_bytes=30, device_peak_bytes=9),
         "recover": Effort(seconds=1.0, peak_bytes=50, device_peak_bytes=7),
     }
-    assert (host.resets, device.resets) == (6, 6)
-    assert list(watch.efforts) == ["select", "recover"]
+    assert (host.resets, device.resets, list(watch.efforts)) == (6, 6, ["select", "recover"])
 
 
 def test_a_turn_inside_another_one_is_not_counted_twice() -> None:

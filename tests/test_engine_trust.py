@@ -18,6 +18,7 @@ from perf.runners.engine import EngineRunner
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.export_served import write_onnx, write_plan
+from tests.refusals import rejects
 
 LIBRARIES = ("tensorrt", "tensorrt_rtx", "tensorrt_bindings")
 
@@ -104,8 +105,7 @@ def test_trust_ends_with_the_command(plan: Path) -> None:
     forget()
     with trusting_engines(True):
         record_of_trusted_plan(plan)
-    with pytest.raises(BadInput, match="it was not built here"):
-        record_of_trusted_plan(plan)
+    rejects("it was not built here", record_of_trusted_plan, plan)
 
 
 def test_a_plan_without_a_record_is_none_of_ours(plan: Path) -> None:
@@ -118,12 +118,10 @@ def test_the_bytes_that_are_loaded_are_those_that_were_checked(plan: Path, monke
     """Whoever puts another plan there in the meantime gains nothing."""
     known = sha256_of(plan.read_bytes())
     flip(plan)
-    with pytest.raises(BadInput, match="its bytes are not those of its record"):
-        EngineRunner(plan, sha256=known).__enter__()
+    rejects("its bytes are not those of its record", EngineRunner(plan, sha256=known).__enter__)
     flip(plan)
     monkeypatch.setattr("perf.runners.engine._tensorrt", no_library)
-    with pytest.raises(BadInput, match="the library is asked"):
-        EngineRunner(plan, sha256=known).__enter__()
+    rejects("the library is asked", EngineRunner(plan, sha256=known).__enter__)
 
 
 def test_the_list_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -84,5 +84,4 @@ def test_the_functions_of_python(home: Path) -> None:
 def test_a_latency_table(home: Path) -> None:
     align = ("--align", "mlp=192,head=16", "--heads", "square")
     run("latency-table", "--model", "dense", "--batch", "1", "--backend", "torch", *align, "-o", "tables")
-    table = min((home / "tables").glob("*.json"))
-    assert json.loads(table.read_text())["kind"] == "latency-table"
+    assert json.loads(min((home / "tables").glob("*.json")).read_text())["kind"] == "latency-table"

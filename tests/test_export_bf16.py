@@ -15,10 +15,10 @@ from export.graph.operator_types import unsupported_nodes
 from export.graph.precision import typed_copy
 from export.graph.to_onnx import onnx_from_model
 from export.graph.weights import element_types, weight_shares
-from ground.errors import BadInput
 from ground.ports import LOGITS, Port, image_port
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32, FloatType, precision_by_name, precision_of_shares
 from tests.export_vit import Vit
+from tests.refusals import rejects
 
 IMAGES = image_port((3, 32, 32))
 
@@ -90,8 +90,7 @@ def test_its_weights_are_torchs_own_bfloat16() -> None:
 
 
 def test_an_operator_set_in_which_conv_is_none_of_bfloat16_is_refused_by_its_name() -> None:
-    with pytest.raises(BadInput, match=r"Conv takes no bfloat16 before opset 22 \(first at patch/Conv\)"):
-        export(Vit(depth=1), opset=20)
+    rejects(r"Conv takes no bfloat16 before opset 22 \(first at patch/Conv\)", export, Vit(depth=1), opset=20)
     assert export(Vit(depth=1), opset=23).opset_import[0].version == 23
 
 
@@ -119,8 +118,7 @@ def test_mixed_keeps_what_it_is_told_and_bfloat16_holds_what_float16_does_not() 
     model = Vit(depth=2)
     with torch.no_grad():
         model.get_parameter("blocks.0.mlp.fc1.weight")[0, 0] = 1e6
-    with pytest.raises(BadInput, match=r"1e\+06, float16 ends at 65504; use precision mixed with"):
-        export(model, "fp16")
+    rejects(r"1e\+06, float16 ends at 65504; use precision mixed with", export, model, "fp16")
     assert weight_shares(export(model)) == {"bfloat16": 1.0}
     proto = export(model, "mixed-bf16", keep_fp32=["blocks.1"])
     assert set(weight_shares(proto)) == {"bfloat16", "float32"}
@@ -133,12 +131,9 @@ def test_mixed_keeps_what_it_is_told_and_bfloat16_holds_what_float16_does_not() 
 
 def test_odd_choices_are_refused() -> None:
     model = Vit(depth=1)
-    with pytest.raises(BadInput, match=r"mixed-bf16 needs at least one keep_fp32 pattern.* choose bf16"):
-        typed_copy(model, "mixed-bf16")
-    with pytest.raises(BadInput, match=r"keep_fp32 .* with precision mixed and mixed-bf16 only, got bf16"):
-        typed_copy(model, "bf16", ["blocks.0"])
-    with pytest.raises(BadInput, match="unknown; choose one of fp32, fp16, mixed, bf16, mixed-bf16"):
-        typed_copy(model, "bfloat16")
+    rejects(r"mixed-bf16 needs at least one keep_fp32 pattern.* choose bf16", typed_copy, model, "mixed-bf16")
+    rejects(r"keep_fp32 .* with precision mixed and mixed-bf16 only, got bf16", typed_copy, model, "bf16", ["blocks.0"])
+    rejects("unknown; choose one of fp32, fp16, mixed, bf16, mixed-bf16", typed_copy, model, "bfloat16")
 
 
 def test_a_graph_called_otherwise_than_it_is_typed_will_not_do(vit: onnx.ModelProto) -> None:
@@ -171,8 +166,7 @@ def test_words_follow_the_types_of_the_matrices() -> None:
                          ({"bfloat16": 1.0}, "bf16"), ({"bfloat16": 0.5, "float32": 0.5}, "mixed-bf16"),
                          ({"float16": 0.5, "float32": 0.5}, "mixed")):  # fmt: skip
         assert precision_of_shares(shares) == word
-    with pytest.raises(BadInput, match="of float16 and of bfloat16"):
-        precision_of_shares({"bfloat16": 0.5, "float16": 0.5})
+    rejects("of float16 and of bfloat16", precision_of_shares, {"bfloat16": 0.5, "float16": 0.5})
     assert [precision_by_name(name).pure for name in ("fp32", "mixed", "mixed-bf16")] == ["fp32", "fp16", "bf16"]
 
 

@@ -87,19 +87,12 @@ def test_every_word_arrives_as_it_was(word: str, tmp_path: Path) -> None:
 
     target = tmp_path / "models" / f"m{word}" / "3"
     assert run("inside") == [
-        f"--onnx={folder}/model.onnx",
-        f"--saveEngine={target}/p{word}.plan.part",
-        "--stronglyTyped",
-        "--skipInference",
-        "--profile=0",
-        f"--minShapes=i{word}:1x3x4x4,attention_mask:1x7",
-        f"--optShapes=i{word}:4x3x4x4,attention_mask:4x7",
-        f"--maxShapes=i{word}:8x3x4x4,attention_mask:8x7",
-        "--profile=1",
-        f"--minShapes=i{word}:8x3x4x4,attention_mask:8x7",
-        f"--optShapes=i{word}:16x3x4x4,attention_mask:16x7",
-        f"--maxShapes=i{word}:32x3x4x4,attention_mask:32x7",
-    ]
+        f"--onnx={folder}/model.onnx", f"--saveEngine={target}/p{word}.plan.part", "--stronglyTyped",
+        "--skipInference", "--profile=0", f"--minShapes=i{word}:1x3x4x4,attention_mask:1x7",
+        f"--optShapes=i{word}:4x3x4x4,attention_mask:4x7", f"--maxShapes=i{word}:8x3x4x4,attention_mask:8x7",
+        "--profile=1", f"--minShapes=i{word}:8x3x4x4,attention_mask:8x7",
+        f"--optShapes=i{word}:16x3x4x4,attention_mask:16x7", f"--maxShapes=i{word}:32x3x4x4,attention_mask:32x7",
+    ]  # fmt: skip
     assert (target / f"p{word}.plan").read_text() == "built\n"
     assert (target.parent / "config.pbtxt").read_text() == "a config\n"
     image, *inside = run()[-4:]

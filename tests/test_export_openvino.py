@@ -9,8 +9,8 @@ from export.triton.lint import lint_repository
 from export.triton.pbtxt import Message, parse
 from export.triton.repository import CHOOSES_BF16, write_repository
 from export.triton.variants import Package
-from ground.errors import BadInput
 from tests.export_served import CLASSES, write_onnx
+from tests.refusals import rejects
 
 
 def packaged(tmp_path: Path, *, batch: int | str = "batch", **told: object) -> tuple[Path, tuple[str, ...]]:
@@ -56,8 +56,7 @@ def test_bf16_is_asked_for_by_its_key(tmp_path: Path) -> None:
     assert parameters(config_of(repository))["HINT_BF16"] == "YES"
     assert warnings == ()
     assert lint_repository(repository) == ()
-    with pytest.raises(BadInput, match="BF16 on the CPU is for the CPU backend openvino, got python"):
-        Serving(cpu_bf16=True)
+    rejects("BF16 on the CPU is for the CPU backend openvino, got python", Serving, cpu_bf16=True)
 
 
 def test_a_fixed_batch_is_served_as_it_is(tmp_path: Path) -> None:

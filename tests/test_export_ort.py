@@ -11,9 +11,10 @@ from export.engine.build import write_engine
 from export.engine.ort_artifact import build_ort_artifact
 from export.engine.record import record_of_plan, sha256_of
 from export.graph.to_onnx import onnx_from_model, save
-from ground.errors import BadInput, Missing
+from ground.errors import Missing
 from ground.ports import LOGITS, image_port
 from tests.export_vit import Vit
+from tests.refusals import rejects
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,8 @@ def test_the_artefact_gives_the_graphs_logits_and_is_smaller_in_nodes(folder: Pa
 
 
 def test_half_graphs_for_the_cpu_are_refused_and_cuda_is_missing(folder: Path) -> None:
-    with pytest.raises(BadInput, match="CPU kernels compute in float32 and this graph is fp16"):
-        build_ort_artifact(folder / "fp16.onnx")
-    with pytest.raises(BadInput, match="'tpu' is unknown"):
-        build_ort_artifact(folder / "fp32.onnx", device="tpu")
+    rejects("CPU kernels compute in float32 and this graph is fp16", build_ort_artifact, folder / "fp16.onnx")
+    rejects("'tpu' is unknown", build_ort_artifact, folder / "fp32.onnx", device="tpu")
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         with pytest.raises(Missing, match=r"pip install onnxruntime-gpu(.|\n)*build x --device cuda"):
             build_ort_artifact(folder / "fp16.onnx", device="cuda", command="build x --device cuda")
@@ -56,7 +55,5 @@ def test_half_graphs_for_the_cpu_are_refused_and_cuda_is_missing(folder: Path) -
 
 def test_files_that_will_not_do_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.onnx").write_bytes((folder / "fp32.onnx").read_bytes()[:-5000])
-    with pytest.raises(BadInput, match="cut short"):
-        build_ort_artifact(tmp_path / "cut.onnx")
-    with pytest.raises(BadInput, match="called fp16 but none"):
-        build_ort_artifact(folder / "fp32.onnx", precision="fp16")
+    rejects("cut short", build_ort_artifact, tmp_path / "cut.onnx")
+    rejects("called fp16 but none", build_ort_artifact, folder / "fp32.onnx", precision="fp16")

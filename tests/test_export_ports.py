@@ -39,6 +39,8 @@ from tests.export_text import (
     write_text_onnx,
 )
 from tests.graphs import needs_rtx
+from tests.refusals import rejects
+from tests.test_export_check import copied
 
 NAMES = ["input_ids", "attention_mask"]
 
@@ -56,12 +58,6 @@ def text() -> ModelProto:
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("text")
     return {name: write_text_onnx(folder / f"{name}.onnx", name) for name in ("fp32", "fp16")}
-
-
-def copied(proto: ModelProto) -> ModelProto:
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    return copy
 
 
 @pytest.mark.slow("graph")
@@ -148,8 +144,7 @@ def test_examples_are_zeros_ones_for_masks_or_what_is_handed_over() -> None:
         ({"ids": torch.zeros(6)}, "'ids' is no input; the inputs are input_ids, attention_mask"),
         ({"input_ids": torch.zeros(TOKENS)}, r"input_ids must be int64 \[6\], without a batch, got float32 \[6\]"),
     ):
-        with pytest.raises(BadInput, match=says):
-            example_inputs(INPUTS, 2, example)
+        rejects(says, example_inputs, INPUTS, 2, example)
 
 
 def rename_input(proto: ModelProto) -> None:
@@ -273,8 +268,7 @@ class Unpooled(nn.Module):
 def test_odd_ports_are_refused_with_the_reason(
     model: nn.Module, inputs: list[Port], outputs: list[OutputPort], says: str
 ) -> None:
-    with pytest.raises(BadInput, match=says):
-        onnx_from_model(model, inputs, outputs, precision="fp32", metadata={})
+    rejects(says, onnx_from_model, model, inputs, outputs, precision="fp32", metadata={})
 
 
 def test_onnx_runtimes_artefact_keeps_ports_and_notes(graphs: dict[str, Path], tmp_path: Path) -> None:

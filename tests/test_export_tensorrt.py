@@ -26,6 +26,7 @@ from ground.errors import BadInput, Missing
 from ground.ports import LOGITS, image_port
 from tests.export_text import INPUTS, write_text_onnx
 from tests.export_vit import Vit
+from tests.refusals import rejects
 
 # Introspected from tensorrt 11.4.0.106; a `memory_pool_limit` there stands for its getter and setter.
 FLAGS_11_4 = [
@@ -270,18 +271,11 @@ def public(thing: object) -> set[str]:
 def test_the_stand_in_has_no_name_that_tensorrt_has_not() -> None:
     world = Tensorrt()
     stand_ins: dict[str, object] = {
-        "IBuilderConfig": Config(world),
-        "OnnxParser": world.OnnxParser,
-        "Builder": world.Builder,
-        "Runtime": world.Runtime,
-        "ICudaEngine": CudaEngine,
-        "EngineInspector": Inspector,
-        "ITimingCache": TimingCache,
-        "IOptimizationProfile": Profile(),
-        "INetworkDefinition": Network(world),
-        "ParserError": ParserError,
+        "IBuilderConfig": Config(world), "OnnxParser": world.OnnxParser, "Builder": world.Builder,
+        "Runtime": world.Runtime, "ICudaEngine": CudaEngine, "EngineInspector": Inspector, "ITimingCache": TimingCache,
+        "IOptimizationProfile": Profile(), "INetworkDefinition": Network(world), "ParserError": ParserError,
         "ILogger": world.ILogger,
-    }
+    }  # fmt: skip
     rtx = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx, which has the same object model, is not installed")
     own = {"content", "asked"}  # what the stand-ins remember
     for name, stand_in in stand_ins.items():
@@ -385,8 +379,7 @@ def test_what_a_builder_would_leave_out_is_refused(graph: Path, monkeypatch: pyt
         ({"backend": "tensorrt-rtx", "compatibility": "portable", "sms": ("86",)}, "leave --sm out"),
         ({"backend": "tensorrt-rtx", "compatibility": "targets", "sms": ("86",)}, "two targets or more"),
     ):
-        with pytest.raises(BadInput, match=reason):
-            BuildOptions(**options)
+        rejects(reason, BuildOptions, **options)
 
 
 def test_timing_cache_is_started_reused_and_refused(graph: Path, tmp_path: Path) -> None:
@@ -396,8 +389,7 @@ def test_timing_cache_is_started_reused_and_refused(graph: Path, tmp_path: Path)
     second = build(graph, Tensorrt(), timing_cache=cache)
     assert (second.record.options["timing_cache"], cache.read_bytes()) == ("reused", b"+tactics+tactics")
     cache.write_bytes(b"of another GPU")
-    with pytest.raises(BadInput, match=r"not a timing cache of tensorrt 11\.4\.0\.106 on this GPU"):
-        build(graph, Tensorrt(), timing_cache=cache)
+    rejects(r"not a timing cache of tensorrt 11\.4\.0\.106 on this GPU", build, graph, Tensorrt(), timing_cache=cache)
     assert cache.read_bytes() == b"of another GPU"
     assert [path.name for path in tmp_path.iterdir()] == ["timing.cache"]
 
@@ -406,8 +398,7 @@ def test_timing_cache_is_started_reused_and_refused(graph: Path, tmp_path: Path)
 def test_sparse_is_set_where_some_weights_are_two_of_four(
     graph: Path, tmp_path: Path, sites: tuple[str, ...], share: float
 ) -> None:
-    with pytest.raises(BadInput, match="and none of its 5 does; leave --sparse out"):
-        build(graph, Tensorrt(), sparse=True)
+    rejects("and none of its 5 does; leave --sparse out", build, graph, Tensorrt(), sparse=True)
     proto = onnx.load(graph)
     for tensor in proto.graph.initializer:
         if tensor.name.endswith("MatMul.1") and tensor.name.startswith(sites):
@@ -466,8 +457,7 @@ def test_the_builders_own_lines_on_sparse_kernels_are_recorded(
 def test_memory_is_the_engines_own_by_profile_and_the_weights_as_the_builder_says(graph: Path) -> None:
     two = (BatchProfile.from_text("1:8:64"), BatchProfile.from_text("2"))
     record = build(graph, Tensorrt(says="Total Weights Memory: 4096 bytes"), profiles=two).record
-    assert record.memory.weights_bytes == 4096
-    assert record.memory.activations_bytes == (1000, 2000)
+    assert (record.memory.weights_bytes, record.memory.activations_bytes) == (4096, (1000, 2000))
     assert record.device_memory_bytes == {"1:8:64": 5096, "2:2:2": 6096}
     silent = build(graph, Tensorrt()).record
     assert silent.memory.reason == "the builder doesn't tell the weights' memory"
@@ -484,18 +474,15 @@ def test_a_record_from_before_memory_was_told_is_still_read(graph: Path, tmp_pat
     assert "older than this figure" in str([*engine_table(old).columns[1].cells])
     content["memory"] = {"weights_bytes": 1, "activations_bytes": [1, 2], "reason": None}
     (tmp_path / "old.plan.json").write_text(json.dumps(content))
-    with pytest.raises(BadInput, match="memory of 2 profiles, expected 1"):
-        record_of_plan(tmp_path / "old.plan")
+    rejects("memory of 2 profiles, expected 1", record_of_plan, tmp_path / "old.plan")
 
 
 def test_parser_and_builder_errors_are_told_once_with_their_site(graph: Path) -> None:
     world = Tensorrt()
     world.parses = False
-    with pytest.raises(BadInput, match=r"take this graph:\n  blocks.0.attn/Softmax \(Softmax\): Assertion failed: no$"):
-        build(graph, world)
+    rejects(r"take this graph:\n  blocks.0.attn/Softmax \(Softmax\): Assertion failed: no$", build, graph, world)
     failing = Tensorrt(plan=None, says="Could not find any implementation for node {blocks.0.mlp.fc1/MatMul}")
-    with pytest.raises(BadInput, match=r"could not build this graph:\n  blocks.0.mlp.fc1: Could not find any"):
-        build(graph, failing)
+    rejects(r"could not build this graph:\n  blocks.0.mlp.fc1: Could not find any", build, graph, failing)
 
 
 def test_no_gpu_is_missing_not_a_crash(graph: Path) -> None:
@@ -510,8 +497,7 @@ def test_no_gpu_is_missing_not_a_crash(graph: Path) -> None:
 
 
 def test_an_engine_that_lists_names_only_is_refused(graph: Path) -> None:
-    with pytest.raises(BadInput, match="layer names only"):
-        build(graph, Tensorrt(inspected={"Layers": ["a", "b"]}))
+    rejects("layer names only", build, graph, Tensorrt(inspected={"Layers": ["a", "b"]}))
 
 
 def test_old_and_absent_tensorrt_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,5 +508,4 @@ def test_old_and_absent_tensorrt_are_missing(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Missing, match=r"version 10\.16\.1 or newer is needed, 10\.16\.0\.72 is installed"):
         open_library("tensorrt")
     monkeypatch.undo()
-    with pytest.raises(BadInput, match="'tvm' is unknown"):
-        open_library("tvm")
+    rejects("'tvm' is unknown", open_library, "tvm")

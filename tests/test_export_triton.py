@@ -20,6 +20,7 @@ from export.triton.variants import Package
 from export.triton.versions import config_path, serve_version, versions_of
 from ground.errors import BadInput
 from tests.export_served import CLASSES, SHAPE, write_onnx, write_plan
+from tests.refusals import rejects
 
 LABELS = tuple(f"class {index}" for index in range(CLASSES))
 SERVING = Serving(preferred_batches=(4,), queue_delay_us=700, graph_batches=(1, 4))
@@ -37,14 +38,9 @@ def full(folder: Path, **changes: object) -> Package:
     """A plan, its ONNX and one for the CPU, labelled and measured."""
     graph = write_onnx(folder / "model.onnx")
     values: dict[str, object] = {
-        "name": "vit",
-        "plans": (write_plan(folder / "model.plan", graph),),
-        "onnx": graph,
-        "cpu_onnx": graph,
-        "labels": LABELS,
-        "serving": SERVING,
-        "expected": {"plan": FIGURES},
-    }
+        "name": "vit", "plans": (write_plan(folder / "model.plan", graph),), "onnx": graph, "cpu_onnx": graph,
+        "labels": LABELS, "serving": SERVING, "expected": {"plan": FIGURES},
+    }  # fmt: skip
     return Package(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -59,8 +55,7 @@ def numbers(message: Message, name: str) -> list[object]:
 def test_the_plan_model_says_what_its_record_and_the_measurements_say(tmp_path: Path) -> None:
     write_repository(full(tmp_path), tmp_path / "repo")
     config = config_of(tmp_path / "repo/vit")
-    assert config.text("name") == "vit"
-    assert config.text("platform") == "tensorrt_plan"
+    assert (config.text("name"), config.text("platform")) == ("vit", "tensorrt_plan")
     assert config.number("max_batch_size") == 16
     images, logits = config.messages("input")[0], config.messages("output")[0]
     assert (images.text("name"), images.text("data_type"), numbers(images, "dims")) == ("images", "TYPE_FP32", [*SHAPE])
@@ -149,17 +144,14 @@ def test_versions_stand_side_by_side_and_the_way_back_is_whole(tmp_path: Path) -
     assert lint_repository(repository) == ()
 
     assert serve_version(repository, "vit", 2).version == 2
-    with pytest.raises(BadInput, match="has no version 7, only 1, 2"):
-        serve_version(repository, "vit", 7)
-    with pytest.raises(BadInput, match="there is no model 'cat'"):
-        serve_version(repository, "cat", 1)
+    rejects("has no version 7, only 1, 2", serve_version, repository, "vit", 7)
+    rejects("there is no model 'cat'", serve_version, repository, "cat", 1)
 
 
 def test_a_version_that_only_some_variants_have(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     write_repository(full(tmp_path, plans=(), onnx=None), repository)
-    written = write_repository(full(tmp_path, version=2), repository)
-    assert written.models == ("vit", "vit_onnx", "vit_cpu")
+    assert write_repository(full(tmp_path, version=2), repository).models == ("vit", "vit_onnx", "vit_cpu")
     changed = serve_version(repository, "vit", 1)
     assert (changed.models, changed.unchanged) == (("vit_cpu",), ("vit", "vit_onnx"))
     assert config_path(repository / "vit_cpu", 2).exists()
@@ -271,8 +263,7 @@ def test_the_build_script_leaves_the_plan_when_the_build_fails_or_the_graph_chan
 def test_what_contradicts_itself_is_refused_and_nothing_is_written(
     tmp_path: Path, changes: dict[str, object], told: str
 ) -> None:
-    with pytest.raises(BadInput, match=told):
-        write_repository(full(tmp_path, **changes), tmp_path / "repo")
+    rejects(told, lambda: write_repository(full(tmp_path, **changes), tmp_path / "repo"))
     assert not (tmp_path / "repo").exists()
 
 
@@ -289,25 +280,21 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "another plan is for SM 86" in refused(*twins)
     other = write_plan(tmp_path / "d.plan", graph, target="89", profiles=("1:4:8",))
     assert "profiles differ" in refused(twins[0], other)
-    unknown = write_plan(tmp_path / "e.plan", graph, target="unknown")
-    assert "needs one SM" in refused(twins[0], unknown)
+    assert "needs one SM" in refused(twins[0], write_plan(tmp_path / "e.plan", graph, target="unknown"))
     twins[0].write_bytes(b"another plan")
     assert "its bytes are not those" in refused(twins[0])
     record_path(twins[1]).unlink()
     assert "both needed" in refused(twins[1])
     (tmp_path / "cut.onnx").write_bytes(graph.read_bytes()[:40])
-    with pytest.raises(BadInput, match="cut short"):
-        write_repository(full(tmp_path, onnx=tmp_path / "cut.onnx"), tmp_path / "repo")
+    rejects("cut short", write_repository, full(tmp_path, onnx=tmp_path / "cut.onnx"), tmp_path / "repo")
     assert not (tmp_path / "repo").exists()
 
 
 def test_a_version_is_never_overwritten(tmp_path: Path) -> None:
     write_repository(full(tmp_path), tmp_path / "repo")
-    with pytest.raises(BadInput, match=r"version 1 is already there .* --model-version 2"):
-        write_repository(full(tmp_path), tmp_path / "repo")
+    rejects(r"version 1 is already there .* --model-version 2", write_repository, full(tmp_path), tmp_path / "repo")
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="a file is in the way"):
-        write_repository(full(tmp_path), tmp_path / "file")
+    rejects("a file is in the way", write_repository, full(tmp_path), tmp_path / "file")
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -357,16 +344,14 @@ def test_serving_another_version_switches_every_variant_or_none(tmp_path: Path) 
     (repository / "vit_cpu/config.pbtxt").unlink()
     (repository / "vit_cpu/config.pbtxt").mkdir()
     before = tree(tmp_path)
-    with pytest.raises(BadInput, match="a directory, expected a regular file"):
-        serve_version(repository, "vit", 1)
+    rejects("a directory, expected a regular file", serve_version, repository, "vit", 1)
     assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", ["../r/vit", "", "a/b", ".vit", "vit" * 10_000])
 def test_a_model_name_is_no_path(tmp_path: Path, name: str) -> None:
     write_repository(full(tmp_path), tmp_path / "r")
-    with pytest.raises(BadInput, match="model name"):
-        serve_version(tmp_path / "r", name, 1)
+    rejects("model name", serve_version, tmp_path / "r", name, 1)
 
 
 def test_a_named_server_with_other_versions_is_warned_about(tmp_path: Path) -> None:
@@ -394,21 +379,14 @@ def test_server_releases_and_what_they_warn_about() -> None:
     assert len(onnx_warnings(old, opset=23, ir=11)) == 2
     for tag in server_tags():
         assert server_release(tag).image.endswith(f":{tag}-py3")
-    with pytest.raises(BadInput, match=r"known are 26\.07"):
-        server_release("26.07-sdk")
+    rejects(r"known are 26\.07", server_release, "26.07-sdk")
 
 
 def test_bad_figures_and_bad_choices_are_refused() -> None:
-    with pytest.raises(BadInput, match="low <= p50 <= high"):
-        Latency(batch=1, measure="compute", p50_ms=1.0, low_ms=1.1, high_ms=1.2)
-    with pytest.raises(BadInput, match="compute or end_to_end"):
-        Latency(batch=1, measure="wall", p50_ms=1.0, low_ms=1.0, high_ms=1.2)
-    with pytest.raises(BadInput, match=r"share in \[0, 1\]"):
-        Agreement(share=1.2, images=3)
-    with pytest.raises(BadInput, match="version policy 'newest'"):
-        Serving(policy="newest")
-    with pytest.raises(BadInput, match="unique"):
-        Serving(preferred_batches=(4, 4))
-    with pytest.raises(BadInput, match="queue delay us must be at least 0"):
-        Serving(queue_delay_us=-1)
+    rejects("low <= p50 <= high", Latency, batch=1, measure="compute", p50_ms=1.0, low_ms=1.1, high_ms=1.2)
+    rejects("compute or end_to_end", Latency, batch=1, measure="wall", p50_ms=1.0, low_ms=1.0, high_ms=1.2)
+    rejects(r"share in \[0, 1\]", Agreement, share=1.2, images=3)
+    rejects("version policy 'newest'", Serving, policy="newest")
+    rejects("unique", Serving, preferred_batches=(4, 4))
+    rejects("queue delay us must be at least 0", Serving, queue_delay_us=-1)
     assert Name("TYPE_FP32") == "TYPE_FP32"

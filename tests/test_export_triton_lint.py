@@ -14,8 +14,8 @@ from export.triton.lint import lint_repository
 from export.triton.pbtxt import ParseError, parse
 from export.triton.repository import write_repository
 from export.triton.variants import Package
-from ground.errors import BadInput
 from tests.export_served import CLASSES, write_onnx, write_plan
+from tests.refusals import rejects
 
 
 @pytest.fixture
@@ -114,12 +114,8 @@ FAULTS = {
         old=WARM, new=WARM.replace(": 16", ": 99"), line="99", told="has batch 99", remedy="sizes that the model takes"
     ),
     "warm-up cold": Fault(
-        old=WARM,
-        new=WARM.replace(": 16", ": 4"),
-        line="model_warmup",
-        told="no warm-up for batch 16",
-        remedy="model_warmup entry",
-        severity="warning",
+        old=WARM, new=WARM.replace(": 16", ": 4"), line="model_warmup", told="no warm-up for batch 16",
+        remedy="model_warmup entry", severity="warning",
     ),
     "warm-up dims": Fault(
         old="dims: [3, 4, 4]\n      zero_data",
@@ -185,7 +181,7 @@ FAULTS = {
     "unclosed": Fault(
         old="input {", new="input", line='  name: "images"', told="expected ':' or '{'", remedy="correct"
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
@@ -304,10 +300,8 @@ def test_configs_written_by_others(tmp_path: Path) -> None:
 
 
 def test_what_is_no_repository_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no such directory"):
-        lint_repository(tmp_path / "absent")
-    with pytest.raises(BadInput, match="no model directory"):
-        lint_repository(tmp_path)
+    rejects("no such directory", lint_repository, tmp_path / "absent")
+    rejects("no model directory", lint_repository, tmp_path)
 
 
 def test_a_finding_reads_like_a_compilers() -> None:

@@ -22,9 +22,9 @@ from export.triton.rolling import STAGED, Samples, roll
 from export.triton.server import ServerError, TritonServer
 from export.triton.variants import Package
 from export.triton.versions import serve_version, staging_folder
-from ground.errors import BadInput
 from tests.command import invoked
 from tests.export_served import CLASSES, SHAPE, write_onnx
+from tests.refusals import rejects
 from tests.triton_server import Server, lack
 
 REASON = lack()
@@ -164,10 +164,8 @@ def test_a_version_that_answers_wrong_or_does_not_load_is_never_served(served: S
 @real
 def test_a_model_that_is_not_loaded_is_refused(served: Served, tmp_path: Path) -> None:
     write_repository(Package(name="cat", cpu_onnx=served.graphs[1], serving=SERVING), tmp_path / "models")
-    with pytest.raises(BadInput, match="none of cat_cpu is loaded there"):
-        roll(tmp_path / "models", "cat", 1, served.client)
-    with pytest.raises(BadInput, match="has no version 7"):
-        roll(served.repository, "vit", 7, served.client)
+    rejects("none of cat_cpu is loaded there", roll, tmp_path / "models", "cat", 1, served.client)
+    rejects("has no version 7", roll, served.repository, "vit", 7, served.client)
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -194,20 +192,17 @@ def test_another_address_is_never_asked_and_a_refusal_is_told() -> None:
         thread = threading.Thread(target=http.serve_forever)
         thread.start()
         client = TritonServer(address=f"http://127.0.0.1:{http.server_port}", timeout_s=5.0)
-        with pytest.raises(BadInput, match="302 Found"):
-            client.require_live()
+        rejects("302 Found", client.require_live)
         with pytest.raises(ServerError, match="503 Service Unavailable: explicit model load"):
             client.load("vit")
         http.shutdown()
         thread.join()
-    with pytest.raises(BadInput, match="is it running"):
-        client.require_live()
+    rejects("is it running", client.require_live)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8000", "file:///etc/passwd", "http://", "http://a/v2", ""])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(BadInput, match="expected an address such as"):
-        TritonServer(address=address)
+    rejects("expected an address such as", TritonServer, address=address)
 
 
 # Without a server: one that does what its repository says, and fails where it is told to.
@@ -265,8 +260,7 @@ def configs(repository: Path) -> list[str]:
 
 def test_a_version_is_staged_then_added_then_alone(packaged: Path) -> None:
     server = feigned(packaged)
-    rolled = roll(packaged, "vit", 2, server)
-    assert rolled.failure is None
+    assert roll(packaged, "vit", 2, server).failure is None
     each = ("load {0}_staged (2,)", "unload {0}_staged (2,)", "load {0} (1, 2)", "load {0} (2,)")
     assert server.heard == [words.format(model) for model in ("vit_onnx", "vit_cpu") for words in each]
     assert server.serving == {"vit_onnx": (2,), "vit_cpu": (2,), "vit_onnx_staged": (), "vit_cpu_staged": ()}
@@ -288,16 +282,13 @@ def test_what_was_served_is_served_again_whichever_step_fails(packaged: Path, fa
 def test_what_would_stop_a_roll_half_way_is_refused_before_anything_changes(packaged: Path) -> None:
     before, server = configs(packaged), feigned(packaged)
     (packaged / f"vit_cpu{STAGED}").mkdir()
-    with pytest.raises(BadInput, match=r"vit_cpu_staged: left by a killed roll-over"):
-        roll(packaged, "vit", 2, server)
+    rejects(r"vit_cpu_staged: left by a killed roll-over", roll, packaged, "vit", 2, server)
     (packaged / f"vit_cpu{STAGED}").rmdir()
     config = packaged / "vit_cpu/configs/2.pbtxt"
     config.write_text(config.read_text().replace("version_policy", "policy"))
-    with pytest.raises(BadInput, match="names no specific version_policy"):
-        roll(packaged, "vit", 2, server)
+    rejects("names no specific version_policy", roll, packaged, "vit", 2, server)
     shutil.rmtree(packaged / "vit_cpu/2")
-    with pytest.raises(BadInput, match=r"vit_cpu/2: gone, though there is a config of it"):
-        roll(packaged, "vit", 2, server)
+    rejects(r"vit_cpu/2: gone, though there is a config of it", roll, packaged, "vit", 2, server)
     assert server.heard == []
     assert configs(packaged) == before
 

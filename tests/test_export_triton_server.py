@@ -115,8 +115,7 @@ def test_the_server_knows_the_model_as_the_graph_does(served: Served) -> None:
     assert metadata["inputs"] == [{"name": "images", "datatype": "FP32", "shape": [-1, 3, SIZE, SIZE]}]
     assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, CLASSES]}]
     config = served.server.ask("models/vit_cpu/config")[1]
-    assert config["max_batch_size"] == 8
-    assert config["dynamic_batching"]["preferred_batch_size"] == [4]
+    assert (config["max_batch_size"], config["dynamic_batching"]["preferred_batch_size"]) == (8, [4])
     assert config["instance_group"][0]["kind"] == "KIND_CPU"
 
 

@@ -35,11 +35,12 @@ from corp_deploy.store.checkpoint import load_checkpoint, save
 from export.triton import repository
 from export.triton.expected import read_expected
 from export.triton.variants import Package
-from ground.errors import BadInput, is_out_of_memory, os_error_from
+from ground.errors import is_out_of_memory, os_error_from
 from ground.signals import Terminated, raising_on_signals
 from ground.transaction import FORMER, install_files, replacing_files, roll_back_interrupted
 from tests import tiny
 from tests.export_served import write_onnx
+from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
 FOUR = {"release", "reduce", "calibrate", "package"}
@@ -198,8 +199,7 @@ def test_folders_move_to_where_nothing_is(tmp_path: Path) -> None:
     (tmp_path / "made" / "1").mkdir(parents=True)
     (tmp_path / "made" / "1" / "x").write_text("new")
     (tmp_path / "there" / "m" / "1").mkdir(parents=True)
-    with pytest.raises(BadInput, match="in the way"):
-        install_files(tmp_path / "there", {"m/1": tmp_path / "made" / "1"})
+    rejects("in the way", install_files, tmp_path / "there", {"m/1": tmp_path / "made" / "1"})
     install_files(tmp_path / "there", {"n/1": tmp_path / "made" / "1"})
     assert names(tmp_path / "there") == {"n/1/x": "new"}
 
@@ -252,17 +252,14 @@ def test_a_journal_of_somebody_elses_removes_nothing_outside(tmp_path: Path) -> 
     (tmp_path / "d" / FORMER).mkdir(parents=True)
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "d" / FORMER / ".absent.json").write_text('["../mine.txt"]')
-    with pytest.raises(BadInput, match="not what this tool left"):
-        roll_back_interrupted(tmp_path / "d")
+    rejects("not what this tool left", roll_back_interrupted, tmp_path / "d")
     (tmp_path / "d" / FORMER / ".absent.json").write_text("{")
-    with pytest.raises(BadInput, match="not what this tool left"):
-        roll_back_interrupted(tmp_path / "d")
+    rejects("not what this tool left", roll_back_interrupted, tmp_path / "d")
     (tmp_path / "d" / FORMER / ".absent.json").write_text("[]")
     (tmp_path / "d" / FORMER / "sub").mkdir()
     (tmp_path / "d" / FORMER / "sub" / "mine.txt").write_text("theirs")
     (tmp_path / "d" / "sub").symlink_to(tmp_path)
-    with pytest.raises(BadInput, match="is a link"):
-        roll_back_interrupted(tmp_path / "d")
+    rejects("is a link", roll_back_interrupted, tmp_path / "d")
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
@@ -476,14 +473,9 @@ def test_a_command_that_is_asked_to_end_while_it_imports_says_one_line(
     shutil.copytree(home, tmp_path / "here")
     (tmp_path / "here" / "recipe.toml").write_text(RECIPE)
     done = subprocess.run(
-        [sys.executable, "-c", AT_AN_IMPORT, place, *words.split()],
-        cwd=tmp_path / "here",
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        [sys.executable, "-c", AT_AN_IMPORT, place, *words.split()], cwd=tmp_path / "here",
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
     assert done.returncode == 143, done
     assert done.stderr.strip() == "Error: ended by SIGTERM; finished files are whole, nothing half-written is left"
     assert {path.name for path in (tmp_path / "here").iterdir()} <= {"dense", "images.npy", "recipe.toml", "out"}
@@ -542,16 +534,11 @@ def test_libraries_word_the_systems_errors_in_their_way(error: Exception, number
 
 
 CODES = {
-    errno.ENOSPC: (4, "the disk is full"),
-    errno.EDQUOT: (4, "your share of the disk"),
-    errno.EFBIG: (4, "ulimit -f"),
-    errno.EIO: (4, "the disk failed"),
-    errno.EMFILE: (4, "ulimit -n"),
-    errno.ENFILE: (4, "too many files are open"),
-    errno.ENOMEM: (4, "too little memory"),
-    errno.EROFS: (2, "Read-only file system"),
+    errno.ENOSPC: (4, "the disk is full"), errno.EDQUOT: (4, "your share of the disk"), errno.EFBIG: (4, "ulimit -f"),
+    errno.EIO: (4, "the disk failed"), errno.EMFILE: (4, "ulimit -n"), errno.ENFILE: (4, "too many files are open"),
+    errno.ENOMEM: (4, "too little memory"), errno.EROFS: (2, "Read-only file system"),
     errno.EACCES: (2, "Permission denied"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("number", CODES, ids=errno.errorcode.__getitem__)

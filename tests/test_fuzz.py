@@ -24,6 +24,7 @@ from ground.errors import BadInput
 from ground.onnx_file import read_onnx
 from ground.text import LONGEST_MESSAGE, message_line
 from tests import tiny
+from tests.refusals import rejects
 
 READERS = ("moments", "model directories", "checkpoints", "recipes", "gate rules", "records", "config.pbtxt",
            "ONNX graphs", "images", "labels", "documents")  # fmt: skip
@@ -116,8 +117,7 @@ def test_the_page_is_what_the_records_say() -> None:
 def test_labels_of_groups_that_are_no_letters(tmp_path: Path, codes: tuple[int, int], order: str) -> None:
     images = tiny.opened(tmp_path / "images.npy", tiny.images(2))
     np.save(tmp_path / "groups.npy", np.array(codes, dtype=f"{order}u4").view(f"{order}U1"))
-    with pytest.raises(BadInput, match="no letters"):
-        group_ids(images, str(tmp_path / "groups.npy"))
+    rejects("no letters", group_ids, images, str(tmp_path / "groups.npy"))
     np.save(tmp_path / "groups.npy", np.array(["ä", "𝄞"], dtype=f"{order}U1"))
     assert len(set(group_ids(images, str(tmp_path / "groups.npy")).tolist())) == 2
 
@@ -147,8 +147,7 @@ def test_a_graph_of_texts_that_are_none(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "m.onnx").write_bytes(content)
     assert read_onnx(tmp_path / "m.onnx").graph.node[0].name == "node"
     (tmp_path / "m.onnx").write_bytes(content.replace(text, b"\xf1" + text[1:]))
-    with pytest.raises(BadInput, match="no text in UTF-8"):
-        read_onnx(tmp_path / "m.onnx")
+    rejects("no text in UTF-8", read_onnx, tmp_path / "m.onnx")
 
 
 def test_a_type_that_is_none() -> None:

@@ -127,8 +127,7 @@ def test_every_part_writes_a_record_whose_rows_are_done_or_absent(output: Path) 
 @pytest.mark.slow("graph")
 def test_calibration_tells_ratio_share_and_the_papers_seconds(output: Path) -> None:
     row = rows_of(output, "calibration", key="calibrate DeiT-H float32")[0]
-    assert row["images"] == 32
-    assert len(row["part_seconds"]) == calibration.PARTS
+    assert (row["images"], len(row["part_seconds"])) == (32, calibration.PARTS)
     assert list(row["bare_seconds"]) == ["0", "4"]
     taken = [row["part_seconds"][int(part)] / bare for part, bare in row["bare_seconds"].items()]
     assert row["ratio_to_bare"] == pytest.approx(sum(taken) / 2)
@@ -424,8 +423,7 @@ def test_every_case_is_there_once_and_the_goals_come_first(setting: Setting) -> 
     full = Setting(device="cpu", small=False, everything=True, cache=setting.cache)
     record = Record(setting.cache / "x.json", "latency", {}, {})
     keys = [task.key for task in latency.tasks(full, record, watch=lambda: None)]
-    assert len(keys) == len(set(keys))
-    assert keys[5] == "DeiT-H graph 50% batch 16"
+    assert (len(keys), keys[5]) == (len(set(keys)), "DeiT-H graph 50% batch 16")
     assert set(keys[6:11]) == {f"{name} graph 50% batch 1" for name in full.models}
     wanted = {
         f"{name} {mode} {sparsity:.0%} batch {batch}"

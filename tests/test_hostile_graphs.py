@@ -27,8 +27,9 @@ from perf.parity.rounding import round_file
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from perf.runners.onnx_session import io_of_onnx
 from tests import tiny
-from tests.command import invoked
+from tests.command import refuses
 from tests.export_served import write_onnx
+from tests.refusals import rejects
 
 READERS: dict[str, Callable[[Path], object]] = {
     "runner": lambda path: OnnxRunner(path).__enter__(),
@@ -78,16 +79,12 @@ CANARY = np.arange(16, dtype=np.float32).tobytes()
 LOCATIONS = {
     "a parent": ("../canary", "leads out of its directory"),
     "a parent on the way": ("a/../../canary", "leads out of its directory"),
-    "an absolute path": ("/etc/hostname", "leads out of its directory"),
-    "nothing": ("", "leads out of its directory"),
-    "a NUL": ("w.bin\0x", "leads out of its directory"),
-    "a link": ("link.bin", "'link.bin' is a link"),
-    "a linked directory": ("linked/canary", "'linked' is a link"),
-    "a hard link": ("hard.bin", "hard links"),
-    "a directory": ("folder", "expected a regular file"),
-    "a pipe": ("pipe", "pipe, socket or device"),
+    "an absolute path": ("/etc/hostname", "leads out of its directory"), "nothing": ("", "leads out of its directory"),
+    "a NUL": ("w.bin\0x", "leads out of its directory"), "a link": ("link.bin", "'link.bin' is a link"),
+    "a linked directory": ("linked/canary", "'linked' is a link"), "a hard link": ("hard.bin", "hard links"),
+    "a directory": ("folder", "expected a regular file"), "a pipe": ("pipe", "pipe, socket or device"),
     "no file": ("none.bin", "there is no such file"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", LOCATIONS)
@@ -235,13 +232,11 @@ def test_notes_of_a_graph_are_bounded_as_any_record(tmp_path: Path) -> None:
         helper.set_model_props(proto, {note: "[" * 100_000})
         path.write_bytes(proto.SerializeToString())
         if note == "export.outputs":
-            with pytest.raises(BadInput, match="nested too deep"):
-                io_of_onnx(path)
+            rejects("nested too deep", io_of_onnx, path)
         elif note == NORMALISED:
             assert facts_of_onnx(path).normalised is None
         else:
-            with pytest.raises(BadInput, match="nested too deep"):
-                require_sparse_graph(proto, path)
+            rejects("nested too deep", require_sparse_graph, proto, path)
 
 
 def tensor_of(number: int) -> TypeProto:
@@ -389,8 +384,7 @@ def test_outputs_that_nothing_reads_are_refused_by_their_types(graph: ModelProto
     change, said = UNREAD[kind]
     path = written(change(graph), tmp_path)
     for read in (io_of_onnx, READERS["runner"]):
-        with pytest.raises(BadInput, match=rf"m.onnx: expected outputs that are tensors of float32, .*; found {said}$"):
-            read(path)
+        rejects(rf"m.onnx: expected outputs that are tensors of float32, .*; found {said}$", read, path)
 
 
 @pytest.mark.parametrize(
@@ -403,18 +397,13 @@ def test_inputs_that_nothing_feeds_are_refused_by_their_types(
     graph.graph.node.insert(0, helper.make_node("Cast", ["x"], ["z"], "c", to=TensorProto.FLOAT))
     graph.graph.input[0].type.tensor_type.elem_type = number
     path = written(graph, tmp_path)
-    with pytest.raises(BadInput, match=rf"expected inputs .* of float32, .*; found x: tensor\({name}\)"):
-        READERS["runner"](path)
-    with pytest.raises(
-        BadInput, match=rf"expected inputs .* of float32, .*; found x: {facts_of_onnx(path).inputs[0].dtype} "
-    ):
-        io_of_onnx(path)
+    rejects(rf"expected inputs .* of float32, .*; found x: tensor\({name}\)", READERS["runner"], path)
+    rejects(rf"expected inputs .* of float32, .*; found x: {facts_of_onnx(path).inputs[0].dtype} ", io_of_onnx, path)
 
 
 def test_an_input_that_is_no_tensor_is_named_for_what_it_is(graph: ModelProto, tmp_path: Path) -> None:
     graph.graph.input[0].type.CopyFrom(helper.make_sequence_type_proto(tensor_of(1)))
-    with pytest.raises(BadInput, match=r"expected inputs with a batch in front, got x: sequence \[\]"):
-        facts_of_onnx(written(graph, tmp_path))
+    rejects(r"expected inputs with a batch in front, got x: sequence \[\]", facts_of_onnx, written(graph, tmp_path))
 
 
 def test_an_input_fits_into_some_memory(graph: ModelProto, tmp_path: Path) -> None:
@@ -489,8 +478,7 @@ def test_a_graph_that_can_not_be_rounded_is_refused(
 ) -> None:
     change(graph)
     path = written(graph, tmp_path)
-    with pytest.raises(BadInput, match=rf"m.onnx: .*{said}.*export it again"):
-        round_file(path, path.with_suffix(".rounded"))
+    rejects(rf"m.onnx: .*{said}.*export it again", round_file, path, path.with_suffix(".rounded"))
     assert not path.with_suffix(".rounded").exists()
 
 
@@ -535,8 +523,7 @@ def test_answers_have_a_row_for_each_input(graph: ModelProto, tmp_path: Path, ki
     backbone = [OutputPort(name="x", role="embedding")]
     with opened_heads((path,), backbone) as heads:
         whole = heads.behind(lambda fed: {"x": fed["x"]}, 3)
-        with pytest.raises(BadInput, match=expected):
-            whole(feeds)
+        rejects(expected, whole, feeds)
 
 
 def test_a_graph_that_gives_nothing_is_not_served(graph: ModelProto, tmp_path: Path) -> None:
@@ -547,8 +534,7 @@ def test_a_graph_that_gives_nothing_is_not_served(graph: ModelProto, tmp_path: P
 def test_an_audit_refuses_a_graph_without_a_batch(graph: ModelProto, tmp_path: Path) -> None:
     graph.graph.input[0].type.CopyFrom(helper.make_sequence_type_proto(tensor_of(1)))
     path = written(graph, tmp_path)
-    with pytest.raises(BadInput, match="this graph will not do for tensorrt-rtx"):
-        audit_fusion(path, path, backend="tensorrt-rtx")
+    rejects("this graph will not do for tensorrt-rtx", audit_fusion, path, path, backend="tensorrt-rtx")
 
 
 def test_every_command_that_reads_graphs_says_the_same_of_one(tmp_path: Path) -> None:
@@ -571,6 +557,5 @@ def test_every_command_that_reads_graphs_says_the_same_of_one(tmp_path: Path) ->
         ["audit", bad, good],
         ["package", both, "-o", out, "--name", "vit"],
     ):
-        done = invoked(*words, code=2)
-        assert "the tensor 'images' is of the element type 99, which ONNX has not" in done.stderr, words
+        refuses("the tensor 'images' is of the element type 99, which ONNX has not", *words)
         assert [each.name for each in tmp_path.iterdir()] == ["both"]

@@ -31,13 +31,13 @@ from export.triton.repository import write_repository
 from export.triton.server_releases import build_script
 from export.triton.signature import Signature, Tensor
 from export.triton.variants import Package
-from ground.errors import BadInput
 from ground.text import csv_cell, markdown_line, one_line, printable
 from perf.gate.gate import Gate, JudgedRule
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate
 from perf.report import render
 from perf.stats.compare import compare, markdown_from_comparison
 from tests.export_served import write_onnx
+from tests.refusals import rejects
 from tests.test_corp_card import removed, site
 from tests.test_corp_sweep_trials import point
 from tests.test_perf_gate import plain as bench_of_times
@@ -138,8 +138,8 @@ def as_json(name: str) -> str:
 
 
 HTML: dict[str, Write] = {"report": of_report(render.html), "sweep": page_of_sweep}
-SVG: dict[str, Write] = {"sweep": lambda name: sweep_plot(swept(name))}
 XML: dict[str, Write] = {"report": of_report(render.junit), "gate": of_gate(junit_from_gate)}
+XML |= {"drawing": lambda name: sweep_plot(swept(name))}
 MARKDOWN: dict[str, Write] = {
     "report": of_report(render.markdown),
     "gate": of_gate(markdown_from_gate),
@@ -151,7 +151,7 @@ SHELL: dict[str, Write] = {"build_plan.sh": plan_script, "remaining.sh": remaini
 
 
 def every() -> Iterator[tuple[str, Write]]:
-    kinds = {"html": HTML, "svg": SVG, "xml": XML, "markdown": MARKDOWN, "csv": CSV}
+    kinds = {"html": HTML, "xml": XML, "markdown": MARKDOWN, "csv": CSV}
     for kind, writers in kinds.items():
         yield from ((f"{kind} {name}", write) for name, write in writers.items())
     yield from (("pbtxt config", config), ("toml starter", starter), ("terminal", terminal), ("json", as_json))
@@ -175,15 +175,9 @@ def test_pages_get_no_element(output: str) -> None:
     assert "<img src=x onerror=y>" in "".join(hostile.text), "the words themselves are shown"
 
 
-@pytest.mark.parametrize("output", SVG)
-def test_drawings_get_no_element(output: str) -> None:
-    hostile, plain = (ElementTree.fromstring(SVG[output](name)) for name in (NAME, PLAIN))
-    assert {each.tag for each in hostile.iter()} == {each.tag for each in plain.iter()}
-
-
 @pytest.mark.parametrize("name", [NAME, HOSTILE], ids=["name", "hostile"])
 @pytest.mark.parametrize("output", XML)
-def test_junit_stays_xml(output: str, name: str) -> None:
+def test_junit_and_drawings_stay_xml(output: str, name: str) -> None:
     hostile, plain = (ElementTree.fromstring(XML[output](each)) for each in (name, PLAIN))
     assert [each.tag for each in hostile.iter()] == [each.tag for each in plain.iter()]
 
@@ -273,15 +267,13 @@ def test_a_hostile_file_name_goes_through_the_commands(tmp_path: Path) -> None:
         assert done.exit_code == 2, (words, done.output)
         assert not set(done.output) & (DANGEROUS - {"\r"}), words
     images = open_images(folder, image_shape=(3, 4, 4), transform=lambda _: pytest.fail("no picture"))
-    with pytest.raises(BadInput, match="not a readable image"):
-        next(images.batches(1))
+    rejects("not a readable image", next, images.batches(1))
 
 
 def test_a_class_name_with_control_characters_is_not_packaged(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "m.onnx")
     labels = ("cat", "dog", "=1+1", "ç名", NAME)
-    with pytest.raises(BadInput, match="has characters that are no letters"):
-        Package(name="vit", onnx=graph, labels=labels)
+    rejects("has characters that are no letters", Package, name="vit", onnx=graph, labels=labels)
     write_repository(Package(name="vit", onnx=graph, labels=(*labels[:4], "<b>")), tmp_path / "repo")
     assert lint_repository(tmp_path / "repo") == ()
 

@@ -87,22 +87,18 @@ EVERY: dict[str, Callable[[], str]] = {
     "bench --json": lambda: json.dumps(speed_record(record()), allow_nan=False),
     "decoders": lambda: shown(prefill_table(decoders()), decode_table(decoders())),
     "decoders --json": lambda: json.dumps(decoder_record(decoders()), allow_nan=False),
-    "sweep": lambda: shown(sweep_speeds(swept())),
-    "sweep.csv": lambda: csv_of_sweep(swept()),
+    "sweep": lambda: shown(sweep_speeds(swept())), "sweep.csv": lambda: csv_of_sweep(swept()),
     "sweep.html": lambda: sweep_page(swept(), DensePoint(macs=20, parameters=2, inputs=4), title="t"),
     "gate.json": lambda: json.dumps(asdict(judged()), allow_nan=False),
-    "gate.md": lambda: markdown_from_gate(judged()),
-    "gate.xml": lambda: junit_from_gate(judged()),
+    "gate.md": lambda: markdown_from_gate(judged()), "gate.xml": lambda: junit_from_gate(judged()),
     "compare": lambda: markdown_from_comparison(compare(record(), record())),
     "compare --json": lambda: json.dumps(comparison_as_json(compare(record(), record())), allow_nan=False),
-    "report.html": lambda: render.html(reported()),
-    "report.md": lambda: render.markdown(reported()),
-    "report.csv": lambda: render.csv(reported()),
-    "report.xml": lambda: render.junit(reported()),
+    "report.html": lambda: render.html(reported()), "report.md": lambda: render.markdown(reported()),
+    "report.csv": lambda: render.csv(reported()), "report.xml": lambda: render.junit(reported()),
     "smaller is better": lambda: tracked_from_summary(summarise(record()), "smaller"),
     "bigger is better": lambda: tracked_from_summary(summarise(record()), "bigger"),
     "engine record": lambda: json.dumps(json_from_record(latencies_of(record(), "8.6")), allow_nan=False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", EVERY)

@@ -22,6 +22,7 @@ from ground.errors import BadInput
 from ground.quantity import BATCH, Count, Real
 from perf.gate.rule import rule_from_text
 from tests.command import invoked, refuses
+from tests.refusals import rejects
 
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, Paths)
 # fmt: off
@@ -95,8 +96,7 @@ def test_bounds_belong_to_their_side() -> None:
     assert Real(low=-1.0, high=1.0).from_text("-.5e-1") == -0.05
     assert Count(low=0, high=7).from_text("007") == 7
     for quantity, text in ((quantities.SHARE_REMOVED, "1"), (quantities.SHARE_KEPT, "0"), (quantities.RIDGE, "1e-400")):
-        with pytest.raises(BadInput, match=r"expected a (share|number) in [(\[]0, "):
-            quantity.from_text(text)
+        rejects(r"expected a (share|number) in [(\[]0, ", quantity.from_text, text)
     assert not BATCH.holds(True)
     assert not quantities.SHARE.holds(float("nan"))
     assert not quantities.ERROR.holds(10**400)
@@ -132,8 +132,7 @@ def test_no_key_of_a_recipe_takes_a_number_without_bounds() -> None:
     assert len(NUMERIC_KEYS) > 20
     for table, word, key in KEYS:
         for value in (math.nan, math.inf, -1, 10**400):
-            with pytest.raises(BadInput, match=rf"^{table}\.{word} is .*, expected "):
-                typed_value(f"{table}.{word}", key, value, Path())
+            rejects(rf"^{table}\.{word} is .*, expected ", typed_value, f"{table}.{word}", key, value, Path())
 
 
 @pytest.mark.parametrize("value", ["nan", "-1", "9" * 5000, "true", "'1'"])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.errors import Missing, is_out_of_memory
 from ground.feeds import Feeds, batch_size, rows_of
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
@@ -22,6 +22,7 @@ from perf.timing.laps import Bound, Clock, Laps, Plan
 from perf.timing.watch import Gpu, environment, fingerprint, watching
 from tests.doubles import DoubleOfRunner, FakeClock
 from tests.nvml import FakeNvml
+from tests.refusals import rejects
 
 PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=6)
 FEEDS = {"images": np.zeros((4, 3, 2, 2), np.float32)}
@@ -86,16 +87,9 @@ def measured(
     dense = Subject(name="dense", open=lambda: FakeRunner(clock, dense_ms, **runner), macs=1000)
     reduced = Subject(name="reduced", open=lambda: FakeRunner(clock, reduced_ms, **runner), macs=600)
     return bench(
-        (dense, reduced),
-        FEEDS,
-        batches,
-        plan,
-        streams=streams,
-        flush_l2=flush_l2,
-        described=MACHINE,
-        clock=clock,
+        (dense, reduced), FEEDS, batches, plan, streams=streams, flush_l2=flush_l2, described=MACHINE, clock=clock,
         made_s=made_s,
-    )
+    )  # fmt: skip
 
 
 def out_of_memory_from(limit: int, ms: float) -> Callable[[int], float]:
@@ -226,15 +220,9 @@ def test_all_that_batch_sizes_cost_is_within_their_time_limit(
     cold, minimum = data.draw(st.sampled_from([1.0, 6.0])), data.draw(st.sampled_from([0.0, 0.2, 5.0]))
     plan = replace(ENDLESS, time_limit_s=limit_s, audit_rounds=8 * audit, warm_up_min_s=minimum)
     record = measured(
-        lambda batch: dense_ms,
-        lambda batch: reduced_ms,
-        (4,),
-        plan=plan,
-        streams=streams,
-        clock=clock,
-        opening_ms=limit_s * 1e3 / 10 / streams,
-        uneven=lambda call: wandering(call) * (cold if call == 0 else 1.0),
-    )
+        lambda batch: dense_ms, lambda batch: reduced_ms, (4,), plan=plan, streams=streams, clock=clock,
+        opening_ms=limit_s * 1e3 / 10 / streams, uneven=lambda call: wandering(call) * (cold if call == 0 else 1.0),
+    )  # fmt: skip
     longest_s = streams * cold * 1.1 * max(dense_ms, reduced_ms) / 1e3
     assert clock.now_ns / 1e9 <= limit_s + longest_s
     (row,) = record.rows
@@ -325,14 +313,9 @@ def test_opening_is_part_of_the_time_in_equal_shares() -> None:
     def limited(opening_ms: float, made_s: float = 0.0) -> tuple[float, Bench]:
         clock, plan = FakeClock(), replace(ENDLESS, time_limit_s=4.0, noise_rounds=0)
         record = measured(
-            lambda b: 10.0,
-            lambda b: 8.0,
-            plan=plan,
-            clock=clock,
-            made_s=made_s,
-            opening_ms=opening_ms,
+            lambda b: 10.0, lambda b: 8.0, plan=plan, clock=clock, made_s=made_s, opening_ms=opening_ms,
             uneven=wandering,
-        )
+        )  # fmt: skip
         assert all(row.speedup is not None and row.speedup.is_bounded for row in summarise(record).rows)
         return clock.now_ns / 1e9, record
 
@@ -363,28 +346,21 @@ def test_one_subject_alone_is_held_to_the_limit_too() -> None:
     [((), 1, "at least one"), ((0,), 1, "positive"), ((2, 2), 1, "each once"), ((1,), 0, "streams")],
 )
 def test_an_impossible_sweep_is_refused(batches: tuple[int, ...], streams: int, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        measured(lambda batch: 1.0, lambda batch: 1.0, batches, streams=streams)
+    rejects(message, measured, lambda batch: 1.0, lambda batch: 1.0, batches, streams=streams)
 
 
 def test_two_subjects_of_one_name_are_refused() -> None:
     same = Subject(name="dense", open=lambda: FakeRunner(FakeClock(), lambda batch: 1.0))
-    with pytest.raises(BadInput, match="different names"):
-        bench((same, same), FEEDS, [1], PLAN)
+    rejects("different names", bench, (same, same), FEEDS, [1], PLAN)
 
 
 def test_progress_only_rises_and_ends_below_one() -> None:
     clock, shares = FakeClock(), list[float]()
     subjects = [Subject(name=name, open=lambda: FakeRunner(clock, lambda batch: 2.0)) for name in ("a", "b")]
     bench(
-        (subjects[0], subjects[1]),
-        FEEDS,
-        [1, 2],
-        PLAN,
-        described=MACHINE,
-        clock=clock,
+        (subjects[0], subjects[1]), FEEDS, [1, 2], PLAN, described=MACHINE, clock=clock,
         progress=lambda share, text: shares.append(share),
-    )
+    )  # fmt: skip
     assert shares == sorted(shares)
     assert 0.5 < shares[-1] <= 1.0
 

@@ -18,6 +18,7 @@ from ground.ports import Port
 from perf.runners import engine as engine_runner
 from perf.runners.cuda import DeviceBound
 from perf.runners.engine import EngineRunner, EngineSession
+from tests.refusals import rejects
 
 IMAGES = np.arange(2 * 3 * 2 * 2, dtype=np.float32).reshape(2, 3, 2, 2)
 FEEDS = {"images": IMAGES}
@@ -119,18 +120,10 @@ def fake_trt(engine: FakeEngine | None, name: str = "tensorrt") -> Any:
             return engine
 
     return SimpleNamespace(
-        __name__=name,
-        __version__="11.4",
-        ILogger=FakeLogger,
-        Runtime=Runtime,
-        TensorIOMode=SimpleNamespace(INPUT="input"),
-        float32="float32",
-        uint8="uint8",
-        int64="int64",
-        int32="int32",
-        bool="bool",
-        DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
-    )
+        __name__=name, __version__="11.4", ILogger=FakeLogger, Runtime=Runtime,
+        TensorIOMode=SimpleNamespace(INPUT="input"), float32="float32", uint8="uint8", int64="int64", int32="int32",
+        bool="bool", DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
+    )  # fmt: skip
 
 
 class Address(np.ndarray[Any, Any]):
@@ -230,8 +223,7 @@ def test_a_plan_that_does_not_load_says_what_tensorrt_said(plan: Path) -> None:
 
 
 def test_half_borders_are_refused(plan: Path) -> None:
-    with pytest.raises(BadInput, match="images: float16"):
-        EngineSession.load(fake_trt(FakeEngine({}, dtype="float16")), plan, eager_kernels=False)
+    rejects("images: float16", EngineSession.load, fake_trt(FakeEngine({}, dtype="float16")), plan, eager_kernels=False)
 
 
 def test_a_plan_of_several_tensors_is_fed_and_read_by_name(engine: FakeEngine, plan: Path) -> None:
@@ -277,8 +269,7 @@ def test_an_enqueue_that_fails_is_not_timed(engine: FakeEngine, plan: Path) -> N
 def test_without_the_package_a_gpu_or_a_plan_it_says_what_is_missing(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(BadInput, match="no such plan"):
-        EngineRunner(tmp_path / "none.plan").__enter__()
+    rejects("no such plan", EngineRunner(tmp_path / "none.plan").__enter__)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     with pytest.raises(Missing, match="extra `gpu`"):
         EngineRunner(plan).__enter__()

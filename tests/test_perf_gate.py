@@ -27,6 +27,7 @@ from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Block, Row, Subject
 from perf.stats.compare import compare, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
+from tests.refusals import rejects
 
 Times = Mapping[str, "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"]
 
@@ -38,59 +39,33 @@ def noisy(ms: float, spread: float = 0.01, rounds: int = 20, calls: int = 20, se
 def row_of(batch: int, times: Times, *, lost_rel: float = 0.0) -> Row:
     blocks = [
         Block(
-            round=index,
-            subject=name,
-            at_s=0.0,
-            calls=len(round_ms),
-            wall_ms=float(np.sum(round_ms)),
-            compute_ms=tuple(float(ms) for ms in round_ms),
-            lost_ms=tuple(float(lost_rel * ms) for ms in round_ms),
+            round=index, subject=name, at_s=0.0, calls=len(round_ms), wall_ms=float(np.sum(round_ms)),
+            compute_ms=tuple(float(ms) for ms in round_ms), lost_ms=tuple(float(lost_rel * ms) for ms in round_ms),
         )
         for name, rounds_ms in times.items()
         for index, round_ms in enumerate(rounds_ms)
-    ]
+    ]  # fmt: skip
     return Row(
         batch=batch,
         trials={name: BenchTrial(status="ok", warm_up_flat=True, peak_memory_bytes=1000) for name in times},
-        calls_per_block=20,
-        settle_calls=1,
-        stop="narrow",
-        blocks=tuple(blocks),
-        noise_blocks=(),
-    )
+        calls_per_block=20, settle_calls=1, stop="narrow", blocks=tuple(blocks), noise_blocks=(),
+    )  # fmt: skip
 
 
 def bench_of(*rows: Row, gpu: str = "A Card", dense_sha: str | None = None, reduced_bytes: int = 600) -> Bench:
     describe = {"backend": "onnxruntime", "precision": "fp32", "model": "m.onnx"}
     dense = SubjectRecord(
-        name="dense",
-        describe=describe,
-        macs=10,
-        size_bytes=1000,
-        sha256=dense_sha,
-        fused_attention=12,
-        plan_bytes=1000,
-        device_memory={"1:1:4": 3_000_000, "2:8:16": 9_000_000},
-    )
+        name="dense", describe=describe, macs=10, size_bytes=1000, sha256=dense_sha, fused_attention=12,
+        plan_bytes=1000, device_memory={"1:1:4": 3_000_000, "2:8:16": 9_000_000},
+    )  # fmt: skip
     reduced = SubjectRecord(
-        name="reduced",
-        describe=describe,
-        macs=5,
-        size_bytes=reduced_bytes,
-        fused_attention=8,
-        sparse_layers=6,
-        plan_bytes=1200,
-        device_memory={"1:1:4": 2_000_000, "2:8:16": 8_000_000},
-    )
+        name="reduced", describe=describe, macs=5, size_bytes=reduced_bytes, fused_attention=8, sparse_layers=6,
+        plan_bytes=1200, device_memory={"1:1:4": 2_000_000, "2:8:16": 8_000_000},
+    )  # fmt: skip
     return Bench(
-        created="2026-01-01T00:00:00+00:00",
-        command=(),
-        environment={"gpu": gpu, "load_average": 0.1},
-        settings={"streams": 1, "flush_l2": False},
-        subjects=(dense, reduced),
-        rows=rows,
-        warnings=(),
-    )
+        created="2026-01-01T00:00:00+00:00", command=(), environment={"gpu": gpu, "load_average": 0.1},
+        settings={"streams": 1, "flush_l2": False}, subjects=(dense, reduced), rows=rows, warnings=(),
+    )  # fmt: skip
 
 
 def plain(
@@ -295,8 +270,7 @@ def test_a_candidate_that_ran_out_of_memory_fails_and_a_reference_that_did_decid
     failed = one("speedup@b8 < 1.2", with_trial(plain(), "reduced", oom))
     assert failed.verdict == "FAIL"
     assert "reduced ran out of memory at batch 8: CUDA out of memory" in failed.message
-    undecided = one("speedup@b8 < 1.2", with_trial(plain(), "dense", oom))
-    assert undecided.verdict == "INCONCLUSIVE"
+    assert one("speedup@b8 < 1.2", with_trial(plain(), "dense", oom)).verdict == "INCONCLUSIVE"
     assert one("p50@b8 > 9", with_trial(plain(), "dense", oom)).verdict == "PASS"
 
 
@@ -364,17 +338,13 @@ def test_a_slowdown_that_the_reference_shows_as_well_is_the_machines() -> None:
     ],
 )
 def test_a_rule_about_something_the_records_lack_is_an_error(text: str, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        one(text)
+    rejects(message, one, text)
 
 
 def test_records_that_are_not_given_are_missed() -> None:
-    with pytest.raises(BadInput, match="has no parity record"):
-        one("relative_error > 1", parity=None)
-    with pytest.raises(BadInput, match="needs a bench record"):
-        judge([rule_from_text("p50@b8 > 1")], Evidence(parity=PARITY))
-    with pytest.raises(BadInput, match="at least one rule"):
-        judge([], Evidence())
+    rejects("has no parity record", one, "relative_error > 1", parity=None)
+    rejects("needs a bench record", judge, [rule_from_text("p50@b8 > 1")], Evidence(parity=PARITY))
+    rejects("at least one rule", judge, [], Evidence())
 
 
 @pytest.mark.parametrize(
@@ -394,8 +364,7 @@ def test_records_that_are_not_given_are_missed() -> None:
     ],
 )
 def test_a_rule_that_is_none_is_refused(text: str, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        rule_from_text(text)
+    rejects(message, rule_from_text, text)
 
 
 def test_rules_are_read_with_or_without_spaces() -> None:
@@ -533,8 +502,7 @@ def test_of_several_outputs_the_one_that_tells_the_figure_is_meant() -> None:
     assert one("relative_error@reduced embedding > 0.005", parity=proof).verdict == "FAIL"
     with pytest.raises(BadInput, match="write relative_error@reduced logits or relative_error@reduced embedding"):
         one("relative_error > 0.5", parity=proof)
-    with pytest.raises(BadInput, match="no figure is called 'token_agreement'"):
-        one("token_agreement < 0.9", parity=proof)
+    rejects("no figure is called 'token_agreement'", one, "token_agreement < 0.9", parity=proof)
 
 
 def test_neighbours_that_could_not_be_told_are_no_verdict() -> None:
@@ -563,8 +531,7 @@ def test_times_that_no_clock_gives_are_refused(ms: float) -> None:
     ],
 )
 def test_memory_is_asked_for_at_a_batch_and_in_bytes(text: str, reason: str) -> None:
-    with pytest.raises(BadInput, match=re.escape(reason)):
-        one(text)
+    rejects(re.escape(reason), one, text)
 
 
 def test_device_memory_is_of_profiles() -> None:

@@ -64,14 +64,9 @@ def judged(candidate_ms: float, seed: int) -> tuple[JudgedRule, bool]:
     blocks, stop = measure_pair(bounds, PLAN, calls=5, clock=machine.clock)
     trial = BenchTrial(status="ok", warm_up_flat=True)
     row = Row(
-        batch=8,
-        trials={"dense": trial, "reduced": trial},
-        calls_per_block=5,
-        settle_calls=1,
-        stop=stop,
-        blocks=blocks,
-        noise_blocks=(),
-    )
+        batch=8, trials={"dense": trial, "reduced": trial}, calls_per_block=5, settle_calls=1, stop=stop,
+        blocks=blocks, noise_blocks=(),
+    )  # fmt: skip
     subjects = (SubjectRecord(name="dense", describe={}), SubjectRecord(name="reduced", describe={}))
     bench = Bench(created="", command=(), environment={}, settings={}, subjects=subjects, rows=(row,), warnings=())
     return judge([RULE], Evidence(bench=bench)).rules[0], naive[0] / naive[1] < 0.97

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ground.errors import BadInput, Missing
+from ground.errors import Missing
 from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort, Port
 from perf.bench.latency_table import Grid, LatencyTable, cached_table, load_table, measure_table, save_table
 from perf.record.runs import Flat
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from tests.doubles import DoubleOfRunner, FakeClock
+from tests.refusals import rejects
 
 PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
 MACHINE: Flat = {"cpu": "a cpu"}
@@ -76,8 +77,7 @@ def test_grid_points_are_what_was_measured_and_between_them_it_is_linear() -> No
     ("width", "batch", "message"), [(32, 1, "width 32"), (300, 1, "64 to 256"), (64, 16, "batch 16")]
 )
 def test_nothing_is_extrapolated(width: int, batch: int, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        table().latency_ms(width, batch)
+    rejects(message, table().latency_ms, width, batch)
 
 
 def test_the_cache_is_of_this_machine_grid_and_runner(tmp_path: Path) -> None:
@@ -87,8 +87,7 @@ def test_the_cache_is_of_this_machine_grid_and_runner(tmp_path: Path) -> None:
     assert opened == [64, 64, 128, 256]
     again, cached = cached_table(grid(clock, opened.append), PLAN, tmp_path / "c", described=MACHINE, clock=clock)
     assert cached
-    assert again == first
-    assert opened[4:] == [64]
+    assert (again, opened[4:]) == (first, [64])
     others = [
         (grid(clock), {"cpu": "another cpu"}),
         (grid(clock, threads=2), MACHINE),
@@ -120,13 +119,10 @@ def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
     save_table(table(), path)
     assert load_table(path) == table()
     path.write_text('{"kind": "latency-table", "version": 2, "cells": [{}]}')
-    with pytest.raises(BadInput, match=r"t.json: cells\[0\]: the key 'width' is missing|the key 'name' is missing"):
-        load_table(path)
-    with pytest.raises(BadInput, match="no grid"):
-        replace(table(), cells=table().cells[:-1])
+    rejects(r"t.json: cells\[0\]: the key 'width' is missing|the key 'name' is missing", load_table, path)
+    rejects("no grid", replace, table(), cells=table().cells[:-1])
 
 
 @pytest.mark.parametrize("widths", [(), (-1, 8), (8, 8), (16, 8)])
 def test_a_grid_that_is_none_is_refused(widths: tuple[int, ...]) -> None:
-    with pytest.raises(BadInput, match="must rise from 0 or more"):
-        replace(grid(FakeClock()), widths=widths)
+    rejects("must rise from 0 or more", replace, grid(FakeClock()), widths=widths)

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from ground.errors import BadInput
 from perf.parity import block_outputs
 from perf.parity.locate import FaultLocation, block_errors, keep_until_it_passes, locate, noise_of
 from perf.parity.rounding import rounded_graph
+from tests.refusals import rejects
 
 Floats = NDArray[np.float64]
 ONES = np.ones((4, 3))
@@ -54,10 +54,8 @@ def test_a_dense_model_that_breaks_in_half_widens_no_bound() -> None:
 
 
 def test_sides_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(BadInput, match="share no block"):
-        block_errors({"a": ONES}, {"b": ONES})
-    with pytest.raises(BadInput, match=r"block a: got \(3, 3\), expected \(4, 3\)"):
-        block_errors({"a": ONES}, {"a": ONES[:3]})
+    rejects("share no block", block_errors, {"a": ONES}, {"b": ONES})
+    rejects(r"block a: got \(3, 3\), expected \(4, 3\)", block_errors, {"a": ONES}, {"a": ONES[:3]})
 
 
 def located(site: str | None) -> FaultLocation:
@@ -160,12 +158,10 @@ def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:
     model = half_graph(3.0)
     for node in model.graph.node:
         node.name = node.name.replace("/", "_")
-    with pytest.raises(BadInput, match="no node of this graph is named by its module"):
-        block_outputs.site_outputs(model)
+    rejects("no node of this graph is named by its module", block_outputs.site_outputs, model)
     model = half_graph(3.0)
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
-    with pytest.raises(BadInput, match="logits: this border is float16"):
-        rounded_graph(model)
+    rejects("logits: this border is float16", rounded_graph, model)
 
 
 def test_torch_hooks_see_sites_and_leave_nothing_behind() -> None:

@@ -17,6 +17,7 @@ from perf.parity.measures import figures, measures, relative_errors
 from perf.parity.parity import ImageSet, Link, Parity, link, load_parity
 from perf.report.content import content_from_record
 from perf.report.tables import tables
+from tests.refusals import rejects
 
 RNG = np.random.default_rng(0)
 MAP = OutputPort(name="saliency", role="score map")
@@ -77,8 +78,7 @@ def test_maps_are_measured_pixel_by_pixel(shape: tuple[int, ...], threshold: flo
     assert errors.relative_error_worst == pytest.approx(max(off), rel=1e-6)
     whole = np.linalg.norm(candidate.astype(float) - reference) / np.linalg.norm(reference.astype(float))
     assert errors.relative_error == pytest.approx(whole, rel=1e-6)
-    assert errors.pixels == shape[0] * 30
-    assert errors.threshold == (threshold if len(shape) == 3 else None)
+    assert (errors.pixels, errors.threshold) == (shape[0] * 30, threshold if len(shape) == 3 else None)
     by_input = figures(reference, {"c": candidate}, role="score map", threshold=threshold)
     np.testing.assert_allclose(by_input["c.iou"].astype(float), each)
     np.testing.assert_allclose(by_input["c.pixel_agreement"].astype(float), agree)
@@ -99,8 +99,7 @@ def test_nothing_on_either_side_overlaps_wholly_and_nan_overlaps_nowhere() -> No
     assert (errors.nonfinite_images, errors.iou_worst, errors.relative_error) == (1, 0.0, np.inf)
     assert errors.pixel_agreement < 2 / 3
     assert measured(reference, reference).iou == 1.0
-    constant = measured(reference, np.broadcast_to(reference[:1], reference.shape))
-    assert constant.spread_ratio < 1e-12
+    assert measured(reference, np.broadcast_to(reference[:1], reference.shape)).spread_ratio < 1e-12
 
 
 @pytest.mark.parametrize(("one", "other"), [((4, 5), (4, 5)), ((4, 5, 6), (4, 5, 7)), ((2, 3, 4, 5, 6),) * 2])
@@ -113,16 +112,10 @@ def test_what_is_no_map_is_refused(one: tuple[int, ...], other: tuple[int, ...])
 
 def linked(reference: Maps, candidate: Maps, **limits: Any) -> Link:
     return link(
-        name="reduced",
-        kind="reduced",
-        reference="dense",
-        candidate="reduced",
-        reference_rows=reference,
-        candidate_by_batch={2: candidate[:2], 8: candidate},
-        tolerance=tolerance.limits(**limits),
-        port=MAP,
+        name="reduced", kind="reduced", reference="dense", candidate="reduced", reference_rows=reference,
+        candidate_by_batch={2: candidate[:2], 8: candidate}, tolerance=tolerance.limits(**limits), port=MAP,
         several=True,
-    )
+    )  # fmt: skip
 
 
 def test_a_link_of_maps_is_judged_by_error_overlap_and_pixels() -> None:
@@ -142,8 +135,7 @@ def test_a_link_of_maps_is_judged_by_error_overlap_and_pixels() -> None:
         tight = limits[name] + (-1e-6 if name == "max_error" else 1e-6)
         found = linked(reference, candidate, **{**limits, name: tight})
         assert (found.status, reason in found.reason) == ("FAIL", True), found.reason
-    with pytest.raises(BadInput, match=r"min IoU: got 1.5, expected a share in \[0, 1\]"):
-        tolerance.limits(min_iou=1.5)
+    rejects(r"min IoU: got 1.5, expected a share in \[0, 1\]", tolerance.limits, min_iou=1.5)
 
 
 def test_a_record_of_maps_reads_back_and_is_shown(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ground.errors import BadInput
 from ground.precision import FLOAT16
 from perf.parity.labels import accuracy
 from perf.parity.logits import LogitMeasures, margins, per_image
@@ -17,6 +16,7 @@ from perf.parity.measures import EmbeddingMeasures, FeatureMapMeasures, measures
 from perf.parity.rows import Floats
 from perf.parity.similarity import MOST_DRAWN, drawn_rows, linear_cka, same_neighbour
 from perf.parity.tolerance import CEILINGS, exact, half, limits
+from tests.refusals import rejects
 
 
 def logits(images: int = 12, classes: int = 7, seed: int = 0) -> Floats:
@@ -70,10 +70,8 @@ def test_one_bad_logit_spoils_its_image_and_the_total_only(bad: float) -> None:
     cand = logits()
     cand[3, 2] = bad
     found, each = measures(logits(), cand), per_image(logits(), cand)
-    assert (found.nonfinite_images, found.flips) == (1, 1)
-    assert found.relative_error == math.inf
-    assert found.kl_max == math.inf
-    assert found.cosine_min == 0
+    assert (found.nonfinite_images, found.flips, found.relative_error) == (1, 1, math.inf)
+    assert (found.kl_max, found.cosine_min) == (math.inf, 0)
     assert each.finite_N.tolist() == [place != 3 for place in range(12)]
     assert np.isfinite(each.relative_error_N).sum() == 11
 
@@ -100,8 +98,7 @@ def test_a_reference_of_zeros_and_a_single_class_are_no_crash() -> None:
     ],
 )
 def test_what_cannot_be_compared_is_refused(reference: Floats, candidate: Floats, words: str) -> None:
-    with pytest.raises(BadInput, match=words):
-        measures(reference, candidate)
+    rejects(words, measures, reference, candidate)
 
 
 def test_accuracy_counts_spoilt_images_as_wrong() -> None:
@@ -115,8 +112,7 @@ def test_accuracy_counts_spoilt_images_as_wrong() -> None:
     ("labels", "words"), [(np.zeros(3, dtype=np.int64), "one label per image"), (np.full(4, 4), "expected 0 to 3")]
 )
 def test_labels_that_do_not_fit_are_refused(labels: NDArray[np.int64], words: str) -> None:
-    with pytest.raises(BadInput, match=words):
-        accuracy("m", np.eye(4), labels)
+    rejects(words, accuracy, "m", np.eye(4), labels)
 
 
 def noise(error: float, max_abs: float = 0.1) -> LogitMeasures:
@@ -138,8 +134,7 @@ def test_the_half_bound_is_calibrated_floored_and_capped() -> None:
     assert half(noise(0.002), factor=4).margin_noise == pytest.approx(2 * 4 * 0.02)
     assert half(noise(0.00001)).max_relative_error == 2**-11
     broken = half(noise(0.5))
-    assert broken.max_relative_error == CEILINGS[FLOAT16]
-    assert broken.margin_noise == 0
+    assert (broken.max_relative_error, broken.margin_noise) == (CEILINGS[FLOAT16], 0)
     assert "no yardstick" in broken.rule
     ref = np.eye(2)
     assert half(measures(ref, np.full((2, 2), np.nan))).max_relative_error == CEILINGS[FLOAT16]
@@ -149,12 +144,9 @@ def test_the_half_bound_is_calibrated_floored_and_capped() -> None:
 def test_limits_are_the_users_and_checked() -> None:
     assert not limits().bounds
     assert limits(min_agreement=0.99, noise=noise(0.002)).margin_noise == pytest.approx(0.04)
-    with pytest.raises(BadInput, match="got 1\\.5, expected"):
-        limits(min_agreement=1.5)
-    with pytest.raises(BadInput, match="got -1"):
-        limits(max_error=-1)
-    with pytest.raises(BadInput, match="expected 1 or more"):
-        half(noise(0.1), factor=0.5)
+    rejects("got 1\\.5, expected", limits, min_agreement=1.5)
+    rejects("got -1", limits, max_error=-1)
+    rejects("expected 1 or more", half, noise(0.1), factor=0.5)
 
 
 RNG = np.random.default_rng(0)
@@ -239,8 +231,7 @@ def test_tokens_are_told_one_by_one(maps: bool) -> None:
     ]
     assert found.token_cosine_mean == pytest.approx(np.mean(cosines))
     assert found.token_cosine_q01 == pytest.approx(np.quantile(cosines, 0.01))
-    assert found.tokens_compared == 30
-    assert found.nonfinite_images == 1
+    assert (found.tokens_compared, found.nonfinite_images) == (30, 1)
     whole = measures(form(reference[:3]), form(candidate[:3]), role="feature map")
     assert isinstance(whole, FeatureMapMeasures)
     agrees = same_neighbour(rows[0][:18], rows[1][:18], np.ones(18, dtype=np.bool_))

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ground.errors import BadInput
 from ground.records import json_from_record, record_from_value
 from perf.parity.labels import accuracy
 from perf.parity.locate import FaultLocation
@@ -16,6 +15,7 @@ from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link, parity_fr
 from perf.parity.shift import Shift, Stats, scattered, shift, site_shift
 from perf.parity.structure import outputs
 from perf.parity.tolerance import Tolerance, exact, limits
+from tests.refusals import rejects
 
 Floats = NDArray[np.float64]
 REF = np.random.default_rng(0).standard_normal((40, 10)) * 4
@@ -152,20 +152,17 @@ def test_damaged_records_are_refused(path: tuple[str | int, ...], value: object,
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
-    with pytest.raises(BadInput, match=words):
-        parity_from_value(raw, where="parity.json")
+    rejects(words, parity_from_value, raw, where="parity.json")
 
 
 def test_a_missing_field_is_named() -> None:
     raw = full().to_json()
     del raw["links"][0]["measures"]["kl_max"]
-    with pytest.raises(BadInput, match="'kl_max' is missing"):
-        parity_from_value(raw, where="parity.json")
+    rejects("'kl_max' is missing", parity_from_value, raw, where="parity.json")
 
 
 def test_answers_of_other_sizes_are_refused_with_who_gave_them() -> None:
-    with pytest.raises(BadInput, match=r"b: gives logits \[40, 3\] where a gives \[40, 10\], expected the same sizes"):
-        linked(REF[:, :3])
+    rejects(r"b: gives logits \[40, 3\] where a gives \[40, 10\], expected the same sizes", linked, REF[:, :3])
 
 
 def test_the_side_file_has_one_figure_per_image() -> None:
@@ -181,14 +178,9 @@ def test_other_batch_sizes_may_run_some_images_and_answer_for_rounding_alone() -
 
     def found(kind: LinkKind, tolerance: Tolerance) -> Link:
         return link(
-            name="r",
-            kind=kind,
-            reference="a",
-            candidate="b",
-            reference_rows=REF,
-            candidate_by_batch=by_batch,
+            name="r", kind=kind, reference="a", candidate="b", reference_rows=REF, candidate_by_batch=by_batch,
             tolerance=tolerance,
-        )
+        )  # fmt: skip
 
     of_user, of_rounding = found("reduced", ONE_PERCENT), found("exact", ONE_PERCENT)
     assert (of_user.status, of_user.batch, of_user.measures.images) == ("PASS", 32, 40)
@@ -265,13 +257,10 @@ def test_the_record_survives() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(BadInput, match="sites only on one side: b"):
-        shift({"a": CALIBRATED}, {"a": parts(1), "b": parts(1)})
-    with pytest.raises(BadInput, match="expected 2 or more"):
-        shift({"a": CALIBRATED}, {"a": parts(1)[:1]})
+    rejects("sites only on one side: b", shift, {"a": CALIBRATED}, {"a": parts(1), "b": parts(1)})
+    rejects("expected 2 or more", shift, {"a": CALIBRATED}, {"a": parts(1)[:1]})
     narrow = Stats(images=3, mean_F=np.zeros(2), covariance_FF=np.eye(2))
-    with pytest.raises(BadInput, match="got width 2, expected the calibrated 6"):
-        shift({"a": CALIBRATED}, {"a": [narrow, narrow]})
+    rejects("got width 2, expected the calibrated 6", shift, {"a": CALIBRATED}, {"a": [narrow, narrow]})
 
 
 def test_parts_added_one_by_one_are_what_all_of_them_are_together() -> None:

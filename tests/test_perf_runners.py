@@ -14,7 +14,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from ground.errors import BadInput, Missing
+from ground.errors import Missing
 from ground.feeds import Feeds
 from perf.runners import onnx as onnx_runner
 from perf.runners import onnx_session
@@ -23,6 +23,7 @@ from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from perf.runners.onnx_session import require_granted, require_provider
 from perf.runners.protocol import HostBound
+from tests.refusals import rejects
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
@@ -63,9 +64,7 @@ def test_onnx_runner_computes_the_graph_and_says_where(tmp_path: Path) -> None:
         ticks = count(0, 1_000_000)
         laps = runner.bind(FEEDS).laps(3, lambda: next(ticks))
     assert (told["device"], told["provider"], told["precision"]) == ("cpu", "CPUExecutionProvider", "fp32")
-    assert told["threads"] == 1
-    assert laps.compute_ms == (1.0, 1.0, 1.0)
-    assert laps.wall_ms == 5.0
+    assert (told["threads"], laps.compute_ms, laps.wall_ms) == (1, (1.0, 1.0, 1.0), 5.0)
 
 
 def test_half_weights_on_the_cpu_are_said_to_be_computed_in_fp32(tmp_path: Path) -> None:
@@ -162,18 +161,13 @@ def test_words_of_nodes_left_to_the_cpu_are_those_of_onnx_runtime() -> None:
 
 
 def test_onnx_runner_refuses_what_it_cannot_run(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no such ONNX file"):
-        OnnxRunner(tmp_path / "none.onnx").__enter__()
+    rejects("no such ONNX file", OnnxRunner(tmp_path / "none.onnx").__enter__)
     (tmp_path / "broken.onnx").write_bytes(b"not onnx")
-    with pytest.raises(BadInput, match="not an ONNX file"):
-        OnnxRunner(tmp_path / "broken.onnx").__enter__()
+    rejects("not an ONNX file", OnnxRunner(tmp_path / "broken.onnx").__enter__)
     half = onnx_file(tmp_path / "half.onnx", input_type=TensorProto.FLOAT16)
-    with pytest.raises(BadInput, match=r"expected inputs .* of float32, int64.* found images: tensor\(float16\)"):
-        OnnxRunner(half).__enter__()
-    with pytest.raises(BadInput, match="threads"):
-        OnnxRunner(tmp_path / "m.onnx", threads=0)
-    with pytest.raises(BadInput, match="need a GPU"):
-        OnnxRunner(tmp_path / "m.onnx", cuda_graph=True)
+    rejects(r"expected inputs .* of float32, int64.* found images: tensor\(float16\)", OnnxRunner(half).__enter__)
+    rejects("threads", OnnxRunner, tmp_path / "m.onnx", threads=0)
+    rejects("need a GPU", OnnxRunner, tmp_path / "m.onnx", cuda_graph=True)
 
 
 @pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-5), ("bf16", 0.1), ("fp16", 0.02)])
@@ -202,8 +196,7 @@ def test_module_runner_never_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Missing, match="a GPU was asked for"):
         ModuleRunner(module(), device="cuda").__enter__()
-    with pytest.raises(BadInput, match="need device cuda"):
-        ModuleRunner(module(), mode="cuda_graph")
+    rejects("need device cuda", ModuleRunner, module(), mode="cuda_graph")
 
 
 def test_host_bound_reads_the_clock_around_each_call_and_asks_for_lost_time_outside() -> None:
@@ -222,8 +215,7 @@ def test_host_bound_reads_the_clock_around_each_call_and_asks_for_lost_time_outs
         return 500_000
 
     laps = HostBound(passing(1), lambda: nullcontext(lost_ns)).laps(3, passing(1))
-    assert laps.compute_ms == (2.0, 2.0, 2.0)
-    assert laps.lost_ms == (0.5, 0.5, 0.5)
+    assert (laps.compute_ms, laps.lost_ms) == ((2.0, 2.0, 2.0), (0.5, 0.5, 0.5))
     assert laps.wall_ms == 3 * 3 - 1 + 2 * 10
     assert laps.end_to_end_ms is None
 
@@ -256,16 +248,11 @@ class Mark:
 def test_device_times_are_spans_between_events_and_leave_the_flush_out(flushed: bool) -> None:
     tape, host = Tape(), count(0, 1_000_000)
     bound = DeviceBound(
-        copy_in=lambda: tape.stage(2.0),
-        launch=lambda: tape.stage(5.0),
-        copy_out=lambda: tape.stage(0.5),
-        mark=tape.mark,
-        wait=tape.wait,
-        flush=(lambda: tape.stage(100.0)) if flushed else None,
-    )
+        copy_in=lambda: tape.stage(2.0), launch=lambda: tape.stage(5.0), copy_out=lambda: tape.stage(0.5),
+        mark=tape.mark, wait=tape.wait, flush=(lambda: tape.stage(100.0)) if flushed else None,
+    )  # fmt: skip
     laps = bound.laps(3, lambda: next(host))
-    assert laps.compute_ms == (5.0, 5.0, 5.0)
-    assert laps.end_to_end_ms == (7.5, 7.5, 7.5)
+    assert (laps.compute_ms, laps.end_to_end_ms) == ((5.0, 5.0, 5.0), (7.5, 7.5, 7.5))
     assert (laps.enqueue_ms, laps.wall_ms) == (1.0, 2.0)
     assert tape.waited == 1  # the calls of a block are waited for together
 
@@ -336,5 +323,4 @@ def test_on_a_gpu_addresses_are_bound_once_and_the_first_runs_are_not_timed(monk
         ("out", "logits", "cuda", 0, np.float32, (3, 5), 200),
     ]
     runner._session = FakeSession("classes")
-    with pytest.raises(BadInput, match=r"logits must be .* fixed sizes behind the batch"):
-        runner.bind(feeds)
+    rejects(r"logits must be .* fixed sizes behind the batch", runner.bind, feeds)

@@ -35,6 +35,7 @@ from perf.parity.parity import ImageSet, Link, Parity, link, parity_from_value
 from perf.runners.cuda import Staging
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
+from tests.refusals import rejects
 
 Array = NDArray[np.floating]
 WORDS, LENGTH, WIDTH, TEXTS = 40, 7, 16, 24
@@ -120,8 +121,7 @@ def test_a_module_is_called_in_port_order_whatever_the_order_of_the_feeds(refere
     with encoder() as runner:
         answers = runner({"mask": FEEDS["mask"], "ids": FEEDS["ids"]})
         np.testing.assert_array_equal(answers["embedding"], reference)
-        bound = runner.bind(FEEDS)
-        assert bound.laps(2, lambda: next(ticks)).compute_ms == (1.0, 1.0)
+        assert runner.bind(FEEDS).laps(2, lambda: next(ticks)).compute_ms == (1.0, 1.0)
 
 
 def test_a_module_of_several_outputs_gives_them_by_name_and_no_other_number(reference: Array) -> None:
@@ -147,11 +147,9 @@ def test_whole_numbers_are_not_cast_with_the_module() -> None:
 
 def test_a_graph_tells_its_ports_and_runs_like_the_module(tmp_path: Path, reference: Array) -> None:
     with OnnxRunner(encoder_graph(tmp_path / "m.onnx")) as runner:
-        assert runner.inputs == (IDS, MASK)
-        assert runner.outputs == (EMBEDDING,)
+        assert (runner.inputs, runner.outputs) == ((IDS, MASK), (EMBEDDING,))
         np.testing.assert_allclose(single_array(runner(FEEDS)), reference, rtol=1e-4, atol=1e-6)
-        bound = runner.bind(rows_of(FEEDS, slice(3)))
-        assert bound.laps(1, lambda: 0).calls == 1
+        assert runner.bind(rows_of(FEEDS, slice(3))).laps(1, lambda: 0).calls == 1
     with pytest.raises(BadInput, match=r"m.onnx: its note export.outputs can't be read"):
         OnnxRunner(encoder_graph(tmp_path / "m.onnx", role="vibes")).__enter__()
 
@@ -166,10 +164,8 @@ def test_every_mismatch_is_named_at_once() -> None:
     )
     with pytest.raises(BadInput, match="got 24 of ids, 3 of mask; expected as many of each"):
         checked_feeds({**FEEDS, "mask": FEEDS["mask"][:3]}, (IDS, MASK), where="encoder")
-    with pytest.raises(BadInput, match=r"got no ids, \[0, 7\]"):
-        checked_feeds(rows_of(FEEDS, slice(0)), (IDS, MASK), where="encoder")
-    with pytest.raises(BadInput, match=r"takes ids \[2, 7\], got \[24, 7\]"):
-        checked_feeds(FEEDS, (IDS, MASK), where="encoder", batch=2)
+    rejects(r"got no ids, \[0, 7\]", checked_feeds, rows_of(FEEDS, slice(0)), (IDS, MASK), where="encoder")
+    rejects(r"takes ids \[2, 7\], got \[24, 7\]", checked_feeds, FEEDS, (IDS, MASK), where="encoder", batch=2)
     free = Port(name="ids", shape=(-1,), dtype="int64")
     assert list(checked_feeds(FEEDS, (MASK, free), where="encoder")) == ["mask", "ids"]
 
@@ -179,17 +175,14 @@ def test_feeds_are_made_of_an_array_only_where_there_is_one_input() -> None:
     assert list(feeds_from_array(array, (IDS,))) == ["ids"]
     assert list(feeds_of_ports({"tokens": array}, (IDS,))) == ["ids"]
     assert list(feeds_of_ports(FEEDS, (MASK, IDS))) == ["ids", "mask"]
-    with pytest.raises(BadInput, match="one array for 2 inputs; expected one for each of ids, mask"):
-        feeds_from_array(array, (IDS, MASK))
-    with pytest.raises(BadInput, match="expected one array, got 2: ids, mask"):
-        single_array(FEEDS)
+    rejects("one array for 2 inputs; expected one for each of ids, mask", feeds_from_array, array, (IDS, MASK))
+    rejects("expected one array, got 2: ids, mask", single_array, FEEDS)
 
 
 def test_a_batch_larger_than_the_feeds_begins_again() -> None:
     batch = batch_of(FEEDS, TEXTS + 2)
     np.testing.assert_array_equal(batch["mask"][TEXTS:], FEEDS["mask"][:2])
-    with pytest.raises(BadInput, match="at least 1"):
-        batch_of(FEEDS, 0)
+    rejects("at least 1", batch_of, FEEDS, 0)
 
 
 def test_noise_is_normal_for_floats_and_one_for_whole_numbers() -> None:
@@ -198,8 +191,7 @@ def test_noise_is_normal_for_floats_and_one_for_whole_numbers() -> None:
     assert (noise["images"].dtype.name, noise["images"].shape) == ("float32", (5, 3, 4, 4))
     assert 0.8 < noise["images"].std() < 1.2
     assert (noise["mask"] == 1).all()
-    with pytest.raises(BadInput, match=r"images \[B, \?, 4, 4\]: a free size"):
-        random_feeds((Port(name="images", shape=(-1, 4, 4)),), 5, seed=0)
+    rejects(r"images \[B, \?, 4, 4\]: a free size", random_feeds, (Port(name="images", shape=(-1, 4, 4)),), 5, seed=0)
 
 
 def exact_link(reference: Array, candidate: Array) -> Link:
@@ -245,9 +237,7 @@ def test_token_logits_agree_token_by_token() -> None:
     candidate[1, 2] = -candidate[1, 2]
     found = measures(reference, candidate, role="token logits")
     flipped = int(reference[1, 2].argmax() != candidate[1, 2].argmax())
-    assert flipped == 1
-    assert found.agreement == 19 / 20
-    assert found.disagreement_line == "1 of 20 tokens flipped"
+    assert (flipped, found.agreement, found.disagreement_line) == (1, 19 / 20, "1 of 20 tokens flipped")
     assert found.relative_error == pytest.approx(2 * np.linalg.norm(reference[1, 2]) / np.linalg.norm(reference))
     assert found.cosine_min == pytest.approx(-1.0)
     candidate[0, 0, 0] = np.inf
@@ -286,8 +276,7 @@ def test_a_feature_map_agrees_where_its_tokens_neighbours_stay(shape: tuple[int,
 )
 def test_a_shape_that_is_not_the_roles_is_refused(role: Role, shape: tuple[int, ...], words: str) -> None:
     rows = np.ones(shape)
-    with pytest.raises(BadInput, match=words):
-        measures(rows, rows, role=role)
+    rejects(words, measures, rows, rows, role=role)
 
 
 def of_two_outputs(faulty: bool) -> Parity:
@@ -321,8 +310,7 @@ def test_a_record_tells_role_and_output_only_where_they_are_more_than_logits() -
     assert "top1_agreement" in logits["batches"][0]
     assert vectors["batches"][0]["agreement"] == 1.0
     assert "top1_agreement" not in vectors["measures"]
-    read = parity_from_value(raw, where="parity.json")
-    assert read.to_json() == raw
+    assert parity_from_value(raw, where="parity.json").to_json() == raw
     raw["links"][1]["role"] = "smell"
     with pytest.raises(BadInput, match=r"links\[1\].role: got 'smell', expected embedding or feature map or logits"):
         parity_from_value(raw, where="parity.json")

@@ -16,6 +16,7 @@ from perf.timing.laps import Clock, Laps, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import has_vnni, lost_time
 from tests.doubles import FakeClock
+from tests.refusals import rejects
 
 PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)
 
@@ -84,8 +85,7 @@ def test_warm_up_that_never_turns_flat_says_so_at_its_limit() -> None:
     clock = FakeClock()
     endless = (100.0 * 0.99**index for index in count())
     plan = Plan(warm_up_limit_s=3.0)
-    warmed = warm_up(Replay(clock, endless), plan, clock)
-    assert not warmed.flat
+    assert not warm_up(Replay(clock, endless), plan, clock).flat
     assert clock.now_ns / 1e9 == pytest.approx(3.0, abs=0.2)
 
 
@@ -120,8 +120,7 @@ def test_a_steady_machine_stops_as_soon_as_it_may() -> None:
     clock = FakeClock()
     bounds = {"dense": steady(clock, 6.0), "reduced": steady(clock, 4.0)}
     blocks, stop = measure_pair(bounds, PLAN, calls=5, clock=clock)
-    assert stop == "narrow"
-    assert len(blocks) == 4 * PLAN.min_rounds
+    assert (stop, len(blocks)) == ("narrow", 4 * PLAN.min_rounds)
     ratio = speedup(blocks, "dense", "reduced")
     assert ratio is not None
     assert (ratio.value, ratio.low, ratio.high) == (1.5, 1.5, 1.5)
@@ -192,13 +191,9 @@ def test_throttled_blocks_are_dropped_with_their_round() -> None:
     def watch() -> GpuState:
         hot = next(asked) == 5  # the second block of the second round
         return GpuState(
-            sm_clock_mhz=1000,
-            memory_clock_mhz=1000,
-            temperature_c=90,
-            power_w=300.0,
-            throttle=("hw_thermal_slowdown",) if hot else ("sw_power_cap",),
-            foreign_processes=0,
-        )
+            sm_clock_mhz=1000, memory_clock_mhz=1000, temperature_c=90, power_w=300.0,
+            throttle=("hw_thermal_slowdown",) if hot else ("sw_power_cap",), foreign_processes=0,
+        )  # fmt: skip
 
     bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
     blocks = measure_rounds(bounds, 7, calls=5, clock=clock, watch=watch)
@@ -238,17 +233,13 @@ def lost(*rounds: str) -> tuple[Block, ...]:
     """Rounds of an a-block and a b-block; `x` is an interrupted call, `.` a clean one: "x./.." is a, then b."""
     return tuple(
         Block(
-            round=index,
-            subject=name,
-            at_s=0.0,
-            calls=len(calls),
-            wall_ms=10.0 * len(calls),
+            round=index, subject=name, at_s=0.0, calls=len(calls), wall_ms=10.0 * len(calls),
             compute_ms=tuple(10.0 + index for _ in calls),
             lost_ms=tuple(5.0 if call == "x" else 0.0 for call in calls),
         )
         for index, text in enumerate(rounds)
         for name, calls in zip("ab", text.split("/"), strict=True)
-    )
+    )  # fmt: skip
 
 
 def test_rounds_are_taken_together_until_both_have_clean_calls() -> None:
@@ -332,8 +323,7 @@ def test_an_impossible_plan_is_refused(wrong: dict[str, float]) -> None:
 
 
 def test_a_block_without_positive_times_is_refused() -> None:
-    with pytest.raises(BadInput, match="positive times"):
-        Block(round=0, subject="a", at_s=0.0, calls=1, wall_ms=0.0, compute_ms=(0.0,))
+    rejects("positive times", Block, round=0, subject="a", at_s=0.0, calls=1, wall_ms=0.0, compute_ms=(0.0,))
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from corp_deploy.invocation.table import BENCH
 from corp_deploy.proof import torch_package
 from corp_deploy.proof.torch_package import compile_package, port_of_images
 from corp_deploy.store.checkpoint import save
-from ground.errors import BadInput
 from ground.ports import OutputPort, image_port
 from perf.runners.torch_package import CHECKED, PackageRunner
 from tests import tiny
 from tests.command import invoked, refuses
+from tests.refusals import rejects
 
 IMAGES = np.random.default_rng(0).standard_normal((3, 3, 4, 4)).astype(np.float32)
 
@@ -64,8 +64,7 @@ def test_a_package_is_run_and_told(package: Path, monkeypatch: pytest.MonkeyPatc
     with PackageRunner(package, (image_port((3, 4, 4)),), threads=1) as runner:
         answers = runner({"images": IMAGES})["output_0"]
         told = runner.describe()
-        bound = runner.bind({"images": IMAGES})
-        assert bound.laps(2, lambda: 0).calls == 2
+        assert runner.bind({"images": IMAGES}).laps(2, lambda: 0).calls == 2
         assert runner.outputs == (OutputPort(name="output_0", role="logits"),)
     flat = IMAGES.reshape(3, -1).astype(np.float64)
     np.testing.assert_allclose(answers, np.stack([flat.sum(1), (flat**2).sum(1)], axis=1), rtol=1e-5, atol=1e-5)
@@ -81,17 +80,13 @@ def test_a_batch_that_it_was_not_compiled_for_is_refused(package: Path, monkeypa
     with PackageRunner(package, (image_port((3, 4, 4)),), outputs) as runner:
         assert os.environ[CHECKED] == "1", "the compiled code would read past the end"
         assert runner({"images": IMAGES[:2]})["logits"].shape == (2, 2)
-        with pytest.raises(BadInput, match=r"doesn't run on \[3, 3, 4, 4\].*compiled for another batch"):
-            runner({"images": IMAGES})
+        rejects(r"doesn't run on \[3, 3, 4, 4\].*compiled for another batch", runner, {"images": IMAGES})
 
 
 def test_what_is_no_package_is_refused(package: Path) -> None:
-    with pytest.raises(BadInput, match=r"m\.pt2: torch .* cannot load this package"):
-        PackageRunner(package, (image_port((3, 4, 4)),)).__enter__()
-    with pytest.raises(BadInput, match="no such package"):
-        PackageRunner(package.with_name("none.pt2"), ()).__enter__()
-    with pytest.raises(BadInput, match="threads"):
-        PackageRunner(package, (), threads=0)
+    rejects(r"m\.pt2: torch .* cannot load this package", PackageRunner(package, (image_port((3, 4, 4)),)).__enter__)
+    rejects("no such package", PackageRunner(package.with_name("none.pt2"), ()).__enter__)
+    rejects("threads", PackageRunner, package, (), threads=0)
 
 
 @pytest.mark.slow("models")
@@ -117,10 +112,8 @@ def test_inputs_of_a_package_are_those_of_an_array(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", IMAGES)
     assert port_of_images(tmp_path / "x.npy", tmp_path / "m.pt2") == image_port((3, 4, 4))
     (tmp_path / "bad.npy").write_bytes(b"no array")
-    with pytest.raises(BadInput, match=r"bad\.npy: not a valid \.npy file"):
-        port_of_images(tmp_path / "bad.npy", tmp_path / "m.pt2")
-    with pytest.raises(BadInput, match=r"expected --images FILE\.npy .* got none"):
-        port_of_images(None, tmp_path / "m.pt2")
+    rejects(r"bad\.npy: not a valid \.npy file", port_of_images, tmp_path / "bad.npy", tmp_path / "m.pt2")
+    rejects(r"expected --images FILE\.npy .* got none", port_of_images, None, tmp_path / "m.pt2")
 
 
 def test_without_a_compiler_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from ground.errors import BadInput
 from ground.feeds import Feeds
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
@@ -27,6 +26,7 @@ from perf.report.render import csv, markdown
 from perf.runners.module import ModuleRunner
 from perf.stats.summary import summarise
 from perf.timing.laps import Bound, Clock, Laps, Plan
+from tests.refusals import rejects
 
 from .doubles import DoubleOfRunner, FakeClock
 
@@ -145,8 +145,7 @@ def test_without_memory_for_it_the_measurement_stays() -> None:
 
 
 def test_too_few_rounds_for_an_interval_are_refused() -> None:
-    with pytest.raises(BadInput, match="the audit needs 6 rounds or 0 for none, got 3"):
-        Plan(audit_rounds=3)
+    rejects("the audit needs 6 rounds or 0 for none, got 3", Plan, audit_rounds=3)
 
 
 class Forgetful(nn.Module):
@@ -171,8 +170,7 @@ def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> 
         bound.laps(2, perf_counter_ns)
         (found,) = subject.tests()
         assert subject.tests() == []  # it was let go of
-    assert (found.candidate, found.status) == ("reduced at batch 4", status)
-    assert found.test == "timed-run"
+    assert (found.candidate, found.status, found.test) == ("reduced at batch 4", status, "timed-run")
 
 
 def test_what_was_bound_and_not_timed_says_nothing() -> None:
@@ -193,7 +191,4 @@ def test_what_answers_no_input_is_no_model() -> None:
     with ModuleRunner(Scalar(), label="m") as runner:
         subject = OpenedSubject("reduced", (runner,), None, None)
         subject.bind({"images": np.zeros((4, 3, 2, 2), np.float32)}).laps(2, perf_counter_ns)
-        with pytest.raises(
-            BadInput, match=r"reduced \(m\): gives logits \[\] to a batch of 4, expected a row for each"
-        ):
-            subject.tests()
+        rejects(r"reduced \(m\): gives logits \[\] to a batch of 4, expected a row for each", subject.tests)

@@ -32,8 +32,7 @@ def test_the_changelog_begins_with_what_is_to_come_and_this_version() -> None:
     assert heads[1][0] == __version__ == tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
     dates = [date.fromisoformat(day) for _, day in heads[1:]]
     versions = [tuple(map(int, version.split("."))) for version, _ in heads[1:]]
-    assert dates == sorted(dates, reverse=True)
-    assert versions == sorted(set(versions), reverse=True)
+    assert (dates, versions) == (sorted(dates, reverse=True), sorted(set(versions), reverse=True))
 
 
 def test_changes_stand_under_known_heads_and_name_every_command() -> None:

@@ -28,6 +28,7 @@ from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
 from ground.errors import BadInput
 from tests import tiny
+from tests.refusals import rejects
 
 KWARGS = {"img_size": 32, "patch_size": 8, "num_classes": 0}
 
@@ -211,8 +212,7 @@ def test_the_least_uniform_sparsity_that_meets_a_share_is_taken() -> None:
     joint = float(row[3])
     assert row == ["--preset", "none", "--mlp", f"{joint:g}", "--attn", f"{joint:g}"]
     assert sparsities.left(joint, joint) <= 0.7 < sparsities.left(joint - 0.01, joint - 0.01)
-    with pytest.raises(BadInput, match=r"no uniform mlp sparsity leaves 0.05 of the MACs"):
-        sparsities.of("mlp", 0.05)
+    rejects(r"no uniform mlp sparsity leaves 0.05 of the MACs", sparsities.of, "mlp", 0.05)
     assert words(Method(name="m", reduce="--preset best --macs {share}"), 0.7, settings)[-1] == "0.7"
 
 
@@ -224,8 +224,7 @@ def test_the_fewest_merged_tokens_that_meet_a_share_are_taken() -> None:
         count = int(text.removeprefix(start))
         assert text.startswith(start)
         assert settings.schedules.left(text) <= 0.9 < settings.schedules.left(f"{start}{count - 1}")
-    with pytest.raises(BadInput, match=r"merging 255 tokens leaves more than 0.1 of the MACs"):
-        settings.schedules.of("each", 0.1)
+    rejects(r"merging 255 tokens leaves more than 0.1 of the MACs", settings.schedules.of, "each", 0.1)
 
 
 @pytest.mark.slow("models")
@@ -267,13 +266,9 @@ def test_tables_show_what_the_record_has() -> None:
     rows = [row("best", 0.8, 0.2, cpu_s=10.0, passes=0.5, saliency_iou=0.9), row("none", 0.6, 1.25, cpu_s=1, passes=1)]
     photographs = [row("best", 0.8, 0.3, photographs=5, fitted_class_error=0.1)]
     record = {
-        "model": "ViT",
-        "threads": 2,
-        "calibration": {"crops": 12, "photographs": 3},
-        "held_out": {"crops": 6, "photographs": 2},
-        "rows": rows,
-        "photographs": photographs,
-    }
+        "model": "ViT", "threads": 2, "calibration": {"crops": 12, "photographs": 3},
+        "held_out": {"crops": 6, "photographs": 2}, "rows": rows, "photographs": photographs,
+    }  # fmt: skip
     text = tables(record)
     assert "fitted to 12 crops of 3 photographs, judged on 6 crops of 2 others" in text
     assert "| share of the MACs | 0.8 | 0.6 |" in text
@@ -292,5 +287,4 @@ def test_engine_tables_show_intervals_and_kernels() -> None:
     timed = "30.0 (29.0 to 31.0) | 20.0 | 30.0 (29.0 to 31.0) | 20.0 | 1.50 (1.40 to 1.60)"
     assert f"| widths at 0.8 | 0.80 | 0.200 | 8 | {timed} |" in text
     assert "| dense | 11 of 12 | 100 | 5.0 |\n| widths at 0.8 | 11 of 12 | 100 | 5.0 |" in text
-    without = engine_tables({**record, "dense_engine": None})
-    assert "fused attention" not in without
+    assert "fused attention" not in engine_tables({**record, "dense_engine": None})

@@ -1,8 +1,10 @@
 """Records are typed where they are read: bounded, and refused in one message that names the entry."""
 
+import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -10,7 +12,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from benchmarks.trust.fuzz.changes import VALUES, paths_of, replaced
+from benchmarks.trust.fuzz.valid import Record, valid_records
+from corp_deploy.store.model_config import load_model_config
 from ground.errors import BadInput
 from ground.records import (
     DEEPEST,
@@ -21,6 +28,8 @@ from ground.records import (
     record_from_text,
     record_from_value,
 )
+from perf.report.render import html
+from tests.refusals import rejects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +103,12 @@ def test_kind_and_version_are_judged_before_anything_else() -> None:
         '"kind": "whole", "version": 1.0': "whole record of version 1.0; this tool reads version 1",
         '"version": 1': "expected a whole record, got 'None'",
     }.items():
-        with pytest.raises(BadInput, match=said):
-            record_from_text("{" + head + ', "first": "wrong"}', Whole, where="r.json", kind="whole")
+        rejects(said, record_from_text, "{" + head + ', "first": "wrong"}', Whole, where="r.json", kind="whole")
     with pytest.raises(BadInput, match=r"of version 5, .*; this tool reads versions 2, 3 and 4: install that one, or"):
         record_from_bytes(b'{"kind": "whole", "version": 5}', Whole, where="r.json", kind="whole", version=4, oldest=2)
     text = '{"kind": "whole", "version": 3, "first": {}}'
     assert record_from_text(text, Whole, where="r.json", kind="whole", version=3).first == Part()
-    with pytest.raises(BadInput, match="got a list of 1, expected a JSON object"):
-        record_from_text("[1]", Whole, where="r.json", kind="whole")
+    rejects("got a list of 1, expected a JSON object", record_from_text, "[1]", Whole, where="r.json", kind="whole")
 
 
 def test_null_stands_for_what_is_not_finite_and_comes_back_as_inf() -> None:
@@ -120,8 +127,7 @@ def test_names_that_are_no_utf8_survive() -> None:
     text = '{"first": {}, "named": {"\\udc80": {}}}'
     assert list(record_from_text(text, Whole, where="r").named) == ["\udc80"]
     assert record_from_text('["\udc80"]', list[str], where="r") == ["\udc80"]
-    with pytest.raises(BadInput, match="not JSON"):
-        record_from_bytes(b'["\xff"]', list[str], where="r")
+    rejects("not JSON", record_from_bytes, b'["\xff"]', list[str], where="r")
 
 
 def nested(depth: int, opening: str, closing: str) -> str:
@@ -135,8 +141,7 @@ def test_what_is_nested_without_end_is_refused(opening: str, closing: str) -> No
     for depth in (DEEPEST // levels + 1, 100_000):
         with pytest.raises(BadInput, match="r: its JSON is nested too deep; records have 40 levels at most"):
             record_from_text(nested(depth, opening, closing), Any, where="r")
-    with pytest.raises(BadInput, match="nested too deep"):
-        record_from_text("[" * 10_000_000, Any, where="r")
+    rejects("nested too deep", record_from_text, "[" * 10_000_000, Any, where="r")
 
 
 @pytest.mark.parametrize(
@@ -147,30 +152,73 @@ def test_brackets_in_texts_are_no_nesting(text: str) -> None:
 
 
 def test_a_bracket_after_an_escape_is_one() -> None:
-    with pytest.raises(BadInput, match="nested too deep"):
-        record_from_text(r'["a\\", ' + nested(50, "[", "]") + "]", Any, where="r")
+    rejects("nested too deep", record_from_text, r'["a\\", ' + nested(50, "[", "]") + "]", Any, where="r")
 
 
 def test_huge_texts_are_refused_without_building_them() -> None:
     began = perf_counter()
     data = b'{"first": [' + b"{}," * 5_000_000 + b"{}]}"
-    with pytest.raises(BadInput, match="first: got a list, expected a JSON object"):
-        record_from_bytes(data + b" " * 2_000_000, Whole, where="r")
+    rejects("first: got a list, expected a JSON object", record_from_bytes, data + b" " * 2_000_000, Whole, where="r")
     assert perf_counter() - began < 30
 
 
 def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.json"
-    with pytest.raises(BadInput, match="cannot be read: no such file"):
-        record_from_file(path, Whole)
+    rejects("cannot be read: no such file", record_from_file, path, Whole)
     os.mkfifo(path)
-    with pytest.raises(BadInput, match="expected a regular file"):
-        record_from_file(path, Whole)
+    rejects("expected a regular file", record_from_file, path, Whole)
     path.unlink()
     path.write_text('{"first": {}, "kind": "whole", "version": 1}')
     assert record_from_file(path, Whole, kind="whole").rows == ()
     monkeypatch.setattr("ground.records.MOST_BYTES", 20)
-    with pytest.raises(BadInput, match=f"{path}: 44 bytes, a record has 20 at most"):
-        record_from_file(path, Whole)
-    with pytest.raises(BadInput, match="r: 24 bytes, a record has 20 at most"):
-        record_from_bytes(b" " * 24, Whole, where="r")
+    rejects(f"{path}: 44 bytes, a record has 20 at most", record_from_file, path, Whole)
+    rejects("r: 24 bytes, a record has 20 at most", record_from_bytes, b" " * 24, Whole, where="r")
+
+
+# What a report is made of, and files that hold no JSON at all; what was written before still loads.
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records")
+
+
+@pytest.fixture(scope="module")
+def records(folder: Path) -> dict[str, Record]:
+    return valid_records(folder / "any.json")
+
+
+KINDS = (
+    *("bench", "parity", "gate", "table", "engine", "config", "snapshot", "manifest", "expected", "stamp", "digests"),
+    "moments",
+)
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.parametrize("kind", ["bench", "parity"])
+@given(data=st.data())
+@QUICK
+def test_a_report_of_one_value_of_another_type(kind: str, data: st.DataObject, records: dict[str, Any]) -> None:
+    document = records[kind][1]
+    path = data.draw(st.sampled_from(list(paths_of(document))))
+    changed = replaced(document, path, data.draw(VALUES | st.sampled_from([1e308, 1e-308, []])))
+    with suppress(BadInput):
+        assert html({"title": "changed", kind: changed})
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b'"\xff"', b"[" * 10**6, b'{"kind": "', b"9" * 10**5, b"nul", b"\0"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_json_at_all(kind: str, content: bytes, folder: Path, records: dict[str, Any]) -> None:
+    name, _, reader = records[kind]
+    (folder / name).write_bytes(content)
+    rejects(name, reader, folder / name)
+
+
+def test_what_was_written_before_still_loads() -> None:
+    digits = load_model_config(ROOT / "examples/digits/model")
+    assert (digits.built.name, digits.family, len(digits.sites)) == ("vit_tiny_patch16_224", "timm", 12)
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        text = json.loads(path.read_text())
+        assert record_from_file(path, type(text)) == text, path

@@ -34,6 +34,7 @@ from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput
+from tests.refusals import rejects
 from tests.small_models import error, outputs
 from tests.timm_models import (
     BIASED,
@@ -413,8 +414,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     name, kwargs = FORMS["hiera"]
     state = library("hiera").state_dict() | {"blocks.0.attn.qkv.weight": torch.zeros(3, 16)}
     torch.save(state, tmp_path / "other.pth")
-    with pytest.raises(BadInput, match=r"don't fit the model"):
-        load_dense(name, weights=tmp_path / "other.pth", kwargs=kwargs)
+    rejects(r"don't fit the model", load_dense, name, weights=tmp_path / "other.pth", kwargs=kwargs)
 
 
 MERGED = {
@@ -431,8 +431,7 @@ def test_merging_is_refused_with_the_reason(form: str) -> None:
     else:  # windows of each image's own size are those that it was traced with
         model = dense_from_architecture(Architecture(name=V1, kwargs=SWIN | {"dynamic_img_size": True}))
         assert len(sites_of(model).every) == 12
-    with pytest.raises(BadInput, match=MERGED[form]):
-        traced_model.with_merging(model, Merging(schedule=(2, 2)))
+    rejects(MERGED[form], traced_model.with_merging, model, Merging(schedule=(2, 2)))
 
 
 def test_a_size_that_windows_dont_divide_is_refused() -> None:

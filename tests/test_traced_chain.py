@@ -42,6 +42,7 @@ from ground.errors import BadInput
 from perf.parity.block_outputs import locate_in_exact
 from tests.command import invoked, refuses
 from tests.recipes import recipe
+from tests.refusals import rejects
 from tests.traced_examples import CODE, DENSENET, PVT, checkpoint_of, images, with_structure
 
 ALIGNED: Mapping[str, Any] = {"align_hidden": 4, "align_head": 4, "align_conv": 4}
@@ -348,8 +349,7 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
         config["program"]["versions"] = {"torch": "1.0", "timm": "0.1"}
         config[part][key] = value
         (home / "reduced/config.json").write_text(json.dumps(config))
-        with pytest.raises(BadInput, match=f"config.json: .*{reason}"):
-            load_checkpoint(home / "reduced")
+        rejects(f"config.json: .*{reason}", load_checkpoint, home / "reduced")
 
 
 @pytest.mark.slow("graph")

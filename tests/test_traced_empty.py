@@ -40,9 +40,9 @@ from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.narrowing import at_widths
 from export.graph.to_onnx import onnx_from_model
 from export.graph.to_onnx import save as save_graph
-from ground.errors import BadInput
 from tests import encoders, tiny
 from tests.graphs import built, needs_rtx
+from tests.refusals import rejects
 from tests.traced_examples import PVT, checkpoint_of, images
 
 MLP, VALUES = "stages.0.blocks.0.mlp", "stages.1.blocks.0.attn.v"
@@ -159,8 +159,7 @@ def test_loops_leave_constants_too(loop: Loop | None) -> None:
 @pytest.mark.parametrize("how", ["layer", "block", "model"])
 def test_a_polish_passes_by_what_is_gone(how: str) -> None:
     options = PolishOptions(how=how, steps=2, batch_size=4)  # type: ignore[arg-type]
-    polish = polished(dense().model, emptied().model, opened(), options)
-    assert outputs(polish.model).isfinite().all()
+    assert outputs(polished(dense().model, emptied().model, opened(), options).model).isfinite().all()
 
 
 @torch.no_grad()
@@ -194,15 +193,13 @@ def test_what_can_go_whole_is_told() -> None:
 @pytest.mark.parametrize("name", ["stages.0.blocks.0.attn.v", "stages.1.blocks.0.attn.qk"])
 def test_what_cannot_go_whole_is_refused(name: str, tmp_path: Path) -> None:
     """Values that a convolution's keys go beside, queries and keys whose values stay: as widths, and in a file."""
-    with pytest.raises(BadInput, match=f"{name}: it keeps nothing, but can't be removed completely"):
-        at_widths(dense().model, {name: 0})
+    rejects(f"{name}: it keeps nothing, but can't be removed completely", at_widths, dense().model, {name: 0})
     save(replace(dense(), model=emptied().model), tmp_path / "edited")
     config = json.loads((tmp_path / "edited/config.json").read_text(encoding="utf-8"))
     config["sites"] = {key: {"groups": each["groups"]} for key, each in config["sites"].items()}
     config["sites"][name]["kept"] = []
     (tmp_path / "edited/config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(BadInput, match=f"config.json: {name}: it keeps nothing.*the file was edited"):
-        load_checkpoint(tmp_path / "edited")
+    rejects(f"config.json: {name}: it keeps nothing.*the file was edited", load_checkpoint, tmp_path / "edited")
 
 
 # A ViT and a text encoder

@@ -4,21 +4,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from corp_deploy.families.architecture import Architecture, Preprocessing
+from corp_deploy.families.counting import macs
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.traced_model import traced
+from corp_deploy.families.traced_model import traced, tracing
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
+from corp_deploy.store.inputs import arrays_for_model, images_for_model
+from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.module import traced_state
 from tests.traced_examples import images
 
@@ -188,3 +194,151 @@ def check_least_squares(x_NFT: Tensor, weight: Tensor, new: Tensor, kept: Any) -
     given_NO = given_NO + (dense_NO - given_NO).mean(0)
     least, lost = ((each - dense_NO).square().sum() for each in (best_NO, given_NO))
     assert float(least) <= float(lost) < 1.01 * float(least) + 1e-6 * float(dense_NO.var(0).sum() * len(dense_NO))
+
+
+# Channels that are shuffled and split in two, of which uneven parts are left.
+
+CHANNELS, SIZE = 12, 8
+SHUFFLED_CODE = """
+from tests.test_traced_groups import Shuffled
+
+def make():
+    return Shuffled()
+"""
+
+
+class Unit(nn.Module):
+    """ShuffleNet V2's (arXiv 1807.11164, figure 3c)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        half = CHANNELS // 2
+        self.branch = nn.Sequential(nn.Conv2d(half, half, 1), nn.ReLU(), nn.Conv2d(half, half, 3, padding=1), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, dim=1)
+        out = torch.cat((left, self.branch(right)), dim=1)
+        mixed: Tensor = out.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return mixed
+
+
+class Shuffled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.input_size = (3, SIZE, SIZE)
+        self.stem, self.units = nn.Conv2d(3, CHANNELS, 1), nn.Sequential(Unit(), Unit(), Unit())
+        self.last, self.head = nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Linear(CHANNELS, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.relu(self.last(self.units(self.stem(images)))).mean((2, 3)))
+        return out
+
+
+@pytest.mark.slow("graph")
+def test_shuffled_channels_are_removed_wherever_they_land(tmp_path: Path) -> None:
+    """Reduced, saved, loaded and exported; every site loses channels, and with `best` less is lost than without."""
+    architecture = architecture_of(Code(file="own.py", function="make", source=SHUFFLED_CODE), {}, Preprocessing())
+    with trusting_code(True):
+        dense = dense_from_architecture(architecture)
+        images = torch.randn(48, 3, SIZE, SIZE)
+        save_file({"images": images}, tmp_path / "images.safetensors")
+        checkpoint = Checkpoint(model=dense, architecture=architecture, lineage={})
+        moments = calibrate(checkpoint, images_for_model(dense, tmp_path / "images.safetensors"), batch_size=8)
+        errors = dict[str, float]()
+        for preset in ("none", "best"):
+            reduction = reduce(
+                dense,
+                moments,
+                method_from_preset(preset, mlp_sparsity=0.5, conv_sparsity=0.5, align_hidden=1, align_conv=1),
+            )
+            assert not [note for note in reduction.notes if "kept" in note], reduction.notes
+            assert len(reduction.sites) == len(sites_of(dense).every)
+            assert macs(reduction.model) < 0.6 * macs(dense)
+            wanted = dense(images).detach()
+            errors[preset] = float((reduction.model(images) - wanted).norm() / wanted.norm())
+        assert errors["best"] < errors["none"], errors
+        save(Checkpoint(model=reduction.model, architecture=architecture, lineage={}), tmp_path / "reduced")
+        loaded = load_checkpoint(tmp_path / "reduced")
+        torch.testing.assert_close(loaded.model(images), reduction.model(images))
+        export_checkpoint(loaded, tmp_path / "model.onnx", precision="fp32")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (given,) = session.run(None, {session.get_inputs()[0].name: images[:5].numpy()})
+    torch.testing.assert_close(torch.from_numpy(given), reduction.model(images[:5]), rtol=1e-4, atol=1e-5)
+
+
+# Channels that are divided by a mean over them: those that stay tell the mean of all.
+
+D, HIDDEN, TOKENS = 6, 16, 9
+
+
+class Responding(nn.Module):
+    """An MLP with a global response norm, its channels last or second; half of them give twice what others do."""
+
+    def __init__(self, *, last: bool) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.last = nn.Linear(D, HIDDEN), nn.Linear(HIDDEN, D), last
+        self.weight, self.bias = nn.Parameter(torch.randn(HIDDEN)), nn.Parameter(torch.randn(HIDDEN))
+        with torch.no_grad():
+            self.fc1.weight[1::2], self.fc1.bias[1::2] = 2 * self.fc1.weight[::2], 2 * self.fc1.bias[::2]
+            self.weight[1::2] = self.weight[::2] / 2
+        self.inputs = {"x": (TOKENS, D)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.fc1(x))
+        h = h if self.last else h.transpose(1, 2)
+        norms = h.norm(dim=1 if self.last else 2, keepdim=True)
+        shares = norms / (norms.mean(dim=-1 if self.last else 1, keepdim=True) + 1e-6)
+        shape = (-1,) if self.last else (-1, 1)
+        h = h + torch.addcmul(self.bias.view(shape), self.weight.view(shape), h * shares)
+        out: Tensor = x + self.fc2(h if self.last else h.transpose(1, 2))
+        return out
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_redundant_channels_go_at_no_loss(last: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Responding(last=last).eval()
+    model = traced(plain, Architecture(name="Responding", family="module"))
+    inputs = torch.randn(40, TOKENS, D)
+    torch.testing.assert_close(tracing(model).program.graph(inputs), plain(inputs))
+    (site,) = sites_of(model).every
+    assert site.width == HIDDEN
+    save_file({"x": inputs}, tmp_path / "x.safetensors")
+    checkpoint = Checkpoint(model=model, architecture=Architecture(name="Responding", family="module"), lineage={})
+    moments = calibrate(checkpoint, arrays_for_model(model, tmp_path / "x.safetensors"), batch_size=8)
+    dense, errors = model(inputs).detach(), dict[str, float]()
+    for preset in ("none", "best"):
+        reduction = reduce(model, moments, method_from_preset(preset, mlp_sparsity=0.5, align_hidden=1))
+        (report,) = reduction.sites
+        assert report.width == HIDDEN // 2
+        errors[preset] = float((reduction.model(inputs) - dense).norm() / dense.norm())
+        means = [value for name, value in reduction.model.state_dict().items() if "mean_weight" in name]
+        assert [tuple(each.shape) for each in means] == [(1, HIDDEN // 2)]
+        assert bool((means[0] >= 0).all())
+    assert errors["best"] < 1e-4 < 1e-2 < errors["none"], errors
+
+
+def test_loops_leave_the_mean_to_the_channels_that_stay(tmp_path: Path) -> None:
+    """So few images would tell weights below zero of a mean that is divided by."""
+    torch.manual_seed(0)
+    plain = Responding(last=True).eval()
+    torch.nn.init.normal_(plain.fc1.weight)
+    model = traced(plain, Architecture(name="Responding", family="module"))
+    save_file({"x": torch.randn(10, TOKENS, D)}, tmp_path / "x.safetensors")
+    opened = arrays_for_model(model, tmp_path / "x.safetensors")
+    looped = reduce_traced(model, opened, method_from_preset("best", mlp_sparsity=0.5, align_hidden=1), loop=Loop())
+    (weight,) = (value for name, value in looped.model.state_dict().items() if name.endswith("mean_weight_0"))
+    assert bool((weight >= 0).all())
+    assert not [name for name in looped.model.state_dict() if "mean_weight_0_bias" in name]
+
+
+def test_a_mean_that_nothing_is_divided_by_stays_one() -> None:
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(-1, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(D, D), Centred(), nn.Linear(D, D)).eval()
+    model.inputs = {"input": (TOKENS, D)}  # type: ignore[assignment]
+    program = tracing(traced(model, Architecture(name="Centred", family="module"))).program
+    assert not [node for node in program.nodes if "mean_weight" in str(node.target)]

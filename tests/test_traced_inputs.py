@@ -33,6 +33,7 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import arrays_for_model
 from ground.errors import BadInput
 from tests.command import invoked
+from tests.refusals import rejects
 from tests.traced_inputs import MODULES, SOURCE, TOKENS, WORDS, arrays
 
 CHAIN: Mapping[str, tuple[tuple[object, ...], list[tuple[str, str]]]] = {
@@ -226,8 +227,7 @@ def test_arrays_are_held_against_the_inputs(
 ) -> None:
     every = {name: each for name, each in {**arrays("Encoder", 4, 1), **changed}.items() if each is not None}
     np.savez(tmp_path / "arrays.npz", **every)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match=re.escape(reason)):
-        arrays_for_model(traced_module("Encoder").model, tmp_path / "arrays.npz")
+    rejects(re.escape(reason), arrays_for_model, traced_module("Encoder").model, tmp_path / "arrays.npz")
 
 
 class _Odd(nn.Linear):
@@ -291,8 +291,7 @@ REFUSED: list[tuple[nn.Module, str]] = [
 
 @pytest.mark.parametrize(("model", "reason"), REFUSED)
 def test_what_can_not_be_told_is_refused_with_what_to_say(model: nn.Module, reason: str) -> None:
-    with pytest.raises(BadInput, match=re.escape(reason)):
-        facts_of_module(model, Preprocessing())
+    rejects(re.escape(reason), facts_of_module, model, Preprocessing())
 
 
 def test_a_list_of_something_else_says_no_outputs() -> None:

@@ -14,6 +14,7 @@ from corp_deploy.planning.reach import first_plan, refuse_far
 from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import BadInput
 from tests.command import invoked, refuses
+from tests.refusals import rejects
 from tests.traced_examples import CODE, DENSENET, PVT
 
 # A ViT whose patches take half of its multiply-adds.
@@ -118,8 +119,7 @@ def test_a_budget_that_goes_too_far_is_refused_before_any_work() -> None:
     assert f"keep more (--macs {plan.least:g}), or allow it: --most-cut {plan.cut:g}" in said
     refuse_far(model, method, "macs", share, plan.cut or 1.0)
     refuse_far(model, method, "macs", plan.least, 0.85)
-    with pytest.raises(BadInput, match=r"evenly, where 0\.85"):
-        refuse_far(model, method, "macs", plan.least - 0.01, 0.85)
+    rejects(r"evenly, where 0\.85", refuse_far, model, method, "macs", plan.least - 0.01, 0.85)
 
 
 def test_a_module_of_a_size_that_can_not_be_told_says_what_to_do(
@@ -147,5 +147,4 @@ def test_sums_hold_for_a_model_of_maps() -> None:
     record = inspection_of_model(dense_from_architecture(DENSENET))
     for figure in ("parameters", "macs"):
         assert sum(row[figure] for row in (*record["sites"], *record["fixed"])) == record[figure]
-    with pytest.raises(BadInput, match="is built by no family of this name"):
-        dense_from_architecture(Architecture(name="any", family="traced"))
+    rejects("is built by no family of this name", dense_from_architecture, Architecture(name="any", family="traced"))

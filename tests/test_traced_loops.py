@@ -26,7 +26,7 @@ from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.finding.cuts import cuts, without_values
 from corp_deploy.traced.programs.readers import layers
 from corp_deploy.traced.programs.tracing import trace
-from ground.errors import BadInput
+from tests.refusals import rejects
 from tests.test_corp_norm_behind import wanted_by_hand
 from tests.test_traced_chain import (
     HALF,
@@ -173,8 +173,7 @@ def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Loop | None, 
 )
 def test_what_a_loop_lacks_is_said(tmp_path: Path, count: int, method: Method, loop: Loop, reason: str) -> None:
     dense = own_checkpoint()
-    with pytest.raises(BadInput, match=reason):
-        reduce_traced(dense.model, opened(dense, tmp_path, count), method, loop=loop)
+    rejects(reason, reduce_traced, dense.model, opened(dense, tmp_path, count), method, loop=loop)
 
 
 def moves_the_outputs(model: nn.Module, layer: str, place: int, pixels: Tensor) -> bool:

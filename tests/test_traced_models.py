@@ -14,8 +14,8 @@ from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.narrowing.narrow import difference, narrow, prove
 from corp_deploy.traced.programs.readers import with_biases_
 from corp_deploy.traced.programs.tracing import trace
-from ground.errors import BadInput
 from tests import traced_models as own
+from tests.refusals import rejects
 
 Shape = tuple[int, ...]
 TOKENS, MAP = (own.TOKENS, own.D), (3, 8, 8)
@@ -141,8 +141,7 @@ def test_whole_heads_go_with_their_queries_keys_and_values() -> None:
         assert given.unreduced == {}, name
         assert given.difference is not None
         assert given.difference < 1e-5
-        with pytest.raises(BadInput, match="all of a head"):
-            narrow(found, {key: groups for key, groups in kept.items() if "values" in key})
+        rejects("all of a head", narrow, found, {key: groups for key, groups in kept.items() if "values" in key})
 
 
 def test_weights_that_are_tied_stay_with_a_reason() -> None:
@@ -191,8 +190,7 @@ def test_a_choice_that_cannot_be_is_refused() -> None:
         ({first: [99]}, "expected them by number"),
         ({first: [0, 1, 8]}, "parts"),
     ):
-        with pytest.raises(BadInput, match=words):
-            narrow(found, kept)
+        rejects(words, narrow, found, kept)
 
 
 def test_fast_paths_are_as_they_were() -> None:

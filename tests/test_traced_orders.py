@@ -8,8 +8,8 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import traced, tracing
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.layers import reordered, scores, streams
-from ground.errors import BadInput
 from tests import timm_models, tiny
+from tests.refusals import rejects
 from tests.traced_examples import PVT
 
 SWIN = Architecture(
@@ -74,5 +74,4 @@ def test_scores_are_what_readers_take_behind_norms() -> None:
 
 
 def test_what_a_model_gives_keeps_its_order() -> None:
-    with pytest.raises(BadInput, match="no residual stream of which all that writes and reads it is known"):
-        streams(model_of("no classes"))
+    rejects("no residual stream of which all that writes and reads it is known", streams, model_of("no classes"))

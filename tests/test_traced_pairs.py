@@ -140,19 +140,14 @@ class OfImages(nn.Module):
 
 
 MODELS: Mapping[str, tuple[Any, str, tuple[int, int]]] = {
-    "einsum": (traced_models.EinsumAttention, "free", (2, 8)),
-    "relative": (traced_models.Relative, "free", (2, 8)),
+    "einsum": (traced_models.EinsumAttention, "free", (2, 8)), "relative": (traced_models.Relative, "free", (2, 8)),
     "torch's": (lambda: Sequence(batch_first=True), "free", (2, 8)),
-    "torch's, tokens in front": (Sequence, "free", (2, 8)),
-    "windows": (Windowed, "free", (2, 8)),
+    "torch's, tokens in front": (Sequence, "free", (2, 8)), "windows": (Windowed, "free", (2, 8)),
     "windows, tokens first": (lambda: Windowed(2, tokens_first=True), "free", (2, 8)),
-    "norms by channel": (Mapped, "free", (2, 8)),
-    "shared keys": (traced_models.Grouped, "free", (2, 4)),
-    "turned": (traced_models.Rotary, "planes", (2, 8)),
-    "shared keys, turned": (SharedTurned, "planes", (4, 8)),
-    "places added": (Placed, "none", (2, 8)),
-    "bent": (lambda: Placed(bent=True), "none", (2, 8)),
-}
+    "norms by channel": (Mapped, "free", (2, 8)), "shared keys": (traced_models.Grouped, "free", (2, 4)),
+    "turned": (traced_models.Rotary, "planes", (2, 8)), "shared keys, turned": (SharedTurned, "planes", (4, 8)),
+    "places added": (Placed, "none", (2, 8)), "bent": (lambda: Placed(bent=True), "none", (2, 8)),
+}  # fmt: skip
 
 
 def pixels(count: int, seed: int) -> Tensor:

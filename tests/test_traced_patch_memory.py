@@ -31,6 +31,7 @@ from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput
 from tests.command import invoked
+from tests.refusals import rejects
 from tests.small_convnets import checkpoint, conv_sites, images_of, pixels
 
 BEST = method_from_preset("best", conv_sparsity=0.5, align_conv=8, ridge_rel=1e-9)
@@ -206,8 +207,7 @@ def test_halves_choose_the_ridge_and_held_out_images_judge_it() -> None:
     (by_all,) = reduced(2, moments(2, halved=True), 16, held_out=moments(2, None, seed=2)).sites
     assert by_all.held_out is not None
     assert by_all.held_out.error == pytest.approx(report.held_out.error, rel=1e-4)
-    with pytest.raises(BadInput, match="judge it have patches of other channels"):
-        reduced(2, moments(2), 16, held_out=moments(2, 0.3, seed=2))
+    rejects("judge it have patches of other channels", reduced, 2, moments(2), 16, held_out=moments(2, 0.3, seed=2))
 
 
 def test_a_site_left_whole_stays_as_it_is() -> None:
@@ -226,8 +226,7 @@ def test_what_needs_other_patches_is_refused(preset: str, kept: int) -> None:
 
 
 def test_too_little_memory_is_said() -> None:
-    with pytest.raises(BadInput, match="GB more than are available"):
-        moments(1, 0.01)
+    rejects("GB more than are available", moments, 1, 0.01)
 
 
 def whole_bytes(own: Checkpoint) -> int:
@@ -256,5 +255,4 @@ def test_where_the_sums_do_not_fit_the_option_is_named(tmp_path: Path, monkeypat
     said = invoked(*words, code=2)
     named = re.search(r"\(d\) --patch-memory (\S+): patches of the largest convolutions of fewer channels", said.output)
     assert named is not None, said.output
-    fits = invoked(*words, "--patch-memory", named[1])
-    assert re.search(r"patches of layer\S+: ", fits.output)
+    assert re.search(r"patches of layer\S+: ", invoked(*words, "--patch-memory", named[1]).output)

@@ -77,14 +77,10 @@ TOLD: dict[str, Forward] = {
     "numbers": lambda m, x: x + x.new_tensor([1.0, 2, 3, 4]) * torch.tensor([0.0, 1, 0, 1], device=x.device),
     "made": lambda m, x: x + torch.arange(4, device=x.device) + torch.eye(4)[0].to(x) + torch.ones_like(x),
     "of the batch": lambda m, x: torch.cat((m.table.expand(x.shape[0], 4), x.new_zeros(x.shape[0], 2)), 1),
-    "windows": in_windows,
-    "cached": cached,
-    "in place": changed_in_place,
-    "a part": part_changed,
-    "data": lambda m, x: F.linear(x, m.layer.weight.data),
-    "a whole behind a part": seen_through_a_part,
+    "windows": in_windows, "cached": cached, "in place": changed_in_place, "a part": part_changed,
+    "data": lambda m, x: F.linear(x, m.layer.weight.data), "a whole behind a part": seen_through_a_part,
     "several": lambda m, x: {"parts": x.split(1, 1)[1:], "most": x.max(1), "none": None},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOLD)

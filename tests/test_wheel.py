@@ -131,8 +131,7 @@ def started(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_ten_minutes_of_the_start_page(started: Path) -> None:
     for name in ("start/reduced/model.fp16.onnx", "start/parity.json", "start/gate.json", "repository/expected.json"):
         assert (started / name).is_file()
-    page = (started / "start" / "report.html").read_text(encoding="utf-8")
-    assert str(ROOT) not in page
+    assert str(ROOT) not in (started / "start" / "report.html").read_text(encoding="utf-8")
 
 
 REASON = lack()

@@ -40,13 +40,9 @@ _WINDOWS: Mapping[str, Any] = {
     "transformer_dim_head": 16,
 }
 _COATNET: Mapping[str, Any] = {
-    **_IMAGES,
-    "embed_dim": [16, 32, 48],
-    "depths": [1, 2, 1],
-    "block_type": ["C", "T", "T"],
-    "stem_width": [16, 16],
+    **_IMAGES, "embed_dim": [16, 32, 48], "depths": [1, 2, 1], "block_type": ["C", "T", "T"], "stem_width": [16, 16],
     "transformer_dim_head": 16,
-}
+}  # fmt: skip
 VITS: Forms = {
     "class token": (_TINY, SMALL),
     "mean": (_TINY, SMALL | {"global_pool": "avg"}),
@@ -152,15 +148,11 @@ HIERARCHIES: Forms = {
     "efficientformer_v2": (
         "efficientformerv2_s0",
         {
-            **_IMAGES,
-            "embed_dims": [16, 24, 32, 48],
-            "depths": [1, 1, 2, 2],
-            "num_vit": 1,
-            "mlp_ratios": 3,
+            **_IMAGES, "embed_dims": [16, 24, 32, 48], "depths": [1, 1, 2, 2], "num_vit": 1, "mlp_ratios": 3,
             "layer_scale_init_value": 0.5,
         },
     ),
-}
+}  # fmt: skip
 FORMS: Forms = {**VITS, **EVAS, **BIASED, **HIERARCHIES}
 _OF_MAPS = ("Hiera", "MaxxVit", "TinyVit", "EfficientFormer", "EfficientFormerV2")
 

@@ -16,15 +16,10 @@ CLASSES = 7
 PVT = Architecture(
     name="pvt_v2_b0",
     kwargs={
-        "depths": [1, 1],
-        "embed_dims": [16, 32],
-        "num_heads": [1, 2],
-        "sr_ratios": [2, 1],
-        "mlp_ratios": [4, 4],
-        "num_classes": CLASSES,
-        "img_size": SIDE,
+        "depths": [1, 1], "embed_dims": [16, 32], "num_heads": [1, 2], "sr_ratios": [2, 1], "mlp_ratios": [4, 4],
+        "num_classes": CLASSES, "img_size": SIDE,
     },
-)
+)  # fmt: skip
 DENSENET = Architecture(
     name="densenet121", kwargs={"growth_rate": 16, "block_config": [2, 2], "num_classes": CLASSES, "img_size": SIDE}
 )

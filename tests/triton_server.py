@@ -57,17 +57,11 @@ class Server:
         shutil.copy2(_INSTALLED / f"python_backend_stubs/{_PYTHON}/triton_python_backend_stub", backend)
         (backend / "triton_python_backend_stub").chmod(0o755)
         command = [
-            str(_INSTALLED / "bin/tritonserver"),
-            f"--model-repository={self.repository}",
-            f"--backend-directory={backend.parent}",
-            "--model-control-mode=explicit",
-            "--http-address=127.0.0.1",
-            f"--http-port={self.http_port}",
-            "--grpc-address=127.0.0.1",
-            f"--grpc-port={self.grpc_port}",
-            "--allow-metrics=false",
-            "--exit-timeout-secs=10",
-        ]
+            str(_INSTALLED / "bin/tritonserver"), f"--model-repository={self.repository}",
+            f"--backend-directory={backend.parent}", "--model-control-mode=explicit", "--http-address=127.0.0.1",
+            f"--http-port={self.http_port}", "--grpc-address=127.0.0.1", f"--grpc-port={self.grpc_port}",
+            "--allow-metrics=false", "--exit-timeout-secs=10",
+        ]  # fmt: skip
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, env=_environment(), stdout=log, stderr=subprocess.STDOUT)
         try:
