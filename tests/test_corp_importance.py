@@ -18,7 +18,7 @@ from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.program_effects import output_metrics
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.kept_groups import Chosen
+from corp_deploy.reduction.kind import Chosen
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce

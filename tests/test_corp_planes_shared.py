@@ -11,9 +11,7 @@ from calib.sums import HeadSums
 from corp_deploy.algebra import planes
 from corp_deploy.algebra.image_system import whole_system
 from corp_deploy.algebra.queries_keys import QkRecovery, residual_aggregated
-from corp_deploy.algebra.scores import kept_from_scores, shared_by_groups
-from corp_deploy.reduction.logits import qk_scores
-from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
 
 HEADS, GROUPED, TOKENS, DIMS, KEPT = 4, 2, 9, 8, 2
 
@@ -60,7 +58,7 @@ def visible(activations: tuple[Tensor, Tensor], head: int) -> list[tuple[Tensor,
 
 def test_each_head_reaches_its_own_least_squares(activations: tuple[Tensor, Tensor], moments: HeadMoments) -> None:
     """A complex factor a plane and head, fitted over visible pairs by lstsq."""
-    scores_HD = qk_scores(moments, method_from_preset("corp", attention_sparsity=0.5), torch.empty(0), grouped=GROUPED)
+    scores_HD = shared_by_groups(logit_energy(moments.energy_HD, moments.images), GROUPED)
     kept_HK = kept_from_scores(planes.plane_scores(scores_HD), KEPT)
     assert moments.system_HTT is not None
     system = whole_system(moments.system_HTT, DIMS)

@@ -23,7 +23,6 @@ from corp_deploy.algebra import (
 )
 from corp_deploy.reduction import (
     correct,
-    head_modules,
     heads,
     judged_folds,
     read_tokens,
@@ -72,7 +71,7 @@ class Variant:
         yield from (quadratic, scores, algebra_channels, queries_keys)
         yield from (traced_kind, traced_reads, traced_choice, traced_recovery, traced_change)
         yield from (traced_pairs_kind, traced_values_kind, traced_reduction)
-        yield from (heads, head_modules)
+        yield heads
         if choices.mlp_selection == "obs":
             yield from (obs, patch_elimination, swap)
         if choices.geometry == "square":

@@ -4,7 +4,6 @@ Legend: B random streams, N tokens, C channels.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -80,18 +79,3 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
     is_read_N = _is_read(model)
     tokens = is_read_N.nonzero().squeeze(1)
     return None if len(tokens) in (0, len(is_read_N)) else tokens
-
-
-def _counted(kind: str, numbers: Sequence[int], kinds: Sequence[str]) -> str:
-    read, every = sum(kinds[number] == kind for number in numbers), kinds.count(kind)
-    return f"{kind} token" if every == 1 else f"{read if read == every else f'{read} of {every}'} {kind} tokens"
-
-
-def named(model: nn.Module, read: Tensor | None) -> str:
-    """Tokens in words: `class token`, `196 patch tokens`, `all 257 tokens`."""
-    kinds = traced_model.token_kinds(model)
-    if read is None:
-        return f"all {len(kinds)} tokens"
-    numbers = read.tolist()
-    present = dict.fromkeys(kinds[number] for number in numbers)
-    return " and ".join(_counted(kind, numbers, kinds) for kind in present)

@@ -16,7 +16,7 @@ from corp_deploy.traced.models.pairs import Side
 from corp_deploy.traced.narrowing.rows import Rows
 from corp_deploy.traced.programs.program import Program
 
-from .kind import Reduced
+from .report import SiteReport
 from .traced_reads import ReaderStats
 
 
@@ -51,18 +51,19 @@ def mapped_layer(
     return Mapped(name=rows.weight, dense=weight, **of_both), of_bias
 
 
-@dataclass(frozen=True, kw_only=True)
-class TracedReduced(Reduced):
-    """Of a site of a traced model: no module is new, the groups `kept_K` stay, layers that read them change, and rows
-    that write them are mixed. `selected`: groups go where nothing changes but that. `beside`: by name the groups of
-    other sites that are left with whole heads gone.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedReduced:
+    """A site of which the groups `kept_K` stay, with what to report: layers that read them change, and rows that write
+    them are mixed. `selected`: groups go where nothing changes but that. `beside`: by name the groups of other sites
+    that are left with whole heads gone.
     """
 
+    reports: list[SiteReport]
     kept_K: Tensor
     selected: bool = False
     beside: Mapping[str, Index] = field(default_factory=dict)
-    changes: tuple[Change, ...] = field(default=())
-    mapped: tuple[Mapped, ...] = field(default=())
+    changes: tuple[Change, ...] = ()
+    mapped: tuple[Mapped, ...] = ()
 
     @property
     def is_narrower(self) -> bool:

@@ -21,8 +21,8 @@ from ground.errors import BadInput
 
 from .fold_inputs import ShownInputs
 from .judged_folds import See, Show, judged_folds
-from .kind import Reduced
 from .method import Method
+from .traced_change import TracedReduced
 from .traced_fold import TracedFold, folded, merges
 from .traced_reads import reads_of
 from .traced_streams import run, tensors_of_inputs
@@ -81,7 +81,7 @@ def merged_sites(
     images: InputSet | None,
     held_out: Moments | None,
     watch: Stopwatch | None = None,
-) -> tuple[dict[str, Reduced], tuple[str, ...]]:
+) -> tuple[dict[str, TracedReduced], tuple[str, ...]]:
     """The sites, by name, where channels or heads are merged, and what is to be said of the images."""
     if not method.merges and not method.folds_heads:
         return {}, ()
@@ -105,5 +105,5 @@ def merged_sites(
     every = {key: read for fold in folds.values() for key, read in fold.every().items()}
     judged = judged_folds(every, method, _show(model, shown, own, folds.values()))
     others = {name: None if held_out is None else reads_of(fold.site, held_out, where) for name, fold in folds.items()}
-    reduced: dict[str, Reduced] = {name: fold.reduced(judged, method, others[name]) for name, fold in folds.items()}
+    reduced = {name: fold.reduced(judged, method, others[name]) for name, fold in folds.items()}
     return reduced, (few,) if shown.fitted < moments.images else ()

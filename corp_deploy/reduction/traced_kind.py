@@ -16,8 +16,7 @@ from corp_deploy.families.widths import aligned_width, aligned_widths, finer_ste
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.means import is_mean
 
-from .kept_groups import Chosen
-from .kind import ErrorCurve
+from .kind import Chosen, ErrorCurve
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
 from .traced_change import Change, TracedReduced
@@ -146,7 +145,7 @@ class TracedKind(Generic[OfSite]):
         changes += tuple(Change(read=read, recovery=mean_of_kept(read, kept_K)) for read in means)
         squeezes = tuple(read for read in moments if read.reading.is_squeeze and not is_mean(read.reading.weight))
         changes += _changed(squeezes, "none" if recovery == "none" else "affine", kept_K, method.ridge_rel)
-        return TracedReduced(modules={}, reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
+        return TracedReduced(reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
 
     def report(
         self, site: OfSite, method: Method, changes: tuple[Change, ...], width: int, judged: HeldOut | None

@@ -243,9 +243,7 @@ class _Making:
             apart = tuple(
                 at({name: getattr(each, half) for name, each in by_name.items()}) for half in ("fit", "held_out")
             )
-        new = kind.reduced(site, combined, step.method, step.width, splits=apart)
-        assert isinstance(new, TracedReduced), site.name
-        return new
+        return kind.reduced(site, combined, step.method, step.width, splits=apart)
 
     def _merged(self, segment: Segment, fold: TracedFold) -> TracedReduced:
         """Fitted and judged on the student's stream."""

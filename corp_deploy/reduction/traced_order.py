@@ -81,4 +81,4 @@ def _first(site: Site, width: int, method: Method) -> TracedReduced:
     left = _heads_left(site, method)
     kept = first_groups(site.groups, width, parts=left)
     beside = beside_heads(site, torch.arange(left)) if left < site.parts else {}
-    return TracedReduced(modules={}, reports=[], kept_K=torch.from_numpy(kept), beside=beside)
+    return TracedReduced(reports=[], kept_K=torch.from_numpy(kept), beside=beside)
