@@ -21,7 +21,6 @@ from corp_deploy.algebra.regression_sums import RegressionSums
 from .method import Method
 from .traced_change import Change
 from .traced_reads import ReaderStats
-from .uncentred import regression_uncentred
 
 See = Callable[[Tensor, Tensor, bool], None]
 """Told what merged layers give to the last one [B,N,K], what plain folding lacks of the dense outputs [B,N,O], and
@@ -91,7 +90,7 @@ class _Sums:
 def _last(folded: FoldedRead, sums: RegressionSums, ridge_rel: float) -> Fitted:
     if not folded.refits:
         return folded.foretold
-    sums = regression_uncentred(sums) if folded.read.reading.is_biasless else sums
+    sums = sums.uncentred() if folded.read.reading.is_biasless else sums
     refit = refit_toward(torch.zeros_like(folded.plain_OK), sums.regression(), strength=ridge_rel)
     return folded.plain_OK + refit.weight_OK, folded.read.bias_O + refit.bias_O, refit.condition, refit.ridge
 

@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
-from calib.inputs import InputSet
+from torch import Tensor
 
 from .correct import STRENGTHS
 from .read_tokens import Reads
-from .streams import HELD_OUT_EVERY, Streams, entering_first, streams_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +20,8 @@ class Loop:
     """
 
     strengths: Sequence[float] = STRENGTHS
-    held_out_every: int = HELD_OUT_EVERY
+    held_out_every: int = 4
     align_inputs: bool = True
     reads: Reads | None = None
     half_ids: Tensor | None = None
     refit_first: bool = False
-
-    def streams(self, model: nn.Module, images: InputSet, batch_size: int) -> Streams:
-        """Both streams of the images, with what is held out."""
-        enter = entering_first(model)
-        return streams_of(enter, images, batch_size, half_ids=self.half_ids, held_out_every=self.held_out_every)

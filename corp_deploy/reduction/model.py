@@ -14,6 +14,7 @@ from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.traced.models.module import device, replaced
+from corp_deploy.traced.models.narrowing import narrowed, provable
 from corp_deploy.traced.models.sites import Site, Sites
 from ground.effort import Stopwatch, measured
 
@@ -25,11 +26,10 @@ from .method import Method
 from .moments import require_apart, require_same_model, site_moments, splits_at
 from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
-from .rescaling import SAID, require_rescalable
+from .rescaling import SAID, require_rescalable, rescaled
 from .sparse_report import SparsityReport
-from .traced_change import TracedReduced
+from .traced_change import TracedReduced, left_of, tensors_of
 from .traced_folds import merged_sites
-from .traced_reduction import carried_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +118,21 @@ def _chosen(
     return dict(zip((site.name for site in sites), pool.each(at_site, sites, where), strict=True))
 
 
+def _carried_out(
+    model: nn.Module, new: Mapping[str, TracedReduced], images: InputSet | None
+) -> tuple[nn.Module, dict[str, str]]:
+    """The narrower model, and sites that had to be kept as they are, with the reason. `images`: where convolutions are
+    rescaled on them.
+    """
+    narrower = {name: each for name, each in new.items() if each.is_narrower}
+    kept, unreduced = provable(model, left_of(narrower))
+    tensors = tensors_of({name: each for name, each in narrower.items() if name in kept})
+    if images is not None:
+        tensors = rescaled(model, kept, tensors, images)
+    dtype = next(model.parameters()).dtype
+    return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in tensors.items()}), unreduced
+
+
 def reduce(
     model: nn.Module,
     moments: Moments,
@@ -164,7 +179,7 @@ def reduce(
         if on_progress is not None:
             on_progress(len(found), len(affected))
     if found:
-        reduced, unreduced = carried_out(model, found, shown)
+        reduced, unreduced = _carried_out(model, found, shown)
     else:
         reduced, unreduced = replaced(model, {}).eval().requires_grad_(False), {}
     reports = [report for name, new in found.items() if name not in unreduced for report in new.reports]

@@ -12,15 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
-from corp_deploy.families import traced_model
 from corp_deploy.traced.models.module import device
-from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.models.token_merging import Tokens
 
-from .streams import CPU_TOKENS, embedded
-
-State = Any  # a Walk between two steps, or what enters a traced model or a part of one, in order
-Run = Callable[[State], object]
+State = tuple[Any, ...]
+"""What enters a part of a model, in order."""
+Run = Callable[[State], State]
 
 
 class _Reached(Exception):
@@ -65,8 +62,8 @@ class Pair:
     weights_BN: Tensor | None = None
 
     def weights(self, x: Tensor) -> Tensor | None:
-        """Of what enters a layer, None where all counts alike: in a traced model not all layers are of tokens."""
-        tokens = self.sparse.tokens if isinstance(self.sparse, StreamState) else self.sparse[0]
+        """Of what enters a layer, None where all counts alike: not all layers are of tokens."""
+        tokens = self.sparse[0]
         weights_BN = tokens.sizes if isinstance(tokens, Tokens) else self.weights_BN
         return None if weights_BN is None or x.shape[:-1] != weights_BN.shape else weights_BN
 
@@ -75,31 +72,20 @@ def pairs_of(
     model: nn.Module, inputs: InputSet, batch_size: int, weights: Callable[[Inputs], Tensor | None]
 ) -> Iterator[Pair]:
     """`weights` of tokens."""
-    if isinstance(model, nn.Sequential):
-        for batch in inputs.batches(batch_size):
-            here = to_device(batch, device(model))
-            entering = tuple(tensors_by_name(here).values())
-            yield Pair(entering, entering, len(entering[0]), weights(here))
-        return
-    for x_BNC, weights_BN in embedded(model, inputs, batch_size):
-        size = max(1, CPU_TOKENS // x_BNC.shape[1]) if x_BNC.device.type == "cpu" else len(x_BNC)
-        pieces = x_BNC.split(size)
-        present = [None] * len(pieces) if weights_BN is None else weights_BN.split(size)
-        for piece_BNC, piece_BN in zip(pieces, present, strict=True):
-            walk = StreamState.of(piece_BNC, piece_BN)
-            yield Pair(walk, walk, len(piece_BNC))
+    for batch in inputs.batches(batch_size):
+        here = to_device(batch, device(model))
+        entering = tuple(tensors_by_name(here).values())
+        yield Pair(entering, entering, len(entering[0]), weights(here))
 
 
-def _onward(part: nn.Module, entering: tuple[Any, ...]) -> tuple[Any, ...]:
+def _onward(part: nn.Module, entering: State) -> State:
     """What enters the part behind this one."""
     return (part(*entering), *entering[1:])
 
 
-def runs_of(model: nn.Module) -> list[Run]:
-    """The steps of a model; of what was made of a traced one its parts."""
-    if isinstance(model, nn.Sequential):
-        return [partial(_onward, part) for part in model]
-    return [lambda walk, step=step: walk.behind(step) for step in traced_model.steps(model)]  # type: ignore[misc]
+def runs_of(model: nn.Sequential) -> list[Run]:
+    """The parts of a model."""
+    return [partial(_onward, part) for part in model]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

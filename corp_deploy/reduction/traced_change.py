@@ -7,6 +7,7 @@ columns of a layer.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,3 +111,11 @@ def _add(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:
     bias_O = tensors.get(reading.bias, layer.bias.detach().double()).clone()
     bias_O[rows] += read.undone(recovery.bias_O - read.bias_O)
     tensors |= {reading.weight: weight, reading.bias: bias_O}
+
+
+def left_of(narrower: Mapping[str, TracedReduced]) -> dict[str, Index]:
+    """The groups that every site leaves of itself, and of others."""
+    left = {name: each.kept_K.cpu().numpy() for name, each in narrower.items()}
+    for name, groups in (item for each in narrower.values() for item in each.beside.items()):
+        left[name] = np.intersect1d(left.get(name, groups), groups)
+    return left

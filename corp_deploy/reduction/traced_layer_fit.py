@@ -17,7 +17,6 @@ from .correct import divided_by_scale, group_corrections
 from .report import LoopFit
 from .traced_layer_sums import LayerSums
 from .traced_streams import Student
-from .uncentred import regression_uncentred
 
 Grouped: TypeAlias = tuple[Tensor, Tensor]
 """A weight [G,P,K] and a bias [G,P], float64."""
@@ -59,7 +58,7 @@ def fit_(
     columns_G, is_biasless = _columns(student, layer, weight_GPK), layer.bias in student.tracing.biasless
 
     def still(half: RegressionSums, group: int) -> RegressionSums:
-        half = regression_uncentred(half) if is_biasless else half
+        half = half.uncentred() if is_biasless else half
         left = half if changed is None else half.less(changed[0][group], changed[1][group])
         return left.of(columns_G[group])
 

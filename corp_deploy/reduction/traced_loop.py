@@ -35,16 +35,14 @@ from .kinds import kind_of
 from .loop import Loop
 from .method import RESCALED, Method
 from .model import Reduction, notes_on, uniform_widths
-from .read_tokens import counts_all
+from .read_tokens import counts_all, places_read
 from .report import LoopFit, SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescale_
-from .traced_change import TracedReduced, tensors_of
+from .traced_change import TracedReduced, left_of, tensors_of
 from .traced_fold import TracedFold, folded, merges
 from .traced_layer_fit import Grouped, fit_, grouped
 from .traced_layer_sums import LayerSums, SplitStatistics, head_moments, layer_sums
 from .traced_order import Step, irreducible_sites, steps_of
-from .traced_read_tokens import places_read
-from .traced_reduction import left_of
 from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
 from .traced_targets import Target, target_of
 

@@ -17,8 +17,7 @@ from corp_deploy.traced.narrowing.narrow import narrow
 
 from .kinds import kind_of
 from .method import Method
-from .traced_change import TracedReduced
-from .traced_reduction import left_of
+from .traced_change import TracedReduced, left_of
 from .traced_values_kind import TracedValuesKind, beside_heads
 
 
