@@ -56,7 +56,7 @@ def _ways(fit: RegressionSums, held_out: RegressionSums, *, both_ways: bool) -> 
 
 def group_corrections(
     groups: Sequence[tuple[RegressionSums, RegressionSums]],
-    energy: float | None,
+    energy: float,
     strengths: Sequence[float],
     *,
     both_ways: bool = False,
@@ -88,10 +88,8 @@ def group_corrections(
     return changes, report
 
 
-def divided_by_scale(rows: Tensor, scale_C: Tensor | None) -> Tensor:
+def divided_by_scale(rows: Tensor, scale_C: Tensor) -> Tensor:
     """Rows [C,...] of a layer in front of the layer scale from those behind it; 0 where it all but silences them."""
-    if scale_C is None:
-        return rows
     scale = scale_C.double().view(-1, *[1] * (rows.ndim - 1))
     silent = scale.abs() <= _SILENT_REL * scale.square().mean().sqrt()
     return torch.where(silent, 0.0, rows / torch.where(silent, 1.0, scale))

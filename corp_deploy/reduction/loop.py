@@ -15,8 +15,7 @@ class Loop:
     and which tokens behind the last block count (see tokens_to_fit).
 
     `half_ids`: content ids of the images in one of two halves that split no group (moments' own half); without them
-    each `held_out_every`-th image chooses. `refit_first`: whether the last layer of an MLP, or a convolution, is
-    fitted to the dense stream before the channels that it reads are chosen, too.
+    each `held_out_every`-th image chooses.
     """
 
     strengths: Sequence[float] = STRENGTHS
@@ -24,4 +23,3 @@ class Loop:
     align_inputs: bool = True
     reads: Reads | None = None
     half_ids: Tensor | None = None
-    refit_first: bool = False

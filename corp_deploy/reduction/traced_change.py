@@ -14,8 +14,8 @@ from torch import Tensor
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.pairs import Side
-from corp_deploy.traced.narrowing.rows import Rows
 from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import Called
 
 from .report import SiteReport
 from .traced_reads import ReaderStats
@@ -44,7 +44,7 @@ class Mapped:
 
 
 def mapped_layer(
-    program: Program, rows: Rows | Side, of_both: Mapping[str, Tensor], added_HR: Tensor | None = None
+    program: Program, rows: Called | Side, of_both: Mapping[str, Tensor], added_HR: Tensor | None = None
 ) -> tuple[Mapped, Mapped]:
     """The weight and the bias of a layer, whose rows are mixed alike; `added_HR`: to the biases."""
     weight, bias = (program.tensor(name).detach().double() for name in (rows.weight, rows.bias))

@@ -1,9 +1,8 @@
 """Closed loops of traced models: site by site in the order of the program, each on the model as reduced so far.
 
-The symmetric one (GRAIL, section 3.2) keeps the dense weights for its target. The other fits layers, as closed_loop.py
-does for branches: those that write a site to what they give in the dense model, those that read it to what the stream
-behind them lacks of the dense one, where their output is added to one, else to what they give in the dense model
-(asymmetric calibration, arXiv 2504.02692).
+The symmetric one (GRAIL, section 3.2) keeps the dense weights for its target. The other fits layers: those that write
+a site to what they give in the dense model, those that read it to what the stream behind them lacks of the dense one,
+where their output is added to one, else to what they give in the dense one (asymmetric calibration, arXiv 2504.02692).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,11 +187,6 @@ class _Making:
         alignment = self._align(segment, (site, *step.beside)) if loop is not None and loop.align_inputs else None
         targets = {layer: None if loop is None else self._target(segment, layer) for layer in readers}
         sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
-        if loop is not None and loop.refit_first and sums:
-            for layer, own in sums.items():
-                if not is_mean(layer.weight):
-                    self._fit(layer, own)
-            sums = layer_sums(segment, self.pieces, targets)
         before = {layer: grouped(self.student.program, layer) for layer in readers}
         new = self._reduced(segment, step, sums)
         self.student.set_(tensors_of({site.name: new}))
