@@ -31,7 +31,6 @@ from corp_deploy.reduction import (
     traced_fold,
     traced_folds,
     traced_kind,
-    traced_layer_fit,
     traced_layer_sums,
     traced_loop,
     traced_order,
@@ -79,7 +78,7 @@ class Variant:
         if choices.merges or self.loop is not None:
             yield from (regression, regression_sums)
         if self.loop is not None:
-            yield from (traced_loop, traced_layer_fit, traced_layer_sums, traced_order, traced_streams)
+            yield from (traced_loop, traced_layer_sums, traced_order, traced_streams)
         if self.loop not in (None, "symmetric"):
             yield from (traced_targets, correct, read_tokens)
 

@@ -22,7 +22,7 @@ from corp_deploy.algebra.values import ValueRecovery
 
 from .logits import logit_error, logit_scale, refuse_other_ranking, refuse_uncovered, system_of
 from .method import Method
-from .report import HeldOut, SiteReport, ridge_fit
+from .report import HeldOut, SiteReport
 from .rope_planes import recovered_planes
 
 
@@ -138,9 +138,9 @@ class HeadOutputs:
         change_OC, change_O = self.weight_OC - weight_OC, self.bias_O - bias_O
         return output_error(self.z_mean_C, self.z_second_CC, change_OC, change_O)
 
-    def share_lost(self, weight_OC: Tensor, bias_O: Tensor) -> float:
-        """The same of the output's variance."""
-        return self.error(weight_OC, bias_O) / self.energy if self.energy > 0.0 else 0.0
+    def judged(self, weight_OC: Tensor, bias_O: Tensor) -> HeldOut:
+        """The same beside the output's variance."""
+        return HeldOut(energy=self.energy, error=self.error(weight_OC, bias_O))
 
     def at(self, kept_K: Tensor, recovery: ChannelRecovery) -> "HeadOutputs":
         """Of these columns, which the projection reads as recovered."""
@@ -180,7 +180,7 @@ def values_at_site(
         return values.lowrank(of.z_mean_C, of.z_second_CC, *projection, heads, width, ridge_rel=strength)
 
     def share_lost(recovery: ValueRecovery, half: HeadOutputs) -> float:
-        return half.share_lost(recovery.as_dense_OC, recovery.bias_O)
+        return half.judged(recovery.as_dense_OC, recovery.bias_O).share
 
     ridge = None if splits is None else chosen_ridge(splits, ridges_from(method.ridge_rel), fit, share_lost)
     return ValuesAtSite(recovery=fit(own, method.ridge_rel if ridge is None else ridge.strength_whole), ridge=ridge)
@@ -209,39 +209,8 @@ def qk_report(
         r2=recovery.r2,
         condition=recovery.condition,
         ridge=recovery.ridge,
-        ridge_fit=ridge_fit(at_site.ridge),
+        ridge_fit=at_site.ridge,
         held_out=None if held_out is None else _qk_held_out(site, recovery, held_out, method),
-    )
-
-
-def value_report(
-    site: str,
-    dense: int,
-    at_site: ValuesAtSite,
-    own: HeadOutputs,
-    method: Method,
-    width: int,
-    held_out: HeadOutputs | None,
-) -> SiteReport:
-    """What happened to values that had the width `dense` per head."""
-    recovery, elsewhere = at_site.recovery, None
-    if held_out is not None:
-        error = held_out.error(recovery.as_dense_OC, recovery.bias_O)
-        elsewhere = HeldOut(energy=held_out.energy, error=error)
-    return SiteReport(
-        site=site,
-        part="v",
-        width_dense=dense,
-        width_asked=dense * method.attention_kept,
-        width=width,
-        energy=own.energy,
-        error_uncompensated=recovery.residual_uncompensated,
-        error=recovery.residual,
-        r2=recovery.r2,
-        condition=recovery.condition,
-        ridge=recovery.ridge,
-        ridge_fit=ridge_fit(at_site.ridge),
-        held_out=elsewhere,
     )
 
 

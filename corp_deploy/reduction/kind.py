@@ -15,13 +15,6 @@ from .traced_change import TracedReduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The channels of a site that stay at one width, ascending, selected before recovery."""
-
-    kept_K: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorCurve:
     """What one part of a site loses by its width, narrowest first, in the part's own unit.
 
@@ -81,9 +74,9 @@ class Kind(Protocol):
         """What stays as it is although something was asked of it."""
         ...
 
-    def chosen(self, site: Any, moments: Any, method: Method, width: Any, cached: Any = None) -> Chosen | None:
-        """What stays of the site at one width, for `reduced` to take as `cached`; None of a site of which a constant is
-        left. `cached` spares `obs` its elimination.
+    def chosen(self, site: Any, moments: Any, method: Method, width: Any, cached: Any = None) -> Tensor | None:
+        """The channels that stay of the site at one width, ascending, for `reduced` to take as `cached`; None where it
+        chooses otherwise. `cached` spares `obs` its elimination.
         """
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from calib.inputs import InputSet
 from calib.moments import Moments
@@ -20,7 +20,7 @@ from ground.effort import Stopwatch, measured
 
 from . import pool
 from .coverage import Coverage, coverage
-from .kind import Chosen, Order
+from .kind import Order
 from .kinds import kind_of
 from .method import Method
 from .moments import require_apart, require_same_model, site_moments, splits_at
@@ -89,7 +89,7 @@ def reduced_site(
     method: Method,
     width: Width,
     *,
-    cached: Order | Chosen | None = None,
+    cached: Order | Tensor | None = None,
     held_out: Moments | None = None,
 ) -> TracedReduced:
     """One site at one width. `cached`, its elimination or what was chosen of it, is not made again."""
@@ -107,11 +107,11 @@ def _chosen(
     method: Method,
     widths: Widths,
     eliminations: Mapping[str, Order],
-) -> dict[str, Chosen | None]:
+) -> dict[str, Tensor | None]:
     """What stays of each of these sites."""
     where = device(model)
 
-    def at_site(site: Site) -> Chosen | None:
+    def at_site(site: Site) -> Tensor | None:
         own, cached = site_moments(site, moments, where), eliminations.get(site.name)
         return kind_of(site).chosen(site, own, method, widths[site.name], cached)
 

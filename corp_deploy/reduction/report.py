@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.ridges import RidgeChoice
 
 
@@ -38,31 +39,6 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RidgeFit:
-    """How strong a ridge was chosen: what fits of that strength to either half of the images lose on their own and on
-    the other half, as shares of the dense signal there. All images together were fitted with `strength_whole` and
-    over-fit about half as much.
-    """
-
-    strength: float
-    strength_whole: float
-    share_fitted: float
-    share_held_out: float
-
-
-def ridge_fit(choice: RidgeChoice | None) -> RidgeFit | None:
-    """As it is reported, where a ridge was chosen by shares lost."""
-    if choice is None:
-        return None
-    return RidgeFit(
-        strength=choice.strength,
-        strength_whole=choice.strength_whole,
-        share_fitted=choice.error_fitted,
-        share_held_out=choice.error_held_out,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
     """What happened to one part (mlp, heads, qk, v) of a site; `heads`: how many, `qk` and `v` are of those left.
 
@@ -86,9 +62,39 @@ class SiteReport:
     condition: float
     ridge: float
     held_out: HeldOut | None = None
-    ridge_fit: RidgeFit | None = None
+    ridge_fit: RidgeChoice | None = None
     loop: LoopFit | None = None
     alignment: LoopFit | None = None
+
+
+def layer_report(
+    site: str,
+    part: str,
+    widths: tuple[int, float, int],
+    recovery: ChannelRecovery,
+    energy: float,
+    held_out: HeldOut | None,
+    ridge: RidgeChoice | None = None,
+) -> SiteReport:
+    """Of what one layer reads. `widths`: the dense one, that asked for and that left; `ridge`: chosen by halves of the
+    images.
+    """
+    dense, asked, left = widths
+    return SiteReport(
+        site=site,
+        part=part,
+        width_dense=dense,
+        width_asked=asked,
+        width=left,
+        energy=energy,
+        error_uncompensated=recovery.residual_uncompensated,
+        error=recovery.residual,
+        r2=recovery.r2,
+        condition=recovery.condition,
+        ridge=recovery.ridge,
+        ridge_fit=ridge,
+        held_out=held_out,
+    )
 
 
 def as_allocated(reports: Iterable[SiteReport]) -> list[SiteReport]:

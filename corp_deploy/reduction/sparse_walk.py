@@ -3,10 +3,9 @@
 Legend: B images of a piece, N tokens, C channels.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,15 +16,19 @@ from corp_deploy.traced.models.token_merging import Tokens
 
 State = tuple[Any, ...]
 """What enters a part of a model, in order."""
-Run = Callable[[State], State]
 
 
 class _Reached(Exception):
     """Ends a run whose rest would compute nothing that is asked for."""
 
 
-def inputs_and_outputs(run: Run, state: State, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """What enters and leaves a layer in a run, which ends there."""
+def onward(part: nn.Module, entering: State) -> State:
+    """What enters the part behind this one."""
+    return (part(*entering), *entering[1:])
+
+
+def inputs_and_outputs(part: nn.Module, state: State, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """What enters and leaves a layer in a run of a part, which ends there."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def hear(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
@@ -35,18 +38,18 @@ def inputs_and_outputs(run: Run, state: State, layer: nn.Module) -> tuple[Tensor
     handle = layer.register_forward_hook(hear)
     try:
         with suppress(_Reached):
-            run(state)
+            onward(part, state)
     finally:
         handle.remove()
     return found[0]
 
 
-def calls(run: Run, state: State, layers: Mapping[str, nn.Module]) -> tuple[list[str], State]:
-    """Which of these layers a run calls, in order, and what it gives."""
+def calls(part: nn.Module, state: State, layers: Mapping[str, nn.Module]) -> tuple[list[str], State]:
+    """Which of these layers a part calls, in order, and what enters the one behind it."""
     came: list[str] = []
     handles = [layer.register_forward_hook(lambda *_, name=name: came.append(name)) for name, layer in layers.items()]
     try:
-        return came, run(state)
+        return came, onward(part, state)
     finally:
         for handle in handles:
             handle.remove()
@@ -76,26 +79,3 @@ def pairs_of(
         here = to_device(batch, device(model))
         entering = tuple(tensors_by_name(here).values())
         yield Pair(entering, entering, len(entering[0]), weights(here))
-
-
-def _onward(part: nn.Module, entering: State) -> State:
-    """What enters the part behind this one."""
-    return (part(*entering), *entering[1:])
-
-
-def runs_of(model: nn.Sequential) -> list[Run]:
-    """The parts of a model."""
-    return [partial(_onward, part) for part in model]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPair:
-    """The same step of both models."""
-
-    reduced: Run
-    sparse: Run
-
-
-def advance_(pairs: Sequence[Pair], step: StepPair) -> None:
-    for pair in pairs:
-        pair.reduced, pair.sparse = step.reduced(pair.reduced), step.sparse(pair.sparse)

@@ -30,7 +30,7 @@ from .branch_sums import refuse_nonfinite
 from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
 from .sparse_places import SparsePlace, sparse_places_of_program
 from .sparse_report import LayerSparsity, SparsityReport
-from .sparse_walk import Pair, Run, State, StepPair, advance_, calls, inputs_and_outputs, pairs_of, runs_of
+from .sparse_walk import Pair, State, calls, inputs_and_outputs, onward, pairs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,11 @@ class Sparsifying:
     refits: bool = True
 
 
-def _sums(place: SparsePlace, before: nn.Module | None, step: StepPair, pairs: Sequence[Pair]) -> list[RegressionSums]:
+def _sums(
+    place: SparsePlace, before: nn.Module | None, parts: tuple[nn.Module, nn.Module], pairs: Sequence[Pair]
+) -> list[RegressionSums]:
     """Of what enters the layer in the sparse model, and its target: what the layer `before` gives in the reduced model,
-    None for what it gives itself.
+    None for what it gives itself. `parts`: in which they run, of the reduced model and of the sparse one.
     """
     weight_GOK = place.weight_rows()
     sums = [
@@ -57,9 +59,9 @@ def _sums(place: SparsePlace, before: nn.Module | None, step: StepPair, pairs: S
         for _ in weight_GOK
     ]
     for pair in pairs:
-        x, y = inputs_and_outputs(step.sparse, pair.sparse, place.layer)
+        x, y = inputs_and_outputs(parts[1], pair.sparse, place.layer)
         if before is not None:
-            _, y = inputs_and_outputs(step.reduced, pair.reduced, before)
+            _, y = inputs_and_outputs(parts[0], pair.reduced, before)
         weights = pair.weights(x)
         for own, x_NK, y_NO in zip(sums, place.entering(x), place.leaving(y), strict=True):
             if weights is None:
@@ -135,14 +137,13 @@ def _reported(
 
 
 def _chosen(
-    every: list[SparsePlace], how: Sparsifying, first: State, runs: Sequence[Run]
+    every: list[SparsePlace], how: Sparsifying, state: State, model: nn.Sequential
 ) -> tuple[list[SparsePlace], dict[str, str]]:
     """The places in the order they run, and by name why some are none."""
     came: list[str] = []
-    state = first
     layers = {place.name: place.layer for place in every}
-    for run in runs:
-        called, state = calls(run, state, layers)
+    for part in model:
+        called, state = calls(part, state, layers)
         came += called
     left: dict[str, str] = {}
     for place in every:
@@ -204,19 +205,17 @@ def sparsified(
     if traced_model.merging_of(reduced) is not None:
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
-        runs = zip(runs_of(before), runs_of(own), strict=True)
-        steps = [StepPair(reduced=one, sparse=other) for one, other in runs]
         weights = partial(traced_model.token_weights, reduced)
         pairs = list(pairs_of(before, inputs, batch_size, weights))
-        places, left = _chosen(every, how, pairs[0].sparse, [step.sparse for step in steps])
+        places, left = _chosen(every, how, pairs[0].sparse, own)
         count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()
         waiting = {place.name: place for place in places if place.name not in left}
-        for step in steps:
+        for parts in zip(before, own, strict=True):
             layers = {name: place.layer for name, place in waiting.items()}
-            for name in calls(step.sparse, pairs[0].sparse, layers)[0]:
+            for name in calls(parts[1], pairs[0].sparse, layers)[0]:
                 place = waiting.pop(name)
                 target = before.get_submodule(place.path) if how.target == "reduced" else None
-                sums = _sums(place, target, step, pairs)
+                sums = _sums(place, target, parts, pairs)
                 sparse, order_K = _made_sparse_(place, sums, how)
                 if order_K is not None and place.site is not None:
                     orders.append((place.site, order_K))
@@ -225,7 +224,8 @@ def sparsified(
                     on_progress(len(reports), len(reports) + len(waiting))
             if not waiting:
                 break
-            advance_(pairs, step)
+            for pair in pairs:
+                pair.reduced, pair.sparse = onward(parts[0], pair.reduced), onward(parts[1], pair.sparse)
     listed = [
         reports.get(each.name) or LayerSparsity(layer=each.name, kind=each.kind, reason=left[each.name])
         for each in places

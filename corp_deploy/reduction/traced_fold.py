@@ -25,13 +25,12 @@ from .judged_folds import PADDED, FoldedRead, JudgedFold, See
 from .kinds import kind_of
 from .method import Method
 from .partial_patches import without_patches
-from .report import HeldOut
+from .report import HeldOut, layer_report
 from .traced_change import Mapped, TracedReduced, tensors_of
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
 from .traced_streams import Values, run
 from .traced_values_kind import TracedValuesKind, beside_heads
-from .whole_heads import heads_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,8 @@ class TracedFold:
         if isinstance(site, TracedValues):
             (only,) = changes
             heads = len(self.units.groups_UV)
-            report = heads_report(site.name, heads, method, count, only.recovery, only.read.energy, elsewhere)
+            widths = heads, heads * method.heads_kept, count
+            report = layer_report(site.name, "heads", widths, only.recovery, only.read.energy, elsewhere)
             beside = beside_heads(site, self.kept_K)
         else:
             assert isinstance(kind, TracedKind), site.name

@@ -28,6 +28,7 @@ from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.readers import Called, layers
 from ground.errors import BadInput
 
+from .correct import Grouped, fit_, grouped
 from .coverage import coverage
 from .judged_folds import See, judged_folds
 from .kinds import kind_of
@@ -39,7 +40,6 @@ from .report import LoopFit, SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescale_
 from .traced_change import TracedReduced, left_of, tensors_of
 from .traced_fold import TracedFold, folded, merges
-from .traced_layer_fit import Grouped, fit_, grouped
 from .traced_layer_sums import LayerSums, SplitStatistics, head_moments, layer_sums
 from .traced_order import Step, irreducible_sites, steps_of
 from .traced_streams import Piece, Segment, Student, pieces_of, segments_of

@@ -20,10 +20,10 @@ from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
-from .heads import HeadOutputs, rotated_values, value_report, values_at_site
-from .kind import Chosen, ErrorCurve
+from .heads import HeadOutputs, rotated_values, values_at_site
+from .kind import ErrorCurve
 from .method import Method
-from .report import SiteReport
+from .report import SiteReport, layer_report
 from .traced_change import Change, Mapped, TracedReduced, mapped_layer
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
@@ -66,7 +66,7 @@ class _Heads:
         """The first groups of every head."""
         return self.groups_HV[:, :each].flatten().sort().values.to(self.own.weight_OC.device)
 
-    def chosen(self, method: Method, each: int) -> Chosen:
+    def chosen(self, method: Method, each: int) -> Tensor:
         """As many groups of every head by backward elimination."""
         heads, dense = self.groups_HV.shape
         part_C = torch.arange(heads, device=self.own.weight_OC.device).repeat_interleave(dense)
@@ -74,7 +74,7 @@ class _Heads:
             self.own.z_covariance_CC, self.own.weight_OC, self.taps, ridge_rel=method.ridge_rel, group_of_C=part_C
         )
         kept_K = order.kept(heads * each)
-        return Chosen(kept_K=self.groups_HV.flatten().to(kept_K.device)[kept_K].sort().values)
+        return self.groups_HV.flatten().to(kept_K.device)[kept_K].sort().values
 
     def reduced(
         self, recovery: ChannelRecovery, reports: list[SiteReport], mapped: tuple[Mapped, ...] = ()
@@ -142,7 +142,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         stays = method.value_recovery == "keep" or self._keeps_heads(site, method)
         return (site.width,) if stays else self._with_none(site, method)
 
-    def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, cached: Any = None) -> Chosen | None:
+    def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, cached: Any = None) -> Tensor | None:
         is_chosen = site.rows is None and not method.heads_sparsity
         return super().chosen(site, moments, method, width, cached) if is_chosen else None
 
@@ -153,7 +153,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         method: Method,
         width: int,
         *,
-        cached: Elimination | Chosen | None = None,
+        cached: Elimination | Tensor | None = None,
         held_out: tuple[ReaderStats, ...] | None = None,
         splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None = None,
     ) -> TracedReduced:
@@ -239,10 +239,13 @@ def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> Trac
     """So many dimensions of each of these heads."""
     own, (count, dense) = heads.own, heads.groups_HV.shape
     at_site = values_at_site(own, method, count, each, heads.splits)
-    report = value_report(site.name, dense, at_site, own, method, each, heads.held_out)
+    recovery, held_out = at_site.recovery, heads.held_out
+    elsewhere = None if held_out is None else held_out.judged(recovery.as_dense_OC, recovery.bias_O)
+    widths = dense, dense * method.attention_kept, each
+    report = layer_report(site.name, "v", widths, recovery, own.energy, elsewhere, at_site.ridge)
     if each == dense:
         return TracedReduced(reports=[report], kept_K=heads.kept_K(each))
-    recovery = rotated_values(at_site.recovery) if method.rotates else at_site.recovery
+    recovery = rotated_values(recovery) if method.rotates else recovery
     rows_HD, map_HRD = heads.rows_HV.to(recovery.v_map_HRV.device), recovery.v_map_HRV
     assert site.rows is not None, site.name
     return heads.reduced(

@@ -3,8 +3,6 @@
 Legend: H heads, D dimensions of queries and keys, V of values, C = H V, O outputs of the projection, M heads left.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from corp_deploy.algebra.scores import kept_from_scores
 
 from .heads import HeadOutputs
 from .method import Method
-from .report import HeldOut, SiteReport, ridge_fit
+from .report import SiteReport, layer_report
 
 
 def kept_groups(own: HeadOutputs, method: Method, groups: int, count: int) -> Tensor:
@@ -30,32 +28,6 @@ def kept_groups(own: HeadOutputs, method: Method, groups: int, count: int) -> Te
     return kept_from_scores(whole_heads.output_energy(own.z_second_CC, own.weight_OC, groups), count)
 
 
-def heads_report(
-    site: str,
-    heads: int,
-    method: Method,
-    count: int,
-    recovery: ChannelRecovery,
-    energy: float,
-    held_out: HeldOut | None,
-) -> SiteReport:
-    """What happened to the heads of one attention."""
-    return SiteReport(
-        site=site,
-        part="heads",
-        width_dense=heads,
-        width_asked=heads * method.heads_kept,
-        width=count,
-        energy=energy,
-        error_uncompensated=recovery.residual_uncompensated,
-        error=recovery.residual,
-        r2=recovery.r2,
-        condition=recovery.condition,
-        ridge=recovery.ridge,
-        held_out=held_out,
-    )
-
-
 def projected(
     site: str,
     heads: int,
@@ -65,7 +37,7 @@ def projected(
     held_out: HeadOutputs | None = None,
     splits: tuple[HeadOutputs, HeadOutputs] | None = None,
 ) -> tuple[ChannelRecovery, SiteReport]:
-    """The projection with these heads in front of it, and what to report; see `fewer_heads`. `splits` of the images
+    """The projection with these heads in front of it, and what to report. `splits` of the images
     choose the ridge whose projections of either half lose least on the other.
     """
     how = method.heads_recovery
@@ -81,13 +53,12 @@ def projected(
         return recovery.weight_OK @ torch.kron(map_MH, eye_VV), recovery.bias_O
 
     def share_lost(recovery: ChannelRecovery, half: HeadOutputs) -> float:
-        return half.share_lost(*dense(recovery))
+        return half.judged(*dense(recovery)).share
 
-    ridge, elsewhere = None, None
+    ridge = None
     if splits is not None and how != "none":
         ridge = chosen_ridge(splits, ridges_from(method.ridge_rel), fit, share_lost)
     recovery = fit(own, method.ridge_rel if ridge is None else ridge.strength_whole)
-    if held_out is not None:
-        elsewhere = HeldOut(energy=held_out.energy, error=held_out.error(*dense(recovery)))
-    report = heads_report(site, heads, method, len(kept_M), recovery, own.energy, elsewhere)
-    return recovery, replace(report, ridge_fit=ridge_fit(ridge))
+    elsewhere = None if held_out is None else held_out.judged(*dense(recovery))
+    widths = heads, heads * method.heads_kept, len(kept_M)
+    return recovery, layer_report(site, "heads", widths, recovery, own.energy, elsewhere, ridge)
