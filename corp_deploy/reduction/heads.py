@@ -214,6 +214,36 @@ def qk_report(
     )
 
 
+def layer_report(
+    site: str,
+    part: str,
+    widths: tuple[int, float, int],
+    recovery: ChannelRecovery,
+    energy: float,
+    held_out: HeldOut | None,
+    ridge: RidgeChoice | None = None,
+) -> SiteReport:
+    """Of what one layer reads. `widths`: the dense one, that asked for and that left; `ridge`: chosen by halves of the
+    images.
+    """
+    dense, asked, left = widths
+    return SiteReport(
+        site=site,
+        part=part,
+        width_dense=dense,
+        width_asked=asked,
+        width=left,
+        energy=energy,
+        error_uncompensated=recovery.residual_uncompensated,
+        error=recovery.residual,
+        r2=recovery.r2,
+        condition=recovery.condition,
+        ridge=recovery.ridge,
+        ridge_fit=ridge,
+        held_out=held_out,
+    )
+
+
 def rotated_qk(qk: QkRecovery) -> QkRecovery:
     """The same logits, by channels of more even ranges."""
     return replace(qk, q_map_HRD=rotated_maps(qk.q_map_HRD), k_map_HRD=rotated_maps(qk.k_map_HRD))

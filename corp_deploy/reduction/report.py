@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.ridges import RidgeChoice
 
 
@@ -65,36 +64,6 @@ class SiteReport:
     ridge_fit: RidgeChoice | None = None
     loop: LoopFit | None = None
     alignment: LoopFit | None = None
-
-
-def layer_report(
-    site: str,
-    part: str,
-    widths: tuple[int, float, int],
-    recovery: ChannelRecovery,
-    energy: float,
-    held_out: HeldOut | None,
-    ridge: RidgeChoice | None = None,
-) -> SiteReport:
-    """Of what one layer reads. `widths`: the dense one, that asked for and that left; `ridge`: chosen by halves of the
-    images.
-    """
-    dense, asked, left = widths
-    return SiteReport(
-        site=site,
-        part=part,
-        width_dense=dense,
-        width_asked=asked,
-        width=left,
-        energy=energy,
-        error_uncompensated=recovery.residual_uncompensated,
-        error=recovery.residual,
-        r2=recovery.r2,
-        condition=recovery.condition,
-        ridge=recovery.ridge,
-        ridge_fit=ridge,
-        held_out=held_out,
-    )
 
 
 def as_allocated(reports: Iterable[SiteReport]) -> list[SiteReport]:

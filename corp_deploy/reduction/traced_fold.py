@@ -21,11 +21,12 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors
 from ground.errors import BadInput
 
+from .heads import layer_report
 from .judged_folds import PADDED, FoldedRead, JudgedFold, See
 from .kinds import kind_of
 from .method import Method
 from .partial_patches import without_patches
-from .report import HeldOut, layer_report
+from .report import HeldOut
 from .traced_change import Mapped, TracedReduced, tensors_of
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats

@@ -20,10 +20,10 @@ from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
-from .heads import HeadOutputs, rotated_values, values_at_site
+from .heads import HeadOutputs, layer_report, rotated_values, values_at_site
 from .kind import ErrorCurve
 from .method import Method
-from .report import SiteReport, layer_report
+from .report import SiteReport
 from .traced_change import Change, Mapped, TracedReduced, mapped_layer
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats

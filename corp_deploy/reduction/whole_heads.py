@@ -11,9 +11,9 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
 from corp_deploy.algebra.scores import kept_from_scores
 
-from .heads import HeadOutputs
+from .heads import HeadOutputs, layer_report
 from .method import Method
-from .report import SiteReport, layer_report
+from .report import SiteReport
 
 
 def kept_groups(own: HeadOutputs, method: Method, groups: int, count: int) -> Tensor:
