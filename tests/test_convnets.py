@@ -204,19 +204,15 @@ def test_of_trained_weights_it_errs_least_by_far() -> None:
 
 
 @pytest.mark.slow("models")
-def test_halves_judge_each_other_and_weights_are_fitted_first() -> None:
+def test_halves_judge_each_other() -> None:
     name = "resnext50_32x4d"
     model, source = checkpoint(name).model, images_of(name, 64)
     splits = reduce_traced(model, source, method("best", 0.5), loop=Loop(half_ids=source.ids[:32]))
     assert all(each.ridge_fit is not None for each in splits.sites)
-    plain, refitted = (
-        reduce_traced(model, source, method("best", 0.5), loop=Loop(refit_first=refit)) for refit in (False, True)
-    )
+    plain = reduce_traced(model, source, method("best", 0.5), loop=Loop())
     assert not any(each.ridge_fit for each in plain.sites)
     bound = error(plain.model, model, pixels(32, seed=5))
-    for each in (splits, refitted):
-        assert error(each.model, model, pixels(32, seed=5)) < 1.1 * bound
-    assert error(refitted.model, plain.model, pixels(6)) > 1e-3
+    assert error(splits.model, model, pixels(32, seed=5)) < 1.1 * bound
 
 
 def test_groups_keep_as_many_each() -> None:

@@ -18,7 +18,6 @@ from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.program_effects import output_metrics
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.kept_groups import Chosen
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -132,8 +131,8 @@ def test_what_outputs_see_alone_is_kept(tmp_path: Path) -> None:
 
     def lost(known: Moments) -> float:
         chosen = kind_of(site).chosen(site, site_moments(site, known, CPU), METHOD, 48)
-        assert isinstance(chosen, Chosen)
-        return lost_in_outputs(statistics, weight_OF, blind_OO, chosen.kept_K.tolist())
+        assert chosen is not None
+        return lost_in_outputs(statistics, weight_OF, blind_OO, chosen.tolist())
 
     assert lost(replace(moments, metrics={WEIGHT: blind_OO})) < 0.7 * lost(moments)
 

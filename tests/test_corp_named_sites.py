@@ -20,13 +20,13 @@ from corp_deploy.families.counting import macs
 from corp_deploy.families.custom_modules import architecture_of, build
 from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.given_module import facts_of_module
+from corp_deploy.families.inspection import traced_rows
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.inspection import traced_rows
 from corp_deploy.traced.models.module import traced_module
 from examples.own_module.net import Net
 from ground.errors import BadInput

@@ -17,14 +17,12 @@ from corp_deploy.algebra import planes
 from corp_deploy.algebra.image_system import ImageSystem, whole_system
 from corp_deploy.algebra.queries_keys import QkRecovery, residual_aggregated, residual_per_image
 from corp_deploy.algebra.ridges import ridges_from
-from corp_deploy.algebra.scores import kept_from_scores, shared_by_groups
+from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_attention import apply_rotary
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.kept_dims import kept_dims, kept_widths, narrower
-from corp_deploy.reduction.logits import qk_scores
 from corp_deploy.reduction.logits import system_of as logits_system
-from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import splits_at
 from corp_deploy.reduction.rope_planes import kept_planes
@@ -395,7 +393,7 @@ def visible(activations: tuple[Tensor, Tensor], head: int) -> list[tuple[Tensor,
 
 def test_each_head_reaches_its_own_least_squares(activations: tuple[Tensor, Tensor], moments: HeadMoments) -> None:
     """A complex factor a plane and head, fitted over visible pairs by lstsq."""
-    scores_HD = qk_scores(moments, method_from_preset("corp", attention_sparsity=0.5), torch.empty(0), grouped=GROUPED)
+    scores_HD = shared_by_groups(logit_energy(moments.energy_HD, moments.images), GROUPED)
     kept_HK = kept_from_scores(planes.plane_scores(scores_HD), KEPT)
     assert moments.system_HTT is not None
     system = whole_system(moments.system_HTT, DIMS)

@@ -33,8 +33,8 @@ from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import Recipe, Target
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.samples import replay
-from corp_deploy.store.effort import MANIFEST_KIND
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.errors import BadInput
 from ground.feeds import Feeds
 from ground.files import sha256_of_file, write_json

@@ -130,7 +130,7 @@ def test_the_strength_is_that_of_an_explicit_loop(count: int, rank: int | None) 
         lambda fit, half: share(fit, half, layer, kept),
     )
     assert choice.strength == min(errors, key=lambda each: errors[each])
-    assert choice.error_held_out == pytest.approx(errors[choice.strength], rel=1e-6, abs=1e-12)
+    assert choice.share_held_out == pytest.approx(errors[choice.strength], rel=1e-6, abs=1e-12)
     assert choice.strength_whole == pytest.approx(max(choice.strength / 2, 1e-4))
 
 

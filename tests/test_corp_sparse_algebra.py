@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from corp_deploy.algebra.regression import Regression
-from corp_deploy.algebra.sparse_patterns import cast_mask, holds, magnitude_mask, obs_mask
-from corp_deploy.algebra.sparse_permutation import interleaved, saliency
+from corp_deploy.algebra.sparse_patterns import cast_mask, holds, interleaved, magnitude_mask, obs_mask, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, damped, refitted, sparse_layer
 from corp_deploy.algebra.sparsity import Rule, Sparsity, sparsity_from_text
 from tests.refusals import rejects

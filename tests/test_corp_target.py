@@ -135,7 +135,7 @@ def test_the_layer_is_fitted_by_the_strength_that_the_halves_choose(count: int) 
     expected = none if best is None else fitted([one, other], best / 2)
 
     sums = summed(one[0], left(one)), summed(other[0], left(other))
-    (changes,), fit = group_corrections([sums], None, STRENGTHS, both_ways=True)
+    (changes,), fit = group_corrections([sums], 1.0, STRENGTHS, both_ways=True)
     assert fit.strength == best
     weight_OF, bias_O = (divided_by_scale(each, scale) for each in changes)
     for row in (0, 1):

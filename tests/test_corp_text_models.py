@@ -20,7 +20,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec, text_spec
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.reduction.traced_read_tokens import places_read
+from corp_deploy.reduction.read_tokens import places_read
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.transformers_directory import load_transformers

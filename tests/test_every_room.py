@@ -9,7 +9,7 @@ import sklearn  # noqa: F401  # for nothing but its time, which is not the demo'
 
 import corp_deploy
 from corp_deploy.demo import run as demo
-from corp_deploy.demo.calls import DemoScale
+from corp_deploy.demo.run import DemoScale
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from tests import tiny
 from tests.command import invoked

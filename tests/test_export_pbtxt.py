@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from export.triton.config import Serving
+from export.triton.lint import FIELDS, misused_fields
 from export.triton.pbtxt import Message, Name, ParseError, Plain, parse, pbtxt_from
 from export.triton.repository import write_repository
-from export.triton.schema import FIELDS, misused_fields
 from export.triton.variants import Package
 from tests.export_served import CLASSES, write_onnx, write_plan
 

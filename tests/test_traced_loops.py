@@ -17,9 +17,8 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.read_tokens import Reads
+from corp_deploy.reduction.read_tokens import Reads, places_read
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.reduction.traced_read_tokens import places_read
 from corp_deploy.reduction.traced_targets import Target, _passed, rows_of, target_of
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model

@@ -23,7 +23,6 @@ from corp_deploy.algebra import (
 )
 from corp_deploy.reduction import (
     correct,
-    head_modules,
     heads,
     judged_folds,
     read_tokens,
@@ -32,15 +31,12 @@ from corp_deploy.reduction import (
     traced_fold,
     traced_folds,
     traced_kind,
-    traced_layer_fit,
     traced_layer_sums,
     traced_loop,
     traced_order,
     traced_pairs_kind,
-    traced_read_tokens,
     traced_reads,
     traced_recovery,
-    traced_reduction,
     traced_streams,
     traced_targets,
     traced_values_kind,
@@ -71,8 +67,8 @@ class Variant:
         choices = self.choices()
         yield from (quadratic, scores, algebra_channels, queries_keys)
         yield from (traced_kind, traced_reads, traced_choice, traced_recovery, traced_change)
-        yield from (traced_pairs_kind, traced_values_kind, traced_reduction)
-        yield from (heads, head_modules)
+        yield from (traced_pairs_kind, traced_values_kind)
+        yield heads
         if choices.mlp_selection == "obs":
             yield from (obs, patch_elimination, swap)
         if choices.geometry == "square":
@@ -82,9 +78,9 @@ class Variant:
         if choices.merges or self.loop is not None:
             yield from (regression, regression_sums)
         if self.loop is not None:
-            yield from (traced_loop, traced_layer_fit, traced_layer_sums, traced_order, traced_streams)
+            yield from (traced_loop, traced_layer_sums, traced_order, traced_streams)
         if self.loop not in (None, "symmetric"):
-            yield from (traced_targets, correct, read_tokens, traced_read_tokens)
+            yield from (traced_targets, correct, read_tokens)
 
     def digest(self) -> str:
         """Of what is chosen and of the code that carries it out."""

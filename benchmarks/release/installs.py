@@ -35,7 +35,7 @@ EXTRAS = ("cpu", "demo", "hf", "interop", "openvino", "rtx", "sign")
 MANIFEST = """
 import sys
 from pathlib import Path
-from corp_deploy.store.effort import load_manifest
+from corp_deploy.store.manifest import load_manifest
 from ground.files import sha256_of_file
 root = Path(sys.argv[1])
 files = load_manifest(root).files

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from corp_deploy.store.checkpoint import load_checkpoint
-from corp_deploy.store.effort import load_effort, path_beside
+from corp_deploy.store.manifest import load_effort, path_beside
 from ground.effort import Effort
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise

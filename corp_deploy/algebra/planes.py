@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .image_system import ImageSystem, pair_index
 from .quadratic import solve_ridge
-from .queries_keys import Objective, QkRecovery, explained, residual_aggregated, residual_per_image
+from .queries_keys import QkRecovery, explained, residual_aggregated, residual_per_image
 from .scores import kept_from_scores, shared_by_groups
 
 # A factor's part as (row, column, sign) within a plane: the identity, and [[0, 1], [-1, 0]].
@@ -217,7 +217,6 @@ def _recovered(
     plain_HK: Tensor,
     dims: int,
     grouped: int,
-    objective: Objective,
     residual: Callable[[Tensor, Tensor], Tensor],
 ) -> QkRecovery:
     """Planes with fitted factors beside planes without, by the residual of maps of q and of k."""
@@ -228,7 +227,6 @@ def _recovered(
         q_map_HRD=q_map,
         k_map_HRD=k_map,
         planes_HK=kept_HK,
-        objective=objective,
         residual_H=residual_H,
         residual_uncompensated_H=plain_H,
         r2=explained(residual_H, plain_H),
@@ -245,7 +243,7 @@ def _aggregated(
     """
     dims, residual = q_second_HDD.shape[1], partial(residual_aggregated, q_second_HDD, k_second_HDD)
     fitted = _fitted(aggregated_loss(q_second_HDD, k_second_HDD), kept_HK, ridge_rel)
-    own = _recovered(fitted, kept_HK, plain_HK, dims, grouped, "aggregated", residual)
+    own = _recovered(fitted, kept_HK, plain_HK, dims, grouped, residual)
     plain, plain_H = _kept_whole(plain_HK, dims), own.residual_uncompensated_H
     worse_H = shared_by_groups((own.residual_H - plain_H).unsqueeze(1), grouped).squeeze(1) > 0.0
     residual_H = torch.where(worse_H, plain_H, own.residual_H)
@@ -278,7 +276,7 @@ def eliminated_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, group
     own_HP = loss.gram_HXX.diagonal(dim1=1, dim2=2)[:, : dims // 2]
     plain_HK = kept_from_scores(shared_by_groups(own_HP, grouped), planes)
     residual = partial(residual_exact, loss.gram_HXX)
-    return _recovered(fitted, kept_HK, plain_HK, dims, grouped, "per-image", residual)
+    return _recovered(fitted, kept_HK, plain_HK, dims, grouped, residual)
 
 
 def logit_v1(
@@ -295,4 +293,4 @@ def logit(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: in
     inside_HK = torch.searchsorted(covered_planes(system).contiguous(), kept_HK.contiguous())
     fitted = _fitted(image_loss(system), inside_HK, ridge_rel)
     residual = partial(residual_per_image, system)
-    return _recovered(fitted, kept_HK, kept_HK, system.head_dim, grouped, "per-image", residual)
+    return _recovered(fitted, kept_HK, kept_HK, system.head_dim, grouped, residual)

@@ -10,7 +10,6 @@ Legend: H heads, D dimensions of a head, R reduced dimensions.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from .image_system import ImageSystem, logit_system, lost_per_image
 from .quadratic import solve_ridge
 from .scores import kept_from_scores
 
-Objective = Literal["per-image", "aggregated"]
 MOST_APART = 1e8
 
 
@@ -27,14 +25,13 @@ MOST_APART = 1e8
 class QkRecovery:
     """New q = q_map q, new k = k_map k, per head.
 
-    residual_H: `objective` at the result; residual_uncompensated_H: the same with nothing fitted;
+    residual_H: the objective at the result; residual_uncompensated_H: the same with nothing fitted;
     r2: 1 - their ratio, summed over heads (eq. 93); condition: the worst head's; ridge: the largest head's.
     planes_HK: the planes that stay of each head, where they are kept or left out whole (see planes.py).
     """
 
     q_map_HRD: Tensor
     k_map_HRD: Tensor
-    objective: Objective
     residual_H: Tensor
     residual_uncompensated_H: Tensor
     r2: float
@@ -79,23 +76,13 @@ def residual_per_image(system: ImageSystem, q_map_HRD: Tensor, k_map_HRD: Tensor
     return lost_per_image(system, _lost(q_map_HRD, k_map_HRD))
 
 
-def select(
-    kept_HR: Tensor,
-    *,
-    q_second_HDD: Tensor,
-    k_second_HDD: Tensor,
-    system: ImageSystem | None = None,
-) -> QkRecovery:
-    """Keep those dimensions as they are. Judged per image where the system is given, else on the second moments."""
+def select(kept_HR: Tensor, *, q_second_HDD: Tensor, k_second_HDD: Tensor) -> QkRecovery:
+    """Keep those dimensions as they are. Judged on the second moments."""
     map_HRD = _selection(kept_HR, q_second_HDD.shape[-1])
-    if system is None:
-        residual_H = residual_aggregated(q_second_HDD, k_second_HDD, map_HRD, map_HRD)
-    else:
-        residual_H = residual_per_image(system, map_HRD, map_HRD)
+    residual_H = residual_aggregated(q_second_HDD, k_second_HDD, map_HRD, map_HRD)
     return QkRecovery(
         q_map_HRD=map_HRD,
         k_map_HRD=map_HRD,
-        objective="aggregated" if system is None else "per-image",
         residual_H=residual_H,
         residual_uncompensated_H=residual_H.clone(),
         r2=0.0,
@@ -133,7 +120,6 @@ def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecove
     return QkRecovery(
         q_map_HRD=q_map_HRD,
         k_map_HRD=k_map_HRD,
-        objective="per-image",
         residual_H=residual_H,
         residual_uncompensated_H=uncompensated_H,
         r2=explained(residual_H, uncompensated_H),
@@ -173,7 +159,6 @@ def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, rid
     return QkRecovery(
         q_map_HRD=q_map_HRD,
         k_map_HRD=k_map_HRD,
-        objective="aggregated",
         residual_H=residual_H,
         residual_uncompensated_H=uncompensated_H,
         r2=explained(residual_H, uncompensated_H),
@@ -219,7 +204,6 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
     return QkRecovery(
         q_map_HRD=torch.where(worse_H11, plain_HRD, q_map_HRD),
         k_map_HRD=torch.where(worse_H11, plain_HRD, k_map_HRD),
-        objective="aggregated",
         residual_H=residual_H,
         residual_uncompensated_H=plain_H,
         r2=explained(residual_H, plain_H),

@@ -107,6 +107,13 @@ class RegressionSums:
         """With some of the inputs only."""
         return RegressionSums(x=self.x.of(kept_R), t_O=self.t_O, tx_OK=self.tx_OK[:, kept_R], tt=self.tt)
 
+    def uncentred(self) -> "RegressionSums":
+        """With means of zero, second moments as they are: a layer without a bias can't give back the mean of what is
+        lost. A fit on such sums is the best one without a bias, and what it leaves is counted with its mean.
+        """
+        x = Gram(tokens=self.x.tokens, sum_K=torch.zeros_like(self.x.sum_K), upper_KK=self.x.upper_KK)
+        return RegressionSums(x=x, t_O=torch.zeros_like(self.t_O), tx_OK=self.tx_OK, tt=self.tt)
+
     def less(self, weight_OK: Tensor, bias_O: Tensor) -> "RegressionSums":
         """With what this map makes of the inputs taken off the targets."""
         mapped_OK = weight_OK @ self.x.gram_KK + torch.outer(bias_O, self.x.sum_K)

@@ -5,7 +5,8 @@ nothing. What is shrunk, and towards what, is the fit's own affair: towards the 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from statistics import fmean
 from typing import TypeVar
 
 RIDGES = (1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -16,8 +17,9 @@ Fit = TypeVar("Fit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RidgeChoice:
-    """A strength for fits to half of the images, and their errors on their own and on the other half, each the mean of
-    both ways round. The gap between them is over-fitting, of about twice what all images leave.
+    """A strength for fits to half of the images, and what shares of the dense signal they lose on their own and on the
+    other half, each the mean of both ways round. The gap between them is over-fitting, of about twice what all images
+    leave.
 
     `strength_whole`: for the fit to both halves. Twice the images weigh twice as much against what is shrunk towards,
     so half the strength does the same.
@@ -25,8 +27,8 @@ class RidgeChoice:
 
     strength: float
     strength_whole: float
-    error_fitted: float
-    error_held_out: float
+    share_fitted: float
+    share_held_out: float
 
 
 def ridges_from(least: float) -> tuple[float, ...]:
@@ -34,34 +36,26 @@ def ridges_from(least: float) -> tuple[float, ...]:
     return (least, *(each for each in RIDGES if each > least))
 
 
-def tried(
-    splits: tuple[Statistics, Statistics],
-    strength: float,
-    fit: Callable[[Statistics, float], Fit],
-    error: Callable[[Fit, Statistics], float],
-) -> RidgeChoice:
-    """What a strength gives."""
-    fitted = held_out = 0.0
-    for own, other in (splits, splits[::-1]):
-        here = fit(own, strength)
-        fitted += 0.5 * error(here, own)
-        held_out += 0.5 * error(here, other)
-    return RidgeChoice(strength=strength, strength_whole=0.5 * strength, error_fitted=fitted, error_held_out=held_out)
-
-
 def chosen_ridge(
     splits: tuple[Statistics, Statistics],
     strengths: Sequence[float],
     fit: Callable[[Statistics, float], Fit],
-    error: Callable[[Fit, Statistics], float],
+    share_lost: Callable[[Fit, Statistics], float],
 ) -> RidgeChoice:
-    """The strength of least error on the halves that were not fitted to; ties to the strongest. Both halves together
-    are never given less than the weakest strength.
+    """The strength whose fits lose least on the halves that they were not fitted to; ties to the strongest. Both halves
+    together are never given less than the weakest strength.
     """
     assert len(strengths) > 0
+    ways = (splits, splits[::-1])
 
     def held_out(strength: float) -> float:
-        return sum(error(fit(own, strength), other) for own, other in (splits, splits[::-1]))
+        return sum(share_lost(fit(own, strength), other) for own, other in ways)
 
-    best = tried(splits, min(sorted(strengths, reverse=True), key=held_out), fit, error)
-    return replace(best, strength_whole=max(best.strength_whole, min(strengths)))
+    strength = min(sorted(strengths, reverse=True), key=held_out)
+    fits = [(fit(own, strength), own, other) for own, other in ways]
+    return RidgeChoice(
+        strength=strength,
+        strength_whole=max(0.5 * strength, min(strengths)),
+        share_fitted=fmean(share_lost(here, own) for here, own, _ in fits),
+        share_held_out=fmean(share_lost(here, other) for here, _, other in fits),
+    )

@@ -36,15 +36,12 @@ def magnitude(weight_OC: Tensor, heads: int) -> Tensor:
     return weight_OC.square().sum(dim=0).view(heads, -1).sum(dim=1)
 
 
-def eliminated(
-    covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_rel: float, group_of_H: Tensor | None = None
-) -> Elimination:
+def eliminated(covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_rel: float) -> Elimination:
     """Heads in the order in which they go, each the one of least tr(W_h' W_h [H^-1]_hh^-1), the others refitted: one
-    order serves every count. `group_of_H`: they go in rounds, one of each group. Fewer `heads` than there are take as
-    many neighbours at a time, the query heads of whole groups.
+    order serves every count. Fewer `heads` than there are take as many neighbours at a time, the query heads of whole
+    groups.
     """
-    size = weight_OC.shape[1] // heads
-    return eliminate_blocks(covariance_CC, weight_OC, size, ridge_rel=ridge_rel, group_of_C=group_of_H)
+    return eliminate_blocks(covariance_CC, weight_OC, weight_OC.shape[1] // heads, ridge_rel=ridge_rel)
 
 
 def selection(kept_M: Tensor, heads: int) -> Tensor:

@@ -159,10 +159,6 @@ class Reference:
 
     model: Any
 
-    @property
-    def vocabulary(self) -> int:
-        return int(self.model.config.vocab_size)
-
     def prefill(self, ids_BT: Ids) -> Logits:
         """Logits [B,T,V] of all tokens at once, nothing cached."""
         with torch.inference_mode():

@@ -11,7 +11,7 @@ import msgspec
 
 from corp_deploy.families.merging_record import MergingRecord
 from corp_deploy.reduction.report import SiteReport
-from corp_deploy.store.effort import Manifest, ManifestEntry, efforts_below, load_manifest, rows_of_efforts
+from corp_deploy.store.manifest import Manifest, ManifestEntry, efforts_below, load_manifest, rows_of_efforts
 from corp_deploy.store.model_config import CONFIG, FITTED, ModelConfig, load_model_config
 from ground.errors import BadInput
 from ground.records import json_from_record, record_from_file, record_from_value

@@ -1,35 +1,12 @@
-"""Sums over a stream: of the images of a fit and of those held out apart, its energy, and whether it is finite.
+"""Sums over a stream: its energy, and whether it is finite.
 
 Legend: B images of a piece, N tokens, C channels of the stream.
 """
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ground.errors import BadInput
-
-from .streams import Pair
-
-S = TypeVar("S")
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitSums(Generic[S]):
-    """The same sums over the images of the fit and over those held out."""
-
-    fit: S
-    held_out: S
-
-    def of(self, pair: Pair) -> S:
-        return self.held_out if pair.held_out else self.fit
-
-    def each(self, change: Callable[[S], T]) -> "SplitSums[T]":
-        return SplitSums(fit=change(self.fit), held_out=change(self.held_out))
 
 
 def refuse_nonfinite(site: str, sums: Tensor) -> None:

@@ -1,28 +1,17 @@
 """What a kind of site has to offer: a reduction is (site, moments, method, width) -> Reduced."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.widths import Width
 
-from .kept_groups import Chosen, HeadsChosen
 from .method import Method
-from .report import SiteReport
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reduced:
-    """The new modules of one site by name, what to report, and by path which of a convolution's outputs stay."""
-
-    modules: dict[str, nn.Module]
-    reports: list[SiteReport]
-    kept: Mapping[str, Tensor] = field(default_factory=dict)
+from .traced_change import TracedReduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +33,7 @@ class ErrorCurve:
 
 Order = Elimination
 """Of removal: of a site's channels."""
-Choice = Chosen | HeadsChosen
-"""What stays: of a site's channels, or of an attention."""
+Reduced = TracedReduced
 
 
 class Kind(Protocol):
@@ -86,9 +74,9 @@ class Kind(Protocol):
         """What stays as it is although something was asked of it."""
         ...
 
-    def chosen(self, site: Any, moments: Any, method: Method, width: Any, cached: Any = None) -> Choice | None:
-        """What stays of the site at one width, for `reduced` to take as `cached`; None of a site of which a constant is
-        left. `cached` spares `obs` its elimination.
+    def chosen(self, site: Any, moments: Any, method: Method, width: Any, cached: Any = None) -> Tensor | None:
+        """The channels that stay of the site at one width, ascending, for `reduced` to take as `cached`; None where it
+        chooses otherwise. `cached` spares `obs` its elimination.
         """
         ...
 

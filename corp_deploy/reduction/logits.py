@@ -1,4 +1,4 @@
-"""What queries and keys are judged and ranked by: the logits' error under maps, and a score of each dimension.
+"""What queries and keys are judged by: the logits' error under maps.
 
 Legend: H heads, D dense head width, R reduced head width, S dimensions that a per-image system covers.
 """
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.moments import HeadMoments
-from corp_deploy.algebra import planes, queries_keys, scores
+from corp_deploy.algebra import planes, queries_keys
 from corp_deploy.algebra.image_system import ImageSystem, whole_system
 from corp_deploy.families.widths import aligned_widths
 from ground.errors import BadInput
@@ -60,18 +60,6 @@ def logit_scale(site: str, moments: HeadMoments, method: Method) -> Tensor:
     """Each head's dense logit energy [H], in the unit of `logit_error`."""
     nothing_HRD = torch.zeros_like(moments.energy_HD).unsqueeze(1)
     return logit_error(site, moments, method, nothing_HRD, nothing_HRD)
-
-
-def qk_scores(moments: HeadMoments, method: Method, rows_XI: Tensor, *, grouped: int = 1) -> Tensor:
-    """What ranks the dimensions of each head [H, D], alike for `grouped` heads in turn that share keys; `rows_XI` are
-    those of the fused projection, queries first.
-    """
-    if method.qk_selection == "energy":
-        return scores.shared_by_groups(scores.logit_energy(moments.energy_HD, moments.images), grouped)
-    heads, head_dim = moments.energy_HD.shape
-    rows_nDI = rows_XI[: (heads + heads // grouped) * head_dim].unflatten(0, (-1, head_dim))
-    keys_HDI = rows_nDI[heads:].repeat_interleave(grouped, dim=0)
-    return scores.shared_by_groups(scores.logit_magnitude(rows_nDI[:heads], keys_HDI), grouped)
 
 
 def refuse_uncovered(site: str, system: ImageSystem, width: int, align: int) -> None:

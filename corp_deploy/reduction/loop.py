@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
-from calib.inputs import InputSet
+from torch import Tensor
 
 from .correct import STRENGTHS
 from .read_tokens import Reads
-from .streams import HELD_OUT_EVERY, Streams, entering_first, streams_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,18 +15,11 @@ class Loop:
     and which tokens behind the last block count (see tokens_to_fit).
 
     `half_ids`: content ids of the images in one of two halves that split no group (moments' own half); without them
-    each `held_out_every`-th image chooses. `refit_first`: whether the last layer of an MLP, or a convolution, is
-    fitted to the dense stream before the channels that it reads are chosen, too.
+    each `held_out_every`-th image chooses.
     """
 
     strengths: Sequence[float] = STRENGTHS
-    held_out_every: int = HELD_OUT_EVERY
+    held_out_every: int = 4
     align_inputs: bool = True
     reads: Reads | None = None
     half_ids: Tensor | None = None
-    refit_first: bool = False
-
-    def streams(self, model: nn.Module, images: InputSet, batch_size: int) -> Streams:
-        """Both streams of the images, with what is held out."""
-        enter = entering_first(model)
-        return streams_of(enter, images, batch_size, half_ids=self.half_ids, held_out_every=self.held_out_every)

@@ -1,35 +1,35 @@
 """Reduce: (model, moments, method) -> a new, smaller, ordinary model and what was lost at every site.
 
-Selections and recoveries say what to do; here it is done, once, on new modules. The model given is never edited.
+Selections and recoveries say what to do; here it is done, once, on a new program. The model given is never edited.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.traced.models.module import device, replaced
+from corp_deploy.traced.models.narrowing import narrowed, provable
 from corp_deploy.traced.models.sites import Site, Sites
 from ground.effort import Stopwatch, measured
 
 from . import pool
 from .coverage import Coverage, coverage
-from .kind import Choice, Order, Reduced
+from .kind import Order
 from .kinds import kind_of
 from .method import Method
 from .moments import require_apart, require_same_model, site_moments, splits_at
 from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
-from .rescaling import SAID, require_rescalable
+from .rescaling import SAID, require_rescalable, rescaled
 from .sparse_report import SparsityReport
-from .traced_change import TracedReduced
+from .traced_change import TracedReduced, left_of, tensors_of
 from .traced_folds import merged_sites
-from .traced_reduction import carried_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +89,9 @@ def reduced_site(
     method: Method,
     width: Width,
     *,
-    cached: Order | Choice | None = None,
+    cached: Order | Tensor | None = None,
     held_out: Moments | None = None,
-) -> Reduced:
+) -> TracedReduced:
     """One site at one width. `cached`, its elimination or what was chosen of it, is not made again."""
     where = device(model)
     own = site_moments(site, moments, where)
@@ -107,15 +107,30 @@ def _chosen(
     method: Method,
     widths: Widths,
     eliminations: Mapping[str, Order],
-) -> dict[str, Choice | None]:
+) -> dict[str, Tensor | None]:
     """What stays of each of these sites."""
     where = device(model)
 
-    def at_site(site: Site) -> Choice | None:
+    def at_site(site: Site) -> Tensor | None:
         own, cached = site_moments(site, moments, where), eliminations.get(site.name)
         return kind_of(site).chosen(site, own, method, widths[site.name], cached)
 
     return dict(zip((site.name for site in sites), pool.each(at_site, sites, where), strict=True))
+
+
+def _carried_out(
+    model: nn.Module, new: Mapping[str, TracedReduced], images: InputSet | None
+) -> tuple[nn.Module, dict[str, str]]:
+    """The narrower model, and sites that had to be kept as they are, with the reason. `images`: where convolutions are
+    rescaled on them.
+    """
+    narrower = {name: each for name, each in new.items() if each.is_narrower}
+    kept, unreduced = provable(model, left_of(narrower))
+    tensors = tensors_of({name: each for name, each in narrower.items() if name in kept})
+    if images is not None:
+        tensors = rescaled(model, kept, tensors, images)
+    dtype = next(model.parameters()).dtype
+    return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in tensors.items()}), unreduced
 
 
 def reduce(
@@ -146,39 +161,33 @@ def reduce(
     shown = require_rescalable(model, images) if method.rescales else None
     target_widths = uniform_widths(model, method) if widths is None else widths
     sites = sites_of(model)
-    modules: dict[str, nn.Module] = {}
-    reports: list[SiteReport] = []
     merged, few = merged_sites(model, target_widths, moments, method, images, held_out, watch)
     affected = [site for site in sites.every if site.name in target_widths]
     with measured(watch, "select"):
         apart = [site for site in affected if site.name not in merged]
         chosen = _chosen(model, apart, moments, method, target_widths, eliminations or {})
 
-    def at_site(site: Site) -> Reduced:
+    def at_site(site: Site) -> TracedReduced:
         if site.name in merged:
             return merged[site.name]
         cached, width = chosen[site.name], target_widths[site.name]
         return reduced_site(model, site, moments, method, width, cached=cached, held_out=held_out)
 
-    every = list[Reduced]()
-    for finished, new in enumerate(pool.each(at_site, affected, device(model)), start=1):
-        every.append(new)
-        modules |= new.modules
-        reports += new.reports
+    found = dict[str, TracedReduced]()
+    for site, new in zip(affected, pool.each(at_site, affected, device(model)), strict=True):
+        found[site.name] = new
         if on_progress is not None:
-            on_progress(finished, len(affected))
-    reports = list(reports if widths is None else as_allocated(reports))
-    found = {site.name: new for site, new in zip(affected, every, strict=True) if isinstance(new, TracedReduced)}
+            on_progress(len(found), len(affected))
     if found:
-        reduced, unreduced = carried_out(model, found, shown)
-        reports = [report for report in reports if report.site not in unreduced]
-        few = (*few, *(f"{name} kept as it is: {reason}" for name, reason in unreduced.items()))
+        reduced, unreduced = _carried_out(model, found, shown)
     else:
-        reduced = replaced(model, modules).eval().requires_grad_(False)
+        reduced, unreduced = replaced(model, {}).eval().requires_grad_(False), {}
+    reports = [report for name, new in found.items() if name not in unreduced for report in new.reports]
+    few = (*few, *(f"{name} kept as it is: {reason}" for name, reason in unreduced.items()))
     return Reduction(
         model=reduced,
         method=method,
-        sites=tuple(reports),
+        sites=tuple(reports if widths is None else as_allocated(reports)),
         coverage=coverage(sites, method, target_widths, by_site=widths is not None),
         notes=(*notes_on(sites, method, target_widths), *few),
         decisions=() if shown is None else (SAID,),

@@ -1,20 +1,27 @@
-"""Which tokens of the last residual stream a model's outputs read: those that a closed loop's last block is fitted to.
+"""Which tokens of the last residual stream a model's outputs read, and which places of what its linear layers give:
+those that a closed loop fits to.
 
-Legend: B random streams, N tokens, C channels.
+Legend: B random streams, N tokens of a stream, C channels, P places behind the batch.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs
 from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers, example_of, gives_patches, steps_to_outputs
+from corp_deploy.traced.finding.cuts import cuts, needed, outputs_behind
+from corp_deploy.traced.models.module import Tracing
+from corp_deploy.traced.models.segments import layout_of, without_padding
 from corp_deploy.traced.models.steps import StreamState
+from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, sizes_at_one
+from corp_deploy.traced.programs.readers import LINEAR, layers
+
+from .traced_streams import run
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them
@@ -82,16 +89,35 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
     return None if len(tokens) in (0, len(is_read_N)) else tokens
 
 
-def _counted(kind: str, numbers: Sequence[int], kinds: Sequence[str]) -> str:
-    read, every = sum(kinds[number] == kind for number in numbers), kinds.count(kind)
-    return f"{kind} token" if every == 1 else f"{read if read == every else f'{read} of {every}'} {kind} tokens"
+def places_read(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
+    """Of linear layers of which some places [P] alone are read, which; those behind the first cut are looked at."""
+    program, read = dense.program, dict[fx.Node, Tensor]()
+    linear = [each.node for each in layers(program) if each.node.target is LINEAR and batch_of(each.node) == IN_FRONT]
+    (entering, *_) = [node for node in program.nodes if node.op == "placeholder"]
+    for cut in reversed(cuts(dense.analysis, beside_outputs=True)):
+        layout = layout_of(cut.node, sizes_at_one(entering)[1:])
+        like_1NC = layout.rows(torch.empty(1, *layout.sizes, device=where))
+        with torch.inference_mode(False), torch.enable_grad():
+            stream_BNC = random_stream(like_1NC)
+            gradient_BNC, *gradients = _gradients(
+                program, cut.node, stream_BNC, layout.tensor(stream_BNC.clone()), linear
+            )
+        for node, gradient in zip(linear, gradients, strict=True):
+            if gradient is not None:
+                read.setdefault(node, (gradient != 0.0).any(-1).any(0).flatten())
+        if gradient_BNC is None or bool((gradient_BNC != 0.0).any(2).any(0).all()):
+            break
+    return {node: places_P for node, places_P in read.items() if bool(places_P.any()) and not bool(places_P.all())}
 
 
-def named(model: nn.Module, read: Tensor | None) -> str:
-    """Tokens in words: `class token`, `196 patch tokens`, `all 257 tokens`."""
-    kinds = traced_model.token_kinds(model)
-    if read is None:
-        return f"all {len(kinds)} tokens"
-    numbers = read.tolist()
-    present = dict.fromkeys(kinds[number] for number in numbers)
-    return " and ".join(_counted(kind, numbers, kinds) for kind in present)
+def _gradients(
+    program: Program, cut: fx.Node, stream_BNC: Tensor, x: Tensor, nodes: list[fx.Node]
+) -> list[Tensor | None]:
+    """Of the outputs by a stream, which is `x` at a cut, and by what each of these nodes gives."""
+    outputs = outputs_behind(program, cut)
+    values = run(program, needed(program, cut, outputs), {cut: x, **without_padding(program, len(x), x.device)})
+    terms = [drawn(each) for node in outputs if (each := values[node]).requires_grad]
+    own = [values[node] if node in values and values[node].requires_grad else None for node in nodes]
+    inputs = [stream_BNC, *(each for each in own if each is not None)]
+    found = iter(torch.autograd.grad(sum(terms), inputs, allow_unused=True) if terms else [None] * len(inputs))  # type: ignore[arg-type]
+    return [next(found), *(None if each is None else next(found) for each in own)]

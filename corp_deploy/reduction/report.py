@@ -38,31 +38,6 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RidgeFit:
-    """How strong a ridge was chosen: what fits of that strength to either half of the images lose on their own and on
-    the other half, as shares of the dense signal there. All images together were fitted with `strength_whole` and
-    over-fit about half as much.
-    """
-
-    strength: float
-    strength_whole: float
-    share_fitted: float
-    share_held_out: float
-
-
-def ridge_fit(choice: RidgeChoice | None) -> RidgeFit | None:
-    """As it is reported, where a ridge was chosen by shares lost."""
-    if choice is None:
-        return None
-    return RidgeFit(
-        strength=choice.strength,
-        strength_whole=choice.strength_whole,
-        share_fitted=choice.error_fitted,
-        share_held_out=choice.error_held_out,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
     """What happened to one part (mlp, heads, qk, v) of a site; `heads`: how many, `qk` and `v` are of those left.
 
@@ -86,7 +61,7 @@ class SiteReport:
     condition: float
     ridge: float
     held_out: HeldOut | None = None
-    ridge_fit: RidgeFit | None = None
+    ridge_fit: RidgeChoice | None = None
     loop: LoopFit | None = None
     alignment: LoopFit | None = None
 

@@ -7,9 +7,8 @@ Legend: B inputs, N tokens or places, G groups of a convolution (1 of a linear l
 channels of a group, T places of a kernel.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +32,9 @@ _OF_SITES: Mapping[SparseKind, frozenset[Kind]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePlace:
-    """A layer by its name in the model and its `path` in what is run, where its weight is used so often. `reorder_`
-    puts what it reads in another order, in front of it, where nothing else reads that, or remembers it where that is
-    done `later`; inputs change places within neighbouring `block`s of so many alone.
+    """A layer by its name in the model and its `path` in what is run, where its weight is used so often. `site`: what
+    it reads, where nothing else does, so that this may be put in another order; inputs change places within
+    neighbouring `block`s of so many alone.
     """
 
     name: str
@@ -44,8 +43,7 @@ class SparsePlace:
     layer: Layer
     uses: int = 1
     block: int = 0
-    reorder_: Callable[[Tensor], None] | None = None
-    later: bool = False
+    site: Site | None = None
 
     @property
     def groups(self) -> int:
@@ -111,11 +109,8 @@ def sparse_places_of_program(
     program: nn.Module,
     layers: Iterable[ProgramLayer],
     kinds: Mapping[SparseKind, Sparsity],
-    orders: list[tuple[Site, Tensor]],
 ) -> Iterator[SparsePlace]:
-    """Of a traced model: linear layers and convolutions that write or read sites of these kinds. `orders`: where what
-    they are reordered by is put.
-    """
+    """Linear layers and convolutions that write or read sites of these kinds."""
     for each in layers:
         layer = program.get_submodule(each.path)
         assert isinstance(layer, nn.Linear | nn.Conv2d), each
@@ -124,10 +119,5 @@ def sparse_places_of_program(
         if kind is not None and kind in kinds and not is_other:
             place = SparsePlace(name=each.name, path=each.path, kind=kind, layer=layer, uses=each.uses)
             if isinstance(layer, nn.Linear) and (read := block_of(model, each.weight)) is not None:
-                site, block = read
-                place = replace(place, block=block, reorder_=partial(_put, orders, site), later=True)
+                place = replace(place, site=read[0], block=read[1])
             yield place
-
-
-def _put(orders: list[tuple[Site, Tensor]], site: Site, order_G: Tensor) -> None:
-    orders.append((site, order_G))

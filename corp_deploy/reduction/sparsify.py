@@ -7,6 +7,7 @@ arXiv 2504.02692), so that it makes up for zeros in front of it too. No label is
 Legend: G groups of a convolution (1 of a linear layer), O rows, K inputs of a row.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,20 +18,19 @@ from torch import Tensor, nn
 from calib.inputs import InputSet
 from calib.sites import evaluating
 from corp_deploy.algebra.regression_sums import RegressionSums
-from corp_deploy.algebra.sparse_permutation import interleaved, saliency
+from corp_deploy.algebra.sparse_patterns import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
 from corp_deploy.algebra.sparsity import Rule, Sparsity
 from corp_deploy.families import traced_model
 from corp_deploy.traced.finding.site import Site
 from corp_deploy.traced.models.layers import layered, relayered, reordered, scores, streams
-from corp_deploy.traced.models.module import replaced
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite
 from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
 from .sparse_places import SparsePlace, sparse_places_of_program
 from .sparse_report import LayerSparsity, SparsityReport
-from .sparse_walk import Pair, Run, State, StepPair, advance_, calls, inputs_and_outputs, pairs_of, runs_of
+from .sparse_walk import Pair, State, calls, inputs_and_outputs, onward, pairs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,11 @@ class Sparsifying:
     refits: bool = True
 
 
-def _sums(place: SparsePlace, before: nn.Module | None, step: StepPair, pairs: Sequence[Pair]) -> list[RegressionSums]:
+def _sums(
+    place: SparsePlace, before: nn.Module | None, parts: tuple[nn.Module, nn.Module], pairs: Sequence[Pair]
+) -> list[RegressionSums]:
     """Of what enters the layer in the sparse model, and its target: what the layer `before` gives in the reduced model,
-    None for what it gives itself.
+    None for what it gives itself. `parts`: in which they run, of the reduced model and of the sparse one.
     """
     weight_GOK = place.weight_rows()
     sums = [
@@ -57,9 +59,9 @@ def _sums(place: SparsePlace, before: nn.Module | None, step: StepPair, pairs: S
         for _ in weight_GOK
     ]
     for pair in pairs:
-        x, y = inputs_and_outputs(step.sparse, pair.sparse, place.layer)
+        x, y = inputs_and_outputs(parts[1], pair.sparse, place.layer)
         if before is not None:
-            _, y = inputs_and_outputs(step.reduced, pair.reduced, before)
+            _, y = inputs_and_outputs(parts[0], pair.reduced, before)
         weights = pair.weights(x)
         for own, x_NK, y_NO in zip(sums, place.entering(x), place.leaving(y), strict=True):
             if weights is None:
@@ -72,8 +74,10 @@ def _sums(place: SparsePlace, before: nn.Module | None, step: StepPair, pairs: S
     return sums
 
 
-def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Sparsifying) -> tuple[list[Sparse], bool]:
-    """Set the layer to its new weights; whether what it reads was put into another order."""
+def _made_sparse_(
+    place: SparsePlace, sums: Sequence[RegressionSums], how: Sparsifying
+) -> tuple[list[Sparse], Tensor | None]:
+    """Set the layer to its new weights; the order that what it reads is to be put into, None for that it has."""
     sparsity, weight_GOK = how.kinds[place.kind], place.weight_rows()
     bias_GO = weight_GOK.new_zeros(weight_GOK.shape[:2])
     if place.layer.bias is not None:
@@ -81,13 +85,11 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
     for each in sums:
         refuse_nonfinite(place.name, torch.cat((each.tx_OK.flatten(), each.x.sum_K, each.tt.view(1))))
     regressions = [each.regression() for each in sums]
-    back_K = torch.arange(weight_GOK.shape[2], device=weight_GOK.device)
-    reorders = how.permute != "none" and place.reorder_ is not None and not place.block % sparsity.of
-    if reorders and place.reorder_ is not None:
+    back_K, order_K = torch.arange(weight_GOK.shape[2], device=weight_GOK.device), None
+    if how.permute != "none" and place.site is not None and not place.block % sparsity.of:
         score_K = saliency(weight_GOK[0], regressions[0].covariance_KK.diagonal())
         order_K = interleaved(score_K, sparsity, block=place.block)
-        place.reorder_(order_K)
-        back_K = order_K.argsort() if place.later else back_K
+        back_K = order_K.argsort()
         regressions, weight_GOK = [regressions[0].of(order_K)], weight_GOK[:, :, order_K]
     sparse = [
         sparse_layer(
@@ -107,7 +109,7 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
     place.fill_(
         torch.stack([each.weight_OK[:, back_K] for each in sparse]), torch.stack([each.bias_O for each in sparse])
     )
-    return sparse, reorders
+    return sparse, order_K
 
 
 def _reported(
@@ -135,14 +137,13 @@ def _reported(
 
 
 def _chosen(
-    every: list[SparsePlace], how: Sparsifying, first: State, runs: Sequence[Run]
+    every: list[SparsePlace], how: Sparsifying, state: State, model: nn.Sequential
 ) -> tuple[list[SparsePlace], dict[str, str]]:
     """The places in the order they run, and by name why some are none."""
     came: list[str] = []
-    state = first
     layers = {place.name: place.layer for place in every}
-    for run in runs:
-        called, state = calls(run, state, layers)
+    for part in model:
+        called, state = calls(part, state, layers)
         came += called
     left: dict[str, str] = {}
     for place in every:
@@ -198,40 +199,40 @@ def sparsified(
     if how.permute == "stream":
         reduced = _streams_reordered(reduced, how)
     before, traced = layered(reduced)
-    own = replaced(before, {})
+    own = copy.deepcopy(before)
     orders = list[tuple[Site, Tensor]]()
-    every = list(sparse_places_of_program(reduced, own, traced, how.kinds, orders))
+    every = list(sparse_places_of_program(reduced, own, traced, how.kinds))
     if traced_model.merging_of(reduced) is not None:
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
-        runs = zip(runs_of(before), runs_of(own), strict=True)
-        steps = [StepPair(reduced=one, sparse=other) for one, other in runs]
         weights = partial(traced_model.token_weights, reduced)
         pairs = list(pairs_of(before, inputs, batch_size, weights))
-        places, left = _chosen(every, how, pairs[0].sparse, [step.sparse for step in steps])
+        places, left = _chosen(every, how, pairs[0].sparse, own)
         count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()
         waiting = {place.name: place for place in places if place.name not in left}
-        for step in steps:
+        for parts in zip(before, own, strict=True):
             layers = {name: place.layer for name, place in waiting.items()}
-            for name in calls(step.sparse, pairs[0].sparse, layers)[0]:
+            for name in calls(parts[1], pairs[0].sparse, layers)[0]:
                 place = waiting.pop(name)
                 target = before.get_submodule(place.path) if how.target == "reduced" else None
-                sums = _sums(place, target, step, pairs)
-                sparse, has_order = _made_sparse_(place, sums, how)
-                reports[name] = _reported(place, sums, sparse, how, has_order, count)
+                sums = _sums(place, target, parts, pairs)
+                sparse, order_K = _made_sparse_(place, sums, how)
+                if order_K is not None and place.site is not None:
+                    orders.append((place.site, order_K))
+                reports[name] = _reported(place, sums, sparse, how, order_K is not None, count)
                 if on_progress is not None:
                     on_progress(len(reports), len(reports) + len(waiting))
             if not waiting:
                 break
-            advance_(pairs, step)
+            for pair in pairs:
+                pair.reduced, pair.sparse = onward(parts[0], pair.reduced), onward(parts[1], pair.sparse)
     listed = [
         reports.get(each.name) or LayerSparsity(layer=each.name, kind=each.kind, reason=left[each.name])
         for each in places
     ]
     _refuse_none(listed, how)
     report = SparsityReport(rule=how.rule, permute=how.permute, target=how.target, layers=tuple(listed))
-    if traced:
-        own = relayered(reduced, {place.name: place.layer for place in places if place.name in reports}, traced)
-        for site, order_G in orders:
-            own = reordered(own, site, order_G)
-    return own.eval().requires_grad_(False), report
+    new = relayered(reduced, {place.name: place.layer for place in places if place.name in reports}, traced)
+    for site, order_G in orders:
+        new = reordered(new, site, order_G)
+    return new.eval().requires_grad_(False), report

@@ -7,16 +7,17 @@ columns of a layer.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.pairs import Side
-from corp_deploy.traced.narrowing.rows import Rows
 from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import Called
 
-from .kind import Reduced
+from .report import SiteReport
 from .traced_reads import ReaderStats
 
 
@@ -43,7 +44,7 @@ class Mapped:
 
 
 def mapped_layer(
-    program: Program, rows: Rows | Side, of_both: Mapping[str, Tensor], added_HR: Tensor | None = None
+    program: Program, rows: Called | Side, of_both: Mapping[str, Tensor], added_HR: Tensor | None = None
 ) -> tuple[Mapped, Mapped]:
     """The weight and the bias of a layer, whose rows are mixed alike; `added_HR`: to the biases."""
     weight, bias = (program.tensor(name).detach().double() for name in (rows.weight, rows.bias))
@@ -51,18 +52,19 @@ def mapped_layer(
     return Mapped(name=rows.weight, dense=weight, **of_both), of_bias
 
 
-@dataclass(frozen=True, kw_only=True)
-class TracedReduced(Reduced):
-    """Of a site of a traced model: no module is new, the groups `kept_K` stay, layers that read them change, and rows
-    that write them are mixed. `selected`: groups go where nothing changes but that. `beside`: by name the groups of
-    other sites that are left with whole heads gone.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedReduced:
+    """A site of which the groups `kept_K` stay, with what to report: layers that read them change, and rows that write
+    them are mixed. `selected`: groups go where nothing changes but that. `beside`: by name the groups of other sites
+    that are left with whole heads gone.
     """
 
+    reports: list[SiteReport]
     kept_K: Tensor
     selected: bool = False
     beside: Mapping[str, Index] = field(default_factory=dict)
-    changes: tuple[Change, ...] = field(default=())
-    mapped: tuple[Mapped, ...] = field(default=())
+    changes: tuple[Change, ...] = ()
+    mapped: tuple[Mapped, ...] = ()
 
     @property
     def is_narrower(self) -> bool:
@@ -109,3 +111,11 @@ def _add(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:
     bias_O = tensors.get(reading.bias, layer.bias.detach().double()).clone()
     bias_O[rows] += read.undone(recovery.bias_O - read.bias_O)
     tensors |= {reading.weight: weight, reading.bias: bias_O}
+
+
+def left_of(narrower: Mapping[str, TracedReduced]) -> dict[str, Index]:
+    """The groups that every site leaves of itself, and of others."""
+    left = {name: each.kept_K.cpu().numpy() for name, each in narrower.items()}
+    for name, groups in (item for each in narrower.values() for item in each.beside.items()):
+        left[name] = np.intersect1d(left.get(name, groups), groups)
+    return left

@@ -4,12 +4,10 @@ lacking behind it is fitted once more.
 Legend: U units (channels or heads), K units kept, V groups of a unit, F columns of a layer, O its outputs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx
-from torch.nn import functional
 
 from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns
@@ -23,56 +21,17 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors
 from ground.errors import BadInput
 
-from .judged_folds import PADDED, Fitted, JudgedFold, See
+from .heads import layer_report
+from .judged_folds import PADDED, FoldedRead, JudgedFold, See
 from .kinds import kind_of
 from .method import Method
 from .partial_patches import without_patches
 from .report import HeldOut
-from .traced_change import Change, Mapped, TracedReduced, tensors_of
+from .traced_change import Mapped, TracedReduced, tensors_of
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
 from .traced_streams import Values, run
 from .traced_values_kind import TracedValuesKind, beside_heads
-from .whole_heads import heads_report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoldedRead:
-    """See Folded. A layer behind merged units: its columns by unit, and of which those of the units kept."""
-
-    read: ReaderStats
-    columns_UF: Tensor
-    kept_K: Tensor
-    refits: bool
-    plain_OK: Tensor
-    foretold: Fitted
-
-    @property
-    def bias_O(self) -> Tensor:
-        return self.read.bias_O
-
-    @property
-    def is_biasless(self) -> bool:
-        return self.read.reading.is_biasless
-
-    def deficit(self, dense: Tensor, merged: Tensor, there: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """What merged units give to the layer, and what plain folding lacks of its outputs, of what enters it; `there`:
-        of tokens those that are.
-        """
-        at_F = torch.from_numpy(self.read.portion.columns_CM).flatten().to(dense.device)
-        z, z_merged = (there(self._by_place(x))[..., at_F] for x in (dense, merged))
-        z_merged = z_merged[..., self.columns_UF[self.kept_K].flatten()]
-        y, plain = (functional.linear(x, w.to(x)) for x, w in ((z, self.read.weight_OU), (z_merged, self.plain_OK)))
-        return z_merged.flatten(0, -2)[None], (y - plain).flatten(0, -2)[None]
-
-    def _by_place(self, x: Tensor) -> Tensor:
-        return x.movedim(1, -1) if self.read.is_of_maps else x
-
-    def change(self, judged: JudgedFold) -> Change:
-        """With the columns kept in their order."""
-        order_K = self.columns_UF[self.kept_K].flatten().argsort()
-        weight_OK = judged.recovery.weight_OK[:, order_K]
-        return Change(read=self.read, recovery=replace(judged.recovery, weight_OK=weight_OK))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +91,13 @@ class TracedFold:
         if isinstance(site, TracedValues):
             (only,) = changes
             heads = len(self.units.groups_UV)
-            report = heads_report(site.name, heads, method, count, only.recovery, only.read.energy, elsewhere)
+            widths = heads, heads * method.heads_kept, count
+            report = layer_report(site.name, "heads", widths, only.recovery, only.read.energy, elsewhere)
             beside = beside_heads(site, self.kept_K)
         else:
             assert isinstance(kind, TracedKind), site.name
             report, beside = kind.report(site, method, changes, count, elsewhere), {}
         return TracedReduced(
-            modules={},
             reports=[report],
             kept_K=self.units.groups_UV.to(self.kept_K.device)[self.kept_K].flatten().sort().values,
             beside=beside,
@@ -167,7 +126,7 @@ def folded(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Wi
     map_KU = averages(cluster_rows(written, count, seed=0), count)
     kept_K = (map_KU > 0.0).double().argmax(1)
     mapped = tuple(_mean(site.program, name, rows_UX, map_KU, kept_K) for name, rows_UX in units.rows.items())
-    alone = TracedReduced(modules={}, reports=[], kept_K=kept_K, mapped=mapped)
+    alone = TracedReduced(reports=[], kept_K=kept_K, mapped=mapped)
     recovery = method.heads_recovery if is_of_heads else method.mlp_recovery
     tensors = {name: tensor.to(site.program.tensor(name)) for name, tensor in tensors_of({site.name: alone}).items()}
     return TracedFold(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from calib.inputs import InputSet, to_device
+from calib.inputs import Inputs, InputSet, map_tensors, to_device
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import token_weights, tracing
@@ -19,13 +19,55 @@ from corp_deploy.traced.models.module import Tracing, device
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
-from .fold_inputs import ShownInputs
 from .judged_folds import See, Show, judged_folds
-from .kind import Reduced
 from .method import Method
+from .traced_change import TracedReduced
 from .traced_fold import TracedFold, folded, merges
 from .traced_reads import reads_of
 from .traced_streams import run, tensors_of_inputs
+
+BATCH_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownInputs:
+    """Images, and by their content which were calibrated on and which are held out; the others are left out."""
+
+    images: InputSet
+    fit_ids: Tensor
+    held_out_ids: Tensor
+
+    @classmethod
+    def of(cls, images: InputSet, moments: Moments, held_out: Moments | None) -> "ShownInputs":
+        """Raises BadInput unless some are of each kind that is there."""
+        held_out_ids = images.ids[:0] if held_out is None else held_out.image_ids
+        rest = images.ids[~torch.isin(images.ids, held_out_ids)]
+        fit_ids = moments.image_ids if len(moments.image_ids) else rest
+        shown = cls(images=images, fit_ids=fit_ids, held_out_ids=held_out_ids)
+        shown._refuse_none("calibration", shown.fit_ids)
+        if held_out is not None:
+            shown._refuse_none("held-out", held_out_ids)
+        return shown
+
+    def _refuse_none(self, kind: str, ids: Tensor) -> None:
+        if not torch.isin(self.images.ids, ids).any():
+            raise BadInput(
+                f"--images: none of these {self.images.count} images is a {kind} one by its content, and merged "
+                f"channels are fitted to and judged on those; give the {kind} images that the moments were taken on"
+            )
+
+    @property
+    def fitted(self) -> int:
+        """How many of the images are calibration images."""
+        return int(torch.isin(self.images.ids, self.fit_ids).sum())
+
+    def batches(self) -> Iterator[tuple[Inputs, bool]]:
+        """Inputs of one kind, and whether they are held out."""
+        for batch in self.images.read(BATCH_SIZE):
+            for ids, is_held in ((self.fit_ids, False), (self.held_out_ids, True)):
+                chosen_B = torch.isin(batch.ids, ids)
+                if chosen_B.any():
+                    yield map_tensors(batch.inputs, lambda tensor, chosen_B=chosen_B: tensor[chosen_B]), is_held  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +123,7 @@ def merged_sites(
     images: InputSet | None,
     held_out: Moments | None,
     watch: Stopwatch | None = None,
-) -> tuple[dict[str, Reduced], tuple[str, ...]]:
+) -> tuple[dict[str, TracedReduced], tuple[str, ...]]:
     """The sites, by name, where channels or heads are merged, and what is to be said of the images."""
     if not method.merges and not method.folds_heads:
         return {}, ()
@@ -105,5 +147,5 @@ def merged_sites(
     every = {key: read for fold in folds.values() for key, read in fold.every().items()}
     judged = judged_folds(every, method, _show(model, shown, own, folds.values()))
     others = {name: None if held_out is None else reads_of(fold.site, held_out, where) for name, fold in folds.items()}
-    reduced: dict[str, Reduced] = {name: fold.reduced(judged, method, others[name]) for name, fold in folds.items()}
+    reduced = {name: fold.reduced(judged, method, others[name]) for name, fold in folds.items()}
     return reduced, (few,) if shown.fitted < moments.images else ()

@@ -16,10 +16,9 @@ from corp_deploy.families.widths import aligned_width, aligned_widths, finer_ste
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.means import is_mean
 
-from .kept_groups import Chosen
 from .kind import ErrorCurve
 from .method import Method
-from .report import HeldOut, SiteReport, ridge_fit
+from .report import HeldOut, SiteReport
 from .traced_change import Change, TracedReduced
 from .traced_choice import elimination, ranked, swapped
 from .traced_reads import ReaderStats, of_places, reads_of, rest_of
@@ -102,21 +101,21 @@ class TracedKind(Generic[OfSite]):
         method: Method,
         width: int,
         cached: Elimination | None = None,
-    ) -> Chosen | None:
+    ) -> Tensor | None:
         return self._choice(site, moments, method, width, cached)
 
     def _choice(
         self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method, width: int, cached: Elimination | None
-    ) -> Chosen:
+    ) -> Tensor:
         _, _, selection, _ = self._choices(method)
         part_C = _parts(site, moments)
         if width in (0, site.width):
-            return Chosen(kept_K=torch.arange(width, device=moments[0].weight_OU.device))
+            return torch.arange(width, device=moments[0].weight_OU.device)
         if selection != "obs":
-            return Chosen(kept_K=ranked(moments, selection, site.writing_GX(), part_C, width))
+            return ranked(moments, selection, site.writing_GX(), part_C, width)
         kept_K = (cached or self._order(site, moments, method)).kept(width)
         swaps = method.mlp_swaps and self.part == "channels" and part_C is None
-        return Chosen(kept_K=swapped(moments, kept_K, ridge_rel=method.ridge_rel) if swaps else kept_K)
+        return swapped(moments, kept_K, ridge_rel=method.ridge_rel) if swaps else kept_K
 
     def reduced(
         self,
@@ -125,12 +124,12 @@ class TracedKind(Generic[OfSite]):
         method: Method,
         width: int,
         *,
-        cached: Elimination | Chosen | None = None,
+        cached: Elimination | Tensor | None = None,
         held_out: tuple[ReaderStats, ...] | None = None,
         splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None = None,
     ) -> TracedReduced:
-        chosen = cached if isinstance(cached, Chosen) else self._choice(site, moments, method, width, cached)
-        recovery, kept_K, ridge = self._choices(method)[3] if width else "affine", chosen.kept_K, None
+        kept_K = cached if isinstance(cached, Tensor) else self._choice(site, moments, method, width, cached)
+        recovery, ridge = self._choices(method)[3] if width else "affine", None
         if width and splits is not None and recovery == _LEAST_SQUARES[self.part]:
             ridge = chosen_ridge(
                 (of_places(splits[0]), of_places(splits[1])),
@@ -141,12 +140,12 @@ class TracedKind(Generic[OfSite]):
         ridge_rel = method.ridge_rel if ridge is None else ridge.strength_whole
         changes = _changed(of_places(moments), recovery, kept_K, ridge_rel)
         others = None if held_out is None else _judged(changes, kept_K, of_places(held_out))
-        report = replace(self.report(site, method, changes, len(kept_K), others), ridge_fit=ridge_fit(ridge))
+        report = replace(self.report(site, method, changes, len(kept_K), others), ridge_fit=ridge)
         means = tuple(read for read in moments if read.reading.is_squeeze and is_mean(read.reading.weight))
         changes += tuple(Change(read=read, recovery=mean_of_kept(read, kept_K)) for read in means)
         squeezes = tuple(read for read in moments if read.reading.is_squeeze and not is_mean(read.reading.weight))
         changes += _changed(squeezes, "none" if recovery == "none" else "affine", kept_K, method.ridge_rel)
-        return TracedReduced(modules={}, reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
+        return TracedReduced(reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
 
     def report(
         self, site: OfSite, method: Method, changes: tuple[Change, ...], width: int, judged: HeldOut | None

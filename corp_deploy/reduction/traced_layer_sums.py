@@ -56,8 +56,8 @@ def _at(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
 class _OfRows:
     """Of a linear layer; places that no output reads count among what it reads, and in no fit."""
 
-    def __init__(self, layer: nn.Linear, *, is_fitted: bool) -> None:
-        self.sums, self.is_fitted = RegressionSums.for_layer(layer), is_fitted
+    def __init__(self, layer: nn.Linear) -> None:
+        self.sums = RegressionSums.for_layer(layer)
         self.unread: Gram | None = None
         self.active_K = torch.zeros_like(self.sums.x.sum_K)
 
@@ -154,7 +154,7 @@ class LayerSums:
     def of(cls, layer: Layer, name: str, *, is_fitted: bool) -> "LayerSums":
         def empty() -> _OfRows | _OfPatches:
             if isinstance(layer, nn.Linear):
-                return _OfRows(layer, is_fitted=is_fitted)
+                return _OfRows(layer)
             return _OfPatches(layer, name, is_fitted=is_fitted)
 
         return cls(fit=empty(), held_out=empty())

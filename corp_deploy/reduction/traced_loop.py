@@ -1,9 +1,8 @@
 """Closed loops of traced models: site by site in the order of the program, each on the model as reduced so far.
 
-The symmetric one (GRAIL, section 3.2) keeps the dense weights for its target. The other fits layers, as closed_loop.py
-does for branches: those that write a site to what they give in the dense model, those that read it to what the stream
-behind them lacks of the dense one, where their output is added to one, else to what they give in the dense model
-(asymmetric calibration, arXiv 2504.02692).
+The symmetric one (GRAIL, section 3.2) keeps the dense weights for its target. The other fits layers: those that write
+a site to what they give in the dense model, those that read it to what the stream behind them lacks of the dense one,
+where their output is added to one, else to what they give in the dense one (asymmetric calibration, arXiv 2504.02692).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,22 +28,20 @@ from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.readers import Called, layers
 from ground.errors import BadInput
 
+from .correct import Grouped, fit_, grouped
 from .coverage import coverage
 from .judged_folds import See, judged_folds
 from .kinds import kind_of
 from .loop import Loop
 from .method import RESCALED, Method
 from .model import Reduction, notes_on, uniform_widths
-from .read_tokens import counts_all
+from .read_tokens import counts_all, places_read
 from .report import LoopFit, SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescale_
-from .traced_change import TracedReduced, tensors_of
+from .traced_change import TracedReduced, left_of, tensors_of
 from .traced_fold import TracedFold, folded, merges
-from .traced_layer_fit import Grouped, fit_, grouped
 from .traced_layer_sums import LayerSums, SplitStatistics, head_moments, layer_sums
 from .traced_order import Step, irreducible_sites, steps_of
-from .traced_read_tokens import places_read
-from .traced_reduction import left_of
 from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
 from .traced_targets import Target, target_of
 
@@ -190,11 +187,6 @@ class _Making:
         alignment = self._align(segment, (site, *step.beside)) if loop is not None and loop.align_inputs else None
         targets = {layer: None if loop is None else self._target(segment, layer) for layer in readers}
         sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
-        if loop is not None and loop.refit_first and sums:
-            for layer, own in sums.items():
-                if not is_mean(layer.weight):
-                    self._fit(layer, own)
-            sums = layer_sums(segment, self.pieces, targets)
         before = {layer: grouped(self.student.program, layer) for layer in readers}
         new = self._reduced(segment, step, sums)
         self.student.set_(tensors_of({site.name: new}))
@@ -243,9 +235,7 @@ class _Making:
             apart = tuple(
                 at({name: getattr(each, half) for name, each in by_name.items()}) for half in ("fit", "held_out")
             )
-        new = kind.reduced(site, combined, step.method, step.width, splits=apart)
-        assert isinstance(new, TracedReduced), site.name
-        return new
+        return kind.reduced(site, combined, step.method, step.width, splits=apart)
 
     def _merged(self, segment: Segment, fold: TracedFold) -> TracedReduced:
         """Fitted and judged on the student's stream."""

@@ -17,8 +17,7 @@ from corp_deploy.traced.narrowing.narrow import narrow
 
 from .kinds import kind_of
 from .method import Method
-from .traced_change import TracedReduced
-from .traced_reduction import left_of
+from .traced_change import TracedReduced, left_of
 from .traced_values_kind import TracedValuesKind, beside_heads
 
 
@@ -81,4 +80,4 @@ def _first(site: Site, width: int, method: Method) -> TracedReduced:
     left = _heads_left(site, method)
     kept = first_groups(site.groups, width, parts=left)
     beside = beside_heads(site, torch.arange(left)) if left < site.parts else {}
-    return TracedReduced(modules={}, reports=[], kept_K=torch.from_numpy(kept), beside=beside)
+    return TracedReduced(reports=[], kept_K=torch.from_numpy(kept), beside=beside)

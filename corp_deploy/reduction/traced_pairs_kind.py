@@ -17,8 +17,7 @@ from corp_deploy.algebra import queries_keys, scores
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.models.pairs import Side, TracedPairs
 
-from .head_modules import qk_report, rotated_qk
-from .heads import QkAtSite, qk_at_site
+from .heads import QkAtSite, qk_at_site, qk_report, rotated_qk
 from .kind import ErrorCurve
 from .logits import logit_scale
 from .method import Method
@@ -86,7 +85,7 @@ class TracedPairsKind:
             method = replace(method, qk_recovery="select")
             at_site, kept_HK = _selected(site, moments, method, scores_HD, places)
             report = qk_report(site.name, site.dims, at_site, method, dims, held_out)
-            return TracedReduced(modules={}, reports=[report], kept_K=_kept(site, kept_HK), selected=narrower)
+            return TracedReduced(reports=[report], kept_K=_kept(site, kept_HK), selected=narrower)
         at_site = qk_at_site(
             site.name,
             moments,
@@ -96,7 +95,6 @@ class TracedPairsKind:
             splits,
             in_planes=repair.mixing == "planes",
             grouped=site.both.shared,
-            scores_HD=scores_HD,
         )
         is_rotated = method.rotates and narrower and repair.mixing == "free"
         recovery = rotated_qk(at_site.recovery) if is_rotated else at_site.recovery
@@ -105,7 +103,6 @@ class TracedPairsKind:
         sides = zip(repair.sides, maps, strict=True)
         mapped = tuple(each for side, map_HRD in sides for each in _mapped(site, side, map_HRD, kept_HR))
         return TracedReduced(
-            modules={},
             reports=[qk_report(site.name, site.dims, at_site, method, dims, held_out)],
             kept_K=_kept(site, kept_HK),
             mapped=mapped if narrower else (),

@@ -26,7 +26,6 @@ from corp_deploy.traced.models.sites import Portion, Site, SiteReader
 
 from .partial_patches import target_of
 from .statistics import lacking, statistics_before
-from .uncentred import channels_uncentred
 
 Moment = ChannelMoments | PatchMoments
 _ROUNDING, _ROUNDING_REL = 4.0, 0.25
@@ -137,7 +136,7 @@ def _read(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Ten
     """The columns of a group stand side by side."""
     layer, where = reading.layer, reading.layer.weight.device
     if reading.is_biasless and isinstance(moments, ChannelMoments):
-        moments = channels_uncentred(moments)
+        moments = replace(moments, sum_F=torch.zeros_like(moments.sum_F))  # see RegressionSums.uncentred
     portion, places_F = _summed(portion, moments)
     index_F, places_F = torch.from_numpy(portion.columns_CM).flatten().to(where), places_F.to(where)
     weight = reading.gained_weight[portion.rows]

@@ -20,9 +20,7 @@ from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
-from .head_modules import rotated_values, value_report
-from .heads import values_at_site
-from .kept_groups import Chosen
+from .heads import HeadOutputs, layer_report, rotated_values, values_at_site
 from .kind import ErrorCurve
 from .method import Method
 from .report import SiteReport
@@ -30,33 +28,6 @@ from .traced_change import Change, Mapped, TracedReduced, mapped_layer
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
 from .whole_heads import kept_groups, projected
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
-    """What heads give, side by side, to the layer that reads it."""
-
-    z_mean_C: Tensor
-    z_second_CC: Tensor
-    weight_OC: Tensor
-    bias_O: Tensor
-
-    @property
-    def z_covariance_CC(self) -> Tensor:
-        return self.z_second_CC - torch.outer(self.z_mean_C, self.z_mean_C)
-
-    @property
-    def projection(self) -> tuple[Tensor, Tensor]:
-        return self.weight_OC, self.bias_O
-
-    def at(self, kept_K: Tensor, recovery: ChannelRecovery) -> "_Given":
-        """Of these columns, which the layer reads as recovered."""
-        return _Given(
-            z_mean_C=self.z_mean_C[kept_K],
-            z_second_CC=self.z_second_CC[kept_K[:, None], kept_K],
-            weight_OC=recovery.weight_OK,
-            bias_O=recovery.bias_O,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +39,9 @@ class _Heads:
     groups_HV: Tensor
     rows_HV: Tensor
     read: ReaderStats
-    own: _Given
-    held_out: _Given | None
-    splits: tuple[_Given, _Given] | None
+    own: HeadOutputs
+    held_out: HeadOutputs | None
+    splits: tuple[HeadOutputs, HeadOutputs] | None
 
     @property
     def taps(self) -> int:
@@ -95,7 +66,7 @@ class _Heads:
         """The first groups of every head."""
         return self.groups_HV[:, :each].flatten().sort().values.to(self.own.weight_OC.device)
 
-    def chosen(self, method: Method, each: int) -> Chosen:
+    def chosen(self, method: Method, each: int) -> Tensor:
         """As many groups of every head by backward elimination."""
         heads, dense = self.groups_HV.shape
         part_C = torch.arange(heads, device=self.own.weight_OC.device).repeat_interleave(dense)
@@ -103,7 +74,7 @@ class _Heads:
             self.own.z_covariance_CC, self.own.weight_OC, self.taps, ridge_rel=method.ridge_rel, group_of_C=part_C
         )
         kept_K = order.kept(heads * each)
-        return Chosen(kept_K=self.groups_HV.flatten().to(kept_K.device)[kept_K].sort().values)
+        return self.groups_HV.flatten().to(kept_K.device)[kept_K].sort().values
 
     def reduced(
         self, recovery: ChannelRecovery, reports: list[SiteReport], mapped: tuple[Mapped, ...] = ()
@@ -113,7 +84,7 @@ class _Heads:
         order_K = columns(self.groups_HV[:, :each].flatten().argsort(), self.taps).to(recovery.weight_OK.device)
         in_order = replace(recovery, weight_OK=recovery.weight_OK[:, order_K])
         change = Change(read=self.read, recovery=in_order)
-        return TracedReduced(modules={}, reports=reports, kept_K=self.kept_K(each), changes=(change,), mapped=mapped)
+        return TracedReduced(reports=reports, kept_K=self.kept_K(each), changes=(change,), mapped=mapped)
 
 
 class TracedValuesKind(TracedKind[TracedValues]):
@@ -171,7 +142,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         stays = method.value_recovery == "keep" or self._keeps_heads(site, method)
         return (site.width,) if stays else self._with_none(site, method)
 
-    def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, cached: Any = None) -> Chosen | None:
+    def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, cached: Any = None) -> Tensor | None:
         is_chosen = site.rows is None and not method.heads_sparsity
         return super().chosen(site, moments, method, width, cached) if is_chosen else None
 
@@ -182,7 +153,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         method: Method,
         width: int,
         *,
-        cached: Elimination | Chosen | None = None,
+        cached: Elimination | Tensor | None = None,
         held_out: tuple[ReaderStats, ...] | None = None,
         splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None = None,
     ) -> TracedReduced:
@@ -213,10 +184,8 @@ class TracedValuesKind(TracedKind[TracedValues]):
         )
         if left == heads:
             return with_dims(full)
-        kept_M = kept_groups(full.own.weight_OC, full.own, method, heads, left)
-        recovery, report = projected(
-            site.name, heads, full.own.projection, full.own, method, kept_M, full.held_out, full.splits
-        )
+        kept_M = kept_groups(full.own, method, heads, left)
+        recovery, report = projected(site.name, heads, full.own, method, kept_M, full.held_out, full.splits)
         fewer = full.fewer(kept_M, recovery)
         new = fewer.reduced(recovery, []) if width == left * dense else with_dims(fewer)
         return replace(new, reports=[report, *new.reports], beside=beside_heads(site, kept_M))
@@ -254,11 +223,11 @@ def beside_heads(site: Site, kept_M: Tensor) -> dict[str, Index]:
     return {name: np.flatnonzero(np.isin(head_G, kept_M.cpu().numpy())) for name, head_G in others.items()}
 
 
-def _head_stats(site: TracedValues, reads: tuple[ReaderStats, ...]) -> _Given:
+def _head_stats(site: TracedValues, reads: tuple[ReaderStats, ...]) -> HeadOutputs:
     """Head by head."""
     (read,) = reads
     order_C = columns(site.groups_HV.flatten(), read.columns).to(read.weight_OU.device)
-    return _Given(
+    return HeadOutputs(
         z_mean_C=read.stats.mean_U[order_C],
         z_second_CC=read.stats.second_UU[order_C[:, None], order_C],
         weight_OC=read.weight_OU[:, order_C],
@@ -269,11 +238,14 @@ def _head_stats(site: TracedValues, reads: tuple[ReaderStats, ...]) -> _Given:
 def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
     """So many dimensions of each of these heads."""
     own, (count, dense) = heads.own, heads.groups_HV.shape
-    at_site = values_at_site(own, method, own.weight_OC, own.bias_O, count, each, heads.splits)
-    report = value_report(site.name, dense, own.projection, at_site, own, method, each, heads.held_out)
+    at_site = values_at_site(own, method, count, each, heads.splits)
+    recovery, held_out = at_site.recovery, heads.held_out
+    elsewhere = None if held_out is None else held_out.judged(recovery.as_dense_OC, recovery.bias_O)
+    widths = dense, dense * method.attention_kept, each
+    report = layer_report(site.name, "v", widths, recovery, own.energy, elsewhere, at_site.ridge)
     if each == dense:
-        return TracedReduced(modules={}, reports=[report], kept_K=heads.kept_K(each))
-    recovery = rotated_values(at_site.recovery) if method.rotates else at_site.recovery
+        return TracedReduced(reports=[report], kept_K=heads.kept_K(each))
+    recovery = rotated_values(recovery) if method.rotates else recovery
     rows_HD, map_HRD = heads.rows_HV.to(recovery.v_map_HRV.device), recovery.v_map_HRV
     assert site.rows is not None, site.name
     return heads.reduced(

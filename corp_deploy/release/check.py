@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from corp_deploy.store.effort import load_manifest
+from corp_deploy.store.manifest import load_manifest
 from ground.errors import BadInput
 from ground.files import path_inside, sha256_of_file
 

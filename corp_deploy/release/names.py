@@ -1,6 +1,6 @@
 """How the files of a release are called, relative to its directory. Imports no torch."""
 
-from corp_deploy.store.effort import MANIFEST
+from corp_deploy.store.manifest import MANIFEST
 
 from .recipe import Recipe, Target
 

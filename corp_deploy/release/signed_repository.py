@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from corp_deploy.machine import versions
-from corp_deploy.store.effort import MANIFEST_KIND, entry_of
+from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
 from export.triton.expected import EXPECTED_NAME
 from export.triton.findings import ERROR
 from export.triton.lint import lint_repository

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from corp_deploy.store.effort import FILES, Efforts, Step, effort_of, load_effort, write_effort
+from corp_deploy.store.manifest import FILES, Efforts, Step, effort_of, load_effort, write_effort
 from ground.effort import Stopwatch
 from ground.gpu import gpu_name
 from perf.runners.protocol import stopwatch

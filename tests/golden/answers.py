@@ -24,7 +24,7 @@ from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.samples import samples_of_release
 from corp_deploy.release.stamp import read_stamp
 from corp_deploy.store.checkpoint import load_checkpoint
-from corp_deploy.store.effort import load_effort, load_manifest
+from corp_deploy.store.manifest import load_effort, load_manifest
 from corp_deploy.store.model_config import load_model_config
 from export.engine.record import record_of_plan
 from export.triton.expected import read_expected

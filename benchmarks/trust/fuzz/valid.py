@@ -11,8 +11,8 @@ from calib import store
 from corp_deploy.proof.report_input import reduction_of
 from corp_deploy.release.digests import KnownDigests
 from corp_deploy.release.stamp import Stamp
-from corp_deploy.store.effort import load_manifest
 from corp_deploy.store.hub_snapshot import config_of_directory, model_of_snapshot
+from corp_deploy.store.manifest import load_manifest
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from export.engine.record import EngineRecord, record_of_plan
 from export.graph.ports import GraphPort

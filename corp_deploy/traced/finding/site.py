@@ -28,8 +28,8 @@ class Site:
     """What can be removed group by group: `writers` lose rows, `readers` columns, `between` what stands channelwise.
 
     `listening`: the tensors that are summed over, both sides for queries and keys. `part_G`: the head, or another
-    part, that each group is of; as many are kept in each. None where groups are free. `lumps`: why several elements are
-    one group, for people; empty where nothing mixes them. `macs`: of one input, that go with a group.
+    part, that each group is of; as many are kept in each. None where groups are free. `macs`: of one input,
+    that go with a group.
     """
 
     name: str
@@ -40,7 +40,6 @@ class Site:
     between: tuple[Span, ...]
     listening: tuple[Span, ...]
     part_G: Index | None
-    lumps: str
     macs: int
 
     @property

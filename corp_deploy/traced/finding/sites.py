@@ -121,14 +121,11 @@ def _units(flow: Flow) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Met:
-    """Which labels are among those that attention weights sum up, that meet in products, in sums; and by the number of
-    a lump those that it joined, -1 of all others.
-    """
+    """Which labels are among those that attention weights sum up, that meet in products, in sums."""
 
     summed: Tensor
     multiplied: Tensor
     added: Tensor
-    lump: Tensor
 
 
 def _met(flow: Flow) -> _Met:
@@ -138,10 +135,7 @@ def _met(flow: Flow) -> _Met:
             mask[_of(flow, compact(each))] = True
         return mask
 
-    lump = torch.full((flow.groups.count,), -1)
-    for number, (labels, _) in reversed(list(enumerate(flow.lumps))):
-        lump[_of(flow, compact(labels))] = number
-    return _Met(summed=among(flow.summed), multiplied=among(flow.multiplied), added=among(flow.added), lump=lump)
+    return _Met(summed=among(flow.summed), multiplied=among(flow.multiplied), added=among(flow.added))
 
 
 def _site(flow: Flow, met: _Met, parts: Tensor, costs: Mapping[fx.Node, int], each: _Alike) -> Site:
@@ -160,7 +154,6 @@ def _site(flow: Flow, met: _Met, parts: Tensor, costs: Mapping[fx.Node, int], ea
         between=tuple(spans["between"].values()),
         listening=(*spans["sums"].values(), *spans["pairs"].values()),
         part_G=_numbered(parts[each.group_G].tolist()),
-        lumps=flow.lumps[lump][1] if (lump := int(met.lump[each.group_G[0]])) >= 0 else "",
         macs=sum(costs[node] for node in nodes) // len(each.group_G),
     )
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.site import Index, Site, Span
-from corp_deploy.traced.narrowing.narrow import Narrowed as Proved
-from corp_deploy.traced.narrowing.narrow import narrow, prove
+from corp_deploy.traced.narrowing.narrow import Narrowed, narrow, prove
 from corp_deploy.traced.programs.readers import vocabularies, without_biases_
 from corp_deploy.traced.programs.types import made_on_
 from ground.errors import BadInput
@@ -35,14 +34,6 @@ from .offered import names_of, whole_removal
 
 VERSIONS = ("torch", "timm")
 """Of what builds and traces a model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Narrowed:
-    """The narrower model, and the sites that had to stay whole, with the reason."""
-
-    model: nn.Module
-    unreduced: Mapping[str, str]
 
 
 def provable(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Index], dict[str, str]]:
@@ -136,7 +127,7 @@ def with_groups(
     ), result.unreduced
 
 
-def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Proved:
+def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Narrowed:
     """What was proved last, if that is it."""
     keys = {name: groups.key for name, groups in names_of(own).items()}
     chosen = {keys[name]: groups for name, groups in kept.items()}

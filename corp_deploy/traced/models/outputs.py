@@ -82,11 +82,6 @@ class Outputs:
         return tuple(output_from_name(name) for name in self.names)
 
     @property
-    def layers(self) -> tuple[str, ...]:
-        """The layers behind which outputs stand, each once."""
-        return tuple(dict.fromkeys(output.layer for output in self.every if output.layer))
-
-    @property
     def has_patches(self) -> bool:
         """Whether any output has a vector for each place of the image."""
         return any(output.has_patches for output in self.every)

@@ -102,7 +102,5 @@ class StreamState:
             return StreamState(tokens=step(self.tokens, self.beside_BNX), kept=self.kept)
         if isinstance(step, Unmerge):
             return StreamState(tokens=step(self.tokens), kept=self.kept)
-        if isinstance(step, SegmentStep):
-            x_BNC, beside_BNX = step.passed(x_BNC, weights_BN)
-            return StreamState(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX, kept=self.kept)
-        return StreamState(tokens=Tokens(step(x_BNC, weights_BN), weights_BN, sources_BM), kept=self.kept)
+        x_BNC, beside_BNX = step.passed(x_BNC, weights_BN)
+        return StreamState(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX, kept=self.kept)

@@ -17,9 +17,9 @@ from corp_deploy.traced.finding.heads import beside
 from corp_deploy.traced.finding.labels import LabelTensor, compact
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.site import Site as Groups
-from corp_deploy.traced.narrowing.rows import Rows, moved_from, rows_of
+from corp_deploy.traced.narrowing.rows import moved_from
 from corp_deploy.traced.programs.program import operation
-from corp_deploy.traced.programs.readers import layers
+from corp_deploy.traced.programs.readers import Called, layers
 
 from .module import Tracing
 from .sites import Site, SiteReader
@@ -42,7 +42,7 @@ class TracedValues(Site):
 
     kind: ClassVar[str] = "traced values"
     groups_HV: Tensor
-    rows: Rows | None
+    rows: Called | None
     rows_HV: Tensor
     queries: int | None
     beside_queries: bool
@@ -116,11 +116,11 @@ def _queries_mixed(tracing: Tracing, reading: SiteReader) -> str:
     return next((why for labels, why in joined if bool(torch.isin(labels, groups).any())), "")
 
 
-def _rows(tracing: Tracing, groups: Groups, reading: SiteReader) -> Rows | None:
+def _rows(tracing: Tracing, groups: Groups, reading: SiteReader) -> Called | None:
     product = moved_from(tracing.by_node[reading.source])
     if operation(product) not in _SUMS:
         return None
     writers = {layer.node: layer for layer in layers(tracing.program)}
     touched = {span.name for span in groups.spans}
-    rows = (rows_of(node, writers) for node in product.all_input_nodes)
+    rows = (writers.get(moved_from(node)) for node in product.all_input_nodes)
     return next((each for each in rows if each and touched <= {each.weight, each.bias, reading.weight}), None)

@@ -1,14 +1,12 @@
-"""Elements followed through moves, by running the moves on their numbers; and which row of a layer each is."""
+"""Elements followed through moves, by running the moves on their numbers."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, number_of, operation, sizes_at_one
-from corp_deploy.traced.programs.readers import LINEAR, Called
+from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, number_of, operation
 
 _SCALING = frozenset(("mul", "div"))
 
@@ -51,27 +49,6 @@ def along(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
         return None
     lines = numbers.movedim(dim, 0).reshape(numbers.shape[dim], -1)
     return lines[:, 0] if torch.equal(lines, lines[:, :1].expand_as(lines)) else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Of a layer by the names of its weight and bias; the tensor has the shape of what it is about, at a batch of 1."""
-
-    weight: str
-    bias: str
-    numbers: Tensor
-
-
-def rows_of(source: fx.Node, layers: Mapping[fx.Node, Called]) -> Rows | None:
-    """Of what a node gives, by any of these layers; None where something else than moves, or a scaling by one number,
-    makes it.
-    """
-    layer, *moves = way_to(source, _is_passed)
-    if layer not in layers:
-        return None
-    shape = sizes_at_one(layer)
-    numbers = numbered(shape, len(shape) - 1 if layer.target is LINEAR else 1)
-    return Rows(weight=layers[layer].weight, bias=layers[layer].bias, numbers=carried(numbers, [layer, *moves])[source])
 
 
 def moved_from(node: fx.Node) -> fx.Node:

@@ -162,7 +162,6 @@ class _Graph:
         self.graph = fx.Graph()
         self.nodes: dict[Ref, fx.Node] = {}
         self.numbers: dict[BatchAffineSize, fx.Node] = {}
-        self.attributes: dict[str, fx.Node] = {}
 
     def build(self, inputs: Any, names: list[str]) -> fx.GraphModule:
         for name, value in self.first.inputs.items():
