@@ -15,14 +15,13 @@ from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.curves import _in_outputs, _tried, cost_curves, eliminations
+from corp_deploy.planning.curves import ErrorCurve, _in_outputs, _tried, cost_curves, eliminations
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.planning.probe_split import IN_LOOP, set_apart
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.kind import ErrorCurve
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -38,20 +37,20 @@ METHOD = method_from_preset("best", align_hidden=16, align_head=8)
 
 def test_a_curve_is_what_was_measured_where_it_was_tried_and_its_own_shape_between() -> None:
     errors = (8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.125, 0.0)
-    curve = ErrorCurve(errors=errors, alone=tuple(range(1, 9)), places=tuple(range(8)))
+    curve = ErrorCurve(errors=errors, widths=tuple(range(1, 9)))
     tried = _tried(curve)
     assert tried == [1, 3, 5]
     ratios = (3.0, 3.0, 12.0)
     scaled = _in_outputs(curve, [ratio * errors[at] for ratio, at in zip(ratios, tried, strict=True)])
     assert scaled == pytest.approx([24.0, 12.0, 6.0, 3.0, 3.0, 3.0, 1.5, 0.0])
     assert _in_outputs(curve, [0.0, 0.0, 0.0]) == (0.0,) * 8
-    constant = ErrorCurve(errors=(90.0, *errors), alone=(0, *range(1, 9)), places=tuple(range(9)))
+    constant = ErrorCurve(errors=(90.0, *errors), widths=(0, *range(1, 9)))
     assert _tried(constant) == [0, 1, 3, 6]
     of_constant = _in_outputs(constant, [0.5, 24.0, 6.0, 0.75])
     assert of_constant[0] == 0.5
     assert of_constant[1:4] == pytest.approx([24.0, 12.0, 6.0])
     assert _in_outputs(constant, [0.5, 0.0, 0.0, 0.0]) == (0.5, *(0.0,) * 8)
-    short = ErrorCurve(errors=(1.0, 0.0), alone=(8, 16), places=(0, 1))
+    short = ErrorCurve(errors=(1.0, 0.0), widths=(8, 16))
     assert _tried(short) == [0]
 
 

@@ -89,7 +89,7 @@ class Curves:
 
 
 def _of_before(probe: Probe, own: SiteCurves, curves: list[CostCurve]) -> list[CostCurve]:
-    """Every site's own curve, its parts together, times the effect of half its widths over the curve there; values stay
+    """Every site's own curve times the effect of half its widths over the curve there; values stay
     where heads are not square.
     """
     sites, plain = sites_of(probe.model).by_name, list[CostCurve]()
@@ -98,7 +98,8 @@ def _of_before(probe: Probe, own: SiteCurves, curves: list[CostCurve]) -> list[C
             continue
         one_number = set(kind_of(sites[curve.site]).widths(sites[curve.site], probe.method))
         places = [place for place, width in enumerate(curve.widths) if width in one_number]
-        errors = [sum(part.errors[part.places[place]] for part in own.of_parts[curve.site]) for place in places]
+        of_site = own.by_site.get(curve.site)
+        errors = [0.0 if of_site is None else of_site.errors[place] for place in places]
         widths, costs = tuple(curve.widths[place] for place in places), tuple(curve.costs[place] for place in places)
         plain.append(replace(curve, widths=widths, costs=costs, errors=tuple(errors)))
     trials = {each.site: each.widths[len(each.widths) // 2 - 1] for each in plain if len(each.widths) > 1}

@@ -18,7 +18,7 @@ from corp_deploy.families.counting import SiteCosts, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.reduction import pool
-from corp_deploy.reduction.kind import ErrorCurve, Order
+from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.moments import site_moments
@@ -29,8 +29,19 @@ from ground.errors import BadInput
 from .probe import Probe, Trial
 from .program_effects import output_metrics
 
-PARTS = (0.25, 0.5, 0.75)
+TRIED = (0.25, 0.5, 0.75)
 EMPTIED_SEEN = 8  # inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorCurve:
+    """What a site loses at each width that a budget may choose, narrowest first, in its own unit."""
+
+    widths: tuple[Width, ...]
+    errors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.errors) == len(self.widths), self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +65,14 @@ def narrowable(model: nn.Module) -> list[Site]:
     return [site for site in sites_of(model).every if not is_empty(site.width)]
 
 
+def _chosen(model: nn.Module, method: Method) -> list[Site]:
+    """The sites of which a budget chooses the width."""
+    return [site for site in narrowable(model) if len(kind_of(site).offers(site, method)) > 1]
+
+
 def _chosen_by_order(model: nn.Module, method: Method) -> list[Site]:
-    """The sites of which a budget chooses the channels that stay."""
-    every = [site for site in narrowable(model) if kind_of(site).eliminates]
-    return [site for site in every if len(kind_of(site).offers(site, method)) > 1]
+    """And of these the channels that stay."""
+    return [site for site in _chosen(model, method) if kind_of(site).eliminates]
 
 
 def site_metrics(model: nn.Module, method: Method, inputs: Inputs) -> dict[str, Tensor]:
@@ -82,8 +97,8 @@ def _tried(curve: ErrorCurve) -> list[int]:
     where a constant is all that stays, which is like no width.
     """
     narrower = len(curve.errors) - 1
-    empty = {0} if is_empty(curve.alone[0]) else set[int]()
-    return sorted(empty | {min(max(round(part * len(curve.errors)) - 1, 0), narrower - 1) for part in PARTS})
+    empty = {0} if is_empty(curve.widths[0]) else set[int]()
+    return sorted(empty | {min(max(round(part * len(curve.errors)) - 1, 0), narrower - 1) for part in TRIED})
 
 
 def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...]:
@@ -92,7 +107,7 @@ def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...
     The ratio of both is interpolated, geometrically, and kept beyond the ends. What a constant loses is what was
     measured, and says nothing of any width.
     """
-    empty = effects[0] if is_empty(curve.alone[0]) else None
+    empty = effects[0] if is_empty(curve.widths[0]) else None
     trials = [
         (at, math.log(effect / curve.errors[at]))
         for at, effect in zip(_tried(curve), effects, strict=True)
@@ -106,34 +121,19 @@ def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...
     return scaled if empty is None else (empty, *scaled[1:])
 
 
-def _errors(curves: list[ErrorCurve], site: Site, effects: Mapping[Trial, float]) -> tuple[float, ...]:
-    """What each offer loses of the outputs, all parts together; nothing where there is no choice of width."""
-    total: Sequence[float] = ()
-    for curve in curves:
-        scaled = _in_outputs(curve, [effects[site.name, curve.alone[at]] for at in _tried(curve)])
-        of_offers = [scaled[place] for place in curve.places]
-        total = [one + other for one, other in zip(total, of_offers, strict=True)] if total else of_offers
-    return tuple(total) or (0.0,)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCurves:
-    """The curves of every site's parts in their own units, by site, none where there is no choice of width; and the
-    squared relative output error of every site of which a constant alone stays, which is no small change.
+    """The curves in their own units of all sites that have a choice of width; and the squared relative output error of
+    every site of which a constant alone stays, which is no small change.
     """
 
-    of_parts: Mapping[str, list[ErrorCurve]]
+    by_site: Mapping[str, ErrorCurve]
     folded_to_constant: Mapping[Trial, float]
 
     @property
     def trials(self) -> list[Trial]:
-        """All that is tried of the parts."""
-        return [
-            (name, curve.alone[at])
-            for name, curves in self.of_parts.items()
-            for curve in curves
-            for at in _tried(curve)
-        ]
+        """All that is tried."""
+        return [(name, curve.widths[at]) for name, curve in self.by_site.items() for at in _tried(curve)]
 
 
 def site_curves(probe: Probe) -> SiteCurves:
@@ -146,17 +146,15 @@ def site_curves(probe: Probe) -> SiteCurves:
             "a budget follows the error curves of preset best (obs, affine and lowrank); expected --preset best, with "
             "no other --select, --repair and --qk"
         )
-    sites, where = narrowable(model), device(model)
+    sites, where = _chosen(model, method), device(model)
 
-    def curves_at(site: Site) -> list[ErrorCurve]:
-        cached = probe.eliminations.get(site.name)
-        kind = kind_of(site)
-        if len(kind.offers(site, method)) == 1:
-            return []
-        return kind.curves(site, site_moments(site, probe.moments, where), method, cached)
+    def curve_at(site: Site) -> ErrorCurve:
+        kind, cached = kind_of(site), probe.eliminations.get(site.name)
+        errors = kind.errors(site, site_moments(site, probe.moments, where), method, cached)
+        return ErrorCurve(widths=kind.offers(site, method), errors=errors)
 
-    of_parts = dict(zip((site.name for site in sites), pool.each(curves_at, sites, where), strict=True))
-    plain = SiteCurves(of_parts=of_parts, folded_to_constant={})
+    by_site = dict(zip((site.name for site in sites), pool.each(curve_at, sites, where), strict=True))
+    plain = SiteCurves(by_site=by_site, folded_to_constant={})
     empty = [trial for trial in plain.trials if is_empty(trial[1])]
     return replace(plain, folded_to_constant=probe.few(EMPTIED_SEEN).effects(empty) if empty else {})
 
@@ -165,7 +163,11 @@ def output_errors(probe: Probe, curves: SiteCurves) -> dict[str, tuple[float, ..
     """What every width of a site loses of the outputs, squared, relative; one look of the probe tries a few."""
     small = [trial for trial in curves.trials if trial not in curves.folded_to_constant]
     effects = {**curves.folded_to_constant, **probe.linear_effects(small)}
-    return {site.name: _errors(curves.of_parts[site.name], site, effects) for site in narrowable(probe.model)}
+    errors = {
+        name: _in_outputs(curve, [effects[name, curve.widths[at]] for at in _tried(curve)])
+        for name, curve in curves.by_site.items()
+    }
+    return {site.name: errors.get(site.name, (0.0,)) for site in narrowable(probe.model)}
 
 
 def cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None = None) -> list[CostCurve]:

@@ -18,7 +18,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.reduction import pool
-from corp_deploy.reduction.kind import Order, Reduced
+from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
@@ -118,9 +118,7 @@ class Probe:
         """
         program, new = tracing(self.model).program, self._reduced(trials)
         tensors = {
-            trial: tensors_of({trial[0]: each})
-            for trial, each in new.items()
-            if isinstance(each, TracedReduced) and not (each.mapped or each.selected)
+            trial: tensors_of({trial[0]: each}) for trial, each in new.items() if not (each.mapped or each.selected)
         }
         changes = {
             trial: {name: each - program.tensor(name).double() for name, each in own.items()}
@@ -130,11 +128,11 @@ class Probe:
         exact = self._exact_effects({trial: each for trial, each in new.items() if trial not in changes})
         return {**dict(zip(changes, linear, strict=True)), **exact}
 
-    def _exact_effects(self, new: Mapping[Trial, Reduced]) -> dict[Trial, float]:
+    def _exact_effects(self, new: Mapping[Trial, TracedReduced]) -> dict[Trial, float]:
         """By the dense program with the weights that change, where no group goes by itself alone."""
         running, changes, effects = tracing(self.model).running, dict[Trial, Change](), dict[Trial, float]()
         for trial, each in new.items():
-            if isinstance(each, TracedReduced) and not each.selected:
+            if not each.selected:
                 tensors = tensors_of({trial[0]: each})
                 changes[trial] = {name: tensor.to(running.tensor(name).dtype) for name, tensor in tensors.items()}
             else:
@@ -143,11 +141,11 @@ class Probe:
             moved = effects_of_new_tensors(running, self.inputs, list(changes.values()), self.outputs)
         return effects | dict(zip(changes, moved, strict=True))
 
-    def _reduced(self, trials: Sequence[Trial]) -> dict[Trial, Reduced]:
+    def _reduced(self, trials: Sequence[Trial]) -> dict[Trial, TracedReduced]:
         method = replace(self._ragged, mlp_swaps=False)
         sites = sites_of(self.model).by_name
 
-        def at_site(trial: Trial) -> Reduced:
+        def at_site(trial: Trial) -> TracedReduced:
             name, width = trial
             cached = self.eliminations.get(name)
             return reduced_site(self.model, sites[name], self.moments, method, width, cached=cached)

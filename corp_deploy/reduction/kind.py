@@ -1,6 +1,5 @@
-"""What a kind of site has to offer: a reduction is (site, moments, method, width) -> Reduced."""
+"""What a kind of site has to offer: a reduction is (site, moments, method, width) -> TracedReduced."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -13,27 +12,8 @@ from corp_deploy.families.widths import Width
 from .method import Method
 from .traced_change import TracedReduced
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorCurve:
-    """What one part of a site loses by its width, narrowest first, in the part's own unit.
-
-    `alone`: the site with this part at each of these widths and all else whole, for a probe to try. `places`: where
-    each width on offer (see `Kind.offers`) stands among them.
-    """
-
-    errors: tuple[float, ...]
-    alone: tuple[Width, ...]
-    places: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        assert len(self.errors) == len(self.alone), self
-        assert all(place < len(self.errors) for place in self.places), self
-
-
 Order = Elimination
 """Of removal: of a site's channels."""
-Reduced = TracedReduced
 
 
 class Kind(Protocol):
@@ -63,7 +43,7 @@ class Kind(Protocol):
         ...
 
     def offers(self, site: Any, method: Method) -> tuple[Width, ...]:
-        """Every width that a budget may choose, the site's own last; parts that can be apart have each their own."""
+        """Every width that a budget may choose, narrowest first, the site's own last."""
         ...
 
     def refusal(self, site: Any, method: Method) -> str:
@@ -90,7 +70,7 @@ class Kind(Protocol):
         cached: Any = None,
         held_out: Any = None,
         splits: Any = None,
-    ) -> Reduced:
+    ) -> TracedReduced:
         """The site at one width, repaired by its moments. `cached`, an order of removal or what was chosen, spares
         work; `held_out`, moments of other inputs, judges it again; `splits`, the moments of either half of the images,
         choose how strong ridges are.
@@ -101,6 +81,6 @@ class Kind(Protocol):
         """The whole order of removal, which serves every width; None where the kind has none."""
         ...
 
-    def curves(self, site: Any, moments: Any, method: Method, cached: Any) -> list[ErrorCurve]:
-        """What each width loses, a curve a part; none where there is no choice of width."""
+    def errors(self, site: Any, moments: Any, method: Method, cached: Any) -> tuple[float, ...]:
+        """What the site loses at each width that `offers` has, in a unit of its own."""
         ...

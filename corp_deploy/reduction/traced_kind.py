@@ -16,7 +16,6 @@ from corp_deploy.families.widths import aligned_width, aligned_widths, finer_ste
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.means import is_mean
 
-from .kind import ErrorCurve
 from .method import Method
 from .report import HeldOut, SiteReport
 from .traced_change import Change, TracedReduced
@@ -175,14 +174,11 @@ class TracedKind(Generic[OfSite]):
     def _order(self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method) -> Elimination:
         return elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
 
-    def curves(
+    def errors(
         self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method, cached: Elimination | None
-    ) -> list[ErrorCurve]:
-        widths = self.offers(site, method)
-        if len(widths) == 1:
-            return []
+    ) -> tuple[float, ...]:
         order = cached or self._order(site, moments, method)
-        return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
+        return tuple(map(order.error_at, self.offers(site, method)))
 
 
 def _parts(site: Site, reads: tuple[ReaderStats, ...]) -> Tensor | None:

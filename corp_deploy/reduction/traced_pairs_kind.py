@@ -18,7 +18,6 @@ from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.models.pairs import Side, TracedPairs
 
 from .heads import QkAtSite, qk_at_site, qk_report, rotated_qk
-from .kind import ErrorCurve
 from .logits import logit_scale
 from .method import Method
 from .statistics import statistics_at
@@ -111,13 +110,10 @@ class TracedPairsKind:
     def elimination(self, site: TracedPairs, moments: HeadMoments, method: Method) -> None:
         """There is none."""
 
-    def curves(self, site: TracedPairs, moments: HeadMoments, method: Method, cached: object) -> list[ErrorCurve]:
+    def errors(self, site: TracedPairs, moments: HeadMoments, method: Method, cached: object) -> tuple[float, ...]:
         """What each width loses of the logits."""
-        widths = self.offers(site, method)
-        if len(widths) == 1:
-            return []
-        errors = [self.reduced(site, moments, method, width).reports[0].error for width in widths[:-1]]
-        return [ErrorCurve(errors=(*errors, 0.0), alone=widths, places=tuple(range(len(widths))))]
+        narrower = self.offers(site, method)[:-1]
+        return *(self.reduced(site, moments, method, width).reports[0].error for width in narrower), 0.0
 
 
 def _weight(site: TracedPairs, name: str) -> Tensor:

@@ -21,7 +21,6 @@ from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
 from .heads import HeadOutputs, layer_report, rotated_values, values_at_site
-from .kind import ErrorCurve
 from .method import Method
 from .report import SiteReport
 from .traced_change import Change, Mapped, TracedReduced, mapped_layer
@@ -193,15 +192,14 @@ class TracedValuesKind(TracedKind[TracedValues]):
     def elimination(self, site: TracedValues, moments: tuple[ReaderStats, ...], method: Method) -> Elimination | None:
         return None if site.rows is not None else super().elimination(site, moments, method)
 
-    def curves(
+    def errors(
         self, site: TracedValues, moments: tuple[ReaderStats, ...], method: Method, cached: Elimination | None
-    ) -> list[ErrorCurve]:
+    ) -> tuple[float, ...]:
         if site.rows is None:
-            return super().curves(site, moments, method, cached)
-        own, widths = _head_stats(site, moments), self.offers(site, method)
+            return super().errors(site, moments, method, cached)
+        own = _head_stats(site, moments)
         lost_H = values.lowrank_spectrum(own.z_mean_C, own.z_second_CC, own.weight_OC, len(site.groups_HV))
-        errors = tuple(float(lost_H[:, width // len(lost_H)].sum()) for width in widths)
-        return [ErrorCurve(errors=errors, alone=widths, places=tuple(range(len(widths))))]
+        return tuple(float(lost_H[:, width // len(lost_H)].sum()) for width in self.offers(site, method))
 
 
 def _head(site: TracedValues) -> int:
