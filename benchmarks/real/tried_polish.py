@@ -202,7 +202,7 @@ WAYS: dict[str, tuple[PolishName, Callable[[Subject], None]]] = {
     "updates of rank 32": ("model", partial(whole_, chosen=partial(low_rank, 32))),
     "biases alone": ("model", partial(whole_, chosen=biases)),
     "block by block": ("block", partial(by_block_, mixes=False)),
-    "block by block, both streams mixed": ("block", partial(by_block_, mixes=True)),
+    "block by block from both streams": ("block", partial(by_block_, mixes=True)),
 }
 
 
