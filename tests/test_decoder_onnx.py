@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 NARROW: dict[str, Any] = {"intermediate_size": 80, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 """Half of the channels, and one group of two."""
 KINDS = ("llama", "llama3", "mistral", "qwen2", "qwen3")
-QUICK = ("--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1, "--threads", 1)
+QUICK = ("--time-limit", 5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1, "--threads", 1)
 
 
 def changes_of(name: str) -> dict[str, Any]:
