@@ -137,10 +137,6 @@ class Bias:
         self.matrix.add_(change_OK)
 
 
-def all_of(matrices: Sequence[Matrix]) -> list[Any]:
-    return list(matrices)
-
-
 def low_rank(rank: int, matrices: Sequence[Matrix]) -> list[Any]:
     torch.manual_seed(0)
     return [side for matrix in matrices for side in LowRank.both(matrix, rank)]
@@ -164,10 +160,8 @@ def _descend_(problem: Any, matrices: list[Any], options: PolishOptions) -> None
     descent.run(descent.start())
 
 
-def _behind(block: Any, rows: list[StreamPair], *, dense: Any) -> list[StreamPair]:
-    """The dense stream behind the dense block and, where `block` is one, the reduced one behind it."""
-    behind = [row._replace(dense=dense(StreamState.of(row.dense, row.weights)).tokens.x) for row in rows]
-    return behind if block is None else [row._replace(reduced=block(row.reduced)) for row in behind]
+def _behind_dense(block: Any, rows: list[StreamPair]) -> list[StreamPair]:
+    return [row._replace(dense=block(StreamState.of(row.dense, row.weights)).tokens.x) for row in rows]
 
 
 def _between(row: StreamPair, dense_BMC: Tensor, share: Tensor) -> StreamPair:
@@ -185,7 +179,7 @@ def by_block_(subject: Subject, *, mixes: bool) -> None:
     for index, (before, block) in enumerate(zip(blocks(subject.dense), blocks(model), strict=True)):
         entering = [row.dense for row in fitted]
         with torch.no_grad():
-            fitted, judging = (_behind(None, rows, dense=before) for rows in (fitted, judging))
+            fitted, judging = (_behind_dense(before, rows) for rows in (fitted, judging))
         rows = fitted
         if mixes:
             rows = [_between(row, dense, torch.rand(())) for row, dense in zip(fitted, entering, strict=True)]
@@ -197,7 +191,7 @@ def by_block_(subject: Subject, *, mixes: bool) -> None:
 
 
 WAYS: dict[str, tuple[PolishName, Callable[[Subject], None]]] = {
-    "all matrices": ("model", partial(whole_, chosen=all_of)),
+    "all matrices": ("model", partial(whole_, chosen=list)),
     "updates of rank 8": ("model", partial(whole_, chosen=partial(low_rank, 8))),
     "updates of rank 32": ("model", partial(whole_, chosen=partial(low_rank, 32))),
     "biases alone": ("model", partial(whole_, chosen=biases)),
