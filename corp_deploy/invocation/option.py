@@ -7,6 +7,7 @@ table, and api/verb.py the parameters of a function; its constructor takes value
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from inspect import get_annotations
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
 
@@ -83,9 +84,10 @@ def _values_of(annotation: Any) -> Values:
     return OneOf(words) if words else FLAG
 
 
-def options_of(record: type["Record"], *only: str) -> dict[str, Option]:
-    """Those of a record by name, in order, or `only` some."""
-    every = {
+@cache
+def _every_option(record: type["Record"]) -> Mapping[str, Option]:
+    """Read once a class: every record looks here as it is made."""
+    return {
         each.name: Option(
             name=each.name,
             default=each.default,
@@ -101,7 +103,12 @@ def options_of(record: type["Record"], *only: str) -> dict[str, Option]:
         for each in fields(record)  # type: ignore[arg-type]  # records are dataclasses
         if "of" in each.metadata
     }
-    return {name: every[name] for name in only} if only else every
+
+
+def options_of(record: type["Record"], *only: str) -> dict[str, Option]:
+    """Those of a record by name, in order, or `only` some."""
+    every = _every_option(record)  # type: ignore[arg-type]  # a class is hashable, which mypy misses
+    return {name: every[name] for name in only or every}
 
 
 def _command_value(of: Values, value: Any) -> Any:
