@@ -197,5 +197,16 @@ def test_efforts_of_a_model_have_their_rows_and_lines(tmp_path: Path, monkeypatc
     assert thorough["polish"]["error"] <= thorough["polish"]["error_before"]
     assert quick["polish"] is standard["polish"] is None
     assert all(0.0 < row["error"] < 1.0 and row["passes"] > 0.0 for row in record["rows"])
+    for what in ("ridges", "precisions"):
+        done = CliRunner().invoke(efforts.main, [*words[:-1], "quick", *threads, "--what", what])
+        assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "e.json").read_text())
+    assert [row["ridge"] for row in record["ridges"]] == [*efforts.RIDGES, None]
+    assert len({row["error"] for row in record["ridges"]}) == 4
+    fp16, int8 = record["precisions"]
+    assert 0.0 < fp16["error"] < int8["error"] < 0.5
     lines = pages_efforts(record).splitlines()
-    assert [line.split(" | ")[2] for line in lines if line.startswith("| small")] == ["quick", "standard", "thorough"]
+    said = [line.split(" | ")[1:] for line in lines if line.startswith("| small")]
+    assert [each[1] for each in said[:3]] == ["quick", "standard", "thorough"]
+    assert [each[2] for each in said[3:7]] == ["0.0001", "0.001", "0.01", "halves"]
+    assert [each[0] for each in said[7:]] == ["fp16", "int8"]

@@ -240,17 +240,48 @@ def tried(record: Mapping[str, Any]) -> str:
 
 
 def efforts(record: Mapping[str, Any]) -> str:
-    """What each effort loses on inputs that nothing is fitted to, and what it costs."""
+    """What each effort loses on inputs that nothing is fitted to, and what it costs; what ridges and types alone do."""
+
+    def figures(row: Row) -> list[str]:
+        return [f"{row[name]:.3f}" if name in row else "-" for name in ("error", "median_error", "fitted_error")]
+
     lines = []
     for row in record["rows"]:
-        said = ", ".join(f"{stage['name']} {stage['error']:.3f}" for stage in row["stages"])
-        lines.append(
-            [row["model"], row["asked"], row["effort"], f"{row['error']:.3f}", said or "-", f"{row['passes']:.1f}"]
-        )
-    text = (
+        said = [f"{stage['name']} {stage['error']:.3f}" for stage in row["stages"]]
+        if row["polish"] is not None:
+            said.append(f"polish {row['polish']['error_before']:.3f} to {row['polish']['error']:.3f}")
+        named = [row["model"], row["asked"], row["effort"]]
+        lines.append([*named, *figures(row), ", ".join(said) or "-", f"{row['passes']:.1f}"])
+    ridges = [
+        [
+            *(row[name] for name in ("model", "asked", "effort")),
+            "halves" if row["ridge"] is None else f"{row['ridge']:g}",
+            *figures(row)[:2],
+            f"{row['passes']:.1f}",
+        ]
+        for row in record.get("ridges", ())
+    ]
+    precisions = [[row["model"], row["precision"], *figures(row)[:2]] for row in record.get("precisions", ())]
+    names = ["model", "asked", "effort"]
+    parts = [
         f"`reduce --effort` with preset `best`, fitted to {record['crops']} crops (MiniLM: 312 texts) and judged on "
-        f"{record['held_out']} others: relative error of the outputs, the errors by which `standard` chose, on inputs "
-        "that it set apart from its own, and CPU seconds in bare forward passes over what is fitted to:"
-    )
-    names = ["model", "asked", "effort", "error", "stages", "passes"]
-    return "\n\n".join([text, table(names, lines), *record.get("remarks", [])])
+        f"{record['held_out']} others: relative error of the outputs, of all and of the median one, and on the very "
+        "inputs of the fit, the errors by which `standard` chose, on inputs that it set apart from its own, and CPU "
+        "seconds in bare forward passes over what is fitted to:",
+        table([*names, "error", "median", "on the fit's own", "stages", "passes"], lines),
+        *record.get("remarks", []),
+    ]
+    if ridges:
+        parts += [
+            "Strengths of the ridge, said outright or chosen for each site by two halves of single inputs, of which "
+            "one judges what is fitted to the other (`calibrate --groups image`):",
+            table([*names, "ridge", "error", "median", "passes"], ridges),
+            *record.get("remarks_on_ridges", []),
+        ]
+    if precisions:
+        parts += [
+            "For comparison, the dense models as graphs of fewer bits in ONNX Runtime, judged on the same inputs "
+            "(INT8: scales of every eighth input of the fit):",
+            table(["model", "type", "error", "median"], precisions),
+        ]
+    return "\n\n".join(parts)
