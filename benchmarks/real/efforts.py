@@ -211,7 +211,7 @@ class Rows:
             key = {"model": self.name, "precision": precision}
             if self.record.has("precisions", key) and not self.again:
                 continue
-            images = {"inputs": seen} if precision == "int8" else {}
+            images: dict[str, Any] = {"inputs": seen} if precision == "int8" else {}
             graph = corp_deploy.export(self.subject.dense.model, scratch / "m.onnx", precision=precision, **images)
             session = InferenceSession(graph.path, providers=["CPUExecutionProvider"])
             names = [each.name for each in session.get_inputs()]
