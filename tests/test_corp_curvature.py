@@ -39,17 +39,17 @@ def test_a_curve_is_what_was_measured_where_it_was_tried_and_its_own_shape_betwe
     errors = (8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.125, 0.0)
     curve = ErrorCurve(errors=errors, widths=tuple(range(1, 9)))
     tried = _tried(curve)
-    assert tried == [1, 5]
-    ratios = (3.0, 12.0)
+    assert tried == [1, 3, 5]
+    ratios = (3.0, 3.0, 12.0)
     scaled = _in_outputs(curve, [ratio * errors[at] for ratio, at in zip(ratios, tried, strict=True)])
-    assert scaled == pytest.approx([24.0, 12.0, 6.0 * 4**0.25, 6.0, 1.5 * 4**0.75, 3.0, 1.5, 0.0])
-    assert _in_outputs(curve, [0.0, 0.0]) == (0.0,) * 8
+    assert scaled == pytest.approx([24.0, 12.0, 6.0, 3.0, 3.0, 3.0, 1.5, 0.0])
+    assert _in_outputs(curve, [0.0, 0.0, 0.0]) == (0.0,) * 8
     constant = ErrorCurve(errors=(90.0, *errors), widths=(0, *range(1, 9)))
-    assert _tried(constant) == [0, 1, 6]
-    of_constant = _in_outputs(constant, [0.5, 24.0, 0.75])
+    assert _tried(constant) == [0, 1, 3, 6]
+    of_constant = _in_outputs(constant, [0.5, 24.0, 6.0, 0.75])
     assert of_constant[0] == 0.5
     assert of_constant[1:4] == pytest.approx([24.0, 12.0, 6.0])
-    assert _in_outputs(constant, [0.5, 0.0, 0.0]) == (0.5, *(0.0,) * 8)
+    assert _in_outputs(constant, [0.5, 0.0, 0.0, 0.0]) == (0.5, *(0.0,) * 8)
     short = ErrorCurve(errors=(1.0, 0.0), widths=(8, 16))
     assert _tried(short) == [0]
 

@@ -9,7 +9,6 @@ from corp_deploy.reduction.method import (
     CHANNEL_REPAIRS,
     CONV_RANKINGS,
     CONV_REPAIRS,
-    DEFAULT_RIDGE_REL,
     HEADS_RANKINGS,
     HEADS_REPAIRS,
     MLP_RANKINGS,
@@ -141,10 +140,10 @@ class MethodChoice(Record, heading="Widths and method"):
         "off with the published ones.",
     )
     align: Mapping[str, int] = option(MULTIPLES, WIDTHS, help="Multiples that widths are rounded to; at least 8.")
-    ridge: float = option(
+    ridge: float | None = option(
         RIDGE,
-        DEFAULT_RIDGE_REL,
-        help="Regularisation, relative to the mean diagonal of the matrix it is added to.",
+        help="Regularisation, relative to the mean diagonal of the matrix it is added to. Default: 0.001 with preset "
+        "best, 0.0001 with the published ones.",
     )
     rescale: bool = option(
         default=False,

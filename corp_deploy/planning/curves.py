@@ -1,8 +1,8 @@
 """What every site costs and loses at every width: error curves, weighted by what each site does to the outputs.
 
 The curve of a site is in its own unit (mean square of the MLP's output, of the logits, of the projection's output). One
-probe per curve, without labels, turns all into one currency: the site alone is reduced to two widths, and the squared
-change of the model's outputs over the curve's value there is its weight.
+probe per curve, without labels, turns all into one currency: the site alone is reduced to three widths, and the
+squared change of the model's outputs over the curve's value there is its weight.
 """
 
 import math
@@ -29,7 +29,7 @@ from ground.errors import BadInput
 from .probe import Probe, Trial
 from .program_effects import output_metrics
 
-TRIED = (0.25, 0.75)
+TRIED = (0.25, 0.5, 0.75)
 EMPTIED_SEEN = 8  # inputs
 
 
@@ -93,8 +93,8 @@ def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str
 
 
 def _tried(curve: ErrorCurve) -> list[int]:
-    """The positions at which a curve is tried: at a quarter and three quarters of the way to the full width, and where
-    a constant is all that stays, which is like no width.
+    """The positions at which a curve is tried: at a quarter, half and three quarters of the way to the full width, and
+    where a constant is all that stays, which is like no width.
     """
     narrower = len(curve.errors) - 1
     empty = {0} if is_empty(curve.widths[0]) else set[int]()

@@ -30,6 +30,7 @@ from corp_deploy.traced.models.module import device
 from .program_effects import effects_of_changes
 from .program_trials import Change, effects_of_new_tensors
 
+EXACT_SEEN = 8  # inputs
 Trial = tuple[str, Width]
 
 
@@ -114,7 +115,7 @@ class Probe:
 
     def linear_effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """`effects` to first order where layers that read a site change alone, at the cost of a few passes however many
-        trials there are (see program_effects.py); exact, on every other input, where rows that write it are mixed too.
+        trials there are (see program_effects.py); exact, on fewer inputs, where rows that write it are mixed too.
         """
         program, new = tracing(self.model).program, self._reduced(trials)
         tensors = {
@@ -125,7 +126,9 @@ class Probe:
             for trial, own in tensors.items()
         }
         linear = effects_of_changes(self.model, self.inputs, list(changes.values()))
-        exact = self.fewer._exact_effects({trial: each for trial, each in new.items() if trial not in changes})
+        exact = self.few(EXACT_SEEN)._exact_effects(
+            {trial: each for trial, each in new.items() if trial not in changes}
+        )
         return {**dict(zip(changes, linear, strict=True)), **exact}
 
     def _exact_effects(self, new: Mapping[Trial, TracedReduced]) -> dict[Trial, float]:

@@ -45,7 +45,6 @@ NOT_HELD_OUT: Mapping[LoopName, str] = MappingProxyType(
 RESCALED = (
     "--rescale: the asymmetric closed loop fits what convolutions give already; give --closed-loop symmetric or none"
 )
-DEFAULT_RIDGE_REL = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ class Method:
     aligned: bool = False
     align_head: int = 16
     align_conv: int = 32
-    ridge_rel: float = DEFAULT_RIDGE_REL
+    ridge_rel: float = 1e-4
 
     def __post_init__(self) -> None:
         sparsities = {
@@ -193,7 +192,7 @@ def _preset(
 _BEST = _preset(("obs", "affine"), "lowrank", ("obs", "im2col"), ("obs", "affine"))
 PRESETS: Mapping[str, Method] = MappingProxyType(
     {
-        "best": replace(_BEST, value_recovery="lowrank", rotates=True),
+        "best": replace(_BEST, value_recovery="lowrank", rotates=True, ridge_rel=1e-3),
         "corp": _preset(("combined", "affine"), "logit", ("combined", "affine"), ("grail", "affine")),
         "corp-v1": _preset(("energy", "affine-v1"), "logit-v1"),
         "grail": _preset(("wanda", "gram"), "keep", ("wanda", "gram"), ("grail", "gram")),

@@ -90,7 +90,8 @@ def _behind(program: Program, entering: Collection[fx.Node], ends: Sequence[fx.N
 class Piece:
     """What a few inputs are at a cut, in the dense program and in the student. Those `held_out` choose how far to trust
     a fit to the others. `weights_BN`: 0 for tokens that are padding, None where all count. `merged`: the sizes and
-    sources of the student's tokens, by the nodes that gave them.
+    sources of the student's tokens, by the nodes that gave them. `ahead`: what the dense program gives at the next cut,
+    where that was run.
     """
 
     dense: tuple[Tensor, ...]
@@ -98,6 +99,7 @@ class Piece:
     held_out: bool
     weights_BN: Tensor | None = None
     merged: Mapping[fx.Node, Tensor] = field(default_factory=dict)
+    ahead: Tensor | None = None
 
 
 def pieces_of(
@@ -218,7 +220,10 @@ class Segment:
         return dict(zip(nodes, tensors, strict=True))
 
     def run_dense(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
-        return run(self.dense.program, nodes, self._entering(piece.dense))
+        values = run(self.dense.program, nodes, self._entering(piece.dense))
+        if self.after in values:
+            piece.ahead = values[self.after]
+        return values
 
     def run_student(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
         """Where tokens are merged, what stands there for each of the nodes, and all that the merges gave."""
@@ -279,7 +284,9 @@ class Segment:
             if not self.student.is_changed and not extra:
                 piece.dense = piece.student
             elif with_dense:
-                piece.dense = (self.run_dense(piece, nodes)[self.after], *piece.dense[others])
+                ahead = self.run_dense(piece, nodes)[self.after] if piece.ahead is None else piece.ahead
+                piece.dense = (ahead, *piece.dense[others])
+            piece.ahead = None
 
 
 def segments_of(dense: Tracing, student: Student) -> Iterator[Segment]:
