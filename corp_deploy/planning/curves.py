@@ -30,7 +30,6 @@ from .probe import Probe, Trial
 from .program_effects import output_metrics
 
 TRIED = (0.25, 0.5, 0.75)
-EMPTIED_SEEN = 8  # inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +155,7 @@ def site_curves(probe: Probe) -> SiteCurves:
     by_site = dict(zip((site.name for site in sites), pool.each(curve_at, sites, where), strict=True))
     plain = SiteCurves(by_site=by_site, folded_to_constant={})
     empty = [trial for trial in plain.trials if is_empty(trial[1])]
-    return replace(plain, folded_to_constant=probe.few(EMPTIED_SEEN).effects(empty) if empty else {})
+    return replace(plain, folded_to_constant=probe.few.effects(empty) if empty else {})
 
 
 def output_errors(probe: Probe, curves: SiteCurves) -> dict[str, tuple[float, ...]]:

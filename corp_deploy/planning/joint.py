@@ -151,7 +151,7 @@ class Joint:
         same widths.
         """
         (stage,) = (each for each in self.stages.values() if each is not None and each.merging == way.merging)
-        probe, model = self.probe.fewer.fewer, self.probe.model
+        probe, model = self.probe.few, self.probe.model
         if way.merging is not None:
             with torch.inference_mode(False), torch.no_grad():  # gradients go through it
                 merged = traced_model.with_merging(model, way.merging)

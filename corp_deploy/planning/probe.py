@@ -30,7 +30,7 @@ from corp_deploy.traced.models.module import device
 from .program_effects import effects_of_changes
 from .program_trials import Change, effects_of_new_tensors
 
-EXACT_SEEN = 8  # inputs
+FEW = 8  # inputs
 Trial = tuple[str, Width]
 
 
@@ -86,14 +86,10 @@ class Probe:
         with torch.inference_mode():
             return self._exact_effects(self._reduced(trials))
 
-    def few(self, count: int) -> "Probe":
-        """Looks at about so many of the inputs, evenly."""
-        return replace(self, inputs=map_tensors(self.inputs, lambda tensor: tensor[:: max(1, len(tensor) // count)]))
-
     @property
-    def fewer(self) -> "Probe":
-        """Looks at every other input alone."""
-        return replace(self, inputs=map_tensors(self.inputs, lambda tensor: tensor[::2]))
+    def few(self) -> "Probe":
+        """Looks at about FEW of the inputs, evenly."""
+        return replace(self, inputs=map_tensors(self.inputs, lambda tensor: tensor[:: max(1, len(tensor) // FEW)]))
 
     def carried_out(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
         """`narrowed` as the reduction will be: where that is a closed loop, in one over the others."""
@@ -126,9 +122,7 @@ class Probe:
             for trial, own in tensors.items()
         }
         linear = effects_of_changes(self.model, self.inputs, list(changes.values()))
-        exact = self.few(EXACT_SEEN)._exact_effects(
-            {trial: each for trial, each in new.items() if trial not in changes}
-        )
+        exact = self.few._exact_effects({trial: each for trial, each in new.items() if trial not in changes})
         return {**dict(zip(changes, linear, strict=True)), **exact}
 
     def _exact_effects(self, new: Mapping[Trial, TracedReduced]) -> dict[Trial, float]:
