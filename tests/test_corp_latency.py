@@ -100,7 +100,7 @@ def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Cal
         widths = aligned_widths(96, CHOICES.align_hidden)
         errors = tuple(float(96 - width) for width in widths)
         curves.append(CostCurve(site=name, widths=widths, costs=widths, cost_now=96, errors=errors))
-    priced, total = curves_in_time(curves, measured(reduced), reduced, 1)
+    priced, total = curves_in_time(curves, measured(reduced), 1)
     assert total == pytest.approx(1e6 * cost_ms(reduced.model), rel=1e-3)
     found = allocate(priced, total, 0.8)
     share = cost_ms(at_widths(reduced.model, found.widths)) / cost_ms(reduced.model)
@@ -126,7 +126,7 @@ def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(meas
         widths = kind_of(site).offers(site, method)
         errors = tuple(float(widths[-1] - width) ** 2 for width in widths)
         curves.append(CostCurve(site=site.name, widths=widths, costs=widths, cost_now=widths[-1], errors=errors))
-    priced, total = curves_in_time(curves, tables, dense, 1)
+    priced, total = curves_in_time(curves, tables, 1)
     assert total == pytest.approx(1e6 * cost_ms(dense.model), rel=1e-2), "layers without a bias are timed with one"
     found = allocate(priced, total, 0.8)
     smaller = dense.model

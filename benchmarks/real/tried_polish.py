@@ -172,9 +172,7 @@ def _between(row: StreamPair, dense_BMC: Tensor, share: Tensor) -> StreamPair:
 def by_block_(subject: Subject, *, mixes: bool) -> None:
     """As polish_blocks_ does; `mixes`: from random means of the dense and the reduced stream, judged on the latter."""
     options, model = subject.options, subject.model
-    fitted, judging = (
-        first_streams(subject.dense, model, each) for each in (subject.inputs.fitted, subject.inputs.held_out)
-    )
+    fitted, judging = (first_streams(subject.dense, each) for each in (subject.inputs.fitted, subject.inputs.held_out))
     torch.manual_seed(0)
     for index, (before, block) in enumerate(zip(blocks(subject.dense), blocks(model), strict=True)):
         entering = [row.dense for row in fitted]

@@ -198,7 +198,7 @@ def budget_planner(
     assert where is not None, currency
     tables = measure_tables(dense, method, where)
     batch = where.batches[0]
-    curves, total = curves_in_time(cost_curves(probe, "macs", curves=own), tables, dense, batch)
+    curves, total = curves_in_time(cost_curves(probe, "macs", curves=own), tables, batch)
     full_cost = total if tables.all_tokens is None else round(1e6 * tables.model_ms(batch))
     merging_ms = tables.merging_ms(batch) if tables.merges else None
     return BudgetPlanner(

@@ -252,9 +252,7 @@ def measure_tables(
     )
 
 
-def curves_in_time(
-    curves: list[CostCurve], tables: Tables, checkpoint: Checkpoint, batch: int
-) -> tuple[list[CostCurve], int]:
+def curves_in_time(curves: list[CostCurve], tables: Tables, batch: int) -> tuple[list[CostCurve], int]:
     """The curves with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds.
 
     Raises BadInput for tables that were measured while other programs had the machine.

@@ -59,7 +59,7 @@ def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(tensors) if tensors else None
 
 
-def first_streams(dense: nn.Module, reduced: nn.Module, inputs: InputSet) -> list[StreamPair]:
+def first_streams(dense: nn.Module, inputs: InputSet) -> list[StreamPair]:
     """A row an input, before the first block. Memory: up to 2 * inputs * M * C * 4 bytes."""
     rows: list[StreamPair] = []
     for x_BMC, weights_BM in embedded(dense, inputs, _AT_ONCE):
@@ -147,7 +147,7 @@ def polish_blocks_(subject: Subject, parts: Parts) -> None:
     """Each block that has a reduced site, in order, all its matrices at once."""
     model, options = subject.model, subject.options
     inputs = (subject.inputs.fitted, subject.inputs.held_out)
-    fitted, judging = (first_streams(subject.dense, model, each) for each in inputs)
+    fitted, judging = (first_streams(subject.dense, each) for each in inputs)
     reduced = _reduced(subject)
     for index, (before, block) in enumerate(zip(blocks(subject.dense), blocks(model), strict=True)):
         fitted, judging = (_behind_dense(before, rows) for rows in (fitted, judging))

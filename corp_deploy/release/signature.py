@@ -85,7 +85,7 @@ def _listed(statement: Mapping[str, Any]) -> dict[str, str]:
     return {each["name"]: each["digest"] for each in statement["predicate"]["resources"]}
 
 
-def _refuse_gaps(folder: Path, statement: Mapping[str, Any]) -> None:
+def _refuse_gaps(statement: Mapping[str, Any]) -> None:
     """Raise Unverified for a statement that would have files skipped, or digests of another kind."""
     serial = statement["predicate"]["serialization"]
     ignored = {Path(each) for each in serial.get("ignore_paths", ())}
@@ -150,8 +150,8 @@ def verify(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], st
         if not str(error).startswith("Signature mismatch"):
             raise Unverified(f"{SIGNATURE}: {_why(error)}") from None
         statement = _statement(data)
-        _refuse_gaps(folder, statement)
+        _refuse_gaps(statement)
         raise Unverified(*_differences(folder, _listed(statement)) or [f"{SIGNATURE}: {_why(error)}"]) from None
     statement = _statement(data)
-    _refuse_gaps(folder, statement)
+    _refuse_gaps(statement)
     return Signed(by=who(data), files=_listed(statement))

@@ -112,7 +112,7 @@ def _notes(before: State, after: State) -> list[str]:
     return notes
 
 
-def _advice(misfit: _Misfit, state: State, expected: State, kwargs: Mapping[str, Any]) -> str:
+def _advice(misfit: _Misfit, state: State, kwargs: Mapping[str, Any]) -> str:
     """The arguments that would make these weights fit, where they tell."""
     arguments: dict[str, Any] = {}
     if "head.weight" in misfit.misshapen:
@@ -158,6 +158,6 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
     if misfit := _misfit(state, expected):
         raise BadInput(
             f"{weights.path}: these weights don't fit the model; {misfit.describe(state, expected)}; "
-            f"{_advice(misfit, state, expected, kwargs)}"
+            f"{_advice(misfit, state, kwargs)}"
         )
     return state, tuple(f"{weights.path.name}: {note}" for note in notes)

@@ -129,7 +129,7 @@ def _judged(rule: Rule, now: Evidence, baseline: Evidence) -> JudgedRule:
     doubt = value.doubt or bound.doubt
     if value.interval is None or bound.interval is None or doubt is not None:
         return judged_rule("INCONCLUSIVE", doubt, value, bound)
-    figure, limit = _paired(rule, now, value.interval, bound.interval), bound.interval
+    figure, limit = _paired(rule, now, value.interval), bound.interval
     value = replace(value, interval=figure)
     verdict = _compared(rule, figure, limit)
     if verdict == "INCONCLUSIVE":
@@ -158,7 +158,7 @@ def _scaled(rule: Rule, reference: Interval) -> Interval:
     return Interval(value=rule.scale * reference.value + rule.offset, low=low, high=high)
 
 
-def _paired(rule: Rule, now: Evidence, figure: Interval, limit: Interval) -> Interval:
+def _paired(rule: Rule, now: Evidence, figure: Interval) -> Interval:
     """Two subjects of one record ran side by side, so that their ratio is known better than either latency."""
     bench = now.bench
     if rule.is_own or rule.metric != "p50" or rule.name in (None, BASELINE) or bench is None:
