@@ -27,6 +27,8 @@ from .option_support import Axis, words_of
 from .reduction_table import LOOP, PRESET, preset_way
 from .values import CHANNELS, ByKind, OneOf
 
+RIDGE_OF_BEST = 1e-3
+"""A weaker one can err several times as much on inputs that are unlike those of the fit, and gains little elsewhere."""
 HeadsName = Literal["padded", "square", "ragged", "auto"]
 WIDTHS = "mlp=64,head=16,conv=32"
 """Multiples where nothing is said of them."""
@@ -176,7 +178,7 @@ class MethodChoice(Record, heading="Widths and method"):
             align_head=self.align.get("head"),
             align_conv=self.align.get("conv"),
             aligned=self.align != ALIGN and "mlp" in self.align,
-            ridge_rel=self.ridge,
+            ridge_rel=RIDGE_OF_BEST if self.ridge is None and method_of(self.preset) == "best" else self.ridge,
             rescales=self.rescale,
             rotates=self.rotate,
         )

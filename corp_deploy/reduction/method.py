@@ -192,7 +192,7 @@ def _preset(
 _BEST = _preset(("obs", "affine"), "lowrank", ("obs", "im2col"), ("obs", "affine"))
 PRESETS: Mapping[str, Method] = MappingProxyType(
     {
-        "best": replace(_BEST, value_recovery="lowrank", rotates=True, ridge_rel=1e-3),
+        "best": replace(_BEST, value_recovery="lowrank", rotates=True),
         "corp": _preset(("combined", "affine"), "logit", ("combined", "affine"), ("grail", "affine")),
         "corp-v1": _preset(("energy", "affine-v1"), "logit-v1"),
         "grail": _preset(("wanda", "gram"), "keep", ("wanda", "gram"), ("grail", "gram")),
