@@ -1,6 +1,7 @@
 """What was tried on the real encoder, on an encoder and crops that take seconds."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,10 @@ def test_a_map_beside_the_channels_is_the_joint_least_squares(tmp_path: Path) ->
         assert lost == pytest.approx(best, rel=0.05, abs=1e-4)
 
 
-def test_efforts_of_a_model_have_their_rows_and_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Carries out the benchmark of efforts on a small model, and gives its record."""
+
     def small(scratch: Path, crops: int, held_out: int) -> efforts.Subject:
         dense, sets = tiny.checkpoint(), []
         for name, count in (("calib", crops), ("held", held_out)):
@@ -183,13 +187,26 @@ def test_efforts_of_a_model_have_their_rows_and_lines(tmp_path: Path, monkeypatc
     def absent(*_: Any) -> efforts.Subject:
         raise Missing("not installed")
 
+    def run(*words: str) -> dict[str, Any]:
+        few = ["--crops", "24", "--held-out", "6", "--polish-steps", "1", "--threads", str(torch.get_num_threads())]
+        named = ["--output", str(tmp_path / "e.json"), "--models", "absent,small"]
+        done = CliRunner().invoke(efforts.main, [*named, *few, *words])
+        assert done.exit_code == 0, done.output
+        assert "absent: skipped: not installed" in done.output
+        record: dict[str, Any] = json.loads((tmp_path / "e.json").read_text())
+        return record
+
     monkeypatch.setattr(efforts, "SUBJECTS", {"small": small, "absent": absent})
-    words = ["--output", str(tmp_path / "e.json"), "--models", "absent,small", "--efforts", "quick,standard,thorough"]
-    threads = ["--threads", str(torch.get_num_threads()), "--polish-steps", "1", "--crops", "24", "--held-out", "6"]
-    done = CliRunner().invoke(efforts.main, [*words, *threads])
-    assert done.exit_code == 0, done.output
-    assert "absent: skipped: not installed" in done.output
-    record = json.loads((tmp_path / "e.json").read_text())
+    return run
+
+
+def lines_of(record: dict[str, Any], at: int) -> list[str]:
+    """What stands in one column of the page, of all rows of the model."""
+    return [line.split(" | ")[at] for line in pages_efforts(record).splitlines() if line.startswith("| small")]
+
+
+def test_efforts_of_a_model_have_their_rows_and_lines(measured: Callable[..., dict[str, Any]]) -> None:
+    record = measured("--efforts", "quick,standard,thorough")
     quick, standard, thorough = record["rows"]
     assert [row["effort"] for row in record["rows"]] == ["quick", "standard", "thorough"]
     assert quick["stages"] == []
@@ -197,16 +214,16 @@ def test_efforts_of_a_model_have_their_rows_and_lines(tmp_path: Path, monkeypatc
     assert thorough["polish"]["error"] <= thorough["polish"]["error_before"]
     assert quick["polish"] is standard["polish"] is None
     assert all(0.0 < row["error"] < 1.0 and row["passes"] > 0.0 for row in record["rows"])
-    for what in ("ridges", "precisions"):
-        done = CliRunner().invoke(efforts.main, [*words[:-1], "quick", *threads, "--what", what])
-        assert done.exit_code == 0, done.output
-    record = json.loads((tmp_path / "e.json").read_text())
+    assert lines_of(record, 2) == ["quick", "standard", "thorough"]
+
+
+@pytest.mark.slow("graph")
+def test_ridges_and_types_of_a_model_have_their_rows_and_lines(measured: Callable[..., dict[str, Any]]) -> None:
+    measured("--efforts", "quick", "--what", "ridges")
+    record = measured("--what", "precisions") | {"rows": []}
     assert [row["ridge"] for row in record["ridges"]] == [*efforts.RIDGES, None]
     assert len({row["error"] for row in record["ridges"]}) == 4
     fp16, int8 = record["precisions"]
     assert 0.0 < fp16["error"] < int8["error"] < 0.5
-    lines = pages_efforts(record).splitlines()
-    said = [line.split(" | ")[1:] for line in lines if line.startswith("| small")]
-    assert [each[1] for each in said[:3]] == ["quick", "standard", "thorough"]
-    assert [each[2] for each in said[3:7]] == ["0.0001", "0.001", "0.01", "halves"]
-    assert [each[0] for each in said[7:]] == ["fp16", "int8"]
+    assert lines_of(record, 3)[:4] == ["0.0001", "0.001", "0.01", "halves"]
+    assert lines_of(record, 1)[4:] == ["fp16", "int8"]

@@ -9,7 +9,7 @@ every MLP and of queries and keys. Passes are bare forward passes over the input
 the same process. Models whose packages are absent are left away and said.
 
 With `--what ridges` one pass with ridges said outright, and any effort with those that halves of single inputs choose
-(`calibrate --groups image`); with `--what precisions` the dense model as graphs of fewer bits.
+(`calibrate --groups image`); with `--what precisions` dense models of images as graphs of fewer bits.
 """
 
 import tempfile
@@ -206,6 +206,9 @@ class Rows:
         """The dense model as graphs of fewer bits, in ONNX Runtime."""
         some = self.subject.inputs.subset(range(0, self.subject.inputs.count, EVERY))
         (seen,) = some.batches(some.count)
+        if not isinstance(seen, Tensor):
+            click.echo(f"{self.name}: skipped: it reads {self.subject.inputs.noun}, and scales are learned of images")
+            return
         dense = _outputs(self.subject.dense.model, self.subject.judging)
         for precision in PRECISIONS:
             key = {"model": self.name, "precision": precision}
