@@ -18,6 +18,7 @@ from calib.inputs import held_out_split
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
+from corp_deploy.invocation.method_choice import RIDGE_OF_BEST
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
@@ -326,7 +327,7 @@ def test_the_command_folds_heads(both: tuple[Moments, Moments], images: Images, 
     expected = reduce(
         tiny.checkpoint().model,
         both[0],
-        method_from_preset("best", **HALF, heads_selection="fold", ridge_rel=1e-3),
+        method_from_preset("best", **HALF, heads_selection="fold", ridge_rel=RIDGE_OF_BEST),
         images=images,
     ).model
     assert error(loaded, expected, HELD_OUT) < 1e-6

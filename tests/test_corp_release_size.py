@@ -12,6 +12,7 @@ from calib.moments import Moments
 from corp_deploy import load
 from corp_deploy.cli import main
 from corp_deploy.families.family import sites_of
+from corp_deploy.invocation.method_choice import RIDGE_OF_BEST
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -69,7 +70,8 @@ def test_every_number_is_judged_at_the_widths_of_the_release(home: Path, asked: 
     size = json.loads((home / "out/calibration-size.json").read_text())
     dense, released = load(home / "out/dense"), load(home / "out/reduced")
     widths = {site.name: site.width for site in sites_of(released).every}
-    method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.25, align_hidden=8, align_head=8)
+    asked_of_best = {"mlp_sparsity": 0.5, "attention_sparsity": 0.25, "ridge_rel": RIDGE_OF_BEST}
+    method = method_from_preset("best", **asked_of_best, align_hidden=8, align_head=8)
     images = torch.from_numpy(np.load(home / "held-out.npy"))
     with torch.no_grad():
         right = dense(images).double()
