@@ -18,6 +18,7 @@ from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.scores import kept_from_scores
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
+from corp_deploy.invocation.method_choice import RIDGE_OF_BEST
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -112,9 +113,8 @@ def test_the_command_takes_heads_away(home: Path) -> None:
     assert [site["part"] for site in record["sites"]].count("heads") == 2
     config = json.loads((home / "reduced" / "config.json").read_text())
     assert [len(config["sites"][f"blocks.0.attn.{part}"]["kept"]) for part in ("qk", "v")] == [32, 32]
-    asked = method_from_preset(
-        "best", heads_sparsity=0.34, mlp_sparsity=0.3, align_hidden=8, align_head=8, heads_selection="magnitude"
-    )
+    removed = {"heads_sparsity": 0.34, "mlp_sparsity": 0.3, "heads_selection": "magnitude", "ridge_rel": RIDGE_OF_BEST}
+    asked = method_from_preset("best", **removed, align_hidden=8, align_head=8)
     expected = reduce(tiny.checkpoint().model, moments(), asked).model
     loaded = load_checkpoint(home / "reduced").model
     assert torch.equal(outputs(loaded, HELD_OUT), outputs(expected, HELD_OUT))
