@@ -280,8 +280,8 @@ def efforts(record: Mapping[str, Any]) -> str:
         ]
     if precisions:
         parts += [
-            "For comparison, the dense models as graphs of fewer bits in ONNX Runtime, judged on the same inputs "
-            "(INT8: scales of every eighth input of the fit):",
+            "For comparison, the dense models as graphs of fewer bits in ONNX Runtime without its fusions, judged on "
+            "the same inputs (INT8: scales of every eighth input of the fit):",
             table(["model", "type", "error", "median"], precisions),
         ]
     return "\n\n".join(parts)
