@@ -2,30 +2,22 @@
 moments of the first inputs, at several numbers of them, from the pass that takes those of all.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ground.errors import BadInput
 
-from .active import ACTIVE_EPS
-from .collect import Collector, Precision
+from .collect import PLAIN, Collector, Options
 from .distributed import Ranks
 from .fingerprints import Fingerprints
 from .inputs import Batch, Inputs, InputSet
 from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from .moments import Moments
-from .products import TokenWeights
 from .resume import Progress, ResumeFile
 from .sites import Site
-
-
-def _always(_: int) -> bool:
-    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +31,7 @@ class Snapshots:
 
     counts: tuple[int, ...]
     write: Callable[[int, Moments], None]
-    written: Callable[[int], bool] = _always
+    written: Callable[[int], bool] = lambda _: True
 
     def __post_init__(self) -> None:
         refuse_counts(self.counts)
@@ -47,10 +39,6 @@ class Snapshots:
     def changed(self, change: Callable[[int, Moments], Moments]) -> "Snapshots":
         """The same, with moments changed before they are written."""
         return replace(self, write=lambda count, moments: self.write(count, change(count, moments)))
-
-    def between(self, start: int, end: int) -> tuple[int, ...]:
-        """Those beyond `start` and before `end`, both exclusive."""
-        return tuple(count for count in self.counts if start < count < end)
 
     def split_batches(self, batch_size: int, inputs: int) -> bool:
         """Whether one falls inside a batch, so that its sums are taken in a copy."""
@@ -73,37 +61,6 @@ def refuse_counts(counts: tuple[int, ...]) -> None:
 
 
 ALONE = Ranks()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Options:
-    """What shapes the statistics; see `collect`."""
-
-    attention_system: bool = False
-    kept: Mapping[str, Tensor] | None = None
-    eps: float = ACTIVE_EPS
-    precision: Precision = "float32"
-    token_weights: TokenWeights | None = None
-
-    def as_text(self) -> str:
-        """One line that differs when any option does; of token weights it knows whether there are any."""
-        kept = {name: kept_HK.tolist() for name, kept_HK in sorted((self.kept or {}).items())}
-        digest = hashlib.sha256(repr(kept).encode()).hexdigest()
-        weights = "" if self.token_weights is None else " token weights"
-        return f"{self.attention_system} {digest} {self.eps!r} {self.precision}{weights}"
-
-
-def _collector(model: nn.Module, sites: Sequence[Site], options: Options, device: torch.device | str) -> Collector:
-    return Collector(
-        model,
-        sites,
-        device=device,
-        attention_system=options.attention_system,
-        kept=options.kept,
-        eps=options.eps,
-        precision=options.precision,
-        token_weights=options.token_weights,
-    )
 
 
 class _Share:
@@ -143,16 +100,17 @@ class _Share:
         if self.checkpoint and self.checkpoint.due(before, self.collector.images):
             moments = self.collector.moments({}).with_fingerprints(self.fingerprints)
             assert self.collector.kernel is not None
-            progress = Progress(position=self.position, bad=tuple(self.bad), kernel=self.collector.kernel)
-            self.checkpoint.save(moments, progress, run)
+            kernel = self.collector.kernel
+            self.checkpoint.save(moments, Progress(position=self.position, bad=tuple(self.bad), kernel=kernel, run=run))
 
     def _moments(self, fingerprints: Fingerprints) -> Moments:
         return self.collector.moments({}).with_fingerprints(fingerprints.sorted())
 
     def take_snapshots(self, end: int, batch_size: int) -> None:
         """Those inside the next batch, up to `end`: of its first inputs as the last batch of a smaller set has them."""
-        for count in self.snapshots.between(self.position, end) if self.snapshots else ():
-            assert self.snapshots is not None
+        if not self.snapshots:
+            return
+        for count in [count for count in self.snapshots.counts if self.position < count < end]:
             fingerprints = [self.fingerprints]
             with self.collector.in_copy():
                 for part in self.inputs.read(batch_size, first=self.position, stop=count, bad=self.bad):
@@ -183,28 +141,14 @@ def _refuse_memory(
     refuse_too_large({name: copies * size for name, size in needed.items()}, bytes_available(device))
 
 
-def _refuse_shares(snapshots: Snapshots | None, inputs: InputSet, ranks: Ranks) -> None:
-    if snapshots is None:
-        return
-    if ranks.size > 1:
-        raise BadInput(
-            f"snapshots: each of the {ranks.size} processes reads a consecutive share of the {inputs.noun}, so none "
-            "has the first ones of all; calibrate with one process, without torchrun"
-        )
-    if snapshots.counts[-1] > inputs.count:
-        raise BadInput(
-            f"snapshots: got {snapshots.counts[-1]}, expected at most the {inputs.count} {inputs.noun} of the fit"
-        )
-
-
 def _sum_over_ranks(collector: Collector, ranks: Ranks) -> None:
     """Makes every rank's sums and counts those of all ranks."""
     for sums in collector.sums.values():
         ranks.all_reduce([sums.totals[name] for name in sorted(sums.totals)])
-    counts = ranks.all_gather((collector.images, [sums.counts() for sums in collector.sums.values()]))
-    collector.images = sum(images for images, _ in counts)
+    gathered = ranks.all_gather((collector.images, [sums.counts for sums in collector.sums.values()]))
+    collector.images = sum(images for images, _ in gathered)
     for index, sums in enumerate(collector.sums.values()):
-        sums.set_counts(*(sum(part) for part in zip(*(of_rank[index] for _, of_rank in counts), strict=True)))
+        sums.counts = {name: sum(counts[index][name] for _, counts in gathered) for name in sums.counts}
 
 
 def _raise_on_all_ranks(share: _Share, ranks: Ranks, problem: str) -> None:
@@ -222,7 +166,7 @@ def calibrate(
     *,
     batch_size: int,
     device: str,
-    options: Options | None = None,
+    options: Options = PLAIN,
     lineage: Mapping[str, str],
     checkpoint: ResumeFile | None = None,
     ranks: Ranks = ALONE,
@@ -237,17 +181,16 @@ def calibrate(
     are done. Raises BadInput, on every rank alike, for bad inputs and activations and for sums that don't fit into
     memory; RankLost when another rank has gone.
     """
-    options = options or Options()
     lineage = {**lineage, "dtype": options.precision}
     run = {**lineage, "data": inputs.digest, "batch_size": str(batch_size), "options": options.as_text(),
            "ranks": f"{ranks.rank} of {ranks.size}"}  # fmt: skip
-    _refuse_shares(snapshots, inputs, ranks)
     if snapshots:
         snapshots = snapshots.changed(lambda _, moments: replace(moments, lineage=lineage))
         run["snapshots"] = ",".join(map(str, snapshots.counts))
     copies = 2 if snapshots and snapshots.split_batches(batch_size, inputs.count) else 1
     own = checkpoint.of_rank(ranks) if checkpoint else None
-    share = _Share(_collector(model, sites, options, device), inputs, ranks.share(inputs.count), own, snapshots)
+    collector = Collector(model, sites, device=device, options=options)
+    share = _Share(collector, inputs, ranks.share(inputs.count), own, snapshots)
     problem = ""
     try:
         _refuse_memory(model, sites, inputs, options, device, copies)

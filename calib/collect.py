@@ -1,7 +1,9 @@
 """One forward pass over named sites: hooks hand activations to the sums and keep none of them."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -23,11 +25,36 @@ from .products import (
     weights_by_tokens,
     weights_of,
 )
-from .sites import HeadTaps, Role, Site, SiteKind, evaluating, listening, listening_to_merges
-from .sums import ChannelSums, HeadSums, SiteSums, copied
+from .sites import Role, Site, SiteKind, evaluating, listening, listening_to_merges
+from .sums import ChannelSums, HeadSums, SiteSums
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Options:
+    """What shapes the statistics. `precision` is the forward pass's; they are always float32 products of a few images,
+    float64 sums. `attention_system` also keeps system_HTT; `kept` (site name -> kept_HK, sorted dims per head)
+    restricts it to those dims. A channel is active where |x| > `eps`. `token_weights` gives every batch's weights
+    [B,N]: each token then counts by its own in all statistics.
+    """
+
+    attention_system: bool = False
+    kept: Mapping[str, Tensor] | None = None
+    eps: float = ACTIVE_EPS
+    precision: Precision = "float32"
+    token_weights: TokenWeights | None = None
+
+    def as_text(self) -> str:
+        """One line that differs when any option does; of token weights it knows whether there are any."""
+        kept = {name: kept_HK.tolist() for name, kept_HK in sorted((self.kept or {}).items())}
+        digest = hashlib.sha256(repr(kept).encode()).hexdigest()
+        weights = "" if self.token_weights is None else " token weights"
+        return f"{self.attention_system} {digest} {self.eps!r} {self.precision}{weights}"
+
+
+PLAIN = Options()
 
 
 class _AllCollected(Exception):
@@ -53,17 +80,12 @@ class Collector:
         sites: Sequence[Site],
         *,
         device: torch.device | str,
-        attention_system: bool = False,
-        kept: Mapping[str, Tensor] | None = None,
-        eps: float = ACTIVE_EPS,
-        precision: Precision = "float32",
-        token_weights: TokenWeights | None = None,
+        options: Options = PLAIN,
     ) -> None:
         self.device = torch.device(device)
-        self.sums = new_sums(sites, attention_system=attention_system, kept=kept or {}, eps=eps)
+        self.sums = new_sums(sites, options)
         self.images = 0
-        self._model, self._sites, self._precision = model, sites, precision
-        self._token_weights = token_weights
+        self._model, self._sites, self._options = model, sites, options
         self._weights: Mapping[int, Weights] | None = None
         self._is_partial = False
         self._without_tokens = {site.name for site in sites if not site.by_token}
@@ -124,7 +146,7 @@ class Collector:
     def in_copy(self) -> Iterator[None]:
         """What is added inside goes into a copy of the sums, which is dropped on leaving."""
         sums, images = self.sums, self.images
-        self.sums = {name: copied(each) for name, each in sums.items()}
+        self.sums = {name: each.copied() for name, each in sums.items()}
         try:
             yield
         finally:
@@ -149,7 +171,11 @@ class Collector:
         if not self.images:
             raise BadInput("inputs to calibrate on: got none, expected at least one")
         self.refuse_nonfinite()
-        _refuse_weightless(self.sums, self.images)
+        for name, sums in self.sums.items():
+            if not sums.tokens:
+                raise BadInput(
+                    f"{name}: the token weights of all {self.images} inputs are zero, so there is nothing to sum"
+                )
         sites = {name: sums.moments() for name, sums in self.sums.items()}
         return Moments(sites=sites, lineage=dict(lineage), images=self.images)
 
@@ -161,7 +187,8 @@ class Collector:
         self.images = moments.images
 
     def _weights_of(self, inputs: Inputs) -> Mapping[int, Weights] | None:
-        weight_BN = None if self._token_weights is None else self._token_weights(inputs)
+        token_weights = self._options.token_weights
+        weight_BN = None if token_weights is None else token_weights(inputs)
         self._is_partial = isinstance(weight_BN, PartialTokenWeights)
         if isinstance(weight_BN, PartialTokenWeights):
             weight_BN = weight_BN.weight_BN
@@ -173,8 +200,8 @@ class Collector:
 
     def _forward(self, inputs: Inputs) -> None:
         self._collected, self._batch_size = [], batch_size(inputs)
-        forward = matmul_precision("high" if self._precision == "tf32" else "highest")
-        cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16")
+        forward = matmul_precision("high" if self._options.precision == "tf32" else "highest")
+        cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._options.precision == "bfloat16")
         with suppress(_AllCollected), torch.no_grad(), forward, cast:
             output = run_model(self._model, to_device(inputs, self.device))
             if self._to_the_end:
@@ -210,46 +237,33 @@ class Collector:
             return self._merged[self._merges[name]]
         if self._is_partial and self._weights is not None:
             return self._weights.get(tokens)
-        return _weights_for(tokens, self._weights, f"{name}: {role}")
+        if self._weights is not None and tokens not in self._weights:
+            raise BadInput(
+                f"{name}: {role} has {tokens} tokens, the token weights are for {max(self._weights)}; "
+                "give one weight a token"
+            )
+        return None if self._weights is None else self._weights[tokens]
 
 
-def new_sums(
-    sites: Sequence[Site], *, attention_system: bool, kept: Mapping[str, Tensor], eps: float
-) -> dict[str, SiteSums]:
-    names = [site.name for site in sites]
+def new_sums(sites: Sequence[Site], options: Options = PLAIN) -> dict[str, SiteSums]:
+    names, kept = [site.name for site in sites], options.kept or {}
     if not names or len(set(names)) != len(names):
         raise BadInput(f"sites: got {names}, expected at least one and every name once")
     unknown = [name for name in kept if name not in names]
     if unknown:
         raise BadInput(f"kept dims: no such sites {', '.join(unknown)}; there are {', '.join(names)}")
-
-    def of_heads(site: HeadTaps) -> HeadSums:
-        system = attention_system or site.name in kept
-        own: dict[str, Any] = {"slots_WN": site.slots_WN, "causal": site.causal, "plane_scale": site.plane_scale}
-        return HeadSums(system=system, kept_HK=kept.get(site.name), **own)
-
     empty: dict[SiteKind, Callable[[Any], SiteSums]] = {
-        "mlp": lambda site: ChannelSums(eps=eps),
-        "attention": of_heads,
-        "convolution": lambda site: PatchSums(site, eps=eps),
+        "mlp": lambda _: ChannelSums(eps=options.eps),
+        "attention": lambda site: HeadSums(
+            system=options.attention_system or site.name in kept,
+            kept_HK=kept.get(site.name),
+            slots_WN=site.slots_WN,
+            causal=site.causal,
+            plane_scale=site.plane_scale,
+        ),
+        "convolution": lambda site: PatchSums(site, eps=options.eps),
     }
     return {site.name: empty[site.kind](site) for site in sites}
-
-
-def _weights_for(tokens: int, by_tokens: Mapping[int, Weights] | None, where: str) -> Weights | None:
-    if by_tokens is None:
-        return None
-    if tokens not in by_tokens:
-        raise BadInput(
-            f"{where} has {tokens} tokens, the token weights are for {max(by_tokens)}; give one weight a token"
-        )
-    return by_tokens[tokens]
-
-
-def _refuse_weightless(every: Mapping[str, SiteSums], inputs: int) -> None:
-    for name, sums in every.items():
-        if not sums.tokens:
-            raise BadInput(f"{name}: the token weights of all {inputs} inputs are zero, so there is nothing to sum")
 
 
 def _refuse_other_device(model: nn.Module, device: torch.device) -> None:
@@ -264,37 +278,16 @@ def collect(
     batches: Iterable[Inputs],
     *,
     device: torch.device | str,
-    attention_system: bool = False,
-    kept: Mapping[str, Tensor] | None = None,
-    eps: float = ACTIVE_EPS,
-    precision: Precision = "float32",
-    token_weights: TokenWeights | None = None,
+    options: Options = PLAIN,
     lineage: Mapping[str, str] | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> Moments:
     """The moments of `sites` over `batches` of inputs, the batch in front, from one forward pass each.
 
-    `model` must be on `device`; its weights and modes are left as they were. `precision` is the forward pass's; the
-    statistics are always float32 products of a few images, float64 sums. `attention_system` also keeps system_HTT;
-    `kept` (site name -> kept_HK, sorted dims per head) restricts it to those dims. A channel is active where
-    |x| > `eps`. `token_weights` gives every batch's weights [B,N]: each token then counts by its own in all statistics.
-    `progress` hears the number of inputs done so far. Raises BadInput for inputs that are empty, disagree in their
-    batch or are of another precision than float32, for none at all, for weights that don't fit, and for the first site
-    with NaN or Inf activations.
+    `model` must be on `device`; its weights and modes are left as they were. Raises BadInput for inputs that are empty,
+    disagree in their batch or are of another precision than float32, for none at all, for weights that don't fit, and
+    for the first site with NaN or Inf activations.
     """
-    collector = Collector(
-        model,
-        sites,
-        device=device,
-        attention_system=attention_system,
-        kept=kept,
-        eps=eps,
-        precision=precision,
-        token_weights=token_weights,
-    )
-    with collector:
+    with Collector(model, sites, device=device, options=options) as collector:
         for inputs in batches:
             collector.add(inputs)
-            if progress:
-                progress(collector.images)
         return collector.moments(lineage or {})

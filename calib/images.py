@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -13,12 +13,11 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from ground.errors import BadInput
 
-from .inputs import Batch, ids_and_digest, sampled_positions
+from .inputs import Batch, OpenedInputs
 from .shards import shards_from_pattern
 from .sources import ImageShape, Pixels, Source, Transform, array_from_path, folder_from_path
 
 ARRAYS = (".npy", ".npz", ".safetensors")
-NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,94 +57,43 @@ def _loaded_from_rows(rows: list[tuple[int, Tensor | str]]) -> _Loaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Images:
-    """Opened images: `ids` [count] int64 are hashes of each one's content, `digest` covers names and contents."""
+class Images(OpenedInputs[Tensor]):
+    """Images of a source, decoded by so many `workers`."""
 
     noun: ClassVar[str] = "images"
 
-    rows: _Rows
+    source: Source
     shape: ImageShape
-    ids: Tensor
-    digest: str
     workers: int
-    max_bad: int
-
-    @property
-    def count(self) -> int:
-        return len(self.rows)
-
-    @property
-    def available(self) -> int:
-        return len(self.rows.source)
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        return self.rows.chosen
-
-    def name(self, position: int) -> str:
-        return self.rows.source.name(self.rows.chosen[position])
 
     def example(self) -> Tensor:
         """One black image."""
         return torch.zeros(1, *self.shape)
 
-    def batches(self, batch_size: int) -> Iterator[Tensor]:
-        """All images in order; the last batch may be smaller. Raises BadInput beyond `max_bad` unreadable images."""
-        return (batch.inputs for batch in self.read(batch_size) if len(batch.ids))
+    def _name(self, place: int) -> str:
+        return self.source.name(place)
 
-    def read(
-        self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
-    ) -> Iterator[Batch[Tensor]]:
-        """Positions `first` to `stop` with what identifies them; `bad` are the ones met before `first`.
+    def _hashes(self, places: Sequence[int]) -> list[bytes]:
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(self._content_sha256, places))
 
-        `pin` puts images into page-locked memory, from which a copy to a GPU doesn't wait.
-        """
-        if batch_size < 1:
-            raise BadInput(f"batch size: got {batch_size}, expected at least 1")
-        span = range(first, self.count if stop is None else stop)
-        met = list(bad)
-        for loaded in self._loader(span, batch_size, pin=pin):
-            met.extend(loaded.bad)
-            self.refuse_bad(met)
-            ids = self.ids[loaded.positions]
-            yield Batch(inputs=loaded.images, ids=ids, bad=tuple(loaded.bad), end=loaded.end)
+    def _content_sha256(self, place: int) -> bytes:
+        """Of the image's bytes; an unreadable file counts as empty here and is reported when it is decoded."""
+        try:
+            return hashlib.sha256(self.source.content(place)).digest()
+        except BadInput:
+            return hashlib.sha256(b"").digest()
 
-    def _loader(self, span: range, batch_size: int, *, pin: bool) -> Iterable[_Loaded]:
-        return DataLoader(
-            Subset(self.rows, span),
+    def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[Batch[Tensor]]:
+        loader: Iterable[_Loaded] = DataLoader(
+            Subset(_Rows(source=self.source, chosen=self.places), span),
             batch_size=batch_size,
             num_workers=self.workers,
             collate_fn=_loaded_from_rows,
             pin_memory=pin,
         )
-
-    def refuse_bad(self, bad: Sequence[str]) -> None:
-        """Raises BadInput with the reasons of the first ones when `bad` are more than `max_bad`."""
-        if len(bad) > self.max_bad:
-            more = f"\nand {len(bad) - NAMED} more" if len(bad) > NAMED else ""
-            reasons = "\n".join(bad[:NAMED]) + more
-            allowed = f"; at most {self.max_bad} bad images are allowed (--max-bad)" if len(bad) > 1 else ""
-            raise BadInput(f"{reasons}{allowed}")
-
-    def subset(self, positions: Sequence[int]) -> "Images":
-        """The images at these positions alone."""
-        chosen = tuple(self.rows.chosen[position] for position in positions)
-        ids, digest = _identified(self.rows.source, chosen)
-        return replace(self, rows=replace(self.rows, chosen=chosen), ids=ids, digest=digest)
-
-
-def _content_sha256(source: Source, position: int) -> bytes:
-    """Of the image's bytes; an unreadable file counts as empty here and is reported when it is decoded."""
-    try:
-        return hashlib.sha256(source.content(position)).digest()
-    except BadInput:
-        return hashlib.sha256(b"").digest()
-
-
-def _identified(source: Source, chosen: Sequence[int]) -> tuple[Tensor, str]:
-    with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(lambda position: _content_sha256(source, position), chosen))
-    return ids_and_digest(map(source.name, chosen), hashes)
+        for images, positions, bad, end in loader:
+            yield Batch(inputs=images, ids=self.ids[positions], bad=tuple(bad), end=end)
 
 
 def _source(text: str, shape: ImageShape, transform: Transform, pixels: Pixels | None) -> Source:
@@ -185,7 +133,5 @@ def open_images(
     source = _source(str(path), image_shape, transform, pixels)
     if not len(source):
         raise BadInput(f"{path}: holds no images, expected at least one")
-    chosen = sampled_positions(len(source), samples, seed, where=str(path), noun=Images.noun)
-    ids, digest = _identified(source, chosen)
-    rows = _Rows(source=source, chosen=chosen)
-    return Images(rows=rows, shape=image_shape, ids=ids, digest=digest, workers=workers, max_bad=max_bad)
+    images = Images(available=len(source), source=source, shape=image_shape, workers=workers, max_bad=max_bad)
+    return images.sampled(samples, seed, where=path)

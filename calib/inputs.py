@@ -4,8 +4,8 @@ inputs that are counted, identified by content, and read in order.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
+from .fingerprints import no_ids
+
+NAMED = 5
 Inputs = Tensor | Mapping[str, Tensor]
 
 
@@ -101,56 +104,115 @@ class Batch(Generic[InputsT_co]):
     end: int
 
 
-class InputSet(Protocol):
-    """`ids` [count] int64 are hashes of each one's content, `digest` covers names and contents; `noun`: its plural."""
+def ids_from_hashes(hashes: Iterable[bytes]) -> Tensor:
+    """What identifies inputs by the SHA-256 of each one's content [count] int64."""
+    ids = np.frombuffer(b"".join(content[:8] for content in hashes), dtype="<i8")
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenedInputs(Generic[InputsT_co]):
+    """Those at `places` of the `available` inputs: `ids` [count] int64 are hashes of each one's content, `digest`
+    covers names and contents; up to `max_bad` that can't be read are skipped. `noun`: their plural.
+    """
 
     noun: ClassVar[str]
 
-    @property
-    def count(self) -> int: ...
+    available: int
+    places: tuple[int, ...] = ()
+    ids: Tensor = field(default_factory=no_ids)
+    digest: str = ""
+    max_bad: int = 0
 
-    @property
-    def ids(self) -> Tensor: ...
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def available(self) -> int:
-        """How many there are where these were drawn from."""
-        ...
-
-    @property
-    def places(self) -> Sequence[int]:
-        """Where each of these stands among those."""
-        ...
-
-    def name(self, position: int) -> str: ...
-
-    def example(self) -> Inputs:
+    def example(self) -> InputsT_co:
         """One input of the shape and dtype of all, to learn from what a model makes of it."""
-        ...
+        raise NotImplementedError
 
-    def batches(self, batch_size: int) -> Iterator[Inputs]:
-        """All in order; the last batch may be smaller."""
-        ...
+    def _hashes(self, places: Sequence[int]) -> Sequence[bytes]:
+        """The SHA-256 of each one's content."""
+        raise NotImplementedError
+
+    def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[Batch[InputsT_co]]:
+        raise NotImplementedError
+
+    def _name(self, place: int) -> str:
+        return str(place)
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
+
+    def name(self, position: int) -> str:
+        return self._name(self.places[position])
+
+    def batches(self, batch_size: int) -> Iterator[InputsT_co]:
+        """All in order; the last batch may be smaller. Raises BadInput beyond `max_bad` unreadable ones."""
+        return (batch.inputs for batch in self.read(batch_size) if len(batch.ids))
 
     def read(
         self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
-    ) -> Iterator[Batch[Inputs]]:
+    ) -> Iterator[Batch[InputsT_co]]:
         """Positions `first` to `stop` with what identifies them; `bad` are the ones met before `first`.
 
         `pin` puts them into page-locked memory, from which a copy to a GPU doesn't wait.
         """
-        ...
+        if batch_size < 1:
+            raise BadInput(f"batch size: got {batch_size}, expected at least 1")
+        met = list(bad)
+        for batch in self._loaded(range(first, self.count if stop is None else stop), batch_size, pin=pin):
+            met.extend(batch.bad)
+            self.refuse_bad(met)
+            yield batch
 
     def refuse_bad(self, bad: Sequence[str]) -> None:
-        """Raises BadInput with the reasons of the first ones when `bad` are more than allowed."""
-        ...
+        """Raises BadInput with the reasons of the first ones when `bad` are more than `max_bad`."""
+        if len(bad) > self.max_bad:
+            more = f"\nand {len(bad) - NAMED} more" if len(bad) > NAMED else ""
+            reasons = "\n".join(bad[:NAMED]) + more
+            allowed = f"; at most {self.max_bad} bad {self.noun} are allowed (--max-bad)" if len(bad) > 1 else ""
+            raise BadInput(f"{reasons}{allowed}")
+
+    def _at(self, places: tuple[int, ...]) -> Self:
+        hashes, digest = self._hashes(places), hashlib.sha256()
+        for place, content in zip(places, hashes, strict=True):
+            digest.update(self._name(place).encode() + b"\0" + content)
+        return replace(self, places=places, ids=ids_from_hashes(hashes), digest=digest.hexdigest())
 
     def subset(self, positions: Sequence[int]) -> Self:
         """Those at these positions alone."""
-        ...
+        return self._at(tuple(self.places[position] for position in positions))
+
+    def sampled(self, samples: int | None, seed: int, *, where: object) -> Self:
+        """`samples` of all available ones drawn by `seed`, in their order, or all. Raises BadInput for fewer."""
+        if samples is None:
+            return self._at(tuple(range(self.available)))
+        if samples not in range(1, self.available + 1):
+            raise BadInput(
+                f"{where}: got {self.available} {self.noun}, but {samples} samples were asked for; ask for 1 to "
+                f"{self.available} or all"
+            )
+        chosen = np.random.default_rng(seed).choice(self.available, samples, replace=False)
+        return self._at(tuple(sorted(chosen.tolist())))
+
+
+InputSet = OpenedInputs[Inputs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IndexedInputs(OpenedInputs[Mapping[str, Tensor]]):
+    """What gives the tensors at any places; what can't be read is met on opening."""
+
+    def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
+        """Those at some positions, by name."""
+        raise NotImplementedError
+
+    def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[Batch[Mapping[str, Tensor]]]:
+        for begin in span[::batch_size]:
+            end = min(begin + batch_size, span.stop)
+            inputs = self._rows(range(begin, end))
+            if pin:
+                inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
+            yield Batch(inputs=inputs, ids=self.ids[begin:end], bad=(), end=end)
 
 
 SomeSet = TypeVar("SomeSet", bound=InputSet)
@@ -174,66 +236,6 @@ def held_out_split(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, 
     return inputs.subset(rest), inputs.subset(held_out)
 
 
-def sampled_positions(count: int, samples: int | None, seed: int, *, where: str, noun: str) -> tuple[int, ...]:
-    """`samples` of `count` positions drawn by `seed`, sorted, or all. Raises BadInput for more than there are."""
-    if samples is None:
-        return tuple(range(count))
-    if not 1 <= samples <= count:
-        raise BadInput(
-            f"{where}: got {count} {noun}, but {samples} samples were asked for; ask for 1 to {count} or all"
-        )
-    return tuple(sorted(np.random.default_rng(seed).choice(count, samples, replace=False).tolist()))
-
-
 def shuffled(inputs: SomeSet, *, seed: int) -> SomeSet:
     """The same inputs in an order drawn by `seed`, so that the first ones are a draw of their own."""
     return inputs.subset(np.random.default_rng(seed).permutation(inputs.count).tolist())
-
-
-def ids_and_digest(names: Iterable[str], hashes: Sequence[bytes]) -> tuple[Tensor, str]:
-    """What identifies inputs by the SHA-256 of each one's content: ids [count] int64, and one digest of them all."""
-    digest = hashlib.sha256()
-    for name, content in zip(names, hashes, strict=True):
-        digest.update(name.encode() + b"\0" + content)
-    ids = np.frombuffer(b"".join(content[:8] for content in hashes), dtype="<i8")
-    return torch.from_numpy(ids.astype(np.int64)), digest.hexdigest()
-
-
-class IndexedInputs:
-    """What has `ids` [count] and gives the tensors of any positions."""
-
-    __slots__ = ()
-
-    ids: Tensor
-
-    @property
-    def count(self) -> int:
-        raise NotImplementedError
-
-    def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
-        """Those at some positions, by name."""
-        raise NotImplementedError
-
-    def batches(self, batch_size: int) -> Iterator[Mapping[str, Tensor]]:
-        """All in order; the last batch may be smaller."""
-        return (batch.inputs for batch in self.read(batch_size))
-
-    def read(
-        self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
-    ) -> Iterator[Batch[Mapping[str, Tensor]]]:
-        """Positions `first` to `stop`, `pin`ned where they are copied to a GPU next."""
-        if batch_size < 1:
-            raise BadInput(f"batch size: got {batch_size}, expected at least 1")
-        self.refuse_bad(bad)
-        last = self.count if stop is None else stop
-        for begin in range(first, last, batch_size):
-            end = min(begin + batch_size, last)
-            inputs = self._rows(range(begin, end))
-            if pin:
-                inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
-            yield Batch(inputs=inputs, ids=self.ids[begin:end], bad=(), end=end)
-
-    def refuse_bad(self, bad: Sequence[str]) -> None:
-        """Raises BadInput for any: what can't be read is met on opening."""
-        if bad:
-            raise BadInput("\n".join(bad))

@@ -23,8 +23,16 @@ ObservedShapes = Callable[[Role], torch.Size]
 """The shape that a site was fed in a role; raises KeyError where nothing came."""
 
 
+class _NoSystem:
+    __slots__ = ()
+
+    def bytes_of_system(self, *, kept: int | None = None) -> int:
+        """Channels and convolutions have no per-image system."""
+        return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelShape:
+class ChannelShape(_NoSystem):
     tokens: int
     hidden: int
 
@@ -36,10 +44,6 @@ class ChannelShape:
     def bytes_of_moments(self) -> int:
         """Float64 sums of one site, the attention system aside."""
         return FLOAT64_BYTES * (self.hidden**2 + 2 * self.hidden)
-
-    def bytes_of_system(self, *, kept: int | None = None) -> int:
-        """Channels have no such system."""
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,7 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PatchShape:
+class PatchShape(_NoSystem):
     """`tokens` are the places that a convolution gives; `channels` of each group, `chosen` of them (None: all) in
     patches of `taps` places; `outputs` of all groups."""
 
@@ -103,10 +107,6 @@ class PatchShape:
         cross = 0 if self.chosen is None else self.outputs * columns
         return FLOAT64_BYTES * (numbers + cross)
 
-    def bytes_of_system(self, *, kept: int | None = None) -> int:
-        """Convolutions have no such system."""
-        return 0
-
 
 Shape = ChannelShape | HeadShape | PatchShape
 _SHAPES: Mapping[SiteKind, Callable[[Any, ObservedShapes], Shape]] = {
@@ -120,21 +120,20 @@ def shapes_of_sites(
     model: nn.Module, sites: Sequence[Site], *, example: Inputs, device: torch.device | str
 ) -> dict[str, Shape]:
     """Runs example inputs through `model`, which is on `device` (`meta` costs nothing), to learn what sites are fed."""
-    sizes: dict[tuple[str, Role], torch.Size] = {}
+    observed: dict[tuple[str, Role], torch.Size] = {}
 
     def on_activation(name: str, role: Role, activation: Tensor) -> None:
-        sizes[name, role] = activation.shape
+        observed[name, role] = activation.shape
 
     with torch.no_grad(), evaluating(model), listening(sites, on_activation):
         run_model(model, to_device(example, device))
-    return {site.name: _shape_of(site, sizes) for site in sites}
-
-
-def _shape_of(site: Site, sizes: Mapping[tuple[str, Role], torch.Size]) -> Shape:
-    try:
-        return _SHAPES[site.kind](site, lambda role: sizes[site.name, role])
-    except KeyError as error:
-        raise BadInput(f"{site.name}: its modules never ran in a forward pass of this model") from error
+    shapes: dict[str, Shape] = {}
+    for site in sites:
+        try:
+            shapes[site.name] = _SHAPES[site.kind](site, lambda role, name=site.name: observed[name, role])
+        except KeyError as error:
+            raise BadInput(f"{site.name}: its modules never ran in a forward pass of this model") from error
+    return shapes
 
 
 def bytes_needed(
@@ -142,11 +141,11 @@ def bytes_needed(
 ) -> dict[str, int]:
     """Bytes each site's sums take during and after a calibration with these options; `kept`: dims kept per head."""
     kept = kept or {}
-    needed = {name: shape.bytes_of_moments() for name, shape in shapes.items()}
-    for name, shape in shapes.items():
-        if attention_system or name in kept:
-            needed[name] += shape.bytes_of_system(kept=kept.get(name))
-    return needed
+    return {
+        name: shape.bytes_of_moments()
+        + (shape.bytes_of_system(kept=kept.get(name)) if attention_system or name in kept else 0)
+        for name, shape in shapes.items()
+    }
 
 
 def patch_channels_that_fit(shapes: Mapping[str, Shape], available: int) -> Mapping[str, int]:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
+from .axes import refuse_impossible, shape_of, triangle
 from .fingerprints import Fingerprints, no_hashes, no_ids
 from .patch_moments import PatchMoments
 from .sites import SiteKind
-from .value_checks import refuse_count, refuse_eps, refuse_shape, refuse_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,11 +35,7 @@ class ChannelMoments:
     active_F: Tensor
 
     def __post_init__(self) -> None:
-        width = self.sum_F.shape[-1]
-        refuse_tokens("ChannelMoments", self.tokens)
-        refuse_eps("ChannelMoments", self.eps)
-        for name, shape in (("sum_F", (width,)), ("gram_FF", (width, width)), ("active_F", (width,))):
-            refuse_shape("ChannelMoments", name, getattr(self, name), shape)
+        refuse_impossible(self, {"F": self.sum_F.shape[-1]})
 
     @property
     def entering(self) -> tuple[Tensor, Tensor]:
@@ -107,30 +103,17 @@ class HeadMoments:
     plane_gram_HXX: Tensor | None = None
 
     def __post_init__(self) -> None:
-        refuse_count("HeadMoments", "images", self.images)
-        refuse_tokens("HeadMoments", self.tokens)
         heads, dim, channels = (*self.q_sum_HD.shape[-2:], self.z_sum_C.shape[-1])
-        self._refuse({"q_sum_HD": (heads, dim), "k_sum_HD": (heads, dim), "energy_HD": (heads, dim)})
-        self._refuse(dict.fromkeys(("qq_HDD", "kk_HDD", "kk_centred_HDD"), (heads, dim, dim)))
-        self._refuse({"z_sum_C": (channels,), "zz_CC": (channels, channels)})
         width = dim
-        if self.plane_gram_HXX is not None:
-            self._refuse({"plane_gram_HXX": (heads, dim, dim)})
         if self.kept_HK is not None:
             width = self.kept_HK.shape[-1]
             if self.kept_HK.dtype != torch.int64 or self.kept_HK.shape[0] != heads or self.system_HTT is None:
                 raise BadInput(f"HeadMoments.kept_HK: got {list(self.kept_HK.shape)}, needs system and {heads} heads")
-            self._refuse({"target_HKK": (heads, width, width), "target_energy_H": (heads,)})
-        if self.system_HTT is not None:
-            triangle = width * (width + 1) // 2
-            self._refuse({"system_HTT": (heads, triangle, triangle)})
-
-    def _refuse(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        for name, shape in shapes.items():
-            value = getattr(self, name)
-            if value is None:
-                raise BadInput(f"HeadMoments.{name}: missing, expected float64 {list(shape)}")
-            refuse_shape("HeadMoments", name, value, shape)
+        sizes = {"H": heads, "D": dim, "X": dim, "C": channels, "K": width, "T": triangle(width)}
+        for name in ("target_HKK", "target_energy_H"):
+            if self.kept_HK is not None and getattr(self, name) is None:
+                raise BadInput(f"HeadMoments.{name}: missing, expected float64 {list(shape_of(name, sizes))}")
+        refuse_impossible(self, sizes)
 
     @property
     def entering(self) -> tuple[Tensor, Tensor]:
@@ -176,11 +159,9 @@ OneKind = TypeVar("OneKind", bound=SiteMoments)
 
 def on_device(moments: OneKind, device: torch.device | str) -> OneKind:
     """The same sums on another device; no copy where they are there already."""
-    values: dict[str, Any] = {each.name: getattr(moments, each.name) for each in fields(moments)}
-    tensors: dict[str, Any] = {
-        name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()
-    }
-    return replace(moments, **tensors)
+    values = ((each.name, getattr(moments, each.name)) for each in fields(moments))
+    moved: dict[str, Any] = {name: value.to(device) for name, value in values if isinstance(value, Tensor)}
+    return replace(moments, **moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -205,7 +186,8 @@ class Moments:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        refuse_count("Moments", "images", self.images)
+        if self.images < 1:
+            raise BadInput(f"Moments.images: got {self.images}, expected at least 1")
         if not self.sites:
             raise BadInput("Moments.sites: got none, expected at least one site")
         if len(self.image_ids) not in (0, self.images):

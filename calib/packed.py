@@ -1,11 +1,9 @@
-"""The sums that one site keeps while it listens, float64 by name; and symmetric ones as what stands on and above their
-diagonals: half the bytes in a file, the same bits when read.
+"""Symmetric sums as what stands on and above their diagonals: half the bytes in a file, the same bits when read.
 
 Shapes: D rows and columns, T = D (D + 1) / 2 entries of a triangle, row by row.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from math import isqrt
 
 import torch
@@ -13,8 +11,8 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
-from .moments import SiteMoments
-from .products import mirror_, upper_triangle
+from .axes import triangle
+from .products import upper_triangle
 
 SYMMETRIC = frozenset(
     {"gram_FF", "zz_CC", "qq_HDD", "kk_HDD", "kk_centred_HDD", "plane_gram_HXX", "gram_GUU", "map_gram_GCC"}
@@ -42,7 +40,7 @@ def stored(name: str, value: Tensor) -> Tensor:
 def _square(upper_T: Tensor, where: str, remedy: str) -> Tensor:
     entries = upper_T.shape[-1] if upper_T.ndim else 0
     width = (isqrt(8 * entries + 1) - 1) // 2
-    if not entries or width * (width + 1) // 2 != entries:
+    if not entries or triangle(width) != entries:
         raise BadInput(
             f"{where}: {list(upper_T.shape)} entries of a triangle, expected D (D + 1) / 2 for a matrix of D rows; "
             f"the file is damaged: {remedy}"
@@ -64,30 +62,3 @@ def unpacked(tensors: Mapping[str, Tensor], where: str, remedy: str) -> dict[str
         packed = field != name and field in SYMMETRIC and field not in tensors
         sums[field if packed else name] = _square(value, f"{where}/{field}", remedy) if packed else value
     return sums
-
-
-def zeros(*shape: int, device: torch.device) -> Tensor:
-    """Nothing summed yet."""
-    return torch.zeros(shape, dtype=torch.float64, device=device)
-
-
-def totals_of(moments: SiteMoments, device: torch.device) -> dict[str, Tensor]:
-    """The sums of moments, as copies on `device`."""
-    values = {field.name: getattr(moments, field.name) for field in fields(moments)}
-    return {
-        name: value.to(device, copy=True)
-        for name, value in values.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-
-
-def on_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same on the CPU, symmetric ones mirrored in place; what is there already is not copied."""
-    for name in SYMMETRIC & totals.keys():
-        mirror_(totals[name])
-    return {name: _from_gpu(total) if total.is_cuda else total.cpu() for name, total in totals.items()}
-
-
-def _from_gpu(total: Tensor) -> Tensor:
-    """By page-locked memory, which torch uses again for the next: three times as fast as into fresh pages."""
-    return torch.empty(total.shape, dtype=total.dtype, pin_memory=True).copy_(total).clone()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
+from .axes import refuse_impossible
 from .sites import SiteKind
-from .value_checks import refuse_count, refuse_eps, refuse_shape, refuse_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,32 +41,17 @@ class PatchMoments:
     cross_GPU: Tensor | None = None
 
     def __post_init__(self) -> None:
-        owner, (groups, width), outputs = "PatchMoments", self.map_sum_GC.shape[-2:], self.target_sum_O.shape[-1]
-        refuse_count(owner, "taps", self.taps)
-        refuse_tokens(owner, self.tokens)
-        refuse_tokens(owner, self.map_tokens, "map_tokens")
-        refuse_eps(owner, self.eps)
-        columns = self._chosen(groups, width) * self.taps
-        shapes = {
-            "sum_GU": (groups, columns), "gram_GUU": (groups, columns, columns), "map_sum_GC": (groups, width),
-            "map_gram_GCC": (groups, width, width), "active_GC": (groups, width), "target_sum_O": (outputs,),
-            "target_square_O": (outputs,),
-        }  # fmt: skip
-        for name, shape in shapes.items():
-            refuse_shape(owner, name, getattr(self, name), shape)
+        (groups, width), outputs = self.map_sum_GC.shape[-2:], self.target_sum_O.shape[-1]
+        chosen = width if self.channels_GR is None else self.channels_GR.shape[-1]
+        if self.channels_GR is not None and (
+            self.channels_GR.dtype != torch.int64 or self.channels_GR.shape != (groups, chosen)
+        ):
+            received = f"{self.channels_GR.dtype} {list(self.channels_GR.shape)}"
+            raise BadInput(f"PatchMoments.channels_GR: got {received}, expected int64 of {groups} groups")
         if (self.cross_GPU is None) != (self.channels_GR is None):
             raise BadInput("PatchMoments.cross_GPU: expected with channels_GR, and with them alone")
-        if self.cross_GPU is not None:
-            refuse_shape(owner, "cross_GPU", self.cross_GPU, (groups, outputs // groups, columns))
-
-    def _chosen(self, groups: int, width: int) -> int:
-        if self.channels_GR is None:
-            return width
-        shape = tuple(self.channels_GR.shape)
-        if self.channels_GR.dtype != torch.int64 or len(shape) != 2 or shape[0] != groups:
-            received = f"{self.channels_GR.dtype} {list(shape)}"
-            raise BadInput(f"PatchMoments.channels_GR: got {received}, expected int64 of {groups} groups")
-        return shape[1]
+        sizes = {"G": groups, "C": width, "U": chosen * self.taps, "O": outputs, "P": outputs // groups}
+        refuse_impossible(self, sizes)
 
     @property
     def entering(self) -> tuple[Tensor, Tensor]:

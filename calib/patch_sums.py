@@ -8,6 +8,7 @@ conv.weight.flatten(1); P outputs of a group, n places of several images.
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,9 @@ from torch.nn import functional
 
 from ground.errors import BadInput
 
-from .moments import SiteMoments
-from .packed import on_host, totals_of, zeros
 from .patch_moments import PatchMoments
 from .products import CPU_ROWS, TERMS, Kernel, Weights, add_gram_
+from .running_sums import RunningSums
 from .sites import Edges, PatchTaps, Role
 
 
@@ -115,15 +115,14 @@ def _portions(images: int, rows: int, most: int) -> Iterator[tuple[slice, range]
         yield slice(images * part // parts, images * (part + 1) // parts), range(rows)
 
 
-class PatchSums:
+class PatchSums(RunningSums[PatchMoments]):
     """Sums of the map x [B,C,H,W] that enters a convolution, of its patches, and of y [B,O,H',W'] that comes out."""
 
     def __init__(self, site: PatchTaps, *, eps: float) -> None:
+        telling = ["map_sum_GC", "sum_GU", "target_square_O", "map_gram_GCC", "gram_GUU"]
+        names = [] if site.channels_GR is None else ["cross_GPU"]
+        super().__init__(PatchMoments, ["map_tokens", "tokens"], telling, *names)
         self.site, self.eps = site, eps
-        self.tokens: float = 0
-        self.map_tokens = 0
-        self.kernel: Kernel = "blas"
-        self.totals: dict[str, Tensor] = {}
         self._x_BCHW: Tensor | None = None
 
     def add(self, role: Role, map_BCHW: Tensor, weights: Weights | None = None) -> None:
@@ -134,24 +133,12 @@ class PatchSums:
         assert role == "y", role
         x_BCHW, self._x_BCHW = self._x_BCHW, None
         assert x_BCHW is not None, self.site.name
-        self._allocate(x_BCHW.device)
+        site, conv = self.site, self.site.output
+        sizes = {"G": conv.groups, "C": site.group_width, "U": site.summed_width, "O": conv.out_channels}
+        self.allocate(sizes | {"P": conv.out_channels // conv.groups}, x_BCHW.device)
         self._add_map(x_BCHW.float())
         self._add_outputs(map_BCHW.float())
         self._add_patches(x_BCHW, map_BCHW.float())
-
-    def _allocate(self, device: torch.device) -> None:
-        if self.totals:
-            return
-        conv, site = self.site.output, self.site
-        groups, width, columns = conv.groups, site.group_width, site.summed_width
-        shapes = {
-            "sum_GU": (groups, columns), "gram_GUU": (groups, columns, columns), "map_sum_GC": (groups, width),
-            "map_gram_GCC": (groups, width, width), "active_GC": (groups, width), "target_sum_O": (conv.out_channels,),
-            "target_square_O": (conv.out_channels,),
-        }  # fmt: skip
-        if site.channels_GR is not None:
-            shapes["cross_GPU"] = groups, conv.out_channels // groups, columns
-        self.totals = {name: zeros(*shape, device=device) for name, shape in shapes.items()}
 
     def _add_map(self, x_BCHW: Tensor) -> None:
         groups = self.site.output.groups
@@ -160,12 +147,12 @@ class PatchSums:
         self.totals["active_GC"].add_(_per_channel(above_BCHW).view(groups, -1))
         x_BNGC = x_BCHW.flatten(2).mT.unflatten(2, (groups, -1))
         _add_grams_(self.totals["map_gram_GCC"], x_BNGC, self.kernel)
-        self.map_tokens += x_BNGC.shape[0] * x_BNGC.shape[1]
+        self.counts["map_tokens"] += x_BNGC.shape[0] * x_BNGC.shape[1]
 
     def _add_outputs(self, y_BOHW: Tensor) -> None:
         self.totals["target_sum_O"].add_(_per_channel(y_BOHW))
         self.totals["target_square_O"].add_(_per_channel(y_BOHW.square()))
-        self.tokens += y_BOHW.shape[0] * y_BOHW.shape[2] * y_BOHW.shape[3]
+        self.counts["tokens"] += y_BOHW.shape[0] * y_BOHW.shape[2] * y_BOHW.shape[3]
 
     def _add_patches(self, x_BCHW: Tensor, y_BOHW: Tensor) -> None:
         conv = self.site.output
@@ -203,33 +190,12 @@ class PatchSums:
                 f"{self.site.edges or self.site.output.padding} zeros; tell the zeros that are put around its input"
             )
 
-    def finite(self) -> Tensor:
-        """Whether nothing infinite or NaN has entered or come out."""
-        small = [self.totals[name] for name in ("map_sum_GC", "sum_GU", "target_square_O")]
-        small.extend(self.totals[name].diagonal(dim1=1, dim2=2) for name in ("map_gram_GCC", "gram_GUU"))
-        return torch.stack([torch.isfinite(total).all() for total in small]).all()
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def load(self, moments: SiteMoments, device: torch.device) -> None:
-        assert isinstance(moments, PatchMoments), moments
+    def load(self, moments: PatchMoments, device: torch.device) -> None:
         own, theirs = self.site.channels_GR, moments.channels_GR
         if (None if own is None else own.tolist()) != (None if theirs is None else theirs.tolist()):
             raise BadInput(f"{self.site.name}: the sums so far have patches of other channels; start afresh")
-        self.tokens, self.map_tokens = moments.tokens, int(moments.map_tokens)
-        self.totals = totals_of(moments, device)
+        super().load(moments, device)
 
-    def counts(self) -> tuple[int, float]:
-        """Places of the map that enters and of the one that comes out."""
-        return self.map_tokens, self.tokens
-
-    def set_counts(self, map_tokens: int, tokens: float) -> None:
-        self.map_tokens, self.tokens = map_tokens, tokens
-
-    def moments(self) -> PatchMoments:
+    def beside(self) -> dict[str, Any]:
         channels_GR = None if self.site.channels_GR is None else self.site.channels_GR.cpu()
-        return PatchMoments(
-            taps=self.site.places, tokens=self.tokens, map_tokens=self.map_tokens, eps=self.eps,
-            channels_GR=channels_GR, **on_host(self.totals),
-        )  # fmt: skip
+        return {"taps": self.site.places, "eps": self.eps, "channels_GR": channels_GR}

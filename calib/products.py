@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -123,31 +122,21 @@ def _parts(x_nF: Tensor) -> tuple[Tensor, ...]:
     return x_nF.chunk(math.ceil(len(x_nF) / TERMS))
 
 
-def _products_of_tokens(x_BNF: Tensor) -> tuple[Tensor, ...]:
-    """All tokens [n,F] float32, in parts."""
-    return _parts(x_BNF.flatten(0, 1).float())
+def _product_by_onednn(x_Fn: Tensor, start: int) -> Tensor:
+    """Its kernels want both operands transposed; torch sends float32 there only by this operator."""
+    left_Rn, right_Fn = x_Fn[start : start + CPU_ROWS], x_Fn[start:]
+    product_RF: Tensor = torch.ops.mkldnn._linear_pointwise(left_Rn, right_Fn, None, "none", [], "")
+    return product_RF
 
 
-def _add_gram_by_blas_(total_FF: Tensor, x_BNF: Tensor) -> None:
-    for x_nF in _products_of_tokens(x_BNF):
+def _add_gram_on_cpu_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel) -> None:
+    for x_nF in _parts(x_BNF.flatten(0, 1).float()):
+        x_Fn = x_nF.T.contiguous() if kernel == "onednn" else x_nF.T
         for start in range(0, len(total_FF), CPU_ROWS):
             stop = start + CPU_ROWS
-            total_FF[start:stop, start:].add_(x_nF[:, start:stop].T @ x_nF[:, start:])
-
-
-def _add_gram_by_onednn_(total_FF: Tensor, x_BNF: Tensor) -> None:
-    """Its kernels want both operands transposed; torch sends float32 there only by this operator."""
-    for x_nF in _products_of_tokens(x_BNF):
-        x_Fn = x_nF.T.contiguous()
-        for start in range(0, len(total_FF), CPU_ROWS):
-            left_Rn, right_Fn = x_Fn[start : start + CPU_ROWS], x_Fn[start:]
-            product_RF: Tensor = torch.ops.mkldnn._linear_pointwise(left_Rn, right_Fn, None, "none", [], "")
-            total_FF[start : start + CPU_ROWS, start:].add_(product_RF)
-
-
-_ON_CPU: Mapping[Kernel, Callable[[Tensor, Tensor], None]] = MappingProxyType(
-    {"blas": _add_gram_by_blas_, "onednn": _add_gram_by_onednn_}
-)
+            by_blas = kernel == "blas"
+            product_RF = x_Fn[start:stop] @ x_nF[:, start:] if by_blas else _product_by_onednn(x_Fn, start)
+            total_FF[start:stop, start:].add_(product_RF)
 
 
 def faster_kernel(clock: Callable[[], float]) -> Kernel:
@@ -161,7 +150,7 @@ def faster_kernel(clock: Callable[[], float]) -> Kernel:
     for _ in range(TRIALS):
         for kernel, samples in took.items():
             begun = clock()
-            _ON_CPU[kernel](total_FF, x_BNF)
+            _add_gram_on_cpu_(total_FF, x_BNF, kernel)
             samples.append(clock() - begun)
     return "onednn" if min(took["onednn"]) < MARGIN * min(took["blas"]) else "blas"
 
@@ -196,7 +185,7 @@ def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> 
     `kernel` is the CPU's, the faster one unless given; a GPU has one of its own.
     """
     if x_BNF.device.type == "cpu":
-        _ON_CPU[kernel or kernel_for(len(total_FF))](total_FF, x_BNF)
+        _add_gram_on_cpu_(total_FF, x_BNF, kernel or kernel_for(len(total_FF)))
     else:
         _add_gram_on_gpu_(total_FF, x_BNF)
 

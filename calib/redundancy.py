@@ -21,6 +21,7 @@ class ChannelRedundancy:
     share of entries with |x| <= eps. `spectrum`: shares of variance, largest first."""
 
     kind: ClassVar[SiteKind] = "mlp"
+    ratios: ClassVar = ("k95_ratio", "effective_rank_ratio")
     site: str
     dim: int
     effective_rank: float
@@ -37,11 +38,6 @@ class ChannelRedundancy:
     def k95_ratio(self) -> float:
         return self.k95 / self.dim
 
-    @property
-    def other_ratio(self) -> dict[str, float]:
-        """What a record has beside it."""
-        return {"effective_rank_ratio": self.effective_rank_ratio}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRedundancy:
@@ -49,6 +45,7 @@ class HeadRedundancy:
     singular values of S_q^1/2 S_k^1/2 (k centred per image, which softmax cannot tell from k as it is)."""
 
     kind: ClassVar[SiteKind] = "attention"
+    ratios: ClassVar = ("k95_ratio", "k99_ratio")
     site: str
     dim: int
     effective_rank: tuple[float, ...]
@@ -65,11 +62,6 @@ class HeadRedundancy:
     def k99_ratio(self) -> float:
         """Mean over heads."""
         return sum(self.k99) / len(self.k99) / self.dim
-
-    @property
-    def other_ratio(self) -> dict[str, float]:
-        """What a record has beside it."""
-        return {"k99_ratio": self.k99_ratio}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,20 +104,28 @@ def _root(second_HDD: Tensor) -> Tensor:
     return root_HDD
 
 
-def _of_channels(share_F: Tensor, active_share: Tensor) -> dict[str, Any]:
-    return {
-        "dim": len(share_F),
-        "effective_rank": effective_rank(share_F),
-        "k95": count_holding(share_F, 0.95),
-        "activation_sparsity": 1.0 - float(active_share.mean()),
-        "spectrum": tuple(share_F.tolist()),
-    }
+def _of_channels(
+    kind: type[ChannelRedundancy], site: str, eps: float, covariance: Tensor, active_share: Tensor
+) -> ChannelRedundancy:
+    """Spectrum of the covariance of x, or of the covariances of all groups together."""
+    share_F = shares_from_energies(torch.linalg.eigvalsh(covariance).flatten())
+    return kind(
+        site=site,
+        eps=eps,
+        dim=len(share_F),
+        effective_rank=effective_rank(share_F),
+        k95=count_holding(share_F, 0.95),
+        activation_sparsity=1.0 - float(active_share.mean()),
+        spectrum=tuple(share_F.tolist()),
+    )
 
 
 def of_mlp(site: str, moments: ChannelMoments) -> ChannelRedundancy:
-    """Spectrum of the covariance of x."""
-    share_F = shares_from_energies(torch.linalg.eigvalsh(moments.covariance_FF))
-    return ChannelRedundancy(site=site, eps=moments.eps, **_of_channels(share_F, moments.active_share_F))
+    return _of_channels(ChannelRedundancy, site, moments.eps, moments.covariance_FF, moments.active_share_F)
+
+
+def of_convolution(site: str, moments: PatchMoments) -> ChannelRedundancy:
+    return _of_channels(PatchRedundancy, site, moments.eps, moments.map_covariance_GCC, moments.active_share_GC)
 
 
 def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
@@ -142,12 +142,6 @@ def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
     )
 
 
-def of_convolution(site: str, moments: PatchMoments) -> PatchRedundancy:
-    """Spectrum of the covariances of all groups together."""
-    share_C = shares_from_energies(torch.linalg.eigvalsh(moments.map_covariance_GCC).flatten())
-    return PatchRedundancy(site=site, eps=moments.eps, **_of_channels(share_C, moments.active_share_GC))
-
-
 _OF_KIND: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {
     "mlp": of_mlp,
     "attention": of_attention,
@@ -160,10 +154,10 @@ def redundancy(moments: Moments) -> list[Redundancy]:
     return [_OF_KIND[site.kind](name, site) for name, site in moments.sites.items()]
 
 
-def _row(entry: Redundancy) -> dict[str, Any]:
-    return {"type": entry.kind, **asdict(entry), "k95_ratio": entry.k95_ratio, **entry.other_ratio}
-
-
 def record_from_redundancy(entries: list[Redundancy], lineage: Mapping[str, str]) -> dict[str, Any]:
     """The JSON record."""
-    return {"kind": KIND, "version": VERSION, "lineage": dict(lineage), "sites": [_row(entry) for entry in entries]}
+    sites = [
+        {"type": entry.kind, **asdict(entry), **{name: getattr(entry, name) for name in entry.ratios}}
+        for entry in entries
+    ]
+    return {"kind": KIND, "version": VERSION, "lineage": dict(lineage), "sites": sites}

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -19,21 +19,15 @@ STATE, VERSION = "calib.resume", 1
 _REMEDY = "remove the file to start afresh"
 
 
-class _State(msgspec.Struct, frozen=True, kw_only=True):
-    position: int
-    bad: tuple[str, ...]
-    kernel: Kernel
-    run: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a calibration came: the next position of the images, the images that could not be read, and the kernel
-    whose rounding the rest is to have."""
+    whose rounding the rest is to have; `run` holds all that must be equal to go on.
+    """
 
     position: int
     bad: tuple[str, ...]
     kernel: Kernel
+    run: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +51,9 @@ class ResumeFile:
         """Whether a multiple of `every` images was passed."""
         return before // self.every < now // self.every
 
-    def save(self, moments: Moments, progress: Progress, run: Mapping[str, str]) -> None:
-        """Replaces the file in one step; `run` holds all that must be equal to go on."""
-        state = json.dumps({"kind": STATE, "version": VERSION, **asdict(progress), "run": dict(run)}, sort_keys=True)
+    def save(self, moments: Moments, progress: Progress) -> None:
+        """Replaces the file in one step."""
+        state = json.dumps({"kind": STATE, "version": VERSION, **msgspec.to_builtins(progress)}, sort_keys=True)
         save(replace(moments, lineage={STATE: state}), self.path)
 
     def load(self, run: Mapping[str, str]) -> tuple[Moments, Progress] | None:
@@ -71,7 +65,7 @@ class ResumeFile:
             raise BadInput(f"{self.path}: holds moments, not a calibration's checkpoint; give another checkpoint path")
         state = record_from_text(
             moments.lineage[STATE],
-            _State,
+            Progress,
             where=f"{self.path}: not a calibration's checkpoint",
             kind=STATE,
             version=VERSION,
@@ -83,8 +77,7 @@ class ResumeFile:
                     f"{self.path}: checkpoint of another run: {key} was {state.run.get(key)!r}, now "
                     f"{run.get(key)!r}; {_REMEDY}, or repeat the interrupted run's options"
                 )
-        progress = Progress(position=state.position, bad=state.bad, kernel=state.kernel)
-        return moments, progress
+        return moments, state
 
     def clear(self) -> None:
         """Removes the file, once its run's moments are safe."""

@@ -5,10 +5,10 @@ Shapes: S sequences, N tokens of each.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,81 +17,45 @@ from torch import Tensor
 
 from ground.arrays import array_from_npy, arrays_from_npz, arrays_from_safetensors
 from ground.errors import BadInput
-from ground.feeds import Feeds, checked_feeds, feeds_of_ports, shape_text
+from ground.feeds import Feeds, batch_size, checked_feeds, feeds_of_ports, shape_text
 from ground.ports import Port
 
-from .inputs import IndexedInputs, ids_and_digest, sampled_positions
+from .inputs import IndexedInputs
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows(IndexedInputs):
-    """Rows of arrays of one length by name, those at `chosen`; whole numbers are given as they are kept, or as int64
-    where `as_int64` says so.
-    """
+    """Rows of arrays of one length by name; whole numbers are given as they are kept, or as int64 where `as_int64`."""
 
     noun: ClassVar[str] = "inputs"
     as_int64: ClassVar[bool] = False
 
     arrays: Arrays
-    chosen: tuple[int, ...]
-    ids: Tensor
-    digest: str
-
-    @classmethod
-    def sampled(cls, arrays: Arrays, *, where: str, samples: int | None = None, seed: int = 0) -> Self:
-        """`samples` of the rows, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
-        count = len(next(iter(arrays.values())))
-        chosen = sampled_positions(count, samples, seed, where=where, noun=cls.noun)
-        ids, digest = cls._identified(arrays, chosen)
-        return cls(arrays=arrays, chosen=chosen, ids=ids, digest=digest)
-
-    @property
-    def count(self) -> int:
-        return len(self.chosen)
-
-    @property
-    def available(self) -> int:
-        return len(next(iter(self.arrays.values())))
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        return self.chosen
-
-    def name(self, position: int) -> str:
-        return str(self.chosen[position])
 
     def example(self) -> Mapping[str, Tensor]:
         """The first row."""
         return self._rows(range(1))
 
-    def subset(self, positions: Sequence[int]) -> Self:
-        """The rows at these positions alone."""
-        chosen = tuple(self.chosen[position] for position in positions)
-        ids, digest = self._identified(self.arrays, chosen)
-        return replace(self, chosen=chosen, ids=ids, digest=digest)
-
     def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
-        places = [self.chosen[position] for position in positions]
+        places = [self.places[position] for position in positions]
         return {
             name: torch.from_numpy(self._as_given(np.stack([array[place] for place in places])))
             for name, array in self.arrays.items()
         }
 
-    @classmethod
-    def _as_given(cls, rows: NDArray[Any]) -> NDArray[Any]:
-        return rows.astype(np.int64) if cls.as_int64 else rows
+    def _as_given(self, rows: NDArray[Any]) -> NDArray[Any]:
+        return rows.astype(np.int64) if self.as_int64 else rows
 
-    @classmethod
-    def _identified(cls, arrays: Arrays, chosen: tuple[int, ...]) -> tuple[Tensor, str]:
+    def _hashes(self, places: Sequence[int]) -> list[bytes]:
         """By each row's bytes as they are given, little-endian, array by array."""
 
         def content(place: int) -> bytes:
-            rows = (cls._as_given(array[place]) for array in arrays.values())
+            rows = (self._as_given(array[place]) for array in self.arrays.values())
             return b"".join(row.astype(row.dtype.newbyteorder("<")).tobytes() for row in rows)
 
-        return ids_and_digest(map(str, chosen), [sha256(content(place)).digest() for place in chosen])
+        return [sha256(content(place)).digest() for place in places]
 
 
 NAME = "input_ids"
@@ -109,7 +73,7 @@ class Sequences(Rows):
 
 def sequences_of(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:
     """`samples` of these rows, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
-    return Sequences.sampled({NAME: ids_SN}, where=where, samples=samples, seed=seed)
+    return Sequences(available=len(ids_SN), arrays={NAME: ids_SN}).sampled(samples, seed, where=where)
 
 
 def in_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:
@@ -162,7 +126,7 @@ def open_arrays(
     arrays = checked_feeds(feeds_of_ports(_arrays(path, ports), ports), ports, where=str(path))
     for name, array in arrays.items():
         _refuse_values(array, id_counts.get(name), where=f"{path}: {name}")
-    return Rows.sampled(arrays, where=str(path), samples=samples, seed=seed)
+    return Rows(available=batch_size(arrays), arrays=arrays).sampled(samples, seed, where=path)
 
 
 def _arrays(path: Path, ports: Sequence[Port]) -> Feeds:

@@ -11,14 +11,12 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
-
-from torch import Tensor
+from typing import IO, NamedTuple
 
 from ground.errors import BadInput
 from ground.files import escapes_directory, regular_file
 
-from .sources import SUFFIXES, ImageShape, Transform, image_from_bytes, refuse_large
+from .sources import SUFFIXES, ImageShape, Pictures, Transform, refuse_large
 
 BLOCK = tarfile.BLOCKSIZE
 LONGEST_NOTE = 2**20
@@ -31,13 +29,17 @@ _RECORD = re.compile(rb"([0-9]{1,7}) ([^=\n]+)=")
 _NUMBER = re.compile(r"[0-9]{1,19}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TarMember:
-    """A regular file inside: `size` bytes at `offset`."""
+class Member(NamedTuple):
+    """A regular file inside a shard: `size` bytes at `offset`."""
 
+    shard: Path
     name: str
     offset: int
     size: int
+
+    @property
+    def where(self) -> str:
+        return f"{self.shard}/{self.name}"
 
 
 def _bad_tar(path: Path, why: str) -> BadInput:
@@ -98,8 +100,9 @@ def _require_regular_member(path: Path, info: tarfile.TarInfo, name: str, record
         raise BadInput(f"{path}: its member {name[:100]!r} has a path that leaves the archive")
 
 
-def members_of_tar(path: Path) -> Iterator[TarMember]:
-    """The regular files in their order. Raises BadInput for a file that is no whole tar, and as _require_plain does."""
+def members_of_tar(path: Path) -> Iterator[Member]:
+    """The regular files in their order. Raises BadInput for a file that is no whole tar, and as
+    _require_regular_member does."""
     file_size = regular_file(path).stat().st_size
     records = dict[str, str]()
     with path.open("rb") as file:
@@ -112,7 +115,7 @@ def members_of_tar(path: Path) -> Iterator[TarMember]:
                 name = records.get("path", info.name)
                 _require_regular_member(path, info, name, records)
                 if info.type in _FILES:
-                    yield TarMember(name=name, offset=at, size=size)
+                    yield Member(path, name, at, size)
                 records = {}
             file.seek(at + -(-size // BLOCK) * BLOCK)
 
@@ -122,22 +125,10 @@ _RANGE = re.compile(r"\{([0-9]{1,12})\.\.([0-9]{1,12})\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One image of a shard: where its bytes lie."""
-
-    shard: Path
-    name: str
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
+class Shards(Pictures):
     """The image members of tar files, shard after shard, in the order they were written."""
 
     members: tuple[Member, ...]
-    shape: ImageShape
-    transform: Transform
 
     def __len__(self) -> int:
         return len(self.members)
@@ -146,18 +137,17 @@ class Shards:
         member = self.members[position]
         return f"{member.shard.name}/{member.name}"
 
+    def where(self, position: int) -> str:
+        return self.members[position].where
+
     def content(self, position: int) -> bytes:
         member = self.members[position]
-        refuse_large(member.size, f"{member.shard}/{member.name}")
+        refuse_large(member.size, member.where)
         try:
             with member.shard.open("rb") as file:
                 return os.pread(file.fileno(), member.size, member.offset)
         except OSError as error:
             raise BadInput(f"{member.shard}: can't be read ({error.strerror})") from error
-
-    def image(self, position: int) -> Tensor:
-        where = f"{self.members[position].shard}/{self.members[position].name}"
-        return image_from_bytes(self.content(position), where, self.shape, self.transform)
 
 
 def paths_from_pattern(pattern: str) -> list[Path]:
@@ -179,11 +169,7 @@ def paths_from_pattern(pattern: str) -> list[Path]:
 
 def _members_of(shard: Path) -> list[Member]:
     try:
-        return [
-            Member(shard=shard, name=member.name, offset=member.offset, size=member.size)
-            for member in members_of_tar(shard)
-            if member.name.lower().endswith(SUFFIXES)
-        ]
+        return [member for member in members_of_tar(shard) if member.name.lower().endswith(SUFFIXES)]
     except FileNotFoundError as error:
         raise BadInput(f"{shard}: no such shard") from error
     except OSError as error:

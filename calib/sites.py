@@ -25,40 +25,16 @@ Edges = tuple[int, int, int, int]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tap:
-    """`take` turns the output of `module` into [B,H,N,D], [B,W,H,N,D] where tokens see those of their window alone."""
-
-    module: nn.Module
-    take: Callable[[Tensor], Tensor]
-
-    def listen(self, site: str, callback: Callable[[Tensor], None]) -> RemovableHandle:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            x = self.take(output)
-            if x.ndim not in (4, 5):
-                raise BadInput(
-                    f"{site}: its tap gave {list(x.shape)}, expected [batch, heads, tokens, dims] or [batch, windows, "
-                    "heads, tokens, dims]"
-                )
-            callback(x)
-
-        return self.module.register_forward_hook(hook)
+def _heads(site: str, x: Tensor) -> Tensor:
+    if x.ndim not in (4, 5):
+        raise BadInput(
+            f"{site}: its tap gave {list(x.shape)}, expected [batch, heads, tokens, dims] or [batch, windows, heads, "
+            "tokens, dims]"
+        )
+    return x
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class InputTap:
-    """What enters `module`, as [B,N,F]."""
-
-    module: nn.Module
-
-    def listen(self, site: str, callback: Callable[[Tensor], None]) -> RemovableHandle:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            callback(_tokens_from(site, inputs[0], self.module))
-
-        return self.module.register_forward_pre_hook(hook)
-
-
-def _tokens_from(site: str, x: Tensor, module: nn.Module) -> Tensor:
+def _tokens_into(module: nn.Module, site: str, x: Tensor) -> Tensor:
     """[B,F], [B,N,F], or [B,...,F] into a linear layer -> [B,N,F]: what lies between batch and channels is tokens."""
     if isinstance(module, CONVOLUTIONS) or (x.ndim > 3 and not isinstance(module, nn.Linear)):
         raise BadInput(
@@ -70,6 +46,37 @@ def _tokens_from(site: str, x: Tensor, module: nn.Module) -> Tensor:
             f"{site}: got an input of shape {list(x.shape)}, expected [batch, tokens, channels] or [batch, channels]"
         )
     return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
+
+
+def _map_of(channels: int, site: str, x: Tensor) -> Tensor:
+    if x.ndim != 4 or x.shape[1] != channels or not x.shape[-1]:
+        raise BadInput(f"{site}: got {list(x.shape)}, expected a map [batch, {channels} channels, rows, columns]")
+    return x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tap:
+    """`take` turns what `module` gives, or what enters it (`of_input`), into an activation; `checked` refuses those of
+    another form, by default than [B,H,N,D], or [B,W,H,N,D] where tokens see those of their window alone.
+    """
+
+    module: nn.Module
+    take: Callable[[Tensor], Tensor] = lambda x: x
+    checked: Callable[[str, Tensor], Tensor] = _heads
+    of_input: bool = False
+
+    def listen(self, site: str, callback: Callable[[Tensor], None]) -> RemovableHandle:
+        def hear(x: Tensor) -> None:
+            callback(self.checked(site, self.take(x)))
+
+        if self.of_input:
+            return self.module.register_forward_pre_hook(lambda _, inputs: hear(inputs[0]))
+        return self.module.register_forward_hook(lambda _, inputs, output: hear(output))
+
+
+def _entering(module: nn.Module) -> Tap:
+    """What enters it, as [B,N,F]."""
+    return Tap(module=module, checked=partial(_tokens_into, module), of_input=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,9 +96,9 @@ class ChannelTaps:
         return self.output.in_features
 
     @property
-    def taps(self) -> Mapping[Role, Tap | InputTap]:
+    def taps(self) -> Mapping[Role, Tap]:
         """What one forward pass must bring, each exactly once."""
-        return {"x": InputTap(module=self.output)}
+        return {"x": _entering(self.output)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,34 +129,9 @@ class HeadTaps:
         return 0
 
     @property
-    def taps(self) -> Mapping[Role, Tap | InputTap]:
+    def taps(self) -> Mapping[Role, Tap]:
         """What one forward pass must bring, each exactly once."""
-        return {"q": self.queries, "k": self.keys, "z": InputTap(module=self.output)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MapTap:
-    """The map [B,C,H,W] that enters `module`, or the one [B,O,H,W] that it gives."""
-
-    module: nn.Conv2d
-    is_output: bool = False
-
-    def listen(self, site: str, callback: Callable[[Tensor], None]) -> RemovableHandle:
-        def entering(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            callback(_map(site, inputs[0], self.module.in_channels))
-
-        def leaving(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            callback(_map(site, output, self.module.out_channels))
-
-        if self.is_output:
-            return self.module.register_forward_hook(leaving)
-        return self.module.register_forward_pre_hook(entering)
-
-
-def _map(site: str, x: Tensor, channels: int) -> Tensor:
-    if x.ndim != 4 or x.shape[1] != channels or not x.shape[-1]:
-        raise BadInput(f"{site}: got {list(x.shape)}, expected a map [batch, {channels} channels, rows, columns]")
-    return x
+        return {"q": self.queries, "k": self.keys, "z": _entering(self.output)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -217,9 +199,11 @@ class PatchTaps:
         return self.chosen * self.places
 
     @property
-    def taps(self) -> Mapping[Role, MapTap]:
+    def taps(self) -> Mapping[Role, Tap]:
         """What one forward pass must bring, each exactly once."""
-        return {"x": MapTap(module=self.output), "y": MapTap(module=self.output, is_output=True)}
+        conv = self.output
+        entering = Tap(module=conv, checked=partial(_map_of, conv.in_channels), of_input=True)
+        return {"x": entering, "y": Tap(module=conv, checked=partial(_map_of, conv.out_channels))}
 
 
 Site = ChannelTaps | HeadTaps | PatchTaps

@@ -71,14 +71,28 @@ def image_from_bytes(content: bytes, name: str, shape: ImageShape, transform: Tr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
-    """Image files below `root` by relative name, sorted; `ignored` counts the other files."""
+class Pictures:
+    """Encoded pictures, which `transform` makes images of this shape of."""
+
+    shape: ImageShape
+    transform: Transform
+
+    def where(self, position: int) -> str:
+        raise NotImplementedError
+
+    def content(self, position: int) -> bytes:
+        raise NotImplementedError
+
+    def image(self, position: int) -> Tensor:
+        return image_from_bytes(self.content(position), self.where(position), self.shape, self.transform)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder(Pictures):
+    """Image files below `root` by relative name, sorted."""
 
     root: Path
     names: tuple[str, ...]
-    ignored: int
-    shape: ImageShape
-    transform: Transform
 
     def __len__(self) -> int:
         return len(self.names)
@@ -94,21 +108,17 @@ class Folder:
         except OSError as error:
             raise BadInput(f"{path}: can't be read ({error.strerror})") from error
 
-    def image(self, position: int) -> Tensor:
-        return image_from_bytes(
-            self.content(position), str(self.root / self.names[position]), self.shape, self.transform
-        )
+    def where(self, position: int) -> str:
+        return str(self.root / self.names[position])
 
 
 def folder_from_path(root: Path, *, shape: ImageShape, transform: Transform) -> Folder:
     """Every image file below `root`, hidden ones aside."""
-    files = sorted(
-        (Path(at) / file).relative_to(root).as_posix() for at, _, names in os.walk(root) for file in names
-    )  # fmt: skip
+    files = sorted((Path(at) / file).relative_to(root).as_posix() for at, _, held in os.walk(root) for file in held)
     names = tuple(n for n in files if n.lower().endswith(SUFFIXES) and not n.rpartition("/")[2].startswith("."))
     if not names:
         raise BadInput(f"{root}: no images among {len(files)} files, expected files ending in {', '.join(SUFFIXES)}")
-    return Folder(root=root, names=names, ignored=len(files) - len(names), shape=shape, transform=transform)
+    return Folder(root=root, names=names, shape=shape, transform=transform)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

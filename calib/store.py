@@ -87,27 +87,22 @@ def save(moments: Moments, path: Path) -> None:
     write(path, {name: entry for name, (entry, _) in entries.items()}, {HEADER: _signed(header)})
 
 
-class _Channels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="mlp"):
-    """What is no tensor of ChannelMoments."""
+class _Numbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    """What is no tensor of moments of a kind."""
 
     tokens: int | float
+
+
+class _Channels(_Numbers, frozen=True, kw_only=True, tag="mlp"):
     eps: float
 
 
-class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="attention"):
-    """What is no tensor of HeadMoments."""
-
+class _Heads(_Numbers, frozen=True, kw_only=True, tag="attention"):
     images: int
-    tokens: int | float
 
 
-class _Patches(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="convolution"
-):
-    """What is no tensor of PatchMoments."""
-
+class _Patches(_Numbers, frozen=True, kw_only=True, tag="convolution"):
     taps: int
-    tokens: int | float
     eps: float
     map_tokens: int | float
 

@@ -4,18 +4,17 @@ Shapes: B images, W windows of an image, N tokens, F MLP channels, H heads, D qu
 z, T = D (D + 1) / 2.
 """
 
-from copy import copy
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .axes import triangle
 from .causal import add_system_, add_target_, centred_keys, gram_of_planes, inputs_apart, sums_of_pairs, weighted_keys
-from .moments import ChannelMoments, HeadMoments, SiteMoments
-from .packed import on_host, totals_of, zeros
+from .moments import ChannelMoments, HeadMoments
 from .patch_sums import PatchSums
 from .products import (
-    Kernel,
     Weights,
     add_active_,
     add_gram_,
@@ -27,6 +26,7 @@ from .products import (
     weighted_by_root,
     weights_of,
 )
+from .running_sums import RunningSums
 from .sites import Role
 
 
@@ -51,49 +51,26 @@ def _by_window(x: Tensor, weights: Weights | None, slots: Weights | None) -> tup
     return x.flatten(0, 1), Weights(weight_BN=slots_BWN.flatten(0, 1), total=len(x) * slots.total)
 
 
-class ChannelSums:
+class ChannelSums(RunningSums[ChannelMoments]):
     """Sums of x [B,N,F]."""
 
     def __init__(self, *, eps: float) -> None:
+        super().__init__(ChannelMoments, ["tokens"], ["sum_F", "gram_FF"])
         self.eps = eps
-        self.tokens: float = 0
-        self.kernel: Kernel = "blas"
-        self.totals: dict[str, Tensor] = {}
 
     def add(self, role: Role, x_BNF: Tensor, weights: Weights | None = None) -> None:
         assert role == "x", role
-        width, device = x_BNF.shape[-1], x_BNF.device
-        if not self.totals:
-            self.totals = {name: zeros(width, device=device) for name in ("sum_F", "active_F")}
-            self.totals["gram_FF"] = zeros(width, width, device=device)
+        self.allocate({"F": x_BNF.shape[-1]}, x_BNF.device)
         add_sum_(self.totals["sum_F"], weighted(x_BNF, weights))
         add_active_(self.totals["active_F"], x_BNF, self.eps, None if weights is None else weights.weight_BN)
         add_gram_(self.totals["gram_FF"], weighted_by_root(x_BNF, weights), self.kernel)
-        self.tokens += token_count(x_BNF, weights)
+        self.counts["tokens"] += token_count(x_BNF, weights)
 
-    def finite(self) -> Tensor:
-        """Whether nothing infinite or NaN has entered; a NaN stays in a sum, so the small one tells."""
-        return torch.isfinite(self.totals["sum_F"]).all() & torch.isfinite(self.totals["gram_FF"].diagonal()).all()
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def load(self, moments: SiteMoments, device: torch.device) -> None:
-        assert isinstance(moments, ChannelMoments), moments
-        self.tokens, self.totals = moments.tokens, totals_of(moments, device)
-
-    def counts(self) -> tuple[int, float]:
-        """Images (not counted for an MLP) and tokens."""
-        return 0, self.tokens
-
-    def set_counts(self, images: int, tokens: float) -> None:
-        self.tokens = tokens
-
-    def moments(self) -> ChannelMoments:
-        return ChannelMoments(tokens=self.tokens, eps=self.eps, **on_host(self.totals))
+    def beside(self) -> dict[str, Any]:
+        return {"eps": self.eps}
 
 
-class HeadSums:
+class HeadSums(RunningSums[HeadMoments]):
     """Sums of q and k [B,H,N,D] and z [B,N,C]; with `system`, of the products of their per-image Grams.
 
     Where q and k come in windows [B,W,H,N,D], which are dot products of their own, each window is an image to them.
@@ -110,17 +87,16 @@ class HeadSums:
         plane_scale: float | None = None,
     ) -> None:
         """`slots_WN`, `causal` and `plane_scale`: see HeadTaps."""
-        self.system, self.kept_HK, self.causal = system, kept_HK, causal
         self.plane_scale = plane_scale if causal else None
+        names = [] if self.plane_scale is None else ["plane_gram_HXX"]
+        names += ["system_HTT"] if system else []
+        names += [] if kept_HK is None else ["target_HKK", "target_energy_H"]
+        telling = ["energy_HD", "q_sum_HD", "k_sum_HD", "z_sum_C", "zz_CC"]
+        super().__init__(HeadMoments, ["images", "tokens"], telling, *names)
+        self.system, self.kept_HK, self.causal = system, kept_HK, causal
         self._waiting: dict[Role, Tensor] = {}
         self._slots = None if slots_WN is None else weights_of(slots_WN, slots_WN.device)
-        self.kernel: Kernel = "blas"
-        self.images = 0
-        self.tokens: float = 0
-        self.totals: dict[str, Tensor] = {}
-        self._qq_BHDD: Tensor | None = None
-        self._kk_BHDD: Tensor | None = None
-        self._removed_HD = torch.empty(0)
+        self._grams: dict[Role, Tensor] = {}
         self._triangles: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def add(self, role: Role, activation: Tensor, weights: Weights | None = None) -> None:
@@ -128,10 +104,12 @@ class HeadSums:
             self._add_outputs(activation, weights)
         elif self.causal:
             self._add_causal(role, activation, weights)
-        elif role == "q":
-            self._add_queries(activation, weights)
         else:
-            self._add_keys(activation, weights)
+            x_BHND, weights = _by_window(activation, weights, self._slots)
+            self._allocate_heads(x_BHND)
+            self._grams[role] = (self._add_queries if role == "q" else self._add_keys)(x_BHND, weights)
+            if len(self._grams) == 2:
+                self._join(self._grams.pop("q"), self._grams.pop("k"))
 
     def _add_causal(self, role: Role, x_BHND: Tensor, weights: Weights | None) -> None:
         """Once queries and keys of the same inputs are in."""
@@ -154,59 +132,36 @@ class HeadSums:
             if self.system:
                 add_system_(self.totals["system_HTT"], q_HND, k_HND)
 
-    def _add_queries(self, q: Tensor, weights: Weights | None) -> None:
-        q_BHND, weights = _by_window(q, weights, self._slots)
-        self._allocate_heads(q_BHND)
-        self._qq_BHDD = grams_of_heads(weighted_by_root(q_BHND, weights))
+    def _add_queries(self, q_BHND: Tensor, weights: Weights | None) -> Tensor:
+        qq_BHDD = grams_of_heads(weighted_by_root(q_BHND, weights))
         self.totals["q_sum_HD"].add_(weighted(q_BHND, weights).float().sum(2).double().sum(0))
-        self.totals["qq_HDD"].add_(self._qq_BHDD.sum(0))
-        self._join()
+        self.totals["qq_HDD"].add_(qq_BHDD.sum(0))
+        return qq_BHDD
 
-    def _add_keys(self, k: Tensor, weights: Weights | None) -> None:
-        k_BHND, weights = _by_window(k, weights, self._slots)
-        self._allocate_heads(k_BHND)
+    def _add_keys(self, k_BHND: Tensor, weights: Weights | None) -> Tensor:
         keys = centred_keys(k_BHND) if weights is None else weighted_keys(k_BHND, weights)
-        self._kk_BHDD = keys.uncentred_BHDD()
+        kk_BHDD = keys.uncentred_BHDD()
         self.totals["k_sum_HD"].add_(keys.sum_BHD.sum(0))
-        self.totals["kk_HDD"].add_(self._kk_BHDD.sum(0))
+        self.totals["kk_HDD"].add_(kk_BHDD.sum(0))
         self.totals["kk_centred_HDD"].add_(keys.centred_HDD())
-        self._join()
+        return kk_BHDD
 
     def _add_outputs(self, z_BNC: Tensor, weights: Weights | None) -> None:
-        channels, device = z_BNC.shape[-1], z_BNC.device
-        if "z_sum_C" not in self.totals:
-            self.totals["z_sum_C"] = zeros(channels, device=device)
-            self.totals["zz_CC"] = zeros(channels, channels, device=device)
+        self.allocate({"C": z_BNC.shape[-1]}, z_BNC.device)
         add_sum_(self.totals["z_sum_C"], weighted(z_BNC, weights))
         add_gram_(self.totals["zz_CC"], weighted_by_root(z_BNC, weights), self.kernel)
-        self.images += z_BNC.shape[0]
-        self.tokens += token_count(z_BNC, weights)
+        self.counts["images"] += z_BNC.shape[0]
+        self.counts["tokens"] += token_count(z_BNC, weights)
 
     def _allocate_heads(self, x_BHND: Tensor) -> None:
-        if "qq_HDD" in self.totals:
-            return
-        heads, dim, device = x_BHND.shape[1], x_BHND.shape[3], x_BHND.device
-        for name in ("q_sum_HD", "k_sum_HD", "energy_HD"):
-            self.totals[name] = zeros(heads, dim, device=device)
-        for name in ("qq_HDD", "kk_HDD", "kk_centred_HDD"):
-            self.totals[name] = zeros(heads, dim, dim, device=device)
-        if self.plane_scale is not None:
-            self.totals["plane_gram_HXX"] = zeros(heads, dim, dim, device=device)
-        width = dim if self.kept_HK is None else self.kept_HK.shape[1]
-        if self.system:
-            self.totals["system_HTT"] = zeros(heads, *[width * (width + 1) // 2] * 2, device=device)
+        _, heads, _, dim = x_BHND.shape
         if self.kept_HK is not None:
-            self.kept_HK = self.kept_HK.to(device)
-            self._removed_HD = _ones_outside(self.kept_HK, dim)
-            self.totals["target_HKK"] = zeros(heads, width, width, device=device)
-            self.totals["target_energy_H"] = zeros(heads, device=device)
+            self.kept_HK = self.kept_HK.to(x_BHND.device)
+        width = dim if self.kept_HK is None else self.kept_HK.shape[1]
+        self.allocate({"H": heads, "D": dim, "X": dim, "K": width, "T": triangle(width)}, x_BHND.device)
 
-    def _join(self) -> None:
-        """Once both Grams of the same images are in."""
-        if self._qq_BHDD is None or self._kk_BHDD is None:
-            return
-        qq_BHDD, kk_BHDD = self._qq_BHDD, self._kk_BHDD
-        self._qq_BHDD = self._kk_BHDD = None
+    def _join(self, qq_BHDD: Tensor, kk_BHDD: Tensor) -> None:
+        """Of both Grams of the same images."""
         norms_BHD = qq_BHDD.diagonal(dim1=-2, dim2=-1) * kk_BHDD.diagonal(dim1=-2, dim2=-1)
         self.totals["energy_HD"].add_(norms_BHD.sum(0))
         if self.kept_HK is not None:
@@ -220,7 +175,7 @@ class HeadSums:
         sum_P (Q_S'Q_P)(K_P'K_S) is the product over all dims less the one over S; likewise the energy of P.
         """
         heads = torch.arange(len(kept_HK), device=kept_HK.device)[:, None]
-        removed_HD = self._removed_HD
+        removed_HD = _ones_outside(kept_HK, qq_BHDD.shape[-1])
         q_rows_BHKD = qq_BHDD[:, heads, kept_HK] * removed_HD[:, None]
         k_rows_BHKD = kk_BHDD[:, heads, kept_HK]
         self.totals["target_HKK"].add_((q_rows_BHKD @ k_rows_BHKD.mT).sum(0))
@@ -237,36 +192,8 @@ class HeadSums:
             total_HTT = self.totals["system_HTT"]
             torch.baddbmm(total_HTT, k_BHT.permute(1, 2, 0), q_BHT.transpose(0, 1), out=total_HTT)
 
-    def finite(self) -> Tensor:
-        """Whether nothing infinite or NaN has entered."""
-        small = (self.totals[name] for name in ("energy_HD", "q_sum_HD", "k_sum_HD", "z_sum_C"))
-        checks = [torch.isfinite(total).all() for total in small]
-        return torch.stack([*checks, torch.isfinite(self.totals["zz_CC"].diagonal()).all()]).all()
-
-    def load(self, moments: SiteMoments, device: torch.device) -> None:
-        assert isinstance(moments, HeadMoments), moments
-        self.images, self.tokens, self.totals = moments.images, moments.tokens, totals_of(moments, device)
-        if moments.kept_HK is not None:
-            self.kept_HK = moments.kept_HK.to(device)
-            self._removed_HD = _ones_outside(self.kept_HK, moments.q_sum_HD.shape[1])
-
-    def counts(self) -> tuple[int, float]:
-        """Images and tokens."""
-        return self.images, self.tokens
-
-    def set_counts(self, images: int, tokens: float) -> None:
-        self.images, self.tokens = images, tokens
-
-    def moments(self) -> HeadMoments:
-        kept_HK = None if self.kept_HK is None else self.kept_HK.cpu()
-        return HeadMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **on_host(self.totals))
+    def beside(self) -> dict[str, Any]:
+        return {"kept_HK": None if self.kept_HK is None else self.kept_HK.cpu()}
 
 
 SiteSums = ChannelSums | HeadSums | PatchSums
-
-
-def copied(sums: SiteSums) -> SiteSums:
-    """The same sums of their own, between two batches."""
-    other = copy(sums)
-    other.totals = {name: total.clone() for name, total in sums.totals.items()}
-    return other

@@ -2,11 +2,11 @@
 
 import codecs
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from ground.errors import BadInput
 from ground.files import regular_file
 
-from .inputs import IndexedInputs, ids_and_digest, refuse_dtypes, sampled_positions
+from .inputs import IndexedInputs, ids_from_hashes, refuse_dtypes
 from .inputs import batch_size as batch_size_of
 
 MOST_LINE_BYTES = 2**20
@@ -22,18 +22,16 @@ Encode = Callable[[Sequence[str]], Mapping[str, Tensor]]
 """Turns documents [B] into tensors by name [B,...], padded to one length that is the same for every batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One document: its place among all of the file, and where its bytes lie."""
+class Line(NamedTuple):
+    """Where the bytes of a document lie."""
 
-    place: int
     offset: int
     size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Texts(IndexedInputs):
-    """Opened documents; `first` is the first one encoded, `blank` the number of lines that hold none."""
+    """Documents, all `lines` that hold one; `first` is one encoded, `blank` the number of lines that hold none."""
 
     noun: ClassVar[str] = "documents"
 
@@ -42,42 +40,30 @@ class Texts(IndexedInputs):
     encode: Encode
     first: Mapping[str, Tensor]
     blank: int
-    ids: Tensor
-    digest: str
-    available: int
-
-    @property
-    def count(self) -> int:
-        return len(self.lines)
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        return tuple(line.place for line in self.lines)
-
-    def name(self, position: int) -> str:
-        return str(self.lines[position].place)
 
     def example(self) -> Mapping[str, Tensor]:
         return self.first
 
-    def subset(self, positions: Sequence[int]) -> "Texts":
-        """The documents at these positions alone."""
-        lines = tuple(self.lines[position] for position in positions)
-        ids, digest = _identified(lines, _contents(self.path, lines))
-        return replace(self, lines=lines, ids=ids, digest=digest)
+    def _contents(self, places: Sequence[int]) -> list[bytes]:
+        try:
+            with regular_file(self.path).open("rb") as file:
+                return [os.pread(file.fileno(), self.lines[place].size, self.lines[place].offset) for place in places]
+        except OSError as error:
+            raise BadInput(f"{self.path}: can't be read ({error.strerror})") from error
+
+    def _hashes(self, places: Sequence[int]) -> list[bytes]:
+        return list(map(_sha256, self._contents(places)))
 
     def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
-        lines = [self.lines[position] for position in positions]
-        contents = list(_contents(self.path, lines))
-        ids, _ = _identified(lines, contents)
-        if not torch.equal(ids, self.ids[list(positions)]):
+        contents = self._contents([self.places[position] for position in positions])
+        if not torch.equal(ids_from_hashes(map(_sha256, contents)), self.ids[list(positions)]):
             raise BadInput(f"{self.path}: changed since it was opened; don't change it while it is read")
-        inputs = self.encode([content.decode() for content in contents])
-        forms, expected = (_forms(tensors, size) for tensors, size in ((inputs, None), (self.first, len(lines))))
+        inputs, count = self.encode([content.decode() for content in contents]), len(contents)
+        forms, expected = (_forms(tensors, size) for tensors, size in ((inputs, None), (self.first, count)))
         if forms != expected:
             raise BadInput(
-                f"{self.path}: {len(lines)} documents encoded are {forms}, expected {expected} as for the first one; "
-                "pad every batch to one length"
+                f"{self.path}: {count} documents encoded are {forms}, expected {expected} as for the first one; pad "
+                "every batch to one length"
             )
         return inputs
 
@@ -88,17 +74,8 @@ def _forms(inputs: Mapping[str, Tensor], size: int | None) -> str:
     return ", ".join(f"{name} {dtype} {shape if size is None else [size, *shape[1:]]}" for name, dtype, shape in shapes)
 
 
-def _contents(path: Path, lines: Sequence[Line]) -> Iterator[bytes]:
-    try:
-        with regular_file(path).open("rb") as file:
-            for line in lines:
-                yield os.pread(file.fileno(), line.size, line.offset)
-    except OSError as error:
-        raise BadInput(f"{path}: can't be read ({error.strerror})") from error
-
-
-def _identified(lines: Sequence[Line], contents: Iterable[bytes]) -> tuple[Tensor, str]:
-    return ids_and_digest((str(line.place) for line in lines), [sha256(content).digest() for content in contents])
+def _sha256(content: bytes) -> bytes:
+    return sha256(content).digest()
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -129,7 +106,7 @@ def _lines(path: Path) -> tuple[list[Line], int]:
                 "file as UTF-8"
             ) from None
         if text.strip():
-            lines.append(Line(place=len(lines), offset=offset, size=len(content)))
+            lines.append(Line(offset, len(content)))
         else:
             blank += 1
     return lines, blank
@@ -154,14 +131,11 @@ def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: 
     Raises BadInput for a file that is missing, no regular one, empty, not UTF-8 or with a line beyond MOST_LINE_BYTES,
     for fewer documents than samples, and where `encode` gives no tensors with the batch in front.
     """
-    every, blank = _opened(path)
-    chosen = sampled_positions(len(every), samples, seed, where=str(path), noun=Texts.noun)
-    lines = tuple(every[position] for position in chosen)
-    first = encode([content.decode() for content in _contents(path, lines[:1])])
+    lines, blank = _opened(path)
+    opened = Texts(available=len(lines), path=path, lines=tuple(lines), encode=encode, first={}, blank=blank)
+    texts = opened.sampled(samples, seed, where=path)
+    first = encode([content.decode() for content in texts._contents(texts.places[:1])])
     if batch_size_of(first) != 1:
         raise BadInput(f"{path}: one document encoded is {batch_size_of(first)} inputs, expected 1")
     refuse_dtypes(first)
-    ids, digest = _identified(lines, _contents(path, lines))
-    return Texts(
-        path=path, lines=lines, encode=encode, first=first, blank=blank, ids=ids, digest=digest, available=len(every)
-    )
+    return replace(texts, first=first)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from calib import memory
-from calib.calibrate import Options, calibrate
+from calib.calibrate import calibrate
+from calib.collect import Options
 from calib.combination import merge
 from calib.distributed import Ranks, join_ranks
 from calib.images import Images, open_images

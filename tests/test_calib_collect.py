@@ -1,6 +1,7 @@
 """calib.collect: what changes no sum, which kernel makes it, what is refused; loops are in test_calib_weights.py."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from calib import products
-from calib.collect import collect
+from calib.collect import Options, collect
 from calib.combination import merge
 from calib.inputs import Inputs
 from calib.moments import ChannelMoments, HeadMoments, Moments
@@ -75,9 +76,9 @@ def images_of(count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, 3, 2, 10, generator=torch.Generator().manual_seed(seed))
 
 
-def collected(images: Tensor, batch: int, **options: object) -> Moments:
+def collected(images: Tensor, batch: int, **options: Any) -> Moments:
     model = tiny()
-    return collect(model, sites_of(model), torch.split(images, batch), device="cpu", **options)  # type: ignore[arg-type]
+    return collect(model, sites_of(model), torch.split(images, batch), device="cpu", options=Options(**options))
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -195,12 +196,6 @@ def test_hooks_go_when_a_batch_fails() -> None:
         collect(model, sites_of(model), [images_of(2).double()], device="cpu")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model.training
-
-
-def test_progress_hears_the_images_done() -> None:
-    heard: list[int] = []
-    collected(images_of(10), 4, progress=heard.append)
-    assert heard == [4, 8, 10]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -71,7 +71,7 @@ def test_labels_of_a_file_follow_the_images_drawn(tmp_path: Path) -> None:
     )
     labels = [f"photograph {number // 3}" for number in range(10)]
     got = group_ids(drawn, labelled(tmp_path, labels)).tolist()
-    expected = [labels[place] for place in drawn.rows.chosen]
+    expected = [labels[place] for place in drawn.places]
     assert [[a == b for b in got] for a in got] == [[a == b for b in expected] for a in expected]
     np.save(tmp_path / "labels.npy", np.array([number // 3 for number in range(10)]))
     numbers = group_ids(drawn, str(tmp_path / "labels.npy")).tolist()

@@ -14,7 +14,8 @@ from torch import Tensor
 from calib import store
 from calib.combination import merge
 from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
-from calib.packed import SYMMETRIC, on_host
+from calib.packed import SYMMETRIC
+from calib.running_sums import on_host
 from calib.store import join, load, save
 from ground.errors import BadInput
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.calibrate import Options, calibrate
-from calib.collect import collect
+from calib.calibrate import calibrate
+from calib.collect import Options, collect
 from calib.inputs import Inputs
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from calib.products import TokenWeights
@@ -48,8 +48,8 @@ def collected(inputs: Mapping[str, Tensor], weights: TokenWeights | None, *, bat
     encoder = tiny_text.model()
     parts = [{name: tensor[at : at + batch] for name, tensor in inputs.items()} for at in range(0, COUNT, batch)]
     return collect(
-        encoder, tiny_text.sites_of(encoder), parts, device="cpu", attention_system=not kept, kept=kept,
-        token_weights=weights, lineage={"model": "m"},
+        encoder, tiny_text.sites_of(encoder), parts, device="cpu",
+        options=Options(attention_system=not kept, kept=kept, token_weights=weights), lineage={"model": "m"},
     )  # fmt: skip
 
 
@@ -235,8 +235,11 @@ class Given(nn.Module):
 def of_tokens(x_BN4: Tensor, weight_BN: Tensor) -> Moments:
     model, inputs = Given(), {"x": x_BN4, "weights": weight_BN}
     return collect(
-        model, model.sites(), [inputs], device="cpu", attention_system=True,
-        token_weights=lambda piece: None if isinstance(piece, Tensor) else piece["weights"],
+        model, model.sites(), [inputs], device="cpu",
+        options=Options(
+            attention_system=True,
+            token_weights=lambda piece: None if isinstance(piece, Tensor) else piece["weights"],
+        ),
     )  # fmt: skip
 
 
@@ -294,7 +297,7 @@ def test_weights_of_another_batch_are_refused() -> None:
     model = Given()
     inputs = {"x": torch.zeros(3, 6, 4), "weights": torch.ones(3, 6)}
     with pytest.raises(BadInput, match=r"\[2, 6\], expected numbers \[3, tokens\]"):
-        collect(model, model.sites(), [inputs], device="cpu", token_weights=lambda _: torch.ones(2, 6))
+        collect(model, model.sites(), [inputs], device="cpu", options=Options(token_weights=lambda _: torch.ones(2, 6)))
 
 
 def test_weighted_moments_are_kept_and_gone_on_with(tmp_path: Path) -> None:

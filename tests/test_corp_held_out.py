@@ -158,10 +158,10 @@ def test_parts_share_no_image_and_keep_the_order(tmp_path: Path) -> None:
     images = opened(tmp_path / "images.npy")
     rest, held_out = held_out_split(images, 9, seed=3)
     assert (rest.count, held_out.count) == (21, 9)
-    chosen = [*rest.rows.chosen, *held_out.rows.chosen]
+    chosen = [*rest.places, *held_out.places]
     assert sorted(chosen) == list(range(30))
-    assert list(held_out.rows.chosen) == sorted(held_out.rows.chosen)
-    assert list(held_out.rows.chosen) != list(range(21, 30))  # a sorted folder's last class would be no sample
+    assert list(held_out.places) == sorted(held_out.places)
+    assert list(held_out.places) != list(range(21, 30))  # a sorted folder's last class would be no sample
     assert not torch.isin(rest.ids, held_out.ids).any()
     assert len({images.digest, rest.digest, held_out.digest}) == 3
     assert held_out_split(images, 9, seed=3)[1].digest == held_out.digest

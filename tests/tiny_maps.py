@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from calib.collect import collect
+from calib.collect import Options, collect
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
 from calib.sites import PatchTaps
@@ -74,7 +74,7 @@ def images_of(count: int, seed: int = 1, *, whole_numbers: bool = False) -> Tens
 
 def collected(images: Tensor, batch: int, *, whole_numbers: bool = False, **options: Any) -> Moments:
     model = tiny_maps(whole_numbers=whole_numbers)
-    return collect(model, taps_of(model), torch.split(images, batch), device="cpu", eps=EPS, **options)
+    return collect(model, taps_of(model), torch.split(images, batch), device="cpu", options=Options(eps=EPS, **options))
 
 
 def maps_at(model: TinyMaps, images: Tensor) -> dict[str, Pair]:

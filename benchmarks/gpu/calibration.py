@@ -21,7 +21,7 @@ from benchmarks.gpu.load import LOADS, clock_s, held_images, sizes, timed_s
 from benchmarks.gpu.record import Record, Row, Task
 from benchmarks.gpu.reduction import reduced
 from benchmarks.gpu.setting import Setting
-from calib.collect import Collector, Precision
+from calib.collect import Collector, Options, Precision
 from calib.products import add_gram_, matmul_precision, mirror_
 from corp_deploy.families.family import example_of, listened, sites_of
 from corp_deploy.traced.models.sites import calibration_taps
@@ -100,14 +100,14 @@ def calibrated(name: str, precision: Precision, setting: Setting) -> Row:
         with forward_in(precision, device):
             model(images)
 
-    with Collector(heard, taps, device=device, precision=precision) as first:
+    with Collector(heard, taps, device=device, options=Options(precision=precision)) as first:
         timed_s(device, held[: 2 * size["batch"]], size["batch"], first.add)
     timed_s(device, held[: 2 * size["batch"]], size["batch"], bare)
     del first
     gauge = gauge_of(device)
     if gauge is not None:
         gauge.reset_peak()
-    collector = Collector(heard, taps, device=device, precision=precision)
+    collector = Collector(heard, taps, device=device, options=Options(precision=precision))
     parts_s: list[float] = []
     bare_s: dict[int, float] = {}
     for index, part in enumerate(held.split(size["images"] // PARTS)):

@@ -6,7 +6,7 @@ from benchmarks.gpu import models
 from benchmarks.gpu.load import LOADS, clock_s, held_images, sizes, timed_s
 from benchmarks.gpu.record import Row
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
-from calib.collect import Collector
+from calib.collect import Collector, Options
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import listened, sites_of
 from corp_deploy.traced.models.sites import calibration_taps
@@ -32,7 +32,7 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
     sites = replace(found, every=tuple(site for site in found.every if site.name.startswith(chosen)))
     held = held_images(size["images"], setting.image_size, device)[: size["reduction_images"]]
     taps = calibration_taps(model, sites)
-    with Collector(listened(model), taps, device=device, precision="bfloat16") as collector:
+    with Collector(listened(model), taps, device=device, options=Options(precision="bfloat16")) as collector:
         timed_s(device, held, size["batch"], collector.add)
         moments = collector.moments(lineage_of_model(model))
     del collector

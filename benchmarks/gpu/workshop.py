@@ -11,7 +11,7 @@ from benchmarks.gpu import images as pictures
 from benchmarks.gpu import training
 from benchmarks.gpu.record import NotYet, Row, reason_of
 from benchmarks.gpu.setting import Setting
-from calib.collect import collect
+from calib.collect import Options, collect
 from calib.moments import Moments
 from corp_deploy.families.family import listened, sites_of
 from corp_deploy.planning.curves import eliminations
@@ -101,7 +101,9 @@ class Workshop:
             batches = (pictures.images_from_bytes(piece, device) for piece in held.split(50))
             lineage = lineage_of_model(dense)
             taps = calibration_taps(dense, sites_of(dense))
-            found = collect(listened(dense), taps, batches, device=device, attention_system=True, lineage=lineage)
+            found = collect(
+                listened(dense), taps, batches, device=device, options=Options(attention_system=True), lineage=lineage
+            )
             self.latest = Calibrated(seed, count, found)
         return self.latest
 

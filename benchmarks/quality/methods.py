@@ -26,7 +26,7 @@ from benchmarks.quality import procedural_vit
 from benchmarks.quality.methods_variants import KINDS, VARIANTS, Kind, Variant
 from benchmarks.quality.procedural_images import made
 from benchmarks.quality.timm_sites import first_widths
-from calib.collect import collect
+from calib.collect import Options, collect
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.family import listened, sites_of
@@ -135,7 +135,7 @@ class Bench:
             calibration_taps(model, sites_of(model)),
             self.images.batches(32),
             device="cpu",
-            attention_system=True,
+            options=Options(attention_system=True),
             lineage=lineage_for_moments(subject.checkpoint, self.images),
         )
         self.dense = logits(model, subject.images)

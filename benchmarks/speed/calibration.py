@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks.speed.passes import BARE, PIECE, Samples, in_passes
 from calib import products
-from calib.collect import Collector, collect
+from calib.collect import Collector, Options, collect
 from calib.memory import ChannelShape, HeadShape, Shape, bytes_needed, shapes_of_sites
 from calib.sites import ChannelTaps, Site
 from corp_deploy.families.architecture import Architecture
@@ -68,7 +68,7 @@ def calibration(
 
     def run() -> None:
         products.kernel_of_this_cpu.cache_clear()
-        collect(heard, sites, repeat(images, batches), device=images.device, **options)
+        collect(heard, sites, repeat(images, batches), device=images.device, options=Options(**options))
 
     return run
 

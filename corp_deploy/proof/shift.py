@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from calib.collect import collect
+from calib.collect import Options, collect
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import listened, sites_of, token_weights
@@ -40,9 +40,10 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
     sites = [site for site in calibration_taps(model, sites_of(model)) if site.name in moments.sites]
     each = count // PARTS
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
+    options = Options(token_weights=token_weights(model))
     for start in range(0, PARTS * each, each):
         batches = _batches(feeds, start, start + each)
-        part = collect(listened(model), sites, batches, device="cpu", token_weights=token_weights(model))
+        part = collect(listened(model), sites, batches, device="cpu", options=options)
         for name, parts in scatter.items():
             parts.add(_stats(part, name))
     shifts = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]

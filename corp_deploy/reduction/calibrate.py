@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from calib import calibrate as calib_calibrate
 from calib.active import ACTIVE_EPS
 from calib.calibrate import Snapshots
-from calib.collect import Precision
+from calib.collect import Options, Precision
 from calib.distributed import Ranks, join_ranks, under_torchrun
 from calib.inputs import InputSet
 from calib.memory import bytes_needed, patch_channels_that_fit, shapes_of_sites
@@ -192,7 +192,7 @@ def calibrate(
     statistics = statistics or Statistics()
     there = on_device(checkpoint, device)
     sites = chosen_sites(there, statistics)
-    options = calib_calibrate.Options(
+    options = Options(
         attention_system=statistics.attention_system and statistics.kept is None,
         kept=statistics.kept,
         eps=statistics.active_eps,

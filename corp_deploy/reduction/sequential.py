@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calib.collect import Collector
+from calib.collect import Collector, Options
 from calib.inputs import InputSet, held_out_split, tensors_by_name
 from calib.memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from calib.sites import Site
@@ -111,9 +111,7 @@ def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run
         block,
         sites,
         device=run.device,
-        attention_system=options.attention_system,
-        eps=options.active_eps,
-        precision=options.precision,
+        options=Options(attention_system=options.attention_system, eps=options.active_eps, precision=options.precision),
     )
     with collector:
         for number, x_BNC in enumerate(part.streams):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.active import ACTIVE_EPS
-from calib.collect import new_sums
+from calib.collect import Options, new_sums
 from calib.combination import added
 from calib.moments import ChannelMoments, SiteMoments, on_device
 from calib.patch_moments import PatchMoments
@@ -225,8 +225,7 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
     tracing, (taps,) = segment.student.tracing, site.listening()
     nodes = segment.up_to([tracing.by_node[name] for name in site.sources])
     sums: dict[bool, SiteSums] = {
-        held_out: new_sums([taps], attention_system=system, kept={}, eps=ACTIVE_EPS)[site.name]
-        for held_out in (False, True)
+        held_out: new_sums([taps], Options(attention_system=system))[site.name] for held_out in (False, True)
     }
     filled: Collection[bool] = {piece.held_out for piece in pieces}
     for piece in pieces:

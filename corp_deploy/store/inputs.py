@@ -252,11 +252,11 @@ def labels_from_path(path: Path, images: InputSet, model: nn.Module) -> NDArray[
         raise BadInput(f"{error}; expected labels in .npy, or under key labels in .npz") from None
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}, expected whole numbers [N]")
-    if len(labels) != len(images.rows.source):
-        raise BadInput(f"{path}: {len(labels)} labels for {len(images.rows.source)} images; give one label an image")
+    if len(labels) != images.available:
+        raise BadInput(f"{path}: {len(labels)} labels for {images.available} images; give one label an image")
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise BadInput(
             f"{path}: labels from {labels.min()} to {labels.max()}, expected 0 to {classes - 1}: class indices in the "
             f"order of the model's {classes} outputs"
         )
-    return np.asarray(labels[np.asarray(images.rows.chosen)], dtype=np.int64)
+    return np.asarray(labels[np.asarray(images.places)], dtype=np.int64)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from calib.sites import HeadTaps, InputTap, Role, Tap
+from calib.sites import HeadTaps, Role, Tap
 from corp_deploy.traced.programs.attention_masks import (
     PRODUCTS,
     SDPA,
@@ -41,7 +41,7 @@ class _PairTaps(HeadTaps):
     counted: Tap
 
     @property
-    def taps(self) -> Mapping[Role, Tap | InputTap]:
+    def taps(self) -> Mapping[Role, Tap]:
         return {"q": self.queries, "k": self.keys, "z": _TokenTap(module=self.counted.module, take=self.counted.take)}
 
 
