@@ -314,8 +314,8 @@ def test_scores_of_channels_are_sums_over_their_columns() -> None:
                 expected["magnitude"][channel] += float(np.square(tap).sum())
                 expected["combined"][channel] += seen * float(np.square(tap).sum()) ** 0.5
                 expected["wanda"][channel] += seen**0.5 * float(np.abs(tap).sum())
-    np.testing.assert_allclose(scores.energy_patches(second_U, 9), expected["energy"], rtol=1e-12)
-    np.testing.assert_allclose(scores.magnitude_patches(flat, 9), expected["magnitude"] ** 0.5, rtol=1e-12)
-    np.testing.assert_allclose(scores.combined_patches(second_U, flat, 9), expected["combined"], rtol=1e-12)
-    np.testing.assert_allclose(scores.wanda_patches(second_U, flat, 9), expected["wanda"], rtol=1e-12)
-    assert scores.wanda_patches(second_U, flat, 9).argsort()[:2].sort().values.tolist() == [3, 5]
+    np.testing.assert_allclose(scores.energy(second_U, 9), expected["energy"], rtol=1e-12)
+    np.testing.assert_allclose(scores.magnitude(flat, 9), expected["magnitude"] ** 0.5, rtol=1e-12)
+    np.testing.assert_allclose(scores.combined(second_U, flat, 9), expected["combined"], rtol=1e-12)
+    np.testing.assert_allclose(scores.wanda(second_U, flat, 9), expected["wanda"], rtol=1e-12)
+    assert scores.wanda(second_U, flat, 9).argsort()[:2].sort().values.tolist() == [3, 5]

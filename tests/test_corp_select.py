@@ -55,8 +55,8 @@ def test_scores_are_their_formulas() -> None:
     by_hand = [sum(abs(w[o, i]) for o in range(5)) * np.sqrt((x[:, i] ** 2).mean()) for i in range(11)]
     np.testing.assert_allclose(select.wanda(second_F, weight), by_hand, rtol=1e-12)
     first = torch.from_numpy(w.T.copy())  # any rows will do
-    np.testing.assert_allclose(select.producer_l1(first), [sum(abs(v) for v in row) for row in w.T], rtol=1e-12)
-    np.testing.assert_allclose(select.producer_l2(first), [sum(v**2 for v in row) ** 0.5 for row in w.T], rtol=1e-12)
+    np.testing.assert_allclose(select.producer(first, 1), [sum(abs(v) for v in row) for row in w.T], rtol=1e-12)
+    np.testing.assert_allclose(select.producer(first, 2), [sum(v**2 for v in row) ** 0.5 for row in w.T], rtol=1e-12)
     rows = torch.from_numpy(w.reshape(1, 5, 11))
     expected = [[4.0 * sum(v**2 for v in row) ** 2 for row in w]]
     np.testing.assert_allclose(select.logit_magnitude(rows, 2.0 * rows), expected, rtol=1e-12)

@@ -15,17 +15,12 @@ Legend: C blocks, T columns of a block, U = C T columns, O outputs, M blocks in 
 import torch
 from torch import Tensor
 
-from .obs import Elimination, RegularisedCovariance, shifted_covariance
+from .obs import Elimination, RegularisedCovariance, shifted_covariance, without_cost
 from .patches import columns
+from .quadratic import diagonal_blocks
 
 _STILL_VARIANCE_REL = 1e-12  # of the mean variance: below it a column is a constant, and the bias takes it
 _ROWS = 128
-
-
-def _diagonal_blocks(matrix_mm: Tensor, size: int) -> Tensor:
-    """[M T, M T] -> [M, T, T], a copy."""
-    count = matrix_mm.shape[0] // size
-    return matrix_mm.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
 class _Surgeon:
@@ -40,7 +35,7 @@ class _Surgeon:
         self.here_M, self.size = here_M, factor_mm.shape[0] // here_M.numel()
         self.gone_M = torch.zeros_like(here_M, dtype=torch.bool)
         self.h_mm, self.n_mm = torch.cholesky_inverse(factor_mm), current_Om.T @ current_Om
-        self.h_MTT, self.n_MTT = _diagonal_blocks(self.h_mm, self.size), _diagonal_blocks(self.n_mm, self.size)
+        self.h_MTT, self.n_MTT = (diagonal_blocks(each, here_M.numel()).contiguous() for each in (self.h_mm, self.n_mm))
         self._clear()
 
     def _clear(self) -> None:
@@ -108,13 +103,6 @@ def _formed_anew(shifted_UU: Tensor, target_OU: Tensor, here_M: Tensor, size: in
     return _Surgeon(here_M, factor_mm, torch.cholesky_solve(target_OU[:, here_m].T, factor_mm).T)
 
 
-def _without_cost(group_of_C: Tensor) -> Elimination:
-    """Round by round, in each the first left of every group."""
-    round_C = torch.stack([(group_of_C[:i] == group).sum() for i, group in enumerate(group_of_C)])
-    order_C = round_C.argsort(stable=True)
-    return Elimination(order_F=order_C, error_F=torch.zeros_like(order_C, dtype=torch.float64), ridge=0.0)
-
-
 def _remove_all(
     shifted: RegularisedCovariance, weight_OU: Tensor, size: int, group_of_C: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -158,7 +146,7 @@ def eliminate_blocks(
     variance_U = covariance_UU.diagonal()
     read_OU = weight_OU * (variance_U > _STILL_VARIANCE_REL * variance_U.mean())
     if not bool(read_OU.any()):
-        return _without_cost(group_of_C)
+        return without_cost(group_of_C)
     shifted = shifted_covariance(covariance_UU, ridge_rel)
     order_C, cost_C = _remove_all(shifted, read_OU, size, group_of_C)
     return Elimination(order_F=order_C, error_F=cost_C.cumsum(0), ridge=shifted.ridge)

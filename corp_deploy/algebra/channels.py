@@ -7,11 +7,15 @@ Legend: F channels, K kept, P pruned, O outputs.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from .quadratic import RidgeSolution, solve_ridge, variance
+
+Form = Literal["none", "bias", "gram", "affine", "affine-v1"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,72 +83,47 @@ def judged(
     )
 
 
-def _bias_or_zero(bias_O: Tensor | None, weight_OF: Tensor) -> Tensor:
-    return weight_OF.new_zeros(weight_OF.shape[0]) if bias_O is None else bias_O
-
-
-def none(
-    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
+def recovered(
+    form: Form,
+    mean_F: Tensor,
+    second_FF: Tensor,
+    weight_OF: Tensor,
+    bias_O: Tensor | None,
+    kept_K: Tensor,
+    *,
+    ridge_rel: float,
 ) -> ChannelRecovery:
-    """Drop the columns and nothing else. `ridge_rel` has no part in it."""
-    old_O = _bias_or_zero(bias_O, weight_OF)
-    return judged(mean_F, second_FF, weight_OF, old_O, kept_K, weight_OF[:, kept_K], old_O.clone(), None)
+    """The new layer on the kept channels, with G = E[x x'], mu = E[x], C = G - mu mu':
 
+    * `none`: the columns are dropped and nothing else;
+    * `bias`: b' = b + W_P mu_P (FLAP, variance-based pruning);
+    * `gram`: W' = W B, x ~ B x_K, B = G_:K (G_KK + ridge I)^-1; the bias stays (GRAIL, 3.1). The kept channels go
+      through it too, as published, so that a large one shrinks the layer and can lose to dropping;
+    * `affine`: x_P ~ B x_K + c with B = C_PK (C_KK + ridge I)^-1, c = mu_P - B mu_K, folded: W' = W_K + W_P B,
+      b' = b + W_P c (CORP, eq. 9, 50 and 51);
+    * `affine-v1`: the same with B = G_PK (G_KK + ridge I)^-1 (CORP's first version, eq. 9-11). That isn't the best one
+      for its c, so it can lose to `bias`.
 
-def bias(
-    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
-) -> ChannelRecovery:
-    """b' = b + W_P mu_P (FLAP, variance-based pruning). `ridge_rel` has no part in it."""
-    old_O = _bias_or_zero(bias_O, weight_OF)
-    pruned_P = _pruned(kept_K, mean_F.numel())
-    new_O = old_O + weight_OF[:, pruned_P] @ mean_F[pruned_P]
-    return judged(mean_F, second_FF, weight_OF, old_O, kept_K, weight_OF[:, kept_K], new_O, None)
-
-
-def gram(
-    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
-) -> ChannelRecovery:
-    """W' = W B, x ~ B x_K, B = G_:K (G_KK + ridge I)^-1 on the uncentred second moment; the bias stays (GRAIL, 3.1).
-
-    ridge = ridge_rel * mean diagonal of G_KK. The kept channels go through it too, as published, so that a large one
-    shrinks the layer and can lose to dropping.
+    ridge = ridge_rel * mean diagonal of the matrix that it is added to.
     """
-    old_O = _bias_or_zero(bias_O, weight_OF)
-    cross_OK = weight_OF @ second_FF[:, kept_K]
-    solved = solve_ridge(cross_OK, second_FF[kept_K[:, None], kept_K], ridge_rel=ridge_rel)
-    return judged(mean_F, second_FF, weight_OF, old_O, kept_K, solved.solution_OK, old_O.clone(), solved)
-
-
-def affine_v1(
-    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
-) -> ChannelRecovery:
-    """CORP's first version, eq. 9-11: `affine` with uncentred moments, B = G_PK (G_KK + ridge I)^-1, c = mu_P - B mu_K.
-
-    ridge = ridge_rel * mean diagonal of G_KK. B is not the best one for that c, so it can lose to `bias`.
-    """
-    old_O = _bias_or_zero(bias_O, weight_OF)
+    old_O = weight_OF.new_zeros(weight_OF.shape[0]) if bias_O is None else bias_O
     pruned_P = _pruned(kept_K, mean_F.numel())
-    dropped_OP = weight_OF[:, pruned_P]
-    cross_OK = dropped_OP @ second_FF[pruned_P[:, None], kept_K]
-    solved = solve_ridge(cross_OK, second_FF[kept_K[:, None], kept_K], ridge_rel=ridge_rel)  # W_P B
-    new_O = old_O + dropped_OP @ mean_F[pruned_P] - solved.solution_OK @ mean_F[kept_K]
-    new_OK = weight_OF[:, kept_K] + solved.solution_OK
+    dropped_OP, gram_KK = weight_OF[:, pruned_P], second_FF[kept_K[:, None], kept_K]
+    new_OK, new_O, solved = weight_OF[:, kept_K], old_O.clone(), None
+    if form == "bias":
+        new_O = old_O + dropped_OP @ mean_F[pruned_P]
+    elif form == "gram":
+        solved = solve_ridge(weight_OF @ second_FF[:, kept_K], gram_KK, ridge_rel=ridge_rel)
+        new_OK = solved.solution_OK
+    elif form != "none":
+        cross_PK, mean_K = second_FF[pruned_P[:, None], kept_K], mean_F[kept_K]
+        if form == "affine":
+            cross_PK = cross_PK - torch.outer(mean_F[pruned_P], mean_K)
+            gram_KK = gram_KK - torch.outer(mean_K, mean_K)
+        solved = solve_ridge(dropped_OP @ cross_PK, gram_KK, ridge_rel=ridge_rel)  # W_P B, without forming B
+        new_O = old_O + dropped_OP @ mean_F[pruned_P] - solved.solution_OK @ mean_K
+        new_OK = new_OK + solved.solution_OK
     return judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)
 
 
-def affine(
-    mean_F: Tensor, second_FF: Tensor, weight_OF: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
-) -> ChannelRecovery:
-    """x_P ~ B x_K + c with B = C_PK (C_KK + ridge I)^-1, c = mu_P - B mu_K, folded: W' = W_K + W_P B, b' = b + W_P c.
-
-    CORP, eq. 9, 50 and 51. ridge = ridge_rel * mean diagonal of C_KK.
-    """
-    old_O = _bias_or_zero(bias_O, weight_OF)
-    pruned_P = _pruned(kept_K, mean_F.numel())
-    dropped_OP, mean_K = weight_OF[:, pruned_P], mean_F[kept_K]
-    cross_PK = second_FF[pruned_P[:, None], kept_K] - torch.outer(mean_F[pruned_P], mean_K)
-    covariance_KK = second_FF[kept_K[:, None], kept_K] - torch.outer(mean_K, mean_K)
-    solved = solve_ridge(dropped_OP @ cross_PK, covariance_KK, ridge_rel=ridge_rel)  # W_P B, without forming B
-    new_O = old_O + dropped_OP @ mean_F[pruned_P] - solved.solution_OK @ mean_K
-    new_OK = weight_OF[:, kept_K] + solved.solution_OK
-    return judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)
+none, bias, gram, affine, affine_v1 = (partial(recovered, form) for form in get_args(Form))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .obs import Elimination, shifted_covariance
+from .obs import Elimination, shifted_covariance, without_cost
 from .patches import columns
 from .quadratic import variance
 
@@ -98,9 +98,7 @@ def eliminate_coupled(
     part_C = torch.zeros(channels, dtype=torch.int64, device=where) if part_C is None else part_C
     varying_readers = [place for place, each in enumerate(covariances) if float(each.diagonal().sum()) > 0.0]
     if not varying_readers:  # no channel varies for any reader: biases take them all
-        return Elimination(
-            order_F=_by_rounds(part_C), error_F=part_C.new_zeros(channels, dtype=torch.float64), ridge=0.0
-        )
+        return without_cost(part_C)
     shifted = {place: shifted_covariance(covariances[place], ridge_rel) for place in varying_readers}
     energies = {place: variance(weights[place], covariances[place]) for place in varying_readers}
     readers = [
@@ -132,12 +130,3 @@ def eliminate_coupled(
         here_M = here_M[~gone_M]
     error_C = torch.stack(costs).cumsum(0)
     return Elimination(order_F=torch.stack(order), error_F=error_C, ridge=max(each.ridge for each in shifted.values()))
-
-
-def _by_rounds(part_C: Tensor) -> Tensor:
-    """The first of every part, then the second of each."""
-    place_C = torch.empty_like(part_C)
-    for part in range(int(part_C.max()) + 1):
-        own = part_C == part
-        place_C[own] = torch.arange(int(own.sum()), device=part_C.device)
-    return place_C.argsort(stable=True)

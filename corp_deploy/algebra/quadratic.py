@@ -24,7 +24,8 @@ class RidgeSolution:
         assert self.ridge >= 0.0, self.ridge
 
 
-def _pseudo_solve(cross_OK: Tensor, gram_KK: Tensor) -> tuple[Tensor, float]:
+def pseudo_solve(cross_OK: Tensor, gram_KK: Tensor) -> tuple[Tensor, float]:
+    """The shortest of the least-squares solutions, and the condition number."""
     values_K, vectors_KK = torch.linalg.eigh(gram_KK)
     largest = values_K[-1].clamp_min(torch.finfo(values_K.dtype).tiny)
     inverse_K = torch.where(values_K > _CUTOFF_REL * largest, 1.0 / values_K, 0.0)
@@ -59,7 +60,7 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: b
         if condition * _CUTOFF_REL < 1.0:
             solution_OK = torch.cholesky_solve(cross_OK.T, factor_KK).T
             return RidgeSolution(solution_OK=solution_OK, condition=condition, ridge=ridge)
-    solution_OK, condition = _pseudo_solve(cross_OK, matrix_KK)
+    solution_OK, condition = pseudo_solve(cross_OK, matrix_KK)
     return RidgeSolution(solution_OK=solution_OK, condition=condition, ridge=ridge)
 
 
@@ -82,3 +83,15 @@ def output_error(mean_F: Tensor, second_FF: Tensor, change_OF: Tensor, bias_chan
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)
     shift_O = change_OF @ mean_F + bias_change_O
     return variance(change_OF, covariance_FF) + float(shift_O.square().sum())
+
+
+def floored_roots(moment_HVV: Tensor, floor_rel: float) -> tuple[Tensor, Tensor]:
+    """Roots of the eigenvalues, none below floor_rel * their mean, and the eigenvectors."""
+    value_HV, basis_HVV = torch.linalg.eigh(moment_HVV)
+    floor_H1 = (floor_rel * value_HV.mean(dim=1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.maximum(value_HV, floor_H1).sqrt(), basis_HVV
+
+
+def diagonal_blocks(matrix_CC: Tensor, count: int) -> Tensor:
+    """[C, C] -> so many blocks on the diagonal [count, V, V]."""
+    return matrix_CC.unflatten(1, (count, -1)).unflatten(0, (count, -1)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .image_system import ImageSystem, logit_system, lost_per_image
-from .quadratic import solve_ridge
+from .quadratic import floored_roots, solve_ridge
 from .scores import kept_from_scores
 
 MOST_APART = 1e8
@@ -169,9 +169,7 @@ def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, rid
 
 def _roots(second_HDD: Tensor, floor_rel: float) -> tuple[Tensor, Tensor, Tensor]:
     """S^1/2, S^-1/2 and the largest over the smallest eigenvalue, none below floor_rel * the mean one."""
-    value_HD, basis_HDD = torch.linalg.eigh(second_HDD)
-    floor_H1 = (floor_rel * value_HD.mean(dim=1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
-    root_HD = torch.maximum(value_HD, floor_H1).sqrt()
+    root_HD, basis_HDD = floored_roots(second_HDD, floor_rel)
     root_HDD = (basis_HDD * root_HD.unsqueeze(1)) @ basis_HDD.mT
     inverse_HDD = (basis_HDD / root_HD.unsqueeze(1)) @ basis_HDD.mT
     return root_HDD, inverse_HDD, (root_HD[:, -1] / root_HD[:, 0]).square()

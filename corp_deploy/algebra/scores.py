@@ -1,7 +1,7 @@
 """Scores that rank what to keep, and the ranking itself.
 
 Legend: F hidden channels of an MLP, I its inputs, O its outputs, H heads, D dimensions of a head, K kept; C input
-channels of a convolution, U = C T columns of its patches, T taps of each channel in a row.
+channels of a layer, U = C T columns of what it reads, T taps of each channel in a row, one but for convolutions.
 Higher scores are kept. The eliminations that look at channels together live in obs.py.
 """
 
@@ -9,31 +9,10 @@ import torch
 from torch import Tensor
 
 
-def producer_l1(first_FI: Tensor) -> Tensor:
-    """||V_i,:||_1 of the first layer's row, without its bias (GRAIL's magnitude pruning; its p = 1)."""
-    return first_FI.abs().sum(dim=1)
-
-
-def producer_l2(first_FI: Tensor) -> Tensor:
-    """||V_i,:||_2 of the first layer's row, without its bias (GRAIL's magnitude pruning; its p = 2)."""
-    norm_F: Tensor = torch.linalg.vector_norm(first_FI, dim=1)
+def producer(first_FI: Tensor, p: int) -> Tensor:
+    """||V_i,:||_p of the first layer's row, without its bias (GRAIL's magnitude pruning; its p = 1 and 2)."""
+    norm_F: Tensor = torch.linalg.vector_norm(first_FI, ord=p, dim=1)
     return norm_F
-
-
-def magnitude(weight_OF: Tensor) -> Tensor:
-    """||W_:,i||: the norm of what channel i feeds into the output."""
-    norm_F: Tensor = torch.linalg.vector_norm(weight_OF, dim=0)
-    return norm_F
-
-
-def combined(second_F: Tensor, weight_OF: Tensor) -> Tensor:
-    """E[x_i^2] * ||W_:,i|| (CORP, section 3.3; the paper's default)."""
-    return second_F * magnitude(weight_OF)
-
-
-def wanda(second_F: Tensor, weight_OF: Tensor) -> Tensor:
-    """sum_o |W_oi| * ||x_i||, with the root mean square of x_i for its norm (Wanda, per channel)."""
-    return weight_OF.abs().sum(dim=0) * second_F.clamp_min(0.0).sqrt()
 
 
 def _over_taps(score_U: Tensor, taps: int) -> Tensor:
@@ -41,24 +20,24 @@ def _over_taps(score_U: Tensor, taps: int) -> Tensor:
     return score_U.view(-1, taps).sum(dim=1)
 
 
-def energy_patches(second_U: Tensor, taps: int) -> Tensor:
-    """sum_t E[u_ct^2]: `energy` of what the kernel's places see, which padding and strides weigh."""
+def energy(second_U: Tensor, taps: int = 1) -> Tensor:
+    """sum_t E[u_ct^2]: of what the kernel's places see, which padding and strides weigh."""
     return _over_taps(second_U, taps)
 
 
-def magnitude_patches(weight_OU: Tensor, taps: int) -> Tensor:
-    """||W_:,c,:||_F: `magnitude` over all of a channel's columns; weight_OU is conv.weight.flatten(1)."""
+def magnitude(weight_OU: Tensor, taps: int = 1) -> Tensor:
+    """||W_:,c,:||_F: the norm of what a channel feeds into the output; weight_OU is conv.weight.flatten(1)."""
     return _over_taps(weight_OU.square().sum(dim=0), taps).sqrt()
 
 
-def combined_patches(second_U: Tensor, weight_OU: Tensor, taps: int) -> Tensor:
-    """sum_t E[u_ct^2] * ||W_:,ct||: `combined` added up over a channel's columns."""
-    return _over_taps(combined(second_U, weight_OU), taps)
+def combined(second_U: Tensor, weight_OU: Tensor, taps: int = 1) -> Tensor:
+    """sum_t E[u_ct^2] * ||W_:,ct|| (CORP, section 3.3; the paper's default)."""
+    return _over_taps(second_U * torch.linalg.vector_norm(weight_OU, dim=0), taps)
 
 
-def wanda_patches(second_U: Tensor, weight_OU: Tensor, taps: int) -> Tensor:
-    """sum_t sum_o |W_oct| * rms(u_ct): `wanda` added up over a channel's columns."""
-    return _over_taps(wanda(second_U, weight_OU), taps)
+def wanda(second_U: Tensor, weight_OU: Tensor, taps: int = 1) -> Tensor:
+    """sum_t sum_o |W_oct| * ||u_ct||, with the root mean square of u_ct for its norm (Wanda, per channel)."""
+    return _over_taps(weight_OU.abs().sum(dim=0) * second_U.clamp_min(0.0).sqrt(), taps)
 
 
 def logit_energy(energy_HD: Tensor, images: int) -> Tensor:

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .quadratic import pseudo_solve
 from .regression import Regression
 from .sparse_patterns import cast_mask, magnitude_mask, obs_mask
 from .sparsity import Rule, Sparsity
@@ -59,18 +60,6 @@ class Objective:
             return torch.zeros_like(self.regression.mean_O)
         return self.regression.mean_O - weight_OK @ self.regression.mean_K
 
-    def error(self, weight_OK: Tensor, bias_O: Tensor) -> float:
-        """E||t - W x - b||^2."""
-        return self.regression.error(weight_OK, bias_O)
-
-
-def _pseudo_solved(right_XS: Tensor, system_SS: Tensor) -> Tensor:
-    """The shortest of the least-squares solutions."""
-    values_S, vectors_SS = torch.linalg.eigh(system_SS)
-    inverse_S = torch.where(values_S > _SINGULAR * values_S[-1].clamp_min(0.0), 1.0 / values_S, 0.0)
-    solved_XS: Tensor = ((right_XS @ vectors_SS) * inverse_S) @ vectors_SS.T
-    return solved_XS
-
 
 def _is_singular(factor_XSS: Tensor, info_X: Tensor) -> Tensor:
     """Whether Cholesky found a system singular to working precision."""
@@ -83,7 +72,7 @@ def _solved(right_XS: Tensor, system_XSS: Tensor) -> Tensor:
     factor_XSS, info_X = torch.linalg.cholesky_ex(system_XSS)
     solved_XS = torch.cholesky_solve(right_XS.unsqueeze(-1), factor_XSS).squeeze(-1)
     for row in _is_singular(factor_XSS, info_X).nonzero().flatten().tolist():
-        solved_XS[row] = _pseudo_solved(right_XS[row], system_XSS[row])
+        solved_XS[row] = pseudo_solve(right_XS[row : row + 1], system_XSS[row])[0][0]
     return solved_XS
 
 
@@ -118,7 +107,7 @@ def _refit_alike_(new_OK: Tensor, residual_OK: Tensor, system_KK: Tensor, suppor
     system_SS, right_XS = system_KK[kept_S[:, None], kept_S], residual_OK[rows_X[:, None], kept_S]
     factor_SS, info = torch.linalg.cholesky_ex(system_SS)
     singular = bool(_is_singular(factor_SS, info))
-    solved_XS = _pseudo_solved(right_XS, system_SS) if singular else torch.cholesky_solve(right_XS.T, factor_SS).T
+    solved_XS = pseudo_solve(right_XS, system_SS)[0] if singular else torch.cholesky_solve(right_XS.T, factor_SS).T
     new_OK[rows_X[:, None], kept_S] = solved_XS
 
 
@@ -175,30 +164,25 @@ def sparse_layer(
     """The pattern by a rule, then the exact refit on it; never worse than the dense weights that stay. Without `refits`
     those are left as they are.
     """
-    mask_OK = choose(objective, sparsity, rule)
-    return refitted(objective, dense_bias_O, mask_OK) if refits else _with(objective, dense_bias_O, mask_OK, None)
+    return refitted(objective, dense_bias_O, choose(objective, sparsity, rule), refits=refits)
 
 
-def refitted(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor) -> Sparse:
+def refitted(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, *, refits: bool = True) -> Sparse:
     """The refit on these supports. Exact, so that with its penalty it is least; the penalty of the dense weights that
     stay is least of all, so that the error alone is never above theirs either.
     """
-    masked_OK = objective.dense_OK * mask_OK
-    weight_OK = refit_on_support(objective.right_OK, objective.system_KK, mask_OK, masked_OK)
-    return _with(objective, dense_bias_O, mask_OK, weight_OK)
-
-
-def _with(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, refitted_OK: Tensor | None) -> Sparse:
-    masked_OK = objective.dense_OK * mask_OK
-    weight_OK = masked_OK if refitted_OK is None else refitted_OK
-    bias_O = dense_bias_O if refitted_OK is None else objective.bias_of(refitted_OK)
+    masked_OK, error = objective.dense_OK * mask_OK, objective.regression.error
+    weight_OK, bias_O = masked_OK, dense_bias_O
+    if refits:
+        weight_OK = refit_on_support(objective.right_OK, objective.system_KK, mask_OK, masked_OK)
+        bias_O = objective.bias_of(weight_OK)
     return Sparse(
         weight_OK=weight_OK,
         bias_O=bias_O,
         mask_OK=mask_OK,
         energy=objective.regression.spread if objective.fits_bias else objective.regression.target_square,
-        error_dense=objective.error(objective.dense_OK, dense_bias_O),
-        error_masked=objective.error(masked_OK, dense_bias_O),
-        error=objective.error(weight_OK, bias_O),
+        error_dense=error(objective.dense_OK, dense_bias_O),
+        error_masked=error(masked_OK, dense_bias_O),
+        error=error(weight_OK, bias_O),
         ridge=objective.ridge,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .channels import ChannelRecovery
-from .quadratic import solve_ridge_toward, variance
+from .quadratic import diagonal_blocks, floored_roots, solve_ridge_toward, variance
 from .scores import kept_from_scores
 
 
@@ -45,13 +45,7 @@ def _beside(v_map_HRV: Tensor) -> Tensor:
     return out_KC
 
 
-def _head_blocks(matrix_CC: Tensor, heads: int) -> Tensor:
-    """[C, C] -> the diagonal blocks [H, V, V]."""
-    head_dim = matrix_CC.shape[0] // heads
-    return matrix_CC.view(heads, head_dim, heads, head_dim).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-
-
-def _head_slices(weight_OC: Tensor, heads: int) -> Tensor:
+def head_slices(weight_OC: Tensor, heads: int) -> Tensor:
     """[O, C] -> [H, O, V]."""
     return weight_OC.view(weight_OC.shape[0], heads, -1).transpose(0, 1)
 
@@ -60,7 +54,7 @@ def _dropped(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int) -> fl
     """E||y - y'||^2 when the least coordinates of every head are dropped and nothing is fitted."""
     score_C = second_CC.diagonal() * weight_OC.square().sum(dim=0)
     kept_HR = kept_from_scores(score_C.view(heads, -1), width)
-    change_HOV = _head_slices(weight_OC, heads).clone()
+    change_HOV = head_slices(weight_OC, heads).clone()
     change_HOV.scatter_(2, kept_HR.unsqueeze(1).expand(-1, weight_OC.shape[0], -1), 0.0)
     return variance(change_HOV.transpose(0, 1).flatten(1), second_CC)
 
@@ -78,13 +72,6 @@ def keep(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRecovery:
         condition=1.0,
         ridge=0.0,
     )
-
-
-def _roots(moment_HVV: Tensor, floor_rel: float) -> tuple[Tensor, Tensor]:
-    """Roots of the eigenvalues, none below floor_rel * their mean, and the eigenvectors."""
-    value_HV, basis_HVV = torch.linalg.eigh(moment_HVV)
-    floor_H1 = (floor_rel * value_HV.mean(dim=1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.maximum(value_HV, floor_H1).sqrt(), basis_HVV
 
 
 def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +104,7 @@ def _swept(
         ridge = ridge_rel * float(moment_VV.diagonal().mean())
         moment_VV.diagonal().add_(ridge)
         cross_OV = left_OC @ covariance_CC[:, own] + ridge * had_OV
-        root_1V, basis_1VV = _roots(moment_VV.unsqueeze(0), 1e-12)
+        root_1V, basis_1VV = floored_roots(moment_VV.unsqueeze(0), 1e-12)
         maps_1RV, cut_1OR = _cut((cross_OV @ basis_1VV) / root_1V.unsqueeze(1), root_1V, basis_1VV, width)
         v_map_HRV[head], new_OK[:, new] = maps_1RV[0], cut_1OR[0]
         left_OC[:, own] -= new_OK[:, new] @ v_map_HRV[head]
@@ -131,7 +118,7 @@ def _denoised(covariance_CC: Tensor, heads: int) -> Tensor:
     """The covariance raised to where it is one: a difference of float32 sums has eigenvalues below zero where z hardly
     changes beside its mean, and what is solved with those is noise times a large number.
     """
-    least = float(torch.linalg.eigvalsh(_head_blocks(covariance_CC, heads)).amin())
+    least = float(torch.linalg.eigvalsh(diagonal_blocks(covariance_CC, heads)).amin())
     if least >= 0.0:
         return covariance_CC
     raised_CC = covariance_CC.clone()
@@ -159,8 +146,8 @@ def lowrank(
     Eigenvalues of S_z,h are raised to floor_rel * their mean.
     """
     covariance_CC = _denoised(second_CC - torch.outer(mean_C, mean_C), heads)
-    root_HV, basis_HVV = _roots(_head_blocks(covariance_CC, heads), floor_rel)
-    whitened_HOV = (_head_slices(weight_OC, heads) @ basis_HVV) * root_HV.unsqueeze(1)
+    root_HV, basis_HVV = floored_roots(diagonal_blocks(covariance_CC, heads), floor_rel)
+    whitened_HOV = (head_slices(weight_OC, heads) @ basis_HVV) * root_HV.unsqueeze(1)
     v_map_HRV, cut_HOR = _cut(whitened_HOV, root_HV, basis_HVV, width)
     solved = solve_ridge_toward(
         cut_HOR.transpose(0, 1).flatten(1), weight_OC, covariance_CC, _beside(v_map_HRV), ridge_rel=ridge_rel
@@ -186,8 +173,8 @@ def lowrank(
 
 def lowrank_spectrum(mean_C: Tensor, second_CC: Tensor, weight_OC: Tensor, heads: int) -> Tensor:
     """[H, V + 1]: what each head's truncation alone loses at widths 0..V, before the joint refit."""
-    covariance_HVV = _head_blocks(second_CC - torch.outer(mean_C, mean_C), heads)
+    covariance_HVV = diagonal_blocks(second_CC - torch.outer(mean_C, mean_C), heads)
     value_HV, basis_HVV = torch.linalg.eigh(covariance_HVV)
-    rooted_HOV = (_head_slices(weight_OC, heads) @ basis_HVV) * value_HV.clamp_min(0.0).sqrt().unsqueeze(1)
+    rooted_HOV = (head_slices(weight_OC, heads) @ basis_HVV) * value_HV.clamp_min(0.0).sqrt().unsqueeze(1)
     tail_HV = torch.linalg.svdvals(rooted_HOV).square().flip(1).cumsum(1).flip(1)
     return torch.cat((tail_HV, torch.zeros_like(tail_HV[:, :1])), dim=1)

@@ -17,16 +17,15 @@ from torch import Tensor
 from .block_obs import eliminate_blocks
 from .channels import ChannelRecovery
 from .obs import Elimination
-from .quadratic import RidgeSolution, solve_ridge_toward, variance
+from .quadratic import RidgeSolution, diagonal_blocks, solve_ridge_toward, variance
+from .values import head_slices
 
 Form = Literal["none", "gram", "affine"]
 
 
 def output_energy(second_CC: Tensor, weight_OC: Tensor, heads: int) -> Tensor:
     """tr(W_h G_hh W_h') [H]: what each head alone gives the output (GRAIL)."""
-    weight_HOV = weight_OC.unflatten(1, (heads, -1)).transpose(0, 1)
-    width = weight_HOV.shape[2]
-    second_HVV = second_CC.view(heads, width, heads, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    weight_HOV, second_HVV = head_slices(weight_OC, heads), diagonal_blocks(second_CC, heads)
     score_H: Tensor = ((weight_HOV @ second_HVV) * weight_HOV).sum(dim=(1, 2)).clamp_min(0.0)
     return score_H
 

@@ -25,11 +25,11 @@ from .traced_reads import ReaderStats, of_places
 
 _SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = MappingProxyType(
     {
-        "energy": lambda read: scores.energy_patches(read.second_U, read.columns),
-        "magnitude": lambda read: scores.magnitude_patches(read.weight_OU, read.columns),
-        "combined": lambda read: scores.combined_patches(read.second_U, read.weight_OU, read.columns),
-        "wanda": lambda read: scores.wanda_patches(read.second_U, read.weight_OU, read.columns),
-        "variance": lambda read: scores.energy_patches(read.stats.covariance_UU.diagonal(), read.columns),
+        "energy": lambda read: scores.energy(read.second_U, read.columns),
+        "magnitude": lambda read: scores.magnitude(read.weight_OU, read.columns),
+        "combined": lambda read: scores.combined(read.second_U, read.weight_OU, read.columns),
+        "wanda": lambda read: scores.wanda(read.second_U, read.weight_OU, read.columns),
+        "variance": lambda read: scores.energy(read.stats.covariance_UU.diagonal(), read.columns),
         "active": lambda read: read.active_C,
     }
 )
@@ -120,7 +120,7 @@ def ranked(
 ) -> Tensor:
     """The groups of the highest scores, ascending, as many of each part; over several layers of the sum of shares."""
     if selection in ("producer-l1", "producer-l2"):
-        score_C = (scores.producer_l1 if selection == "producer-l1" else scores.producer_l2)(writing_CX)
+        score_C = scores.producer(writing_CX, 1 if selection == "producer-l1" else 2)
     else:
         by_layer: dict[tuple[str, int, bool], Tensor] = {}
         for read in _stacked(reads):

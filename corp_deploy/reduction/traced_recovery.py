@@ -31,7 +31,7 @@ _OF_VECTORS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
     }
 )
 _OF_MAPS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
-    {**patches.RECOVERIES, "affine-v1": patches.affine}
+    {**patches.RECOVERIES, "affine-v1": patches.RECOVERIES["affine"]}
 )
 
 
