@@ -10,11 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.attention_masks import PRODUCTS, SDPA, SOFTMAX, values_product
-from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, module_of, operation, sizes_at_one
+from corp_deploy.traced.programs.attention_masks import PRODUCTS, SDPA, scores_of, values_product
+from corp_deploy.traced.programs.program import (
+    IN_FRONT,
+    Program,
+    arguments_of,
+    batch_of,
+    module_of,
+    operation,
+    sizes_at_one,
+)
 
 from .cuts import passed_by_all, ways_out, without_values
-from .flow import call_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +59,7 @@ class Block:
 
 def blocks_of(program: Program) -> tuple[Block, ...] | str:
     """In order of the program; or why its tokens are in no stream between attentions."""
-    attentions = attentions_of(program)
+    attentions = tuple(attentions_of(program))
     if not attentions:
         return "no attention of tokens is found in its program"
     constants, passed = without_values(program), {each.node for each in passed_by_all(program, ways_out(program))}
@@ -73,26 +80,15 @@ def blocks_of(program: Program) -> tuple[Block, ...] | str:
     )
 
 
-def attentions_of(program: Program) -> tuple[Attention, ...]:
+def attentions_of(program: Program) -> Iterator[Attention]:
     """Those of as many queries as keys."""
-    return tuple(_attentions(program))
-
-
-def _attentions(program: Program) -> Iterator[Attention]:
     for node in program.nodes:
         output = values_product(node) if operation(node) in PRODUCTS else node if operation(node) == SDPA else None
         if output is not None and len(node.all_input_nodes) > 1:
             queries, keys = (sizes_at_one(each) for each in node.all_input_nodes[:2])
             if queries[-2] == keys[-2 if output is node else -1]:
-                yield Attention(product=node, output=output, scores=None if output is node else _scores(node))
-
-
-def _scores(product: fx.Node) -> fx.Node:
-    """What enters the softmax of a product."""
-    at = product
-    while operation(user := next(iter(at.users))) not in SOFTMAX:
-        at = user
-    return at
+                scores, _ = (output is not node and scores_of(node)) or (None, None)
+                yield Attention(product=node, output=output, scores=scores)
 
 
 def _added(program: Program, attention: Attention, constants: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
@@ -130,7 +126,7 @@ def _found(node: fx.Node, dim: int, constants: set[fx.Node], memo: dict[fx.Node,
     size = sizes_at_one(node)[dim]
     if node in constants or node.op != "call_function":
         return torch.full((size,), node in constants)
-    arguments = call_of(node, {}).arguments
+    arguments = arguments_of(node)
     if operation(node) == "cat" and arguments["dim"] % len(sizes_at_one(node)) == dim:
         return torch.cat([_is_same(each, dim, constants, memo) for each in arguments["tensors"]])
     if operation(node) == "slice" and arguments["dim"] == dim and arguments["step"] == 1:

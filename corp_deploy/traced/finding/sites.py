@@ -13,9 +13,9 @@ from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, modu
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, groups_of
 
 from .choice import holders, stuck
-from .cost import macs
 from .flow import Flow, Role, Use
 from .labels import LabelTensor, compact
+from .product import macs
 from .site import FixedElements, Index, Kind, Site, Span
 from .walk import walked
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from corp_deploy.traced.finding.attentions import Block, attentions_of, blocks_of, in_front
-from corp_deploy.traced.finding.cost import macs
 from corp_deploy.traced.finding.cuts import passed_by_all, ways_out
+from corp_deploy.traced.finding.product import macs
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import without_biases_
 from corp_deploy.traced.programs.sizes import size_

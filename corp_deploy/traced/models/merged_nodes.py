@@ -13,10 +13,18 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from corp_deploy.traced.finding.attentions import Attention
-from corp_deploy.traced.finding.flow import call_of
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, added_scores
 from corp_deploy.traced.programs.folding import NUMBERS
-from corp_deploy.traced.programs.program import SAME, SHAPED, Program, module_of, number_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import (
+    SAME,
+    SHAPED,
+    Program,
+    arguments_of,
+    module_of,
+    number_of,
+    operation,
+    sizes_at_one,
+)
 
 _ARRANGED = frozenset(
     ("permute", "transpose", "t", "mT", "movedim", "moveaxis", "swapaxes", "swapdims", "getitem", "stack")
@@ -160,7 +168,7 @@ class MergedNodes:
         if sizes is None:
             raise PositionDependent(node, "puts tokens and images on several axes at once")
         if operation(node) == "unflatten":
-            dim = call_of(node, {}).arguments["dim"] % len(old)
+            dim = arguments_of(node)["dim"] % len(old)
             sizes = sizes[dim : dim + 1 + len(new_shape) - len(old)]
             return (source, dim, sizes), {}
         return (source, sizes), {}
@@ -181,17 +189,17 @@ class MergedNodes:
         if op == "linear" and rank - 1 not in axes:
             return True
         if op in ("layer_norm", "rms_norm"):
-            last = len(call_of(node, {}).arguments["normalized_shape"])
+            last = len(arguments_of(node)["normalized_shape"])
             if all(dim < rank - last for dim in axes):
                 return True
         if op in _ALONG:
             return self._refuse_along(node, axes, rank)
-        if op == SDPA and self.as_before and call_of(node, {}).arguments["attn_mask"] is None:
+        if op == SDPA and self.as_before and arguments_of(node)["attn_mask"] is None:
             return True
         raise PositionDependent(node, "reads all tokens at once: those that were merged would count as one")
 
     def _refuse_along(self, node: fx.Node, axes: frozenset[int], rank: int) -> bool:
-        arguments, op = call_of(node, {}).arguments, operation(node)
+        arguments, op = arguments_of(node), operation(node)
         dims = arguments.get("dim")
         dims = range(rank) if dims is None else dims if isinstance(dims, list | tuple) else (dims,)
         if axes.isdisjoint(each % rank for each in dims) or self._reads_protected(op, arguments):
@@ -217,7 +225,7 @@ class MergedNodes:
         sides = [self.axes.get(each) for each in node.all_input_nodes[: 3 if operation(node) == SDPA else 2]]
         last = len(sizes_at_one(node.all_input_nodes[0])) - 1
         if operation(node) == SDPA:
-            arguments = call_of(node, {}).arguments
+            arguments = arguments_of(node)
             masks = arguments["attn_mask"] is not None and not _masks_nothing(self.program, node)
             if masks or arguments["is_causal"]:
                 raise PositionDependent(node, f"adds to scores by where tokens stand or masks them: {_ANY}")
@@ -228,7 +236,7 @@ class MergedNodes:
 
 def _masks_nothing(program: Program, node: fx.Node) -> bool:
     """Whether what is added to scores is nothing, for every pair and every image, and whatever weights are."""
-    front = [call_of(node, {}).arguments["attn_mask"]]
+    front = [arguments_of(node)["attn_mask"]]
     if front[0] is None:
         return False
     for each in front:

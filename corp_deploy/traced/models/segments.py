@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from corp_deploy.traced.finding.cost import contracts
 from corp_deploy.traced.finding.cuts import along, between, cuts, needed, outputs_behind
+from corp_deploy.traced.finding.product import contracts
 from corp_deploy.traced.finding.sites import Found, common_path
 from corp_deploy.traced.programs.program import Program, constant_names, operation, sizes_at_one, tensor_of
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from calib.sites import HeadTaps
-from corp_deploy.traced.finding.cost import macs
+from corp_deploy.traced.finding.product import macs
 from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.narrowing.narrow import Narrowed

@@ -9,9 +9,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from corp_deploy.traced.finding.choice import Kept, gone
-from corp_deploy.traced.finding.compaction import kept
 from corp_deploy.traced.finding.heads import together
-from corp_deploy.traced.finding.labels import LabelTensor, compact, placed
+from corp_deploy.traced.finding.labels import LabelTensor, compact, kept, placed
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.tracing import Inputs
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from corp_deploy.traced.finding.compaction import Uneven, compacted, kept, loses, selected
 from corp_deploy.traced.finding.flow import Call, Flow, call_of
-from corp_deploy.traced.finding.labels import LabelTensor, compact, placed
+from corp_deploy.traced.finding.labels import LabelTensor, Uneven, compact, compacted, kept, loses, placed, selected
 from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
 

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.finding.compaction import Uneven, kept, narrowed
 from corp_deploy.traced.finding.flow import Call
-from corp_deploy.traced.finding.labels import FIXED, TYPE, LabelTensor, compact
+from corp_deploy.traced.finding.labels import FIXED, TYPE, LabelTensor, Uneven, compact, kept, narrowed
 from corp_deploy.traced.programs.program import RUN, SHAPED
 from corp_deploy.traced.programs.sizes import BatchAffineSize
 

@@ -9,13 +9,14 @@ import inspect
 import operator
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import _compiling_state_context as exporting
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
@@ -89,7 +90,8 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
     stack = list[tuple[str, str]]()
     on_meta = bool(own) and all(each.is_meta for _, each in _tensors(model))
     recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
-    with torch.no_grad(), _compiling(), _stacked(running, stack), Numbers(), enable_python_dispatcher(), recorder:
+    # Models leave checks of numbers out where torch says that it exports them.
+    with torch.no_grad(), exporting(), _stacked(running, stack), Numbers(), enable_python_dispatcher(), recorder:
         gives = running(*args, **kwargs)
     return _Recorded(
         calls=recorder.calls,
@@ -106,20 +108,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _compiling() -> Iterator[None]:
-    """Models leave checks of numbers out where torch says that it exports them."""
-    flags = ("_is_compiling_flag", "_is_exporting_flag")
-    before = {name: getattr(torch.compiler, name) for name in flags}
-    for name in flags:
-        setattr(torch.compiler, name, True)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(torch.compiler, name, value)
-
-
-@contextmanager
 def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
     """While it runs, the stack has the modules that are running."""
     paths = {id(module): path for path, module in model.named_modules()}
@@ -133,9 +121,7 @@ def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
         if id(module) in paths:
             stack.pop()
 
-    with ExitStack() as exit_stack:
-        for handle in (hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)):
-            exit_stack.callback(handle.remove)
+    with hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave):
         yield
 
 

@@ -2,8 +2,8 @@
 
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -40,8 +40,11 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
 
 def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, bool]:
     """For any batch if that can be, else for that of the inputs."""
-    with _plain_attention(), warnings.catch_warnings():
+    with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # The fast paths of nn.MultiheadAttention and nn.TransformerEncoder are one op each.
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         with suppress(Exception):  # whatever a model's own code raises, torch.export says why
             return recorded(model, args, kwargs), True
         with suppress(Exception):
@@ -84,17 +87,6 @@ def _sizes(value: Any) -> Any:
     return BatchAffineSize(two - one, one - (two - one))
 
 
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Without the fast paths of nn.MultiheadAttention and nn.TransformerEncoder, which are one op each."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 def _by_sizes_(graph: fx.Graph) -> None:
     """What is spread out to another tensor's sizes is so by these numbers, where none that the batch counts is new: of
     the other tensor nothing else is taken, and its elements may go.
@@ -118,11 +110,8 @@ def _by_types_(graph: fx.Graph) -> None:
 
 def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     """The calls that change their first argument in place, and that."""
-    return [
-        (node, node.args[0])
-        for node in graph.nodes
-        if changes_in_place(node) and node.args and isinstance(node.args[0], fx.Node)
-    ]
+    calls = [node for node in graph.nodes if changes_in_place(node) and node.args]
+    return [(node, node.args[0]) for node in calls if isinstance(node.args[0], fx.Node)]
 
 
 def _changes_a_view(graph: fx.Graph) -> bool:
