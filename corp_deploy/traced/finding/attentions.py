@@ -6,6 +6,7 @@ Legend: B inputs, H heads, N tokens, D dimensions of a head, C channels.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, fx
@@ -62,7 +63,7 @@ def blocks_of(program: Program) -> tuple[Block, ...] | str:
     attentions = tuple(attentions_of(program))
     if not attentions:
         return "no attention of tokens is found in its program"
-    constants, passed = without_values(program), {each.node for each in passed_by_all(program, ways_out(program))}
+    constants, passed = without_values(program), {node for node, _ in passed_by_all(program, ways_out(program))}
     by_sum: dict[fx.Node, list[Attention]] = defaultdict(list)
     before: dict[fx.Node, fx.Node] = {}
     for each in attentions:
@@ -110,32 +111,27 @@ def in_front(program: Program, stream: fx.Node) -> int | None:
     """How many tokens [B,N,C] stand in front that are the same for every image, as class tokens are; None where such
     stand elsewhere too.
     """
-    is_same_N = _is_same(stream, 1, without_values(program), {})
+    constants = without_values(program)
+
+    @cache
+    def is_same(node: fx.Node, dim: int) -> Tensor:
+        """By place along an axis, whether no value of an image is there."""
+        rank, size = len(sizes_at_one(node)), sizes_at_one(node)[dim]
+        if node in constants or node.op != "call_function":
+            return torch.full((size,), node in constants)
+        arguments = arguments_of(node)
+        if operation(node) == "cat" and arguments["dim"] % rank == dim:
+            return torch.cat([is_same(each, dim) for each in arguments["tensors"]])
+        if operation(node) == "slice" and arguments["dim"] == dim and arguments["step"] == 1:
+            return is_same(arguments["self"], dim)[arguments["start"] :][:size]
+        same = torch.ones(size, dtype=torch.bool)
+        for each in node.all_input_nodes:
+            sizes = sizes_at_one(each)
+            if each not in constants and sizes is not None:
+                is_alike = len(sizes) == rank and sizes[dim] == size
+                same &= is_same(each, dim) if is_alike else torch.zeros_like(same)
+        return same
+
+    is_same_N = is_same(stream, 1)
     count = int(is_same_N.long().cumprod(0).sum())
     return count if count == int(is_same_N.sum()) else None
-
-
-def _is_same(node: fx.Node, dim: int, constants: set[fx.Node], memo: dict[fx.Node, Tensor]) -> Tensor:
-    """By place along an axis, whether no value of an image is there."""
-    if node not in memo:
-        memo[node] = _found(node, dim, constants, memo)
-    return memo[node]
-
-
-def _found(node: fx.Node, dim: int, constants: set[fx.Node], memo: dict[fx.Node, Tensor]) -> Tensor:
-    size = sizes_at_one(node)[dim]
-    if node in constants or node.op != "call_function":
-        return torch.full((size,), node in constants)
-    arguments = arguments_of(node)
-    if operation(node) == "cat" and arguments["dim"] % len(sizes_at_one(node)) == dim:
-        return torch.cat([_is_same(each, dim, constants, memo) for each in arguments["tensors"]])
-    if operation(node) == "slice" and arguments["dim"] == dim and arguments["step"] == 1:
-        base = _is_same(arguments["self"], dim, constants, memo)
-        return base[arguments["start"] :][:size]
-    same = torch.ones(size, dtype=torch.bool)
-    for each in node.all_input_nodes:
-        sizes = sizes_at_one(each)
-        if each not in constants and sizes is not None:
-            is_alike = len(sizes) == len(sizes_at_one(node)) and sizes[dim] == size
-            same &= _is_same(each, dim, constants, memo) if is_alike else torch.zeros_like(same)
-    return same

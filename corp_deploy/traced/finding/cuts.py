@@ -51,34 +51,28 @@ def cuts(analysis: Found, *, beside_outputs: bool = False, to_end: bool = False)
     out = ways_out(analysis.program) if beside_outputs else frozenset()
     chosen: list[Cut] = []
     is_due = False
-    for node in passed_by_all(analysis.program, out, along(analysis.program)):
-        is_due = is_due or any(map(contracts, node.since))
-        if is_due and _is_one_for_each_input(node.node) and not loses(analysis.flow.values[node.node], removable):
-            chosen.append(Cut(node=node.node, name=names[node.node]))
+    for node, since in passed_by_all(analysis.program, out, along(analysis.program)):
+        is_due = is_due or any(map(contracts, since))
+        if is_due and _is_one_for_each_input(node) and not loses(analysis.flow.values[node], removable):
+            chosen.append(Cut(node=node, name=names[node]))
             is_due = False
     is_at_end = bool(chosen) and not is_due and not out and not to_end
     return tuple(chosen[:-1] if is_at_end else chosen)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Passed:
-    """A node that all later ones are computed through, and those `since` the one before it, itself among them."""
-
-    node: fx.Node
-    since: list[fx.Node]
-
-
 def passed_by_all(
     program: Program, out: frozenset[tuple[fx.Node, fx.Node]] = frozenset(), others: Sequence[fx.Node] = ()
-) -> Iterator[_Passed]:
-    """`out`: uses that don't count; nor do `others` of the inputs, and what is computed of these alone."""
+) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Nodes that all later ones are computed through, and those since the one before, itself among them. `out`: uses
+    that don't count; nor do `others` of the inputs, and what is computed of these alone.
+    """
     aside = without_values(program, others) | {user for _, user in out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
     last, start = 0, 0
     for at, node in enumerate(nodes):
         if last <= at and node.op == "call_function":
-            yield _Passed(node=node, since=nodes[start : at + 1])
+            yield node, nodes[start : at + 1]
             start = at + 1
         counted = (user for user in node.users if user in place and (node, user) not in out)
         last = max([last, *(place[user] for user in counted)])

@@ -5,7 +5,7 @@ call.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -33,10 +33,6 @@ class Call:
     @property
     def op(self) -> str:
         return operation(self.node)
-
-    def giving(self, shape: tuple[int, ...]) -> "Call":
-        """A part of the call, that gives something of another shape."""
-        return replace(self, shape=shape)
 
     @property
     def where(self) -> str:

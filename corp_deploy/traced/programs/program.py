@@ -3,7 +3,7 @@ images stand in what a node gives: alone on an axis, or together with what else 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +159,15 @@ def _at_one(sizes: Any) -> Any:
     if isinstance(sizes, tuple):
         return tuple(map(_at_one, sizes))
     return sizes.at(1) if isinstance(sizes, BatchAffineSize) else sizes
+
+
+def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int] | None:
+    """To reshape to in a node's place: these sizes at a batch of 1, at any other what is left; None where the batch
+    counts several.
+    """
+    dense = node.meta["sizes"]
+    shape = [-1 if isinstance(each, BatchAffineSize) else size for each, size in zip(dense, sizes, strict=True)]
+    return None if shape.count(-1) > 1 else shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,11 @@ def weight_with_gain(program: Program, name: str) -> Tensor:
     weight = program.tensor(name).detach().double()
     calls = [layer.node for layer in every_layer(program) if layer.weight == name]
     gain_O = gain_behind(program, calls[0]) if len(calls) == 1 else None
-    return weight if gain_O is None else weight * gain_O.view(-1, *[1] * (weight.dim() - 1))
+    return with_gain(weight, gain_O)
+
+
+def with_gain(weight: Tensor, gain_O: Tensor | None) -> Tensor:
+    return weight if gain_O is None else weight * gain_O.to(weight.device).view(-1, *[1] * (weight.dim() - 1))
 
 
 def with_biases_(program: Program) -> tuple[str, ...]:

@@ -47,17 +47,13 @@ def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     names, inputs = _names(model, args, kwargs), (tuple(args), dict(kwargs))
     running, (one, two) = without_memory(model), BATCHES
     first = _run(model, running, at_batch(inputs, one), names)
+
+    def beside(running: nn.Module) -> fx.GraphModule:
+        return _Graph(model, first, _run(model, running, at_batch(inputs, two), names)).build(inputs, names)
+
     with suppress(Exception):  # of one that keeps something from its first call on
-        return _program(model, first, _run(model, running, at_batch(inputs, two), names), inputs, names)
-    return _program(model, first, _run(model, without_memory(model), at_batch(inputs, two), names), inputs, names)
-
-
-def _program(model: nn.Module, first: _Recorded, other: _Recorded, inputs: Any, names: list[str]) -> fx.GraphModule:
-    if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
-        raise BatchDependentProgram(f"{len(first.calls)} calls and {len(other.calls)}")
-    if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
-        raise BatchDependentProgram("other constants")
-    return _Graph(model, first, other).build(inputs, names)
+        return beside(running)
+    return beside(without_memory(model))
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -135,6 +131,10 @@ class _Graph:
     """What was recorded at two batches, as one graph."""
 
     def __init__(self, model: nn.Module, first: _Recorded, other: _Recorded) -> None:
+        if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
+            raise BatchDependentProgram(f"{len(first.calls)} calls and {len(other.calls)}")
+        if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
+            raise BatchDependentProgram("other constants")
         self.first, self.other = first, other
         self.root: dict[str, Tensor] = {}
         for name, each in _tensors(model):

@@ -31,9 +31,7 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
     graph.requires_grad_(False)
     _without_changes_(graph.graph)
     _drop_checks_(graph.graph)
-    _without_views_(graph)
-    _by_sizes_(graph.graph)
-    _by_types_(graph.graph)
+    _by_numbers_(graph.graph)
     means_as_layers_(graph)
     return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_(graph))
 
@@ -87,25 +85,22 @@ def _sizes(value: Any) -> Any:
     return BatchAffineSize(two - one, one - (two - one))
 
 
-def _by_sizes_(graph: fx.Graph) -> None:
-    """What is spread out to another tensor's sizes is so by these numbers, where none that the batch counts is new: of
-    the other tensor nothing else is taken, and its elements may go.
-    """
-    for node in [each for each in graph.nodes if operation(each) == "expand_as"]:
-        source = node.args[0]
-        before = (1,) * (len(node.meta["sizes"]) - len(source.meta["sizes"])) + tuple(source.meta["sizes"])
-        sizes = [-1 if was == now else now for was, now in zip(before, node.meta["sizes"], strict=True)]
-        if all(isinstance(size, int) for size in sizes):
-            node.target, node.args = torch.ops.aten.expand.default, (source, sizes)
-
-
-def _by_types_(graph: fx.Graph) -> None:
-    """What is brought to the type of another tensor and is of it is itself: it is not made of the other."""
-    for node in [each for each in graph.nodes if operation(each) == "type_as"]:
-        source = node.args[0]
-        if source.meta["val"].dtype == node.meta["val"].dtype:
+def _by_numbers_(graph: fx.Graph) -> None:
+    """Calls that take of another tensor its sizes or type alone have those themselves, so that its elements may go."""
+    for node in list(graph.nodes):
+        source = node.args[0] if node.args else None
+        if node.target is torch.ops.aten.view.default:
+            # Whether a tensor can be seen as another shape depends on where it was made: an attention on another device
+            # gives other strides. A copy where it can't be is the same numbers.
+            node.target = torch.ops.aten.reshape.default
+        elif operation(node) == "type_as" and source.meta["val"].dtype == node.meta["val"].dtype:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+        elif operation(node) == "expand_as":
+            before = (1,) * (len(node.meta["sizes"]) - len(source.meta["sizes"])) + tuple(source.meta["sizes"])
+            sizes = [-1 if was == now else now for was, now in zip(before, node.meta["sizes"], strict=True)]
+            if all(isinstance(size, int) for size in sizes):  # none that the batch counts is new
+                node.target, node.args = torch.ops.aten.expand.default, (source, sizes)
 
 
 def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
@@ -143,15 +138,6 @@ def _anew(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         return op
     other = getattr(torch.ops.aten, name.removesuffix("_"))
     return getattr(other, op._overloadname) if op._overloadname in other.overloads() else op
-
-
-def _without_views_(graph: fx.GraphModule) -> None:
-    """Whether a tensor can be seen as another shape depends on where it was made: an attention on another device gives
-    other strides. A copy where it can't be is the same numbers.
-    """
-    for node in graph.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
 
 
 def _drop_checks_(graph: fx.Graph) -> None:
