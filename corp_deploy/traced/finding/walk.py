@@ -55,10 +55,6 @@ RULES: Mapping[str, Rule] = {op: rule for rule, ops in _BY_RULE for op in ops.sp
 """By an op's name in ATen; besides, torch knows what works element by element."""
 
 
-def rule_of(node: fx.Node) -> Rule | None:
-    return RULES.get(operation(node)) or (pointwise.pointwise if pointwise.is_pointwise(node.target) else None)
-
-
 def walked(program: Program, *, keeps_all: bool = False) -> Flow:
     """All that labels of the program's weights meet, in order of the program; `keeps_all` as Flow's."""
     flow = Flow(program=program, keeps_all=keeps_all)
@@ -88,7 +84,7 @@ def value_of(flow: Flow, node: fx.Node) -> Any:
     for each in node.all_input_nodes:
         flow.values[each] = flow.renewed(flow.values[each])
     call = call_of(node, flow.values)
-    rule = rule_of(node)
+    rule = RULES.get(call.op) or (pointwise.combined if pointwise.is_pointwise(node.target) else None)
     if rule is not None:
         return rule(flow, call)
     if any(each.labels is not None for each in call.tensors):

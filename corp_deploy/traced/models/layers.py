@@ -23,8 +23,9 @@ from ground.errors import BadInput
 
 from .mergeable import Mergeable
 from .merged_program import CutState
-from .module import Tracing, tracing
+from .module import tracing
 from .narrowing import narrowed
+from .segments import crossing
 from .token_merging import Tokens
 
 
@@ -53,9 +54,16 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
     for node in own.program.nodes:
         uses[str(node.target)] += len(node.users) if node.op == "get_attr" else 0
     run, every = nn.Sequential(), dict[str, ProgramLayer]()
-    program, crossings = _crossings(own)
-    for start, end in pairwise([None, *crossings, None]):
-        piece = replace(program, graph=_between(program, start, end, merges=own.merging is not None))
+    merged = None
+    if own.merging is not None:
+        assert isinstance(own.mergeable, Mergeable), own.mergeable
+        merged = own.mergeable.merged(own.program, own.merging, follows=True)
+    program = own.program if merged is None else merged.program
+    for start, end in pairwise([None, *(crossing(merged, cut.node) for cut in cuts(own.analysis)), None]):
+        before, beside = (None, ()) if start is None else (start.node, start.token_state)
+        outputs = [end.node, *end.token_state] if merged is not None and end is not None else None
+        part = between(program, before, None if end is None else end.node, beside=beside, outputs=outputs)
+        piece = replace(program, graph=part)
         called = [each for each in layers(piece) if batch_of(each.node.all_input_nodes[0]) is not None]
         hooked, modules, _ = listening(piece, {each.node.name for each in called}, ())
         for each in called:
@@ -63,7 +71,7 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
                 modules[each.node.name].bias = None
             path = f"listened.{each.node.name}"
             inside = ".layer" if isinstance(hooked.get_submodule(path), BatchFirst) else ""
-            path = path if own.merging is None else f"module.{path}"
+            path = path if merged is None else f"module.{path}"
             layer = ProgramLayer(
                 name=each.name,
                 path=f"{len(run)}.{path}{inside}",
@@ -73,7 +81,7 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
                 kinds=_kinds(own.analysis, each.weight),
             )
             every.setdefault(each.weight, layer)
-        run.append(hooked if own.merging is None else _OfTokens(hooked, end))
+        run.append(hooked if merged is None else _OfTokens(hooked, end))
     return run, tuple(every.values())
 
 
@@ -93,22 +101,6 @@ class _OfTokens(nn.Module):
             return leaving
         names = [name for name in ("sizes", "sources") if getattr(self.end, name) is not None]
         return Tokens(leaving[0], **dict(zip(names, leaving[1:], strict=True)))
-
-
-def _crossings(own: Tracing) -> tuple[Program, list[CutState]]:
-    """What runs, and what crosses its cuts; where tokens are merged with all that is known of them."""
-    nodes = [cut.node for cut in cuts(own.analysis)]
-    if own.merging is None:
-        return own.program, [CutState(raw=node, node=node) for node in nodes]
-    assert isinstance(own.mergeable, Mergeable), own.mergeable
-    fewer = own.mergeable.merged(own.program, own.merging, follows=True)
-    return fewer.program, [fewer.crossing(node) for node in nodes]
-
-
-def _between(program: Program, start: CutState | None, end: CutState | None, *, merges: bool) -> fx.GraphModule:
-    before, beside = (None, ()) if start is None else (start.node, start.token_state)
-    outputs = [end.node, *end.token_state] if merges and end is not None else None
-    return between(program, before, None if end is None else end.node, beside=beside, outputs=outputs)
 
 
 def _kinds(analysis: Found, weight: str) -> frozenset[Kind]:

@@ -36,18 +36,13 @@ _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
 
 def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Sites:
     """In order of the program; of these names, None for all."""
-    every, refused = list[Site](), list[Refusal]()
-    named = names_of(tracing)
+    every, refused, named = list[Site](), list[Refusal](), names_of(tracing)
     for name, groups in named.items():
-        kind = _CLASSES[groups.kind]
-        if kind is TracedPairs:
-            site: Site | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
-        else:
-            site = _site(tracing, named, name, kind)
+        site = _site(tracing, named, name)
         if isinstance(site, Site):
             every.append(site)
         else:
-            refused.append(Refusal(name=name, reason=site, kind=kind.kind))
+            refused.append(Refusal(name=name, reason=site, kind=_CLASSES[groups.kind].kind))
     return Sites(
         every=tuple(each for each in _beside_queries(every) if chosen is None or each.name in chosen),
         refused=tuple(each for each in refused if chosen is None or each.name in chosen),
@@ -88,10 +83,21 @@ def names_of(tracing: Tracing) -> dict[str, Groups]:
     return named
 
 
-def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[Site]) -> Site | str:
+def _site(tracing: Tracing, named: Mapping[str, Groups], name: str) -> Site | str:
+    """Or why it stays."""
     groups = named[name]
+    kind = _CLASSES[groups.kind]
     if not tracing.program.any_batch:
         return "its program is for one batch size alone, so that no statistics can be taken"
+    own: dict[str, Any] = {
+        "name": name,
+        "groups": groups,
+        "program": tracing.program,
+        "macs_now": tracing.shares.macs.alone[groups.key],
+        "parameters_now": tracing.shares.parameters.alone[groups.key],
+    }
+    if kind is TracedPairs:
+        return pairs(tracing, own, _behind(tracing, named, groups))
     readings = list[SiteReader]()
     for span in groups.listening:
         reading = _reading(tracing, span)
@@ -101,17 +107,10 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[S
     readings = _squeezes_told(tracing, groups, readings)
     if refusal := _refusal(tracing, groups, readings):
         return refusal
-    own: dict[str, Any] = {
-        "name": name,
-        "groups": groups,
-        "readings": tuple(readings),
-        "program": tracing.program,
-        "macs_now": tracing.shares.macs.alone[groups.key],
-        "parameters_now": tracing.shares.parameters.alone[groups.key],
-        "whole_removal": whole_removal(tracing, groups, name),
-        "multiple": tracing.multiple if kind is TracedChannels else 1,
-    }
-    return values(tracing, named, own) if kind is TracedValues else kind(**own)
+    own |= {"readings": tuple(readings), "whole_removal": whole_removal(tracing, groups, name)}
+    if kind is TracedValues:
+        return values(tracing, named, own)
+    return kind(**own, multiple=tracing.multiple if kind is TracedChannels else 1)
 
 
 def whole_removal(tracing: Tracing, groups: Groups, name: str) -> WholeRemoval | None:

@@ -4,8 +4,10 @@ Legend: H heads, T heads that share their keys, D dimensions of a head, P of the
 tokens, G groups, M rows that write a group.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -105,10 +107,9 @@ class TracedPairs(Site):
         return repair
 
 
-def pairs(tracing: Tracing, name: str, groups: Groups, behind: str) -> TracedPairs | str:
-    """Or why they stay."""
-    if not tracing.program.any_batch:
-        return "its program is for one batch size alone, so that no statistics can be taken"
+def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs | str:
+    """The site of these fields, which are those of any; or why it stays."""
+    groups: Groups = own["groups"]
     spans = _spans(groups)
     nodes = tracing.by_node[spans[0].name], tracing.by_node[spans[1].name]
     weights = [span for span in groups.writers if tracing.program.tensor(span.name).dim() > 1]
@@ -118,31 +119,13 @@ def pairs(tracing: Tracing, name: str, groups: Groups, behind: str) -> TracedPai
         return both
     if both.groups_HP.unique().numel() != groups.size:
         return "its heads do not share dimensions evenly"
-    return TracedPairs(
-        name=name,
-        groups=groups,
-        readings=(),
-        program=tracing.program,
-        macs_now=tracing.shares.macs.alone[groups.key],
-        parameters_now=tracing.shares.parameters.alone[groups.key],
-        tracing=tracing,
-        both=both,
-        sources=(nodes[0].name, nodes[1].name),
-        product=spans[0].reader,
-        behind=behind,
-    )
+    sources, product = (nodes[0].name, nodes[1].name), spans[0].reader
+    return TracedPairs(**own, readings=(), tracing=tracing, both=both, sources=sources, product=product, behind=behind)
 
 
 def _spans(groups: Groups) -> tuple[Span, Span]:
-    """Queries and keys of the first product."""
-    first = next(each for place, each in enumerate(groups.listening) if _is_pair(groups, place))
-    return first, groups.listening[groups.listening.index(first) + 1]
-
-
-def _is_pair(groups: Groups, place: int) -> bool:
-    """Whether a span and the next one are the two sides of a product."""
-    readers = [each.reader for each in groups.listening]
-    return place + 1 < len(readers) and readers[place] == readers[place + 1]
+    """Queries and keys of the first product: two that one node reads."""
+    return next((one, other) for one, other in pairwise(groups.listening) if one.reader == other.reader)
 
 
 def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:
