@@ -30,7 +30,6 @@ from ground.errors import BadInput
 
 from .correct import Grouped, fit_, grouped
 from .coverage import coverage
-from .judged_folds import See, judged_folds
 from .kinds import kind_of
 from .loop import Loop
 from .method import RESCALED, Method
@@ -241,13 +240,10 @@ class _Making:
         """Fitted and judged on the student's stream."""
         assert self.student.fewer is None, fold.site.name
         nodes = segment.up_to(fold.units.region.around)
-
-        def show(sees: Mapping[str, See]) -> None:
-            for piece in self.pieces:
-                values = segment.run_student(piece, nodes)
-                fold.show(sees, values, piece.weights_BN, is_held_out=False, masks=self.student.masks)
-
-        return fold.reduced(judged_folds(fold.every(), self.method, show), self.method, None)
+        for piece in self.pieces:
+            values = segment.run_student(piece, nodes)
+            fold.show(values, piece.weights_BN, is_held_out=False, masks=self.student.masks)
+        return fold.reduced(self.method, None)
 
     def _align(self, segment: Segment, sites: Sequence[Site]) -> LoopFit | None:
         """Layers that write the sites are made to give on the student's stream what they gave on the dense one."""
