@@ -3,7 +3,7 @@ transformers describes them, typed and bounded where it is read.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +15,8 @@ from ground.ports import OutputPort
 from ground.records import record_from_value
 
 from .architecture import Architecture
-from .text_encoder import ACTIVATIONS, EncoderArchitecture, Eps, Heads, Layers, Rows, TextEncoder, TokenTypes, Width
+from .text_config import TextConfig, architecture_from
+from .text_encoder import EncoderArchitecture, Eps, TextEncoder, TokenTypes
 from .tokenizer import TextSpec, Tokenization
 
 NAME = "bert"
@@ -53,89 +54,51 @@ def build(architecture: Architecture) -> nn.Module:
     return traced_module(TextEncoder(arguments.encoder), Facts(spec=spec, outputs=(EMBEDDING,), classes=0))
 
 
-class _Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a config.json of transformers, by BERT's names."""
-
-    model_type: str
-    vocab_size: Rows
-    hidden_size: Width
-    num_attention_heads: Heads
-    intermediate_size: Width
-    num_hidden_layers: Layers
-    max_position_embeddings: Rows
-    type_vocab_size: TokenTypes = 2
+class _Config(TextConfig, frozen=True, kw_only=True):
     hidden_act: str = "gelu"
     layer_norm_eps: Eps = 1e-12
+    type_vocab_size: TokenTypes = 2
     pad_token_id: Annotated[int, Meta(ge=0, le=65_535)] | None = None
     position_embedding_type: str = "absolute"
     embedding_size: int | None = None
     is_decoder: bool = False
     add_cross_attention: bool = False
-    auto_map: Any = None
-    quantization_config: Any = None
-    pruned_heads: Any = None
+
+    def reasons(self) -> dict[str, bool]:
+        kind = self.position_embedding_type
+        return TextConfig.reasons(self) | {
+            f"its position embeddings are {kind!r:.60}, absolute ones alone are built": kind != "absolute",
+            "it is a decoder": self.is_decoder or self.add_cross_attention,
+            f"its embeddings are {self.embedding_size} wide and its blocks {self.hidden_size}, with a projection "
+            "between": self.embedding_size not in (None, self.hidden_size),
+        }
+
+    def architecture(self) -> EncoderArchitecture:
+        """Pooled by the mean and not normalised."""
+        first = 0
+        if self.model_type in _OFFSET:
+            first = (1 if self.pad_token_id is None else self.pad_token_id) + 1
+        return EncoderArchitecture(**self.sizes, first_position=first, token_types=self.type_vocab_size)
 
 
-# What DistilBERT calls the same things; its layer norms' eps and the missing token types stand in its code.
-_OF_DISTILBERT = {
-    "dim": "hidden_size",
-    "n_heads": "num_attention_heads",
-    "hidden_dim": "intermediate_size",
-    "n_layers": "num_hidden_layers",
-    "activation": "hidden_act",
-}
-MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")
-_OFFSET = ("roberta", "xlm-roberta", "camembert")
-
-
-def _refusal(config: _Config) -> str:
-    """Why this model can't be built here, or nothing."""
-    kind = config.position_embedding_type
-    reasons = {
-        f"its position embeddings are {kind!r:.60}, absolute ones alone are built": kind != "absolute",
-        "it comes with code of its own (auto_map), which is never run": bool(config.auto_map),
-        "it is a decoder": config.is_decoder or config.add_cross_attention,
-        "it is quantised; give the weights before that": config.quantization_config is not None,
-        "some of its heads are removed already": bool(config.pruned_heads),
-        f"its embeddings are {config.embedding_size} wide and its blocks {config.hidden_size}, with a projection "
-        "between": config.embedding_size not in (None, config.hidden_size),
-        f"its activation is {config.hidden_act!r:.60}, expected {', '.join(ACTIVATIONS)}": (
-            config.hidden_act not in ACTIVATIONS
-        ),
+class _DistilBert(_Config, frozen=True, kw_only=True):
+    common: ClassVar[Mapping[str, str]] = {
+        "dim": "hidden_size",
+        "n_heads": "num_attention_heads",
+        "hidden_dim": "intermediate_size",
+        "n_layers": "num_hidden_layers",
+        "activation": "hidden_act",
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    fixed: ClassVar[Mapping[str, Any]] = {"type_vocab_size": 0, "layer_norm_eps": 1e-12}
+
+
+_OFFSET = ("roberta", "xlm-roberta", "camembert")
+_KINDS = {"bert": _Config, **dict.fromkeys(_OFFSET, _Config), "distilbert": _DistilBert, "electra": _Config}
+MODEL_TYPES = tuple(_KINDS)
 
 
 def architecture_from_transformers(config: Mapping[str, Any], *, where: str) -> EncoderArchitecture:
-    """The encoder that a config.json of transformers describes, pooled by the mean and not normalised.
-
-    Raises BadInput for another kind of model, and for what no such encoder here can do.
-    """
-    kind = config.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise BadInput(f"{where}: model_type is {kind!r:.60}, expected one of {', '.join(MODEL_TYPES)}")
-    distilled = {"type_vocab_size": 0, "layer_norm_eps": 1e-12} if kind == "distilbert" else {}
-    theirs = _OF_DISTILBERT if kind == "distilbert" else {}
-    try:
-        read = msgspec.convert({**{theirs.get(key, key): value for key, value in config.items()}, **distilled}, _Config)
-        if reason := _refusal(read):
-            raise BadInput(f"{where}: this {kind} can't be built: {reason}")
-        return EncoderArchitecture(
-            vocabulary=read.vocab_size,
-            positions=read.max_position_embeddings,
-            first_position=(1 if read.pad_token_id is None else read.pad_token_id) + 1 if kind in _OFFSET else 0,
-            token_types=read.type_vocab_size,
-            width=read.hidden_size,
-            heads=read.num_attention_heads,
-            hidden=read.intermediate_size,
-            layers=read.num_hidden_layers,
-            activation=read.hidden_act,
-            eps=read.layer_norm_eps,
-        )
-    except BadInput:
-        raise
-    except ValueError as error:  # msgspec's own are ValueErrors too
-        words = str(error)[:300]
-        for own, common in theirs.items():
-            words = words.replace(f"$.{common}", f"$.{own}")
-        raise BadInput(f"{where}: not the configuration of a {kind} encoder: {words}") from None
+    """Raises BadInput for another kind of model, and for what no such encoder here can do."""
+    architecture = architecture_from(config, _KINDS, where=where, noun="encoder")
+    assert isinstance(architecture, EncoderArchitecture), architecture
+    return architecture

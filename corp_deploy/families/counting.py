@@ -6,8 +6,7 @@ zero-padded head counts its padded width. Biases, normalisations, softmax and ac
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from corp_deploy.traced.finding.shares import Layers
 from corp_deploy.traced.models.module import parameters as parameters
@@ -162,25 +160,17 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return twin(model, empty).eval()
 
 
-@contextmanager
-def _names_of_running(model: nn.Module) -> Iterator[list[str]]:
-    """The paths of the modules that are running, outermost first."""
+def _names_of_running(model: nn.Module) -> list[str]:
+    """The paths of the modules that are running, outermost first; the model is a copy, which keeps the hooks."""
     running: list[str] = []
-    handles: list[RemovableHandle] = []
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
     for name, module in model.named_modules():
-
-        def enter(_: nn.Module, __: Any, name: str = name) -> None:
-            running.append(name)
-
-        def leave(_: nn.Module, __: Any, ___: Any) -> None:
-            running.pop()
-
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    try:
-        yield running
-    finally:
-        for handle in handles:
-            handle.remove()
+        module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+        module.register_forward_hook(leave)
+    return running
 
 
 def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
@@ -191,7 +181,7 @@ def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
     with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         counted = _on_meta(model)
         inputs = [torch.empty(1, *port.shape, dtype=getattr(torch, port.dtype), device="meta") for port in ports]
-        with _names_of_running(counted) as running, _Counting(running) as counting:
+        with _Counting(_names_of_running(counted)) as counting:
             out = counted(*inputs)
         chain = max(counting.chain_to.get(leaf, 0) for leaf in _tensors(out))
     shapes = tuple(tuple(leaf.shape[1:]) for leaf in _tensors(out))

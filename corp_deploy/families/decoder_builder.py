@@ -76,12 +76,12 @@ def undone() -> Iterator[None]:
     """Without what libraries of decoders do to a process: print, draw bars, lengthen the path, set the root logger."""
     root, path = logging.getLogger(), list(sys.path)
     handlers, level = list(root.handlers), root.level
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        try:
             yield
-    finally:
-        sys.path[:], root.handlers[:] = path, handlers
-        root.setLevel(level)
+        finally:
+            sys.path[:], root.handlers[:] = path, handlers
+            root.setLevel(level)
 
 
 def build_graph(directory: Path, output: Path, *, precision: str, window: int | None, scratch: Path) -> None:
@@ -165,18 +165,15 @@ class Reference:
             answer = self.model(torch.from_numpy(ids_BT), use_cache=False)
         return np.asarray(answer.logits, dtype=np.float32)
 
+    @torch.inference_mode()
     def steps(self, ids_BT: Ids) -> Logits:
         """The same, one token after the other with the cache."""
-        return np.concatenate(list(self._steps(ids_BT)), axis=1)
-
-    def _steps(self, ids_BT: Ids) -> Iterator[Logits]:
-        past = None
-        for place in range(ids_BT.shape[1]):
-            with torch.inference_mode():
-                ids = torch.from_numpy(ids_BT[:, place : place + 1])
-                answer = self.model(ids, past_key_values=past, use_cache=True)
+        past, logits = None, []
+        for ids_B1 in torch.from_numpy(ids_BT).split(1, dim=1):
+            answer = self.model(ids_B1, past_key_values=past, use_cache=True)
             past = answer.past_key_values
-            yield np.asarray(answer.logits, dtype=np.float32)
+            logits.append(np.asarray(answer.logits, dtype=np.float32))
+        return np.concatenate(logits, axis=1)
 
 
 def open_reference(directory: Path) -> Reference:

@@ -1,62 +1,51 @@
-"""Decoders as transformers configures them: what of a config.json is read, and which entries say which widths.
-
-Nothing is executed: a configuration is typed and bounded where it is read, and what has no place here is refused.
-"""
+"""Decoders as transformers configures them: what of a config.json is read, and which entries say which widths."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from ground.errors import BadInput
-
 from .head_attention import Rope
+from .text_config import TextConfig, architecture_from
 from .text_decoder import DecoderArchitecture
-from .text_encoder import ACTIVATIONS, Eps, Heads, Layers, Rows, Width
-
-Window = Annotated[int, Meta(ge=1, le=10_000_000)] | None
-_PLAIN: Mapping[str, Any] = {"gated": False, "rms": False, "qkv_bias": True, "proj_bias": True, "mlp_bias": True}
-"""Decoders from before Llama."""
+from .text_encoder import Eps, Heads, Rows, Width
 
 
-class _Any(msgspec.Struct, frozen=True, kw_only=True):
-    """What no model that is built here may have."""
+class _Decoder(TextConfig, frozen=True, kw_only=True):
+    """What those from before Llama have."""
 
-    auto_map: Any = None
-    quantization_config: Any = None
-    pruned_heads: Any = None
     per_layer_config: Any = None
     add_cross_attention: bool = False
+    tie_word_embeddings: bool = True
 
     def reasons(self) -> dict[str, bool]:
-        """Why a model can't be built here, each with whether it holds."""
-        return {
-            "it comes with code of its own (auto_map), which is never run": bool(self.auto_map),
-            "it is quantised; give the weights before that": self.quantization_config is not None,
-            "some of its heads are removed already": bool(self.pruned_heads),
+        return TextConfig.reasons(self) | {
             "its layers have widths of their own (per_layer_config)": bool(self.per_layer_config),
             "it attends to an encoder": self.add_cross_attention,
         }
 
+    def architecture(self, **own: Any) -> DecoderArchitecture:
+        heads = self.num_attention_heads
+        plain = {"gated": False, "rms": False, "qkv_bias": True, "proj_bias": True, "mlp_bias": True}
+        every = {**self.sizes, "groups": heads, "tied": self.tie_word_embeddings, **plain, **own}
+        if "head" not in own and self.hidden_size % heads:
+            raise ValueError(f"a width of {self.hidden_size} is no multiple of {heads} heads")
+        return DecoderArchitecture(**{"head": self.hidden_size // heads, **every})
 
-class _Opt(_Any, frozen=True, kw_only=True):
-    vocab_size: Rows
-    hidden_size: Width
-    ffn_dim: Width
-    num_hidden_layers: Layers
-    num_attention_heads: Heads
-    max_position_embeddings: Rows
+
+class _Opt(_Decoder, frozen=True, kw_only=True):
+    common: ClassVar[Mapping[str, str]] = {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"}
+    fixed: ClassVar[Mapping[str, Any]] = {"layer_norm_eps": 1e-5}
+    hidden_act: str = "relu"
     word_embed_proj_dim: Width | None = None
-    activation_function: str = "relu"
     do_layer_norm_before: bool = True
     remove_final_layer_norm: bool = msgspec.field(default=False, name="_remove_final_layer_norm")
     enable_bias: bool = True
     layer_norm_elementwise_affine: bool = True
-    tie_word_embeddings: bool = True
 
     def reasons(self) -> dict[str, bool]:
-        return _Any.reasons(self) | {
+        return _Decoder.reasons(self) | {
             "its norms stand behind the branches (do_layer_norm_before false, as in OPT-350M)": (
                 not self.do_layer_norm_before
             ),
@@ -66,127 +55,78 @@ class _Opt(_Any, frozen=True, kw_only=True):
             "its last norm is left out": self.remove_final_layer_norm,
             "its linear layers have no biases": not self.enable_bias,
             "its norms have no weights": not self.layer_norm_elementwise_affine,
-            **_activation(self.activation_function),
         }
 
-    def architecture(self) -> DecoderArchitecture:
-        return DecoderArchitecture(
-            vocabulary=self.vocab_size,
-            positions=self.max_position_embeddings + 2,
-            first_position=2,
-            width=self.hidden_size,
-            heads=self.num_attention_heads,
-            groups=self.num_attention_heads,
-            head=_head(self.hidden_size, self.num_attention_heads),
-            hidden=self.ffn_dim,
-            layers=self.num_hidden_layers,
-            activation=self.activation_function,
-            eps=1e-5,  # stands in transformers' code
-            tied=self.tie_word_embeddings,
-            **_PLAIN,
-        )
+    def architecture(self, **own: Any) -> DecoderArchitecture:
+        positions = self.max_position_embeddings + 2
+        return _Decoder.architecture(self, positions=positions, first_position=2, **own)
 
 
-class _Gpt2(_Any, frozen=True, kw_only=True):
-    vocab_size: Rows
-    n_positions: Rows
-    n_embd: Width
-    n_layer: Layers
-    n_head: Heads
-    n_inner: Width | None = None
-    activation_function: str = "gelu_new"
-    layer_norm_epsilon: Eps = 1e-5
+class _Gpt2(_Decoder, frozen=True, kw_only=True):
+    common: ClassVar[Mapping[str, str]] = {
+        "n_positions": "max_position_embeddings",
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_inner": "intermediate_size",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
+    }
+    intermediate_size: Width | None = None  # type: ignore[assignment]
+    hidden_act: str = "gelu_new"
+    layer_norm_eps: Eps = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
-    tie_word_embeddings: bool = True
 
     def reasons(self) -> dict[str, bool]:
-        return _Any.reasons(self) | {
+        return _Decoder.reasons(self) | {
             "its scores are scaled otherwise than by the width of a head": (
                 not self.scale_attn_weights or self.scale_attn_by_inverse_layer_idx
             ),
-            **_activation(self.activation_function),
         }
 
-    def architecture(self) -> DecoderArchitecture:
-        return DecoderArchitecture(
-            vocabulary=self.vocab_size,
-            positions=self.n_positions,
-            width=self.n_embd,
-            heads=self.n_head,
-            groups=self.n_head,
-            head=_head(self.n_embd, self.n_head),
-            hidden=self.n_inner or 4 * self.n_embd,
-            layers=self.n_layer,
-            activation=self.activation_function,
-            eps=self.layer_norm_epsilon,
-            tied=self.tie_word_embeddings,
-            **_PLAIN,
-        )
+    def architecture(self, **own: Any) -> DecoderArchitecture:
+        return _Decoder.architecture(self, hidden=self.intermediate_size or 4 * self.hidden_size, **own)
 
 
-class _Llama(_Any, frozen=True, kw_only=True):
+class _Llama(_Decoder, frozen=True, kw_only=True):
     """Llama, and by the same names Mistral, Qwen2 and Qwen3."""
 
-    model_type: str
-    vocab_size: Rows
-    hidden_size: Width
-    intermediate_size: Width
-    num_hidden_layers: Layers
-    num_attention_heads: Heads
+    common: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
     num_key_value_heads: Heads | None = None
     head_dim: Width | None = None
     hidden_act: str = "silu"
     max_position_embeddings: Rows = 2048
-    rms_norm_eps: Eps = 1e-6
+    layer_norm_eps: Eps = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, Any] | None = None
     rope_parameters: Mapping[str, Any] | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: Window = None
+    sliding_window: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
     use_sliding_window: bool | None = None
     tie_word_embeddings: bool = False
 
-    def reasons(self) -> dict[str, bool]:
-        return _Any.reasons(self) | _activation(self.hidden_act)
-
-    def architecture(self) -> DecoderArchitecture:
-        qwen = self.model_type in ("qwen2", "qwen3")
-        windowed = self.use_sliding_window if qwen else self.model_type == "mistral"
-        return DecoderArchitecture(
-            vocabulary=self.vocab_size,
-            positions=self.max_position_embeddings,
-            width=self.hidden_size,
-            heads=self.num_attention_heads,
+    def architecture(self, **own: Any) -> DecoderArchitecture:
+        windowed = self.use_sliding_window if self.model_type in ("qwen2", "qwen3") else self.model_type == "mistral"
+        return _Decoder.architecture(
+            self,
             groups=self.num_key_value_heads or self.num_attention_heads,
-            head=self.head_dim or _head(self.hidden_size, self.num_attention_heads),
-            hidden=self.intermediate_size,
-            layers=self.num_hidden_layers,
-            activation=self.hidden_act,
-            eps=self.rms_norm_eps,
+            **({"head": self.head_dim} if self.head_dim else {}),
+            gated=True,
+            rms=True,
             rope=_rope(self.rope_parameters or self.rope_scaling or {}, self.rope_theta),
             qkv_bias=self.model_type == "qwen2" or self.attention_bias,
             proj_bias=self.model_type != "qwen2" and self.attention_bias,
             mlp_bias=self.mlp_bias,
             qk_norm=self.model_type == "qwen3",
             window=self.sliding_window if windowed else None,
-            tied=self.tie_word_embeddings,
+            **own,
         )
 
 
-class _Config(Protocol):
-    def reasons(self) -> dict[str, bool]: ...
-
-    def architecture(self) -> DecoderArchitecture: ...
-
-
-_CONFIGS: Mapping[str, type[_Any]] = {
-    "opt": _Opt,
-    "gpt2": _Gpt2,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _Llama),
-}
-MODEL_TYPES = tuple(_CONFIGS)
+_KINDS = {"opt": _Opt, "gpt2": _Gpt2, **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _Llama)}
+MODEL_TYPES = tuple(_KINDS)
 _ROPE_ENTRIES = {
     "rope_theta": "theta",
     "factor": "factor",
@@ -194,16 +134,6 @@ _ROPE_ENTRIES = {
     "high_freq_factor": "high",
     "original_max_position_embeddings": "original",
 }
-
-
-def _activation(name: str) -> dict[str, bool]:
-    return {f"its activation is {name!r:.60}, expected {', '.join(ACTIVATIONS)}": name not in ACTIVATIONS}
-
-
-def _head(width: int, heads: int) -> int:
-    if width % heads:
-        raise ValueError(f"a width of {width} is no multiple of {heads} heads")
-    return width // heads
 
 
 def _rope(entries: Mapping[str, Any], theta: float) -> Rope:
@@ -218,18 +148,7 @@ def _rope(entries: Mapping[str, Any], theta: float) -> Rope:
 
 
 def architecture_from_transformers(config: Mapping[str, Any], *, where: str) -> DecoderArchitecture:
-    """The decoder that a config.json of transformers describes. Raises BadInput for another kind of model, and for what
-    no decoder here can do.
-    """
-    kind = str(config.get("model_type"))
-    if kind not in _CONFIGS:
-        raise BadInput(f"{where}: model_type is {kind!r:.60}, expected one of {', '.join(MODEL_TYPES)}")
-    try:
-        read: _Config = msgspec.convert(dict(config), _CONFIGS[kind])  # type: ignore[assignment]
-        if reason := next((reason for reason, holds in read.reasons().items() if holds), ""):
-            raise BadInput(f"{where}: this {kind} can't be built: {reason}")
-        return read.architecture()
-    except BadInput:
-        raise
-    except ValueError as error:  # msgspec's own are ValueErrors too
-        raise BadInput(f"{where}: not the configuration of a {kind} decoder: {str(error)[:300]}") from None
+    """Raises BadInput for another kind of model, and for what no decoder here can do."""
+    architecture = architecture_from(config, _KINDS, where=where, noun="decoder")
+    assert isinstance(architecture, DecoderArchitecture), architecture
+    return architecture

@@ -5,7 +5,7 @@ wide as it was. Narrower heads would load there and be wrong: how fast planes tu
 None of the encoders' classes reads a width of heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,35 +19,34 @@ from ground.errors import BadInput
 from . import bert
 from .decoder_config import architecture_from_transformers
 from .family import sites_of
-from .hf_saved import INSTEAD, Saved
+from .hf_saved import INSTEAD, Saved, saved_as, state_of
 from .text_decoder import DecoderArchitecture
-from .text_encoder import EncoderArchitecture
 from .text_names import hidden_entry, state_to_transformers
-from .widths import Width, Widths
+from .widths import Widths
 
 _OF_HEADS = (".qk", ".v")
 
 
-def _unsayable_width(name: str, width: Width, first: tuple[str, Width], dense: EncoderArchitecture, kind: str) -> str:
-    if name.endswith(_OF_HEADS):
-        return (
-            "" if width == dense.width else f"{name} is {width} wide of {dense.width}, and {kind} reads no such width"
-        )
-    if width != first[1]:
-        return f"{name} is {width} wide and {first[0]} {first[1]}, and a configuration has one width for all layers"
-    return ""
+def _of_mlps(widths: Widths) -> dict[str, int]:
+    return {name: width for name, width in widths.items() if not name.endswith(_OF_HEADS)}
 
 
-def _first_mlp(widths: Widths) -> tuple[str, Width]:
-    return next((name, width) for name, width in widths.items() if not name.endswith(_OF_HEADS))
+def _refuse(reasons: Iterable[str]) -> None:
+    if reason := next(filter(None, reasons), ""):
+        raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
 
 
 def refuse_unsayable_encoder(config: Mapping[str, Any], widths: Widths) -> None:
     """Raise BadInput, naming the first site, for widths that the configuration of this dense encoder can't say."""
     kind, dense = str(config["model_type"]), bert.architecture_from_transformers(config, where="--save-as hf")
-    reasons = (_unsayable_width(name, width, _first_mlp(widths), dense, kind) for name, width in widths.items())
-    if reason := next(filter(None, reasons), ""):
-        raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
+    first, hidden = next(iter(_of_mlps(widths).items()))
+    _refuse(
+        f"{name} is {width} wide of {dense.width}, and {kind} reads no such width"
+        if name.endswith(_OF_HEADS)
+        else f"{name} is {width} wide and {first} {hidden}, and a configuration has one width for all layers"
+        for name, width in widths.items()
+        if width != (dense.width if name.endswith(_OF_HEADS) else hidden)
+    )
 
 
 def saved_encoder(
@@ -63,34 +62,24 @@ def saved_encoder(
     """
     kind, widths = str(config["model_type"]), {site.name: site.width for site in sites_of(encoder).every}
     refuse_unsayable_encoder(config, widths)
-    state = {name: tensor.detach().cpu() for name, tensor in encoder.state_dict().items()}
     dense = bert.architecture_from_transformers(config, where="--save-as hf")
-    named = state_to_transformers(state, (dense.width,) * 3, dense.layers, kind, base=prefix)
-    own = {key: value for key, value in config.items() if key != "torch_dtype"}
-    return Saved(
-        config={**own, "dtype": "float32", hidden_entry(kind): _first_mlp(widths)[1]},
-        state={name: tensor.clone().contiguous() for name, tensor in {**unread, **named}.items()},
-    )
+    named = state_to_transformers(state_of(encoder), (dense.width,) * 3, dense.layers, kind, base=prefix)
+    hidden = next(iter(_of_mlps(widths).values()))
+    return saved_as(config, {hidden_entry(kind): hidden}, {**unread, **named})
 
 
 _WITHOUT_HEADS = ("opt", "gpt2")
 
 
-def _narrower(name: str, dense: DecoderArchitecture, kind: str) -> str:
-    rope_reason = "how fast positions turn them would be made anew from that width, and be wrong"
-    why = rope_reason if dense.rope else f"{kind} reads no width of them"
-    return f"{name} has heads narrower than {dense.head}, and {why}"
-
-
 def _unsayable_heads(name: str, width: int, dense: DecoderArchitecture, kind: str) -> str:
     """Of queries and keys, or values, of all heads; those that are left being as wide as they were."""
-    if name.endswith(".qk"):
-        every = dense.groups * dense.head // (2 if dense.rope else 1)
-        return "" if width == every else _narrower(name, dense, kind)
-    if width % dense.head:
-        return _narrower(name, dense, kind)
+    every, is_qk = dense.groups * dense.head // (2 if dense.rope else 1), name.endswith(".qk")
+    if (width != every) if is_qk else (width % dense.head):
+        rope_reason = "how fast positions turn them would be made anew from that width, and be wrong"
+        why = rope_reason if dense.rope else f"{kind} reads no width of them"
+        return f"{name} has heads narrower than {dense.head}, and {why}"
     heads = width // dense.head * dense.heads // dense.groups
-    if heads != dense.heads and kind in _WITHOUT_HEADS:
+    if not is_qk and heads != dense.heads and kind in _WITHOUT_HEADS:
         return f"{name} has {heads} heads, and {kind} makes their width of that number"
     return ""
 
@@ -106,21 +95,9 @@ def refuse_unsayable(config: Mapping[str, Any], widths: Widths) -> None:
     kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
     reasons = [_unsayable_heads(name, each, dense, kind) for name, each in widths.items() if name.endswith(_OF_HEADS)]
     values = {name: width // dense.head for name, width in widths.items() if name.endswith(".v")}
-    hidden = {name: width for name, width in widths.items() if not name.endswith(_OF_HEADS)}
-    for each, what in ((values, "heads with values of their own"), (hidden, "channels")):
+    for each, what in ((values, "heads with values of their own"), (_of_mlps(widths), "channels")):
         reasons += [_unlike(name, count, next(iter(each.items())), what) for name, count in each.items()]
-    if reason := next(filter(None, reasons), ""):
-        raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
-
-
-def _config(config: Mapping[str, Any], hidden: int, groups: int, dense: DecoderArchitecture) -> dict[str, Any]:
-    """The configuration with these widths."""
-    kind = str(config["model_type"])
-    own = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": "float32"}
-    if kind in _WITHOUT_HEADS:
-        return own | {hidden_entry(kind): hidden}
-    heads = {"num_attention_heads": groups * dense.heads // dense.groups, "num_key_value_heads": groups}
-    return own | {hidden_entry(kind): hidden, **heads, "head_dim": dense.head}
+    _refuse(reasons)
 
 
 def sayable_widths(config: Mapping[str, Any], sites: Sites, requested: Widths) -> Widths:
@@ -128,7 +105,7 @@ def sayable_widths(config: Mapping[str, Any], sites: Sites, requested: Widths) -
     heads were there; of values that are narrower now those of one head. Of a constant 0.
     """
     dense = architecture_from_transformers(config, where="--save-as hf")
-    widths: dict[str, Width] = {f"blocks.{at}.{part}": 0 for at in range(dense.layers) for part in ("mlp", "attn.v")}
+    widths = {f"blocks.{at}.{part}": 0 for at in range(dense.layers) for part in ("mlp", "attn.v")}
     for site in sites.every:
         width = requested.get(site.name, site.width)
         if isinstance(site, TracedPairs):
@@ -139,13 +116,6 @@ def sayable_widths(config: Mapping[str, Any], sites: Sites, requested: Widths) -
     return widths
 
 
-def _refuse_biases(state: Mapping[str, Tensor], dense: DecoderArchitecture) -> None:
-    has = {"attn.proj.bias": dense.proj_bias, "mlp.fc2.bias": dense.mlp_bias, "mlp.down.bias": dense.mlp_bias}
-    for name in state:
-        if not has.get(name.split(".", 2)[-1], True):
-            raise BadInput(f"--save-as hf: {name} was added, and its class has none there; {INSTEAD}")
-
-
 def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     """The decoder as its class has it; `config` is the dense one's. Raises BadInput, naming the site, for widths that a
     configuration can't say, and for a bias that its class hasn't got.
@@ -153,12 +123,13 @@ def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
     widths = sayable_widths(config, sites_of(decoder), {})
     refuse_unsayable(config, widths)
-    state = {name: tensor.detach().cpu() for name, tensor in decoder.state_dict().items()}
-    _refuse_biases(state, dense)
-    hidden, groups = widths["blocks.0.mlp"], widths["blocks.0.attn.v"] // dense.head
-    rows = groups * dense.heads // dense.groups * dense.head, groups * dense.head, groups * dense.head
-    tensors = state_to_transformers(state, rows, dense.layers, kind)
-    return Saved(
-        config=_config(config, hidden, groups, dense),
-        state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},
-    )
+    state = state_of(decoder)
+    has = {"attn.proj.bias": dense.proj_bias, "mlp.fc2.bias": dense.mlp_bias, "mlp.down.bias": dense.mlp_bias}
+    added = (name for name in state if not has.get(name.split(".", 2)[-1], True))
+    _refuse(f"{name} was added, and its class has none there" for name in added)
+    groups = widths["blocks.0.attn.v"] // dense.head
+    heads, changes = groups * dense.heads // dense.groups, {hidden_entry(kind): widths["blocks.0.mlp"]}
+    if kind not in _WITHOUT_HEADS:
+        changes |= {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": dense.head}
+    rows = heads * dense.head, groups * dense.head, groups * dense.head
+    return saved_as(config, changes, state_to_transformers(state, rows, dense.layers, kind))

@@ -4,7 +4,6 @@ Builders alone spell their library's names. What is done at a site is the busine
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 from torch import nn
@@ -96,10 +95,9 @@ def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
 
 def token_weights(model: nn.Module) -> TokenWeights:
     """How much each token of inputs counts, where there are as many."""
-    weights = partial(traced_model.token_weights, model)
 
     def of_some(inputs: Inputs) -> PartialTokenWeights | None:
-        weight_BN = weights(inputs)
+        weight_BN = traced_model.token_weights(model, inputs)
         return None if weight_BN is None else PartialTokenWeights(weight_BN=weight_BN)
 
     return of_some

@@ -22,7 +22,6 @@ from corp_deploy.traced.models.array_inputs import (
     ArraySpec,
     Calling,
     InputSpec,
-    Output,
     batch_of_ports,
     declared_ports,
     listed,
@@ -33,7 +32,7 @@ from corp_deploy.traced.models.array_inputs import (
 from corp_deploy.traced.models.module import Facts, TracedModule, device, traced_module, traced_state
 from corp_deploy.traced.programs.module_copies import twin
 from ground.errors import BadInput
-from ground.ports import OutputPort, Port, Role, image_port
+from ground.ports import Port, Role, image_port
 from ground.records import record_from_value
 
 from . import timm_library
@@ -60,9 +59,11 @@ def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
     told, or it can't be run on them.
     """
     ports = declared_ports(model)
-    if ports is not None:
-        return facts_with(model, ArraySpec(ports=ports), [port.name for port in ports])
-    return facts_of_images(model, None, preprocessing)
+    return facts_of_images(model, None, preprocessing) if ports is None else _facts_of_arrays(model, ports)
+
+
+def _facts_of_arrays(model: nn.Module, ports: tuple[Port, ...]) -> Facts:
+    return facts_with(model, ArraySpec(ports=ports), [port.name for port in ports])
 
 
 def facts_of_images(
@@ -93,30 +94,25 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
             f"If not, {WRITE}; (b) control flow that looks at values can't be traced: give a module without it; (c) of "
             "a fixed size say that one"
         ) from None
-    outputs = outputs_of(model, result, other, BATCHES)
+    outputs, inputs = outputs_of(model, result, other, BATCHES), {port.name for port in spec.ports}
     if role is not None:
-        outputs = (_of_role(model, outputs, role),)
+        if len(outputs) > 1:
+            names = ", ".join(each.port.name for each in outputs)
+            raise BadInput(
+                f"{type(model).__name__}: it gives {names}, expected one tensor; let it say which as `outputs`"
+            )
+        outputs = (replace(outputs[0], port=replace(outputs[0].port, role=role)),)
     is_plain = isinstance(result, Tensor) and takes_by_place(model, parameters)
-    places = tuple(each.place for each in outputs)
+    # By other names than any input's, as a graph needs it.
+    names_apart = (f"output_{each.port.name}" if each.port.name in inputs else each.port.name for each in outputs)
     return Facts(
         spec=spec,
-        outputs=tuple(_apart(each.port, spec.ports) for each in outputs),
+        outputs=tuple(replace(each.port, name=name) for each, name in zip(outputs, names_apart, strict=True)),
         classes=next((each.shape[-1] for each in outputs if each.port.role == "logits"), 0),
-        calling=None if is_plain else Calling(parameters=tuple(parameters), outputs=places),
+        calling=None
+        if is_plain
+        else Calling(parameters=tuple(parameters), outputs=tuple(each.place for each in outputs)),
     )
-
-
-def _of_role(model: nn.Module, outputs: Sequence[Output], role: Role) -> Output:
-    if len(outputs) > 1:
-        names = ", ".join(each.port.name for each in outputs)
-        raise BadInput(f"{type(model).__name__}: it gives {names}, expected one tensor; let it say which as `outputs`")
-    return replace(outputs[0], port=replace(outputs[0].port, role=role))
-
-
-def _apart(output: OutputPort, inputs: Sequence[Port]) -> OutputPort:
-    """By another name than any input's, as a graph needs it."""
-    is_taken = any(output.name == each.name for each in inputs)
-    return replace(output, name=f"output_{output.name}") if is_taken else output
 
 
 @torch.no_grad()
@@ -192,12 +188,6 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     inputs: tuple[_Input, ...] = ()
 
 
-def taken_from(record: Mapping[str, Any]) -> Taken:
-    """Of arguments, of an entry of config.json, or of what moments say. Raises BadInput, naming the entry."""
-    remedy = "of a module in memory say what it takes: input_size [3, height, width] of images"
-    return record_from_value(record, Taken, where="a module in memory", remedy=remedy)
-
-
 def taken_of_arrays(model: nn.Module, arrays: Mapping[str, Any] | Any) -> dict[str, Any]:
     """As arrays [N, ...] show it: one of floats with four axes is of images."""
     if isinstance(arrays, Mapping):
@@ -250,13 +240,11 @@ def build(architecture: Architecture) -> nn.Module:
             raise BadInput(f"{architecture.name}: the module can't be copied ({str(error)[:200]})") from None
         if isinstance(copied, TracedModule):
             return copied
-        return traced_module(copied, _facts(copied, taken_from(architecture.kwargs), architecture.preprocessing))
-
-
-def _facts(model: nn.Module, call: Taken, preprocessing: Preprocessing) -> Facts:
-    if call.input_size is not None:
-        return facts_of_images(model, call.input_size, preprocessing)
-    if not call.inputs:
-        return facts_of_module(model, preprocessing)
-    ports = tuple(Port(name=each.name, shape=each.shape, dtype=each.dtype) for each in call.inputs)
-    return facts_with(model, ArraySpec(ports=ports), [port.name for port in ports])
+        remedy = "of a module in memory say what it takes: input_size [3, height, width] of images"
+        taken = record_from_value(architecture.kwargs, Taken, where="a module in memory", remedy=remedy)
+        if taken.input_size is None and taken.inputs:
+            ports = tuple(Port(name=each.name, shape=each.shape, dtype=each.dtype) for each in taken.inputs)
+            return traced_module(copied, _facts_of_arrays(copied, ports))
+        if taken.input_size is None:
+            return traced_module(copied, facts_of_module(copied, architecture.preprocessing))
+        return traced_module(copied, facts_of_images(copied, taken.input_size, architecture.preprocessing))

@@ -30,16 +30,15 @@ def _kind_arguments(model: VisionModel) -> dict[str, Any]:
     """What a kind has beside the plain ViT with a class token."""
     config = model.config
     own: Mapping[str, dict[str, Any]] = {
+        "vit": {},
         # Without a head of its own the distillation token is read by nobody, as a register.
         "deit": {} if model.output == "distilled" else {"reg_tokens": 1},
         "dinov2": {"init_values": 1.0},
         "dinov2_with_registers": {"init_values": 1.0, "reg_tokens": config.num_register_tokens, "no_embed_class": True},
         "clip": {"pre_norm": True},
-        "clip_vision_model": {"pre_norm": True},
         "siglip": {"class_token": False, "global_pool": "map"},
-        "siglip_vision_model": {"class_token": False, "global_pool": "map"},
     }
-    return {} if config.model_type == "vit" else own[config.model_type]
+    return own[config.model_type.removesuffix("_vision_model")]
 
 
 def timm_name(model: VisionModel) -> str:

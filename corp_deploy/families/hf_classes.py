@@ -63,9 +63,13 @@ def architecture_of(kwargs: Mapping[str, Any], preprocessing: Preprocessing, *, 
 
 def looks_like_decoder(config: Mapping[str, Any]) -> bool:
     """Whether it makes texts, by what wrote it."""
+    return _written(config).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSeq2SeqLM"))
+
+
+def _written(config: Mapping[str, Any]) -> str:
+    """The name of the class that wrote it, or nothing."""
     written = config.get("architectures") or [""]
-    name = written[0] if isinstance(written, list) and isinstance(written[0], str) else ""
-    return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSeq2SeqLM"))
+    return written[0] if isinstance(written, list) and isinstance(written[0], str) else ""
 
 
 def is_theirs(model: nn.Module) -> bool:
@@ -81,7 +85,7 @@ def write(model: nn.Module, directory: Path) -> None:
 
 def takes_text(config: Mapping[str, Any], *, where: str) -> bool:
     """Whether it takes ids of tokens. Raises BadInput as architecture_of does."""
-    return _main_input(_class_of(config, where)) == _TEXT
+    return bool(_class_of(config, where).main_input_name == _TEXT)
 
 
 def build(architecture: Architecture) -> nn.Module:
@@ -192,9 +196,7 @@ def _config(values: Mapping[str, Any], where: str) -> Any:
 
 def _class_of(values: Mapping[str, Any], where: str) -> Any:
     """The class that wrote it; in place of heads that only training has, the model below them."""
-    library, config = _library(), _config(values, where)
-    written = values.get("architectures") or [""]
-    name = written[0] if isinstance(written, list) and isinstance(written[0], str) else ""
+    library, config, name = _library(), _config(values, where), _written(values)
     if not name or name.endswith(_HEADS_OF_TRAINING):
         has_class = type(config) in library.MODEL_MAPPING
         base = library.MODEL_MAPPING[type(config)] if has_class else None
@@ -202,6 +204,7 @@ def _class_of(values: Mapping[str, Any], where: str) -> Any:
     else:
         kind = getattr(library, name, None)
     if not (isinstance(kind, type) and issubclass(kind, library.PreTrainedModel)):
+        written = values.get("architectures") or [""]
         raise BadInput(f"{where}: architectures is {written!r:.100}, no class of the installed transformers")
     annotation: Any = kind
     if not isinstance(config, annotation.config_class):
@@ -209,14 +212,10 @@ def _class_of(values: Mapping[str, Any], where: str) -> Any:
     return kind
 
 
-def _main_input(kind: Any) -> str:
-    return str(kind.main_input_name)
-
-
 def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) -> tuple[InputSpec, tuple[str, ...]]:
     """What the model takes, and by which of its parameters."""
     config: Any = model.config
-    main = _main_input(type(model))
+    main = str(model.main_input_name)
     if main == _IMAGES:
         channels = int(getattr(config, "num_channels", 3))
         size: Any = arguments.img_size or getattr(config, "image_size", None) or 224

@@ -145,15 +145,6 @@ def _without_prefix(state: Mapping[str, Tensor], prefix: str, where: str) -> dic
     return bare
 
 
-def _token_rows(tensor: Tensor) -> Tensor:
-    """A token or a table of positions [C], [N,C] or [1,N,C] as timm keeps it: [1,N,C]."""
-    return tensor.reshape(1, -1, tensor.shape[-1]) if tensor.ndim in (1, 2) else tensor
-
-
-def _refuse(name: str, model: VisionModel, where: str) -> BadInput:
-    return BadInput(f"{where}: {name!r:.150} has no place in a {model.architecture}; its parts are of another kind")
-
-
 def _outside(name: str, model: VisionModel) -> str:
     """timm's name of a tensor outside the blocks, or nothing."""
     path, _, kind = name.rpartition(".")
@@ -173,34 +164,20 @@ def _pool(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"attn_pool.q.{match[1]}": tensor[:width], f"attn_pool.kv.{match[1]}": tensor[width:]}
 
 
-def _with_zero_biases(rows: dict[str, dict[str, Tensor]], model: VisionModel) -> None:
-    """Of queries, keys and values that have none, beside some that have: zeros, where a class knows each alone."""
-    for target, parts in rows.items():
-        if model.config.has_rope and target.endswith("attn.qkv.bias"):
-            paths = next(paths for paths in _JOINED["attn.qkv"] if set(paths) & parts.keys())
-            nothing = torch.zeros_like(next(iter(parts.values())))
-            parts |= {path: nothing for path in paths if path not in parts}
-
-
-def _join(rows: Mapping[str, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
-    """Layers of timm's out of those that stand apart: by timm's name, with the parts by their paths."""
-    joined: dict[str, Tensor] = {}
-    for target, parts in rows.items():
-        layer, _, _ = target.rpartition(".")
-        expected = next((paths for paths in _JOINED[layer.split(".", 2)[2]] if set(paths) & parts.keys()), ())
-        present = [parts[path] for path in expected if path in parts]
-        if len(present) < len(expected) or len({tensor.shape for tensor in present}) > 1:
-            raise BadInput(f"{where}: {target}: expected {', '.join(expected)}, all of one shape")
-        joined[target] = torch.cat(present)
-    return joined
-
-
-def _class_position_added(state: dict[str, Tensor], model: VisionModel) -> None:
-    """Where registers stand between, the class token has its position in itself, as timm keeps it."""
-    tokens, positions = state.get("cls_token"), state.get("pos_embed")
-    if model.config.model_type == "dinov2_with_registers" and tokens is not None and positions is not None:
-        state["cls_token"] = tokens + positions[:, :1]
-        state["pos_embed"] = positions[:, 1:]
+def _joined(target: str, parts: Mapping[str, Tensor], model: VisionModel, where: str) -> Tensor:
+    """A layer of timm's out of those that stand apart, by their paths. Of queries, keys and values that have no bias
+    beside some that have it is zeros, where a class knows each alone.
+    """
+    layer, _, kind = target.rpartition(".")
+    path = layer.split(".", 2)[2]
+    expected = next((paths for paths in _JOINED[path] if set(paths) & parts.keys()), ())
+    if model.config.has_rope and (path, kind) == ("attn.qkv", "bias"):
+        nothing = torch.zeros_like(next(iter(parts.values())))
+        parts = {**dict.fromkeys(expected, nothing), **parts}
+    present = [parts[path] for path in expected if path in parts]
+    if len(present) < len(expected) or len({tensor.shape for tensor in present}) > 1:
+        raise BadInput(f"{where}: {target}: expected {', '.join(expected)}, all of one shape")
+    return torch.cat(present)
 
 
 def state_from_transformers(state: Mapping[str, Tensor], model: VisionModel, *, where: str) -> Mapped:
@@ -227,14 +204,20 @@ def state_from_transformers(state: Mapping[str, Tensor], model: VisionModel, *, 
         elif pool := _pool(name, tensor):
             mapped |= pool
         elif target := _outside(name, model):
-            mapped[target] = _token_rows(tensor) if name in _TOKENS else tensor
+            # A token or a table of positions [C], [N,C] or [1,N,C] as timm keeps it: [1,N,C].
+            is_rows = name in _TOKENS and tensor.ndim in (1, 2)
+            mapped[target] = tensor.reshape(1, -1, tensor.shape[-1]) if is_rows else tensor
         else:
-            raise _refuse(name, model, where)
+            raise BadInput(
+                f"{where}: {name!r:.150} has no place in a {model.architecture}; its parts are of another kind"
+            )
     if not model.config.num_register_tokens and model.config.has_rope:
         mapped.pop("reg_token", None)  # of no tokens
-    _with_zero_biases(rows, model)
-    mapped |= _join(rows, where)
-    _class_position_added(mapped, model)
+    mapped |= {target: _joined(target, parts, model, where) for target, parts in rows.items()}
+    if model.config.model_type == "dinov2_with_registers" and {"cls_token", "pos_embed"} <= mapped.keys():
+        # Where registers stand between, the class token has its position in itself, as timm keeps it.
+        first, mapped["pos_embed"] = mapped["pos_embed"].split([1, mapped["pos_embed"].shape[1] - 1], dim=1)
+        mapped["cls_token"] = mapped["cls_token"] + first
     return Mapped(state=mapped, beside=beside)
 
 

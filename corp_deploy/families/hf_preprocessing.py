@@ -89,14 +89,6 @@ def _family(content: Mapping[str, Any], model: VisionModel, where: str) -> str:
     return match[1]
 
 
-def _read(content: Mapping[str, Any], family: str, model: VisionModel, where: str) -> _Processor:
-    entries = {key: value for key, value in content.items() if value is not None}
-    try:
-        return msgspec.convert({**_PROCESSORS[family], **entries}, _Processor)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: not the preparation of a {model.architecture}: {str(error)[:300]}") from None
-
-
 def _sides(size: int | _Size, where: str) -> tuple[int, int]:
     """Height and width. Raises BadInput where only one edge is told."""
     if isinstance(size, int):
@@ -154,8 +146,11 @@ def prepared(content: Mapping[str, Any], model: VisionModel, *, where: str) -> P
 
     Raises BadInput for what timm's evaluation transform does not do.
     """
-    family = _family(content, model, where)
-    processor = _read(content, family, model, where)
+    family, entries = _family(content, model, where), {key: each for key, each in content.items() if each is not None}
+    try:
+        processor = msgspec.convert({**_PROCESSORS[family], **entries}, _Processor)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{where}: not the preparation of a {model.architecture}: {str(error)[:300]}") from None
     if reason := _refusal(processor):
         raise BadInput(
             f"{where}: {reason}, which is not supported; preprocess the images yourself, or give another directory"

@@ -5,8 +5,9 @@ and values, alike in all layers, where the class reads `head_dim`. That class sc
 model's own scale is more or less goes into the queries. Names are as versions 4 and 5 write them on disk.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,17 @@ class Saved:
 
     config: dict[str, Any]
     state: dict[str, Tensor]
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+
+
+def saved_as(config: Mapping[str, Any], changes: Mapping[str, Any], state: Mapping[str, Tensor]) -> Saved:
+    """The dense configuration with these changes, of tensors that share no memory."""
+    own = {key: value for key, value in config.items() if key != "torch_dtype"}
+    tensors = {name: tensor.clone().contiguous() for name, tensor in state.items()}
+    return Saved(config={**own, "dtype": "float32", **changes}, state=tensors)
 
 
 def own_config(config: Mapping[str, Any], model: VisionModel) -> dict[str, Any]:
@@ -60,83 +72,62 @@ def _ratio(hidden: int, config: VisionConfig) -> int | None:
     return next((ratio for ratio in ratios if structs.replace(config, mlp_ratio=float(ratio)).hidden == rows), None)
 
 
-def _unsayable_mlp(name: str, width: int, first: tuple[str, int], model: VisionModel) -> str:
-    config = model.config
-    if width != first[1]:
-        return f"{name} is {width} wide and {first[0]} {first[1]}, and a configuration has one width for all layers"
-    if width == 0:
-        return f"{name} is a constant"
-    if config.mlp_ratio is not None and _ratio(width, config) is None:
-        return (
-            f"{name} is {width} wide, and {config.model_type}'s mlp_ratio is whole: multiples of {config.hidden_size}"
-            " alone can be said"
-        )
-    return ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Heads:
-    """Widths of a head."""
-
-    qk: int
-    v: int
-
-
-def _unsayable_heads(name: str, width: _Heads, first: tuple[str, _Heads], model: VisionModel) -> str:
-    dense = model.config.hidden_size // model.config.num_attention_heads
-    if width.qk != width.v:
-        return f"{name} has queries and keys of {width.qk} and values of {width.v}, expected one width: --heads square"
-    if width != first[1]:
-        return f"{name} has heads of {width.qk} and {first[0]} of {first[1].qk}, expected one width for all layers"
-    if width.qk == 0:
-        return f"{name} is a constant"
-    if width.qk != dense and not model.kind.reads_head_dim:
-        return f"{name} has heads of {width.qk} instead of {dense}, and {model.architecture} reads no head_dim"
-    return ""
-
-
-def _by_attention(model: VisionModel, widths: Widths) -> dict[str, _Heads | int]:
-    """With queries and keys, and values, of one attention together."""
-    heads, together = model.config.num_attention_heads, dict[str, _Heads | int]()
-    dense = model.config.hidden_size // heads
+def _unsayable_mlps(widths: Mapping[str, int], config: VisionConfig) -> Iterator[str]:
     for name, width in widths.items():
-        path, _, part = name.rpartition(".")
-        if part not in ("qk", "v") or not isinstance(width, int):
-            together[name] = width
-            continue
-        in_group = 2 if part == "qk" and model.config.has_rope else 1
-        own = together.get(path, _Heads(qk=dense, v=dense))
-        assert isinstance(own, _Heads), path
-        together[path] = replace(own, **{part: width * in_group // heads})
-    return together
+        first, own = next(iter(widths.items()))
+        if width != own:
+            yield f"{name} is {width} wide and {first} {own}, and a configuration has one width for all layers"
+        if width == 0:
+            yield f"{name} is a constant"
+        if config.mlp_ratio is not None and _ratio(width, config) is None:
+            whole = f"{config.model_type}'s mlp_ratio is whole: multiples of {config.hidden_size} alone can be said"
+            yield f"{name} is {width} wide, and {whole}"
+
+
+def _unsayable_heads(widths: Mapping[str, Mapping[str, int]], model: VisionModel) -> Iterator[str]:
+    """By attention, of queries and keys, and values, of a head."""
+    dense = model.config.hidden_size // model.config.num_attention_heads
+    for name, width in widths.items():
+        first, own = next(iter(widths.items()))
+        qk, v = width.get("qk", dense), width.get("v", dense)
+        if qk != v:
+            yield f"{name} has queries and keys of {qk} and values of {v}, expected one width: --heads square"
+        if (qk, v) != (own.get("qk", dense), own.get("v", dense)):
+            yield f"{name} has heads of {qk} and {first} of {own.get('qk', dense)}, expected one width for all layers"
+        if qk == 0:
+            yield f"{name} is a constant"
+        if qk != dense and not model.kind.reads_head_dim:
+            yield f"{name} has heads of {qk} instead of {dense}, and {model.architecture} reads no head_dim"
 
 
 def refuse_unsayable(model: VisionModel, widths: Widths) -> None:
     """Raise BadInput, naming the first site, for widths of all sites that the configuration can't say."""
-    together = _by_attention(model, widths)
-    channels = [(name, width) for name, width in together.items() if isinstance(width, int)]
-    heads = [(name, width) for name, width in together.items() if isinstance(width, _Heads)]
-    reasons = [_unsayable_mlp(name, width, channels[0], model) for name, width in channels]
-    reasons += [_unsayable_heads(name, width, heads[0], model) for name, width in heads]
-    if reason := next(filter(None, reasons), ""):
+    channels, heads = dict[str, int](), dict[str, dict[str, int]]()
+    for name, width in widths.items():
+        path, _, part = name.rpartition(".")
+        if part in ("qk", "v"):
+            in_group = 2 if part == "qk" and model.config.has_rope else 1
+            heads.setdefault(path, {})[part] = width * in_group // model.config.num_attention_heads
+        else:
+            channels[name] = width
+    if reason := next(chain(_unsayable_mlps(channels, model.config), _unsayable_heads(heads, model)), ""):
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
-
-
-def _with_scale(weight: Tensor, factor: float) -> Tensor:
-    return weight if factor == 1.0 else (weight.double() * factor).to(weight.dtype)
 
 
 def _attention(name: str, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
     """The three projections of a block's attention, by timm's name of it, the scale in the queries."""
     rows = len(state[f"{name}.qkv.weight"]) // 3
-    factor = 1.0 if rows == model.config.hidden_size else (rows / model.config.hidden_size) ** 0.5
     tensors = {"weight": state[f"{name}.qkv.weight"]}
     if bias:
         tensors["bias"] = state.get(f"{name}.qkv.bias", torch.zeros(3 * rows))
+    if rows != model.config.hidden_size:
+        factor = (rows / model.config.hidden_size) ** 0.5
+        scaled = {kind: (each[:rows].double() * factor).to(each.dtype) for kind, each in tensors.items()}
+        tensors = {kind: torch.cat([scaled[kind], each[rows:]]) for kind, each in tensors.items()}
     return {
-        f"{path}.{kind}": _with_scale(part, factor if place == 0 else 1.0)
+        f"{path}.{kind}": part
         for kind, tensor in tensors.items()
-        for place, (path, part) in enumerate(zip(spelling_of(model).qkv, tensor.split(rows), strict=True))
+        for path, part in zip(spelling_of(model).qkv, tensor.split(rows), strict=True)
     }
 
 
@@ -161,7 +152,7 @@ def _block(index: int, model: VisionModel, state: Mapping[str, Tensor], bias: bo
 
 def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What stands around the blocks and belongs to the tower, by its names on disk."""
-    names = spelling_of(model).around
+    names, width = spelling_of(model).around, model.config.hidden_size
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         path, _, kind = name.rpartition(".")
@@ -177,14 +168,10 @@ def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tenso
     for kind in ("weight", "bias") if "attn_pool.q.weight" in state else ():
         parts = [state[f"attn_pool.{part}.{kind}"] for part in ("q", "kv")]
         tensors[f"head.attention.in_proj_{kind}"] = torch.cat(parts)
-    return _in_their_shapes(tensors, model)
-
-
-def _in_their_shapes(tensors: dict[str, Tensor], model: VisionModel) -> dict[str, Tensor]:
-    if is_of_clip(model):
-        flat = {"embeddings.class_embedding": 0, "embeddings.position_embedding.weight": 0}
-        shaped = {name: tensors[name][0] for name in flat if name in tensors}
-        tensors |= {name: each.flatten() if name.endswith("class_embedding") else each for name, each in shaped.items()}
+    shapes = {"embeddings.class_embedding": (-1,), "embeddings.position_embedding.weight": (-1, width)}
+    for name, shape in shapes.items():
+        if name in tensors:
+            tensors[name] = tensors[name].reshape(*shape)
     if model.config.model_type == "dinov2_with_registers":
         # The class token has its position in itself here.
         positions = tensors["embeddings.position_embeddings"]
@@ -215,7 +202,7 @@ def saved(
     Raises BadInput, naming the site, for widths that a configuration can't say.
     """
     # A bias of parts is one in a program.
-    state = {name.replace("q_bias_folded", "qkv.bias"): each.detach().cpu() for name, each in vit.state_dict().items()}
+    state = {name.replace("q_bias_folded", "qkv.bias"): each for name, each in state_of(vit).items()}
     if is_of_clip(model) and sides[0] != sides[1]:
         raise BadInput(f"--save-as hf: images of {sides}, expected square ones for {model.architecture}; {INSTEAD}")
     refuse_unsayable(model, {site.name: site.width for site in sites_of(vit).every})
@@ -223,20 +210,16 @@ def saved(
     tower = {**unread, **_outside(model, state)}
     for index in range(model.config.num_hidden_layers):
         tower |= _block(index, model, state, bias)
-    without_type = {key: value for key, value in config.items() if key != "torch_dtype"}
     prefix = "" if model.output in ("class token", "attention pool") else model.kind.prefix
     tensors = {f"{prefix}{name}": tensor for name, tensor in tower.items()} | _heads(model, state)
-    return Saved(
-        config={**without_type, **_changes(state, model, sides, bias, "embeddings.mask_token" in tower)},
-        state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},
-    )
+    return saved_as(config, _changes(state, model, sides, bias, "embeddings.mask_token" in tower), tensors)
 
 
 def _changes(
     state: Mapping[str, Tensor], model: VisionModel, sides: tuple[int, int], bias: bool, masks: bool
 ) -> dict[str, Any]:
     """What the configuration says otherwise than the dense one's."""
-    config, changes = model.config, dict[str, Any]({"dtype": "float32"})
+    config, changes = model.config, dict[str, Any]()
     hidden = state["blocks.0.mlp.fc2.weight"].shape[1]
     head = len(state["blocks.0.attn.qkv.weight"]) // 3 // config.num_attention_heads
     if config.mlp_ratio is not None:

@@ -2,14 +2,12 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
-from corp_deploy.traced.finding.shares import Layers
-from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.models.merging import tokens_after
 from corp_deploy.traced.models.module import parameters, tracing
 from corp_deploy.traced.models.offered import names_of, sites_of
@@ -31,19 +29,17 @@ def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list
     the model.
     """
     found, offered = tracing(model), sites_of(model)
-    shares = found.shares
     by_name = {site.name: site for site in offered.every}
     reasons = {refusal.name: refusal.reason for refusal in offered.refused}
     rows: list[dict[str, Any]] = []
-    named = names_of(found)
-    for name, groups in ((each, named[each]) for each in named if each in by_name or each in reasons):
+    named = {name: groups for name, groups in names_of(found).items() if name in by_name or name in reasons}
+    for name, groups in named.items():
         words = by_name[name].describe() if name in by_name else f"{groups.kind} {groups.size}"
-        own = {"parameters": shares.parameters.alone[groups.key], "macs": shares.macs.alone[groups.key]}
+        own = {"parameters": found.shares.parameters.alone[groups.key], "macs": found.shares.macs.alone[groups.key]}
         rows.append({"site": name, **own, "width": words, "reason": reasons.get(name, "")})
     rest = {"parameters": parameters(model), "macs": macs}
     left = {key: total - sum(row[key] for row in rows) for key, total in rest.items()}
-    keys = [groups.key for name, groups in named.items() if name in by_name or name in reasons]
-    return rows, _fixed_rows(model, keys, left)
+    return rows, _fixed_rows(model, [groups.key for groups in named.values()], left)
 
 
 def _fixed_rows(model: nn.Module, keys: Collection[str], left: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -104,7 +100,11 @@ def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str])
     for name, reason in {**whole, **{each.name: each.reason for each in sites_of(model).refused}}.items():
         reasons[reason].append(name)
     of_sites = [
-        (f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}", _alone(layers, named, names), reason)
+        (
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}",
+            sum(layers.alone[named[name].key] for name in names),
+            reason,
+        )
         for reason, names in reasons.items()
     ]
     parts = _by_part(layers.without({groups.key for groups in named.values()}))
@@ -113,21 +113,14 @@ def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str])
     return [(name, value / total, why) for name, value, why in sorted(every, key=lambda each: -each[1]) if value > 0]
 
 
-def _alone(layers: Layers, named: Mapping[str, Groups], names: Collection[str]) -> int:
-    return sum(layers.alone[named[name].key] for name in names)
-
-
 def stays_of(model: nn.Module) -> list[dict[str, Any]]:
     """What can't be narrowed: by reason, those alike but for numbers together, the layers and their channels."""
-    layers: dict[str, list[str]] = defaultdict(list)
-    counts: dict[str, int] = defaultdict(int)
-    reasons: dict[str, str] = {}
+    rows = dict[str, dict[str, Any]]()
     for stay in tracing(model).analysis.stays:
-        key = re.sub(r"\d+", "0", stay.reason)
-        reasons.setdefault(key, stay.reason)
-        layers[key].append(stay.name.removesuffix(".weight"))
-        counts[key] += stay.count
-    return [{"reason": reason, "layers": layers[key], "count": counts[key]} for key, reason in reasons.items()]
+        row = rows.setdefault(re.sub(r"\d+", "0", stay.reason), {"reason": stay.reason, "layers": [], "count": 0})
+        row["layers"].append(stay.name.removesuffix(".weight"))
+        row["count"] += stay.count
+    return [*rows.values()]
 
 
 def merging_record(model: nn.Module) -> MergingRecord | None:
@@ -147,18 +140,16 @@ def merging_record(model: nn.Module) -> MergingRecord | None:
     )
 
 
-def _outputs(model: nn.Module, shapes: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    ports = zip(output_ports(model), shapes, strict=True)
-    return [{"name": port.name, "role": port.role, "shape": list(shape)} for port, shape in ports]
-
-
 def inspection_of_model(model: nn.Module) -> dict[str, Any]:
     """Sites with widths, parameters and MACs of one input and the reason where nothing can be reduced; the same figures
     of everything that is no site; totals, which are the sums of both.
     """
-    count = counted(model)
-    merging = merging_record(model)
+    count, merging = counted(model), merging_record(model)
     sites, fixed = traced_rows(model, count.macs)
+    outputs = [
+        {"name": port.name, "role": port.role, "shape": list(shape)}
+        for port, shape in zip(output_ports(model), count.shapes, strict=True)
+    ]
     return {
         "architecture": type(model).__name__,
         "depth": traced_model.depth(model),
@@ -167,6 +158,6 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
         "sites": sites,
         "fixed": fixed,
         "stays": stays_of(model),
-        **({} if outputs_of(model) is None else {"outputs": _outputs(model, count.shapes)}),
+        **({} if outputs_of(model) is None else {"outputs": outputs}),
         **({} if merging is None else {"merging": merging.as_json() | {"sentences": list(merging.sentences())}}),
     }

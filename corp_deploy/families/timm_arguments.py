@@ -79,40 +79,21 @@ def built(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-_SIZE, _WIDTH = Count(low=1, high=16_384), Count(low=1, high=65_536)
-BOUNDS: Mapping[str, Quantity] = MappingProxyType(
+_BOUNDS: Mapping[str, Quantity] = MappingProxyType(
     {
-        "depth": Count(low=1, high=256),
-        "embed_dim": _WIDTH,
+        **dict.fromkeys(("img_size", "patch_size", "window_size", "window_sizes"), Count(low=1, high=16_384)),
+        **dict.fromkeys(("embed_dim", "embed_dims", "head_dim"), Count(low=1, high=65_536)),
+        **dict.fromkeys(("depths", "stages"), Count(low=0, high=256)),
         "num_heads": Count(low=1, high=1024),
-        "patch_size": _SIZE,
-        "img_size": _SIZE,
+        "mlp_ratio": Real(low=0.0, high=1024.0, low_open=True),
+        "depth": Count(low=1, high=256),
         "in_chans": Count(low=1, high=1024),
         "num_classes": Count(low=0, high=10_000_000),
         "reg_tokens": Count(low=0, high=65_536),
-        "mlp_ratio": Real(low=0.0, high=1024.0, low_open=True),
-        "depths": Count(low=0, high=256),
-        "window_size": _SIZE,
-        "head_dim": _WIDTH,
-        "embed_dims": _WIDTH,
-        "stages": Count(low=0, high=256),
-        "window_sizes": _SIZE,
     }
 )
-_LISTS = (
-    "img_size",
-    "patch_size",
-    "num_heads",
-    "mlp_ratio",
-    "depths",
-    "window_size",
-    "head_dim",
-    "embed_dim",
-    "embed_dims",
-    "stages",
-    "window_sizes",
-)
-"""What may be a list, of sides or of what each stage has."""
+_PLAIN = ("depth", "in_chans", "num_classes", "reg_tokens")
+"""What may be no list, of sides or of what each stage has."""
 _ANY = Real(low=-1e9, high=1e9)
 _DEEPEST = 8
 
@@ -131,8 +112,8 @@ def _numbers(value: Any, depth: int = 0) -> Iterator[Any]:
 def refuse_unbounded(kwargs: Mapping[str, Any]) -> None:
     """Raise BadInput for an argument that no model can be built with."""
     for key, value in kwargs.items():
-        numbers = list(_numbers(value)) if isinstance(value, list | tuple) and key in _LISTS else [value]
-        bound = BOUNDS.get(key)
+        numbers = list(_numbers(value)) if isinstance(value, list | tuple) and key not in _PLAIN else [value]
+        bound = _BOUNDS.get(key)
         if bound is not None and value is not None and not all(map(bound.holds, numbers)):
             raise BadInput(f"--model-kwargs: {key} is {_cut(value)}, expected {bound}")
         if not all(map(_ANY.holds, _numbers(value))):

@@ -136,15 +136,18 @@ def as_program(
     `built`: timm's, for tables that no file has; `known_groups`: of some sites the groups that are left. Raises
     BadInput for weights of no widths that it can have.
     """
-    own = tracing(model)
-    for name in names_of(own):
+    own, kept = tracing(model), dict(known_groups)
+    for name, site in names_of(own).items():
         path, _, part = name.rpartition(".")
-        if part in _PARTS and path in sites:
+        is_of_attention = part in _PARTS and path in sites
+        if is_of_attention:
             require_widths(path, sites[path], where)
-    kept = {
-        name: _kept(name, site, sites, model, state) for name, site in names_of(own).items() if name not in known_groups
-    }
-    kept |= known_groups
+        if name not in known_groups and is_of_attention:
+            # The first groups, as many as there were, by its entry: one layer has all of its rows.
+            heads, width = sites[path]["heads"], sites[path][part]
+            kept[name] = first_groups(site, heads * max(width, 1), parts=heads)  # of a constant what is all zero
+        elif name not in known_groups:
+            kept[name] = first_groups(site, _width(site, model, state))
     biases = tuple(name for name in own.added if _found(name, state) is not None)
     new, unreduced = with_groups(model, kept, biases)
     if unreduced:
@@ -167,24 +170,11 @@ def require_widths(name: str, entry: Mapping[str, Any], where: str) -> None:
         raise BadInput(f"{where}: {name!r} has no heads, qk and v; the file was edited, write the model again")
 
 
-def _names(name: str) -> Iterator[str]:
-    """All that a weight may have been called."""
-    name = re.sub(*_ALIASES[0], name)
-    yield name
-    yield from (re.sub(pattern, new, name) for pattern, new in _ALIASES[1:])
-
-
 def _found(name: str, state: State) -> Tensor | None:
-    return next((state[each] for each in _names(name) if each in state), None)
-
-
-def _kept(name: str, site: Site, sites: Mapping[str, Mapping[str, Any]], model: nn.Module, state: State) -> Index:
-    """The first groups, as many as there were: of an attention by its entry, since one layer has all of its rows."""
-    path, _, part = name.rpartition(".")
-    if part in _PARTS and path in sites:
-        heads, width = sites[path]["heads"], sites[path][part]
-        return first_groups(site, heads * max(width, 1), parts=heads)  # of a constant what is all zero
-    return first_groups(site, _width(site, model, state))
+    """By whatever a weight may have been called."""
+    name = re.sub(*_ALIASES[0], name)
+    names = (name, *(re.sub(pattern, new, name) for pattern, new in _ALIASES[1:]))
+    return next((state[each] for each in names if each in state), None)
 
 
 def _width(site: Site, model: nn.Module, state: State) -> int:
@@ -208,7 +198,9 @@ def _weight(name: str, empty: Tensor, model: nn.Module, state: State, buffers: S
     if there is not None:
         if name.endswith("_folded") and not empty.is_meta:
             return empty  # made of weights of the dense model, which it has
-        return there.reshape(empty.shape) if there.numel() == empty.numel() else _filled(there, empty)
+        if there.numel() == empty.numel():
+            return there.reshape(empty.shape)
+        return there if 0 not in there.shape else there.new_zeros(empty.shape)  # of channels of which nothing was left
     if (computed := constant(name, empty.shape, buffers, state)) is not None:
         return computed
     path, _, leaf = name.removesuffix("_folded").rpartition(".")
@@ -216,11 +208,6 @@ def _weight(name: str, empty: Tensor, model: nn.Module, state: State, buffers: S
     if isinstance(norm, nn.BatchNorm2d):
         return torch.full(empty.shape, _OF_IDENTITY.get(leaf, 1.0 - norm.eps), dtype=torch.float32)
     return torch.ones(empty.shape) if leaf == "gamma" else None if empty.is_meta else empty
-
-
-def _filled(there: Tensor, empty: Tensor) -> Tensor:
-    """Zeros for channels of which nothing was left."""
-    return there if 0 not in there.shape else there.new_zeros(empty.shape)
 
 
 Entries = Mapping[str, Mapping[str, Any]]

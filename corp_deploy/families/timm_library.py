@@ -210,15 +210,12 @@ def _size(architecture: Architecture) -> int:
     try:
         key = architecture.name, json.dumps(dict(architecture.kwargs), sort_keys=True)
     except TypeError:  # code among the arguments
-        return _counted(architecture)
-    if key not in _sizes:
-        _sizes[key] = _counted(architecture)
-    return _sizes[key]
-
-
-def _counted(architecture: Architecture) -> int:
+        key = None
+    if key is not None and key in _sizes:
+        return _sizes[key]
     with torch.device("meta"):
-        return parameters(_built(architecture))
+        count = parameters(_built(architecture))
+    return count if key is None else _sizes.setdefault(key, count)
 
 
 def _require_configured(model: nn.Module, name: str) -> None:

@@ -64,29 +64,23 @@ class _Stream:
         return self.front_BFC[:, first] if kind == "class" else self.front_BFC[:, first : first + count]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
-    """By number the stream that each output is of: None for the head's own, -1 for what the head reads. `kinds`: of
-    tokens in front.
+def _given(
+    model: Any, images: Tensor, numbers: Mapping[Output, int | None], kinds: Sequence[str]
+) -> Tensor | tuple[Tensor, ...]:
+    """One output bare, several as a tuple, each of the stream of a number: None for the head's own, -1 for what the
+    head reads. `kinds`: of tokens in front.
     """
-
-    outputs: tuple[Output, ...]
-    numbers: tuple[int | None, ...]
-    kinds: tuple[str, ...]
-
-    def of(self, model: Any, images: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """One output bare, several as a tuple."""
-        last, streams = _streams(model, images)
-        tensors = []
-        for output, number in zip(self.outputs, self.numbers, strict=True):
-            if number is None:
-                tensors.append(model.forward_head(last))
-                continue
-            stream = streams[number] if number >= 0 else _last_stream(last, streams[-1].map_BCHW)
-            if output.layer and output.normed:
-                stream = _last_stream(model.norm(stream.tokens_BNC), stream.map_BCHW)
-            tensors.append(stream.part(output, self.kinds))
-        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+    last, streams = _streams(model, images)
+    tensors = []
+    for output, number in numbers.items():
+        if number is None:
+            tensors.append(model.forward_head(last))
+            continue
+        stream = streams[number] if number >= 0 else _last_stream(last, streams[-1].map_BCHW)
+        if output.layer and output.normed:
+            stream = _last_stream(model.norm(stream.tokens_BNC), stream.map_BCHW)
+        tensors.append(stream.part(output, kinds))
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def _streams(model: Any, images: Tensor) -> tuple[Tensor, list[_Stream]]:
@@ -125,13 +119,14 @@ def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
         )
         raise BadInput(f"outputs: {outputs.describe()} can't be named of {of}; leave --outputs out")
     layers = _layers(model)
-    named = _Given(
-        outputs=outputs.every, numbers=tuple(_number(each, layers) for each in outputs.every), kinds=layers.kinds
-    )
+    numbers = {each: _number(each, layers) for each in outputs.every}
     kind: type[nn.Module] = type(
         state.plain.__name__,
         (state.plain,),
-        {"forward": lambda self, images: named.of(self, images), "__module__": state.plain.__module__},
+        {
+            "forward": lambda self, images: _given(self, images, numbers, layers.kinds),
+            "__module__": state.plain.__module__,
+        },
     )
     plain = kind.__new__(kind)
     plain.__dict__ |= copy.deepcopy({key: value for key, value in vars(model).items() if key != "known_to_corp_deploy"})
@@ -170,47 +165,34 @@ def _layers(model: nn.Module) -> _Layers:
         names, streams = (), []
     if not names or [each.map_BCHW.dim() for each in streams] != [4] * len(names):
         raise BadInput(f"outputs: timm takes no maps of {type(model).__name__}; leave --outputs out")
-    norm, last_channels = dict(model.named_children()).get("norm"), end.map_BCHW.shape[1]
+    # Tokens in front by timm's names of what they start as: class, then DeiT's distillation, then registers.
+    named, count = dict(model.named_parameters(recurse=False)), 0 if end.front_BFC is None else end.front_BFC.shape[1]
+    kinds = [kind for kind, name in (("class", "cls_token"), ("distillation", "dist_token")) if name in named][:count]
     # Of a model that norms what it pooled the norm here is the identity.
-    is_normed = isinstance(norm, nn.Identity | nn.LayerNorm)
+    is_normed = isinstance(dict(model.named_children()).get("norm"), nn.Identity | nn.LayerNorm)
     return _Layers(
         names=names,
         channels=tuple(each.map_BCHW.shape[1] for each in streams),
-        kinds=_kinds_in_front(model, 0 if end.front_BFC is None else end.front_BFC.shape[1]),
+        kinds=(*kinds, *["register"] * (count - len(kinds))),
         is_in_front=tuple(each.front_BFC is not None for each in streams),
-        normed=last_channels if is_normed else 0,
+        normed=end.map_BCHW.shape[1] if is_normed else 0,
         classes=timm_library.classes(model),
     )
 
 
-def _kinds_in_front(model: nn.Module, count: int) -> tuple[str, ...]:
-    """Of so many tokens in front, by timm's names of what they start as: class, then DeiT's distillation, then
-    registers.
-    """
-    named = dict(model.named_parameters(recurse=False))
-    kinds = [kind for kind, name in (("class", "cls_token"), ("distillation", "dist_token")) if name in named][:count]
-    return (*kinds, *["register"] * (count - len(kinds)))
-
-
 def _number(output: Output, layers: _Layers) -> int | None:
     """Of a stream, None of the head's output. Raises BadInput for what the model hasn't."""
-    if output.part is None:
-        number, reason = None, _refusal_of_head(output, layers.classes)
-    else:
+    number, reason = None, ""
+    if output.part is not None:
         number = _place(output.layer, layers.names) if output.layer else -1
         reason = _refusal(output, number, layers)
+    elif output.name == "logits" and not layers.classes:
+        reason = "the model has no classifier; its head gives pooled"
+    elif output.name == "pooled" and layers.classes:
+        reason = "the model's head gives logits; pooled is of one built with num_classes 0"
     if reason:
         raise BadInput(f"outputs: {output.name}: {reason}")
     return number
-
-
-def _refusal_of_head(output: Output, classes: int) -> str:
-    """Why the head of a model of so many classes doesn't give this, or nothing."""
-    if output.name == "logits" and not classes:
-        return "the model has no classifier; its head gives pooled"
-    if output.name == "pooled" and classes:
-        return "the model's head gives logits; pooled is of one built with num_classes 0"
-    return ""
 
 
 def _place(layer: str, layers: Sequence[str]) -> int | None:

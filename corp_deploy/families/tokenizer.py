@@ -3,7 +3,7 @@
 The file is data: nothing in it is executed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -50,10 +50,32 @@ class _Spec:
     tokenizer_json: str
     vocabulary: int
     medium: ClassVar[Literal["images", "text", "arrays"]] = "text"
+    words: ClassVar[str]
 
     @property
     def shape(self) -> tuple[int]:
         return (self.tokenization.length,)
+
+    def as_line(self) -> str:
+        """The preparation for people."""
+        lower = ", lower-cased" if self.tokenization.lower_case else ""
+        said = self.words.format(self.tokenization.length)
+        return f"{said}{lower}, {FILE} of sha256 {self.tokenization.sha256[:12]}..."
+
+    def tokenizer(self) -> Any:
+        """Raises Missing without the package tokenizers, and BadInput for a tokenizer that can't be read, whose ids the
+        model does not know, or whose marks alone fill the length.
+        """
+        inner, length, pad_id = _tokenizer(self.tokenizer_json), self.tokenization.length, self.tokenization.pad_id
+        largest = max([pad_id, *inner.get_vocab(with_added_tokens=True).values()])
+        if largest >= self.vocabulary:
+            raise BadInput(
+                f"{FILE}: its ids go up to {largest}, the model knows {self.vocabulary}; it belongs to another model"
+            )
+        marks = inner.num_special_tokens_to_add(is_pair=False)
+        if length <= marks:
+            raise BadInput(f"{FILE}: {length} tokens a text are no more than its {marks} marks of start and end")
+        return inner
 
     def as_json(self) -> dict[str, Any]:
         """The preparation as plain JSON values."""
@@ -65,24 +87,15 @@ class _Spec:
 class TextSpec(_Spec):
     """What an encoder takes: a text, cut or padded."""
 
+    words: ClassVar[str] = "texts of {} tokens, cut or padded"
+
     @property
     def ports(self) -> tuple[Port, ...]:
         return self.tokenization.ports
 
-    def as_line(self) -> str:
-        """The preparation for people."""
-        lower = ", lower-cased" if self.tokenization.lower_case else ""
-        length, digest = self.tokenization.length, self.tokenization.sha256[:12]
-        return f"texts of {length} tokens, cut or padded{lower}, {FILE} of sha256 {digest}..."
-
     def encoder(self) -> Callable[[Sequence[str]], Mapping[str, Tensor]]:
-        """Texts [B] -> `input_ids` and `attention_mask`, int64 [B,N].
-
-        Raises Missing without the package tokenizers, and BadInput for a tokenizer that can't be read, whose ids the
-        model does not know, or whose marks alone fill the length.
-        """
-        inner = _tokenizer(self.tokenizer_json)
-        _refuse_foreign(inner, self.tokenization, self.vocabulary)
+        """Texts [B] -> `input_ids` and `attention_mask`, int64 [B,N]. Raises as `tokenizer` does."""
+        inner = self.tokenizer()
         length, pad_id = self.tokenization.length, self.tokenization.pad_id
         inner.enable_truncation(max_length=length)
         pad = inner.id_to_token(pad_id) or "[PAD]"
@@ -104,50 +117,32 @@ class TextSpec(_Spec):
 class SequenceSpec(_Spec):
     """What a decoder takes: full sequences of ids. A text is one stream, cut into such."""
 
+    words: ClassVar[str] = "text cut into sequences of {} tokens"
+
     @property
     def ports(self) -> tuple[Port, ...]:
         return (Port(name="input_ids", shape=self.shape, dtype="int64"),)
 
-    def as_line(self) -> str:
-        """The preparation for people."""
-        length, digest = self.tokenization.length, self.tokenization.sha256[:12]
-        return f"text cut into sequences of {length} tokens, {FILE} of sha256 {digest}..."
-
     def sequences(self, lines: Iterable[str], *, where: str) -> NDArray[np.int64]:
         """One text, line by line with their ends, as rows [S,N]; each begins with the marks that the tokenizer puts in
-        front of a text, and what is left over at the end is dropped.
-
-        Raises Missing without the package tokenizers, and BadInput for a tokenizer that can't be read or whose ids the
-        model does not know, and for less than one row.
+        front of a text, and what is left over at the end is dropped. Raises as `tokenizer` does, and BadInput for less
+        than one row.
         """
-        inner = _tokenizer(self.tokenizer_json)
-        _refuse_foreign(inner, self.tokenization, self.vocabulary)
+        inner = self.tokenizer()
         inner.no_truncation()
         inner.no_padding()
-        ids: list[int] = []
-        for some in _in_parts(lines, _LINES):
+        ids, left = list[int](), iter(lines)
+        while some := list(islice(left, _LINES)):
             encodings = inner.encode_batch(some, add_special_tokens=False)
             ids += (id for encoding in encodings for id in encoding.ids)
-        marks = _marks_in_front(inner)
-        own = in_rows(np.asarray(ids, dtype=np.int64), self.tokenization.length - len(marks), where=where)
-        return np.concatenate([np.tile(np.asarray(marks, dtype=np.int64), (len(own), 1)), own], axis=1)
+        encoding = inner.encode("a", add_special_tokens=True)
+        own = next((at for at, special in enumerate(encoding.special_tokens_mask) if not special), 0)
+        marks = encoding.ids[:own]
+        rows = in_rows(np.asarray(ids, dtype=np.int64), self.tokenization.length - len(marks), where=where)
+        return np.concatenate([np.tile(np.asarray(marks, dtype=np.int64), (len(rows), 1)), rows], axis=1)
 
 
 _LINES = 1000  # tokenized at once
-
-
-def _in_parts(lines: Iterable[str], size: int) -> Iterator[list[str]]:
-    left = iter(lines)
-    while some := list(islice(left, size)):
-        yield some
-
-
-def _marks_in_front(inner: Any) -> list[int]:
-    """The ids of the marks before a text's first own token."""
-    encoding = inner.encode("a", add_special_tokens=True)
-    own = next((at for at, special in enumerate(encoding.special_tokens_mask) if not special), 0)
-    marks: list[int] = encoding.ids[:own]
-    return marks
 
 
 def _tokenizer(content: str) -> Any:
@@ -159,17 +154,6 @@ def _tokenizer(content: str) -> Any:
         return Tokenizer.from_str(content)
     except Exception as error:  # the package raises nothing narrower
         raise BadInput(f"{FILE}: not a tokenizer of the tokenizers package ({str(error)[:200]})") from None
-
-
-def _refuse_foreign(inner: Any, tokenization: Tokenization, vocabulary: int) -> None:
-    largest = max([tokenization.pad_id, *inner.get_vocab(with_added_tokens=True).values()])
-    if largest >= vocabulary:
-        raise BadInput(f"{FILE}: its ids go up to {largest}, the model knows {vocabulary}; it belongs to another model")
-    marks = inner.num_special_tokens_to_add(is_pair=False)
-    if tokenization.length <= marks:
-        raise BadInput(
-            f"{FILE}: {tokenization.length} tokens a text are no more than its {marks} marks of start and end"
-        )
 
 
 def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:

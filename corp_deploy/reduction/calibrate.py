@@ -23,7 +23,6 @@ from corp_deploy.families.family import example_of, listened, sites_of, token_we
 from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams, taps_for
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
-from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.module import device as device_of
 from corp_deploy.traced.models.sites import TracedConvolutions, TracedStream, calibration_taps
 from ground.errors import BadInput
@@ -50,39 +49,26 @@ class Place:
         return score_GC.topk(count, dim=1).indices.sort(dim=1).values
 
 
-def _of_site(site: TracedConvolutions) -> Iterator[Place]:
+def _places(model: nn.Module) -> Iterator[Place]:
     """Where one convolution reads all of a site, channel by channel, and nothing beside it."""
-    every = [each for each in site.readings if not each.is_squeeze]
-    layer, columns_GM = every[0].layer, every[0].columns_GM
-    if len(every) > 1 or not isinstance(layer, nn.Conv2d) or site.parts != layer.groups:
-        return
-    if columns_GM.shape == (layer.in_channels, 1):
-        weight = every[0].gained_weight
-        writing_FX = torch.empty_like(written_FX := site.writing_GX())
-        writing_FX[torch.from_numpy(columns_GM[:, 0]).to(writing_FX.device)] = written_FX
-        weight_GPU = weight.flatten(1).view(layer.groups, len(weight) // layer.groups, -1)
-        yield Place(taps=PatchTaps(name=every[0].name, output=layer), weight_GPU=weight_GPU, writing_FX=writing_FX)
+    for site in (each for each in sites_of(model).every if isinstance(each, TracedConvolutions)):
+        every = [each for each in site.readings if not each.is_squeeze]
+        layer, columns_GM = every[0].layer, every[0].columns_GM
+        if len(every) > 1 or not isinstance(layer, nn.Conv2d) or site.parts != layer.groups:
+            continue
+        if columns_GM.shape == (layer.in_channels, 1):
+            weight, writing_FX = every[0].gained_weight, torch.empty_like(written_FX := site.writing_GX())
+            writing_FX[torch.from_numpy(columns_GM[:, 0]).to(writing_FX.device)] = written_FX
+            weight_GPU = weight.flatten(1).view(layer.groups, len(weight) // layer.groups, -1)
+            yield Place(taps=PatchTaps(name=every[0].name, output=layer), weight_GPU=weight_GPU, writing_FX=writing_FX)
 
 
-def _places(model: nn.Module) -> dict[str, Place]:
-    """By the names of their statistics."""
-    sites = (site for site in sites_of(model).every if isinstance(site, TracedConvolutions))
-    return {place.taps.name: place for site in sites for place in _of_site(site)}
-
-
-def without_streams(model: nn.Module, taps: Sequence[Site]) -> list[Site]:
-    """Without what a traced model's streams alone are read by, whose channels all need patches."""
-    own = [site for site in sites_of(model).every if not isinstance(site, TracedStream)]
-    tap_names = {tap.name for site in own for tap in site.listening()}
-    return [tap for tap in taps if tap.name in tap_names]
-
-
-def within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -> list[Site]:
+def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -> list[Site]:
     """The same sites, convolutions with patches of fewer channels where all sums would take more than that. Raises
     BadInput where even the fewest take more.
     """
-    places = _places(model)
-    shapes = shapes_of_sites(listened(model), taps, example=example_of(model), device=device(model))
+    places = {place.taps.name: place for place in _places(model)}
+    shapes = shapes_of_sites(listened(model), taps, example=example_of(model), device=device_of(model))
     fixed = sum(shape.bytes_of_moments() for name, shape in shapes.items() if name not in places)
     free = {name: shape for name, shape in shapes.items() if name in places}
     counts = patch_channels_that_fit(free, bytes_of_sums - fixed) if free else {}
@@ -148,8 +134,11 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     ]
     if statistics.patch_bytes is None:
         return named
-    requested = named if statistics.residual else without_streams(checkpoint.model, named)
-    return within_memory(checkpoint.model, requested, statistics.patch_bytes)
+    if not statistics.residual:  # what streams alone are read by goes: all its channels need patches
+        own = [site for site in sites.every if not isinstance(site, TracedStream)]
+        heard = {tap.name for site in own for tap in site.listening()}
+        named = [tap for tap in named if tap.name in heard]
+    return _within_memory(checkpoint.model, named, statistics.patch_bytes)
 
 
 def memory_needed(
@@ -204,8 +193,7 @@ def calibrate(
 
     def take(ranges: Sequence[tuple[float, float]] = ()) -> Moments:
         def of_first(count: int, moments: Moments) -> Moments:
-            own = {"images": images.subset(range(count)).digest, **_range_told(ranges)}
-            return replace(moments, lineage={**moments.lineage, **own})
+            return _with_range(moments, ranges, images=images.subset(range(count)).digest)
 
         return calib_calibrate.calibrate(
             hooked_modules,
@@ -227,14 +215,13 @@ def calibrate(
         return take()
     with _watched_range(hooked_modules) as ranges:
         moments = take(ranges)
-    every = [pair for of_rank in ranks.all_gather(ranges) for pair in of_rank]
-    return replace(moments, lineage={**moments.lineage, **_range_told(every)})
+    return _with_range(moments, [pair for of_rank in ranks.all_gather(ranges) for pair in of_rank])
 
 
-def _range_told(ranges: Sequence[tuple[float, float]]) -> dict[str, str]:
-    if not ranges:
-        return {}
-    return {PIXEL_RANGE: f"{min(low for low, _ in ranges)!r}:{max(high for _, high in ranges)!r}"}
+def _with_range(moments: Moments, ranges: Sequence[tuple[float, float]], **lineage: str) -> Moments:
+    if ranges:
+        lineage[PIXEL_RANGE] = f"{min(low for low, _ in ranges)!r}:{max(high for _, high in ranges)!r}"
+    return replace(moments, lineage={**moments.lineage, **lineage})
 
 
 def ranks_of_this_run(device: str, *, timeout_s: float = 1800.0) -> AbstractContextManager[Ranks]:

@@ -4,7 +4,6 @@ Legend: K inputs and C outputs of the layer, G groups of a convolution, P output
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeAlias
 
@@ -27,36 +26,20 @@ _SILENT_REL = 1e-3  # of the root mean square layer scale: rows below it can't b
 _Ways = Sequence[tuple[Regression, Regression]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tried:
-    """Errors of a strength on what it was fitted to and on what was held out, the means of all ways round, of all
-    groups together.
+def _tried(groups: Sequence[_Ways], strength: float | None) -> tuple[float, float]:
+    """Errors of a strength, None for no correction, on what it was fitted to and on what was held out: the means of all
+    ways round, of all groups together.
     """
-
-    fitted: float
-    held_out: float
-
-    @classmethod
-    def of_none(cls, groups: Sequence[_Ways]) -> "_Tried":
-        """Without a correction."""
-        return cls(
-            fitted=sum(fmean(own.target_square for own, _ in ways) for ways in groups),
-            held_out=sum(fmean(other.target_square for _, other in ways) for ways in groups),
-        )
-
-    @classmethod
-    def at(cls, groups: Sequence[_Ways], strength: float) -> "_Tried":
-        fitted = held_out = 0.0
-        for ways in groups:
+    fitted = held_out = 0.0
+    for ways in groups:
+        if strength is None:
+            errors = [(own.target_square, other.target_square) for own, other in ways]
+        else:
             refits = [(refit_toward(None, own, strength=strength, bound=True), other) for own, other in ways]
-            fitted += fmean(refit.residual for refit, _ in refits)
-            held_out += fmean(other.error(refit.weight_OK, refit.bias_O) for refit, other in refits)
-        return cls(fitted=fitted, held_out=held_out)
-
-
-def _ways(fit: RegressionSums, held_out: RegressionSums, *, both_ways: bool) -> _Ways:
-    on_fit, on_held_out = fit.regression(), held_out.regression()
-    return ((on_fit, on_held_out), (on_held_out, on_fit)) if both_ways else ((on_fit, on_held_out),)
+            errors = [(refit.residual, other.error(refit.weight_OK, refit.bias_O)) for refit, other in refits]
+        fitted += fmean(own for own, _ in errors)
+        held_out += fmean(other for _, other in errors)
+    return fitted, held_out
 
 
 def group_corrections(
@@ -71,10 +54,12 @@ def group_corrections(
     A group has its sums of the fit and those held out. The strength is that which errs least on what is held out, none
     where no correction does; with `both_ways` either half is fitted and judges the other. `energy`: of the target.
     """
-    each_way = [_ways(fit, held_out, both_ways=both_ways) for fit, held_out in groups]
-    trials: dict[float | None, _Tried] = {None: _Tried.of_none(each_way)}
-    trials |= {each: _Tried.at(each_way, each) for each in sorted(strengths, reverse=True)}
-    strength = min(trials, key=lambda each: trials[each].held_out)
+    each_way: list[_Ways] = []
+    for fit, held_out in groups:
+        pair = fit.regression(), held_out.regression()
+        each_way.append((pair, pair[::-1]) if both_ways else (pair,))
+    trials = {each: _tried(each_way, each) for each in (None, *sorted(strengths, reverse=True))}
+    strength = min(trials, key=lambda each: trials[each][1])
     changes = [(torch.zeros_like(ways[0][0].cross_OK), torch.zeros_like(ways[0][0].mean_O)) for ways in each_way]
     del each_way
     if strength is not None:
@@ -85,10 +70,10 @@ def group_corrections(
     report = LoopFit(
         strength=strength,
         energy=energy,
-        error_recovered=trials[None].fitted,
-        error=trials[strength].fitted,
-        error_recovered_held_out=trials[None].held_out,
-        error_held_out=trials[strength].held_out,
+        error_recovered=trials[None][0],
+        error=trials[strength][0],
+        error_recovered_held_out=trials[None][1],
+        error_held_out=trials[strength][1],
     )
     return changes, report
 
@@ -136,13 +121,18 @@ def fit_(
     """
     weight_GPK, bias_GP = grouped(student.program, layer)
     gain_GP = torch.ones_like(bias_GP) if sums.gain_O is None else sums.gain_O.double().view_as(bias_GP)
-    changed = None if was is None else ((weight_GPK - was[0]) * gain_GP[..., None], (bias_GP - was[1]) * gain_GP)
     columns_G, is_biasless = _columns(student, layer, weight_GPK), layer.bias in student.tracing.biasless
 
     def still(half: RegressionSums, group: int) -> RegressionSums:
         half = half.uncentred() if is_biasless else half
-        left = half if changed is None else half.less(changed[0][group], changed[1][group])
-        return left.of(columns_G[group])
+        if was is not None:
+            gain_P, change_PK, change_P = (
+                gain_GP[group],
+                weight_GPK[group] - was[0][group],
+                bias_GP[group] - was[1][group],
+            )
+            half = half.less(change_PK * gain_P[:, None], change_P * gain_P)
+        return half.of(columns_G[group])
 
     left = [(still(fit, group), still(out, group)) for group, (fit, out) in enumerate(sums.groups())]
     changes, fit = group_corrections(left, sums.variance(), strengths, both_ways=both_ways)

@@ -13,8 +13,6 @@ from .kind import Kind
 from .kinds import KINDS, kind_of
 from .method import Method
 
-NAMED = 3
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
@@ -25,15 +23,19 @@ class Coverage:
     left: tuple[str, ...]
 
     @property
+    def sites(self) -> int:
+        return len(self.reduced) + len(self.refused) + len(self.left)
+
+    @property
     def verdict(self) -> str:
-        return f"{len(self.reduced)} of {len(self.reduced) + len(self.refused) + len(self.left)} sites reduced"
+        return f"{len(self.reduced)} of {self.sites} sites reduced"
 
     def as_json(self) -> dict[str, Any]:
         """The verdict and what it rests on, as plain JSON values."""
         return {
             "verdict": self.verdict,
             "reduced": len(self.reduced),
-            "sites": len(self.reduced) + len(self.refused) + len(self.left),
+            "sites": self.sites,
             "refused": dict(self.refused),
             "left_whole": list(self.left),
         }
@@ -43,10 +45,9 @@ def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> 
     """What these widths do to the sites that were to shrink: all of them by a
     budget (`by_site`), else those that a sparsity asks for, or where none does, all.
     """
-    asks_nothing = not method.asks_to_remove
 
     def counts(kind: Kind) -> bool:
-        return by_site or asks_nothing or bool(kind.sparsity(method))
+        return by_site or not method.asks_to_remove or bool(kind.sparsity(method))
 
     refused = {each.name: each.reason for each in sites.refused if counts(KINDS[each.kind])}
     reduced, left = list[str](), list[str]()
@@ -61,40 +62,34 @@ def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> 
     return Coverage(reduced=tuple(reduced), refused=refused, left=tuple(left))
 
 
-def _by_reason(refused: Mapping[str, str]) -> str:
-    sites = defaultdict(list)
-    for site, reason in refused.items():
-        sites[reason].append(site)
-    return "\n".join(
-        f"  {', '.join(names[:NAMED])}{f' and {len(names) - NAMED} more' if len(names) > NAMED else ''}: {reason}"
-        for reason, names in sites.items()
-    )
-
-
-def _multiples(method: Method) -> Iterator[str]:
-    """The multiples of the widths that are asked to shrink."""
-    if method.mlp_sparsity:
-        yield f"hidden {method.align_hidden}"
-    if method.attention_sparsity:
-        yield f"head {method.align_head}"
-    if method.heads_sparsity:
-        yield "whole heads 1"
-    if method.conv_sparsity or method.residual_sparsity:
-        yield f"conv {method.align_conv}"
+def by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Reasons by name turned round: each with the first names that it is of, and how many more."""
+    names = defaultdict[str, list[str]](list)
+    for name, reason in reasons.items():
+        names[reason].append(name)
+    for reason, own in names.items():
+        yield reason, ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
 
 
 def require_as_asked(covered: Coverage, method: Method) -> None:
     """Raise BadInput where sparsities would remove less than asked because sites are refused, or nothing at all."""
     if covered.refused and method.asks_to_remove:
+        refused = "\n".join(f"  {names}: {reason}" for reason, names in by_reason(covered.refused))
         raise BadInput(
             f"less than was asked for can be removed, {covered.verdict}; these can't be:\n"
-            f"{_by_reason(covered.refused)}\n--allow-partial (recipes: allow_partial = true) reduces the others"
+            f"{refused}\n--allow-partial (recipes: allow_partial = true) reduces the others"
         )
     if not covered.reduced and method.asks_to_remove:
+        multiples = {
+            f"hidden {method.align_hidden}": method.mlp_sparsity,
+            f"head {method.align_head}": method.attention_sparsity,
+            "whole heads 1": method.heads_sparsity,
+            f"conv {method.align_conv}": method.conv_sparsity or method.residual_sparsity,
+        }
         why = (
             "this preset's method reduces MLPs only"
             if method.attention_sparsity and method.qk_recovery == "keep"
-            else f"widths are rounded to multiples ({', '.join(_multiples(method))})"
+            else f"widths are rounded to multiples ({', '.join(name for name, asked in multiples.items() if asked)})"
         )
         raise BadInput(
             f"nothing would be removed, {covered.verdict}: {why}; ask for more, change --align or --preset, or give "

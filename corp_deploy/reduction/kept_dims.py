@@ -5,7 +5,6 @@ A system of T^2 entries a head shrinks with the fourth power of the share kept; 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -19,38 +18,16 @@ from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput
 
+from .heads import kept_planes
 from .method import method_from_preset
 from .model import uniform_widths
 from .moments import require_same_model, site_moments
-from .rope_planes import kept_planes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Queries:
-    """Of a site: dimensions of a head, how many of them go together, how many heads share their keys, and how many have
-    keys of their own.
-    """
-
-    dims: int
-    joined: int
-    shared: int
-    groups: int
-
-    def kept(self, width: int) -> int:
-        """Dimensions of a head, of what widths count."""
-        return width // self.groups * self.joined
-
-
-def _queries(model: nn.Module) -> dict[str, _Queries]:
-    """Of sites whose queries and keys may go, by name."""
+def _queries(model: nn.Module) -> dict[str, TracedPairs]:
+    """Sites whose queries and keys may go, by name."""
     pairs = [site for site in sites_of(model).every if isinstance(site, TracedPairs)]
-    return {
-        site.name: _Queries(
-            dims=site.dims, joined=site.both.joined, shared=site.both.shared, groups=len(site.groups_HP)
-        )
-        for site in pairs
-        if site.repair.mixing != "none"
-    }
+    return {site.name: site for site in pairs if site.repair.mixing != "none"}
 
 
 def kept_widths(
@@ -66,7 +43,9 @@ def kept_widths(
     widths: dict[str, int] = {}
     for name, width in (pair for widths in everywhere for pair in widths.items()):
         if name in queries and name in names:
-            widths[name] = max(queries[name].kept(width), widths.get(name, 0))
+            # Dimensions of a head, of what widths count.
+            dims = width // len(queries[name].groups_HP) * queries[name].both.joined
+            widths[name] = max(dims, widths.get(name, 0))
     if not widths:
         raise BadInput("a system of kept dimensions: none of the sites to calibrate may lose query and key dimensions")
     return widths
@@ -75,12 +54,12 @@ def kept_widths(
 def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> dict[str, Tensor]:
     """The dimensions of most logit energy in a first pass, per site and head. Raises BadInput for another model's."""
     require_same_model(model, first)
-    sites, queries, where, kept = sites_of(model).by_name, _queries(model), device(model), {}
+    queries, where, kept = _queries(model), device(model), {}
     for name, width in widths.items():
-        statistics = site_moments(sites[name], first, where)
+        statistics = site_moments(queries[name], first, where)
         assert isinstance(statistics, HeadMoments), name
-        scores_HD = shared_by_groups(logit_energy(statistics.energy_HD, statistics.images), queries[name].shared)
-        if queries[name].joined == 2:
+        scores_HD = shared_by_groups(logit_energy(statistics.energy_HD, statistics.images), queries[name].both.shared)
+        if queries[name].both.joined == 2:
             kept[name] = dims_of_planes(kept_planes(scores_HD, width), scores_HD.shape[1]).cpu()
         else:
             kept[name] = kept_from_scores(scores_HD, width).cpu()
@@ -89,7 +68,7 @@ def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> di
 
 def narrower(model: nn.Module, sites: Sequence[Site], align_head: int) -> Iterator[tuple[float, dict[str, int]]]:
     """Sparsities that a restricted system can be taken for, the least first, with the widths of every site."""
-    sizes = {(each.dims, math.lcm(align_head, each.joined)) for each in _queries(model).values()}
+    sizes = {(each.dims, math.lcm(align_head, each.both.joined)) for each in _queries(model).values()}
     shares = {1.0 - width / size for size, step in sizes for width in aligned_widths(size, step)[:-1]}
     for share in sorted(shares):
         yield share, kept_widths(model, sites, (share,), align_head)

@@ -72,11 +72,3 @@ def refuse_uncovered(site: str, system: ImageSystem, width: int, align: int) -> 
             f"{system.head_dim} dimensions; expected a width of {', '.join(map(str, there)) or covered}, or moments "
             f"taken for a wider one: calibrate --attention-system --attn {1.0 - width / system.head_dim:g}"
         )
-
-
-def refuse_other_ranking(site: str, method: Method) -> None:
-    """For dimensions that another score would keep and the system in the moments leaves out."""
-    raise BadInput(
-        f"{site}: ranked by {method.qk_selection}, dimensions are kept that the system in these moments "
-        "leaves out: calibrate --attn keeps those of most logit energy; rank by it, or calibrate without --attn"
-    )

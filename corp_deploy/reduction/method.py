@@ -13,7 +13,6 @@ from corp_deploy.families.widths import HeadGeometry
 MlpRanking = Literal[
     "obs", "combined", "energy", "magnitude", "active", "variance", "wanda", "producer-l1", "producer-l2"
 ]
-ConvRanking = MlpRanking
 MlpSelection = MlpRanking | Literal["fold"]
 ConvRepair = Literal["none", "bias", "gram", "affine", "im2col"]
 ConvRecoveryName = Literal["keep"] | ConvRepair
@@ -27,7 +26,7 @@ ValueRecoveryName = Literal["keep", "lowrank"]
 LoopName = Literal["asymmetric", "symmetric"]
 
 MLP_RANKINGS: tuple[str, ...] = get_args(MlpRanking)
-CONV_RANKINGS: tuple[str, ...] = get_args(ConvRanking)
+CONV_RANKINGS = MLP_RANKINGS
 QK_RANKINGS: tuple[str, ...] = get_args(QkRanking)
 QK_RECOVERIES: tuple[str, ...] = get_args(QkRecoveryName)
 MLP_REPAIRS: tuple[str, ...] = get_args(ChannelRecoveryName)
@@ -66,7 +65,7 @@ class Method:
     qk_recovery: QkRecoveryName
     qk_selection: QkRanking = "energy"
     value_recovery: ValueRecoveryName = "keep"
-    conv_selection: ConvRanking = "obs"
+    conv_selection: MlpRanking = "obs"
     conv_recovery: ConvRecoveryName = "keep"
     heads_selection: HeadsRanking = "grail"
     heads_recovery: HeadsRecoveryName = "keep"
@@ -174,7 +173,7 @@ class Method:
 def _preset(
     mlp: tuple[MlpSelection, ChannelRecoveryName],
     qk: QkRecoveryName,
-    conv: tuple[ConvRanking, ConvRecoveryName] = ("obs", "keep"),
+    conv: tuple[MlpRanking, ConvRecoveryName] = ("obs", "keep"),
     heads: tuple[HeadsRanking, HeadsRecoveryName] = ("grail", "keep"),
 ) -> Method:
     """Selection and recovery of channels of MLPs, queries and keys, channels of convolutions, and whole heads."""
@@ -206,9 +205,9 @@ PRESETS: Mapping[str, Method] = MappingProxyType(
 
 def loop_from(value: "bool | LoopName | Literal['none'] | None") -> LoopName | None:
     """Which closed loop: true is the one that is fitted to the dense stream; false, none and None are no loop."""
-    if value == "none":
-        return None
-    return ("asymmetric" if value else None) if value is None or isinstance(value, bool) else value
+    if value is True:
+        return "asymmetric"
+    return value if value and value != "none" else None
 
 
 def method_from_preset(preset: str, **changes: Any) -> Method:

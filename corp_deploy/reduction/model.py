@@ -3,7 +3,7 @@
 Selections and recoveries say what to do; here it is done, once, on a new program. The model given is never edited.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,16 +54,15 @@ class Reduction:
 
     def as_json(self) -> dict[str, Any]:
         """Choices, sites, coverage and notes as plain JSON values."""
-        sites = [asdict(site) for site in self.sites]
-        record = {
+        return {
             "choices": asdict(self.method),
             "coverage": self.coverage.as_json(),
-            "sites": sites,
+            "sites": [asdict(site) for site in self.sites],
             "notes": list(self.notes),
+            **({} if self.gap is None else {"data_gap": asdict(self.gap)}),
+            **({} if self.polish is None else {"polish": dict(self.polish)}),
+            **({} if self.sparsity is None else {"sparsity": self.sparsity.as_json()}),
         }
-        polish = {} if self.polish is None else {"polish": dict(self.polish)}
-        gap = {} if self.gap is None else {"data_gap": self.gap.as_json()}
-        return record | gap | polish | ({} if self.sparsity is None else {"sparsity": self.sparsity.as_json()})
 
 
 def uniform_widths(model: nn.Module, method: Method) -> dict[str, Width]:
@@ -100,30 +99,14 @@ def reduced_site(
     return kind_of(site).reduced(site, own, method, width, cached=cached, held_out=others, splits=splits)
 
 
-def _chosen(
-    model: nn.Module,
-    sites: Sequence[Site],
-    moments: Moments,
-    method: Method,
-    widths: Widths,
-    eliminations: Mapping[str, Order],
-) -> dict[str, Tensor | None]:
-    """What stays of each of these sites."""
-    where = device(model)
-
-    def at_site(site: Site) -> Tensor | None:
-        own, cached = site_moments(site, moments, where), eliminations.get(site.name)
-        return kind_of(site).chosen(site, own, method, widths[site.name], cached)
-
-    return dict(zip((site.name for site in sites), pool.each(at_site, sites, where), strict=True))
-
-
 def _carried_out(
     model: nn.Module, new: Mapping[str, TracedReduced], images: InputSet | None
 ) -> tuple[nn.Module, dict[str, str]]:
     """The narrower model, and sites that had to be kept as they are, with the reason. `images`: where convolutions are
     rescaled on them.
     """
+    if not new:
+        return replaced(model, {}).eval().requires_grad_(False), {}
     narrower = {name: each for name, each in new.items() if each.is_narrower}
     kept, unreduced = provable(model, left_of(narrower))
     tensors = tensors_of({name: each for name, each in narrower.items() if name in kept})
@@ -160,12 +143,18 @@ def reduce(
         require_apart(moments, held_out)
     shown = require_rescalable(model, images) if method.rescales else None
     target_widths = uniform_widths(model, method) if widths is None else widths
-    sites = sites_of(model)
+    sites, where = sites_of(model), device(model)
     merged, few = merged_sites(model, target_widths, moments, method, images, held_out, watch)
     affected = [site for site in sites.every if site.name in target_widths]
+
+    def choose(site: Site) -> Tensor | None:
+        cached = (eliminations or {}).get(site.name)
+        own = site_moments(site, moments, where)
+        return kind_of(site).chosen(site, own, method, target_widths[site.name], cached)
+
     with measured(watch, "select"):
         apart = [site for site in affected if site.name not in merged]
-        chosen = _chosen(model, apart, moments, method, target_widths, eliminations or {})
+        chosen = dict(zip((site.name for site in apart), pool.each(choose, apart, where), strict=True))
 
     def at_site(site: Site) -> TracedReduced:
         if site.name in merged:
@@ -174,14 +163,11 @@ def reduce(
         return reduced_site(model, site, moments, method, width, cached=cached, held_out=held_out)
 
     found = dict[str, TracedReduced]()
-    for site, new in zip(affected, pool.each(at_site, affected, device(model)), strict=True):
+    for site, new in zip(affected, pool.each(at_site, affected, where), strict=True):
         found[site.name] = new
         if on_progress is not None:
             on_progress(len(found), len(affected))
-    if found:
-        reduced, unreduced = _carried_out(model, found, shown)
-    else:
-        reduced, unreduced = replaced(model, {}).eval().requires_grad_(False), {}
+    reduced, unreduced = _carried_out(model, found, shown)
     reports = [report for name, new in found.items() if name not in unreduced for report in new.reports]
     few = (*few, *(f"{name} kept as it is: {reason}" for name, reason in unreduced.items()))
     return Reduction(

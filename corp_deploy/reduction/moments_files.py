@@ -4,7 +4,7 @@ images gives, held-out ones in a file of their own.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from calib import memory
 from calib.calibrate import ALONE, Snapshots
 from calib.distributed import Ranks
-from calib.groups import Split, split_of
+from calib.groups import split_of
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.resume import ResumeFile
@@ -122,133 +122,92 @@ class CalibrationRun:
         return (SUMS_HELD if splits else 1) + inside
 
 
-FEWER_PATCHES = "--patch-memory {:.2g}: patches of the largest convolutions of fewer channels"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """What a request takes of a model."""
 
+    checkpoint: Checkpoint
+    request: CalibrationRequest
+    run: CalibrationRun
+    output: Path
 
-def _refuse_too_large(
-    checkpoint: Checkpoint, request: CalibrationRequest, widths: Mapping[str, int], run: CalibrationRun, copies: int
-) -> None:
-    """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one."""
-    sites, available = chosen_sites(checkpoint, request.statistics), memory.bytes_available(request.device)
-    bytes_needed = {
-        name: copies * size for name, size in memory_needed(checkpoint, sites, request.statistics, widths).items()
-    }
-    run.on_bytes_needed(sum(bytes_needed.values()))
-    try:
-        memory.refuse_too_large(bytes_needed, available)
-    except BadInput as error:
-        if request.statistics.patch_bytes is None and any(site.kind == PatchTaps.kind for site in sites):
-            raise BadInput(f"{error}, (d) {FEWER_PATCHES.format(0.9 * available / copies / 1e9)}") from None
-        fits = None
-        if request.statistics.attention_system and request.restriction is None:
-            fits = sparsity_that_fits(checkpoint, sites, request.statistics, PRESETS["corp"].align_head, available)
-        if fits is None:
-            raise
-        what = f"what fits, for reductions of at least {fits:.0%} of each head: {run.fitting(fits)}"
-        raise BadInput(f"{error}; {what}") from None
-
-
-def _take(
-    checkpoint: Checkpoint,
-    images: InputSet,
-    request: CalibrationRequest,
-    run: CalibrationRun,
-    *,
-    statistics: Statistics,
-    title: str,
-    saved: ResumeFile | None = None,
-    snapshots: Snapshots | None = None,
-) -> Moments:
-    """One pass; begun anew with batches of half the size where memory ran out and nothing was saved yet. That saves no
-    states, which are of the size that was asked for: the same command could not go on from them.
-    """
-    size = request.batch_size
-    while True:
+    def refuse_too_large(self, images: InputSet, widths: Mapping[str, int]) -> None:
+        """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one."""
+        checkpoint, request, run, statistics = self.checkpoint, self.request, self.run, self.request.statistics
+        sites, available = chosen_sites(checkpoint, statistics), memory.bytes_available(request.device)
+        copies, needed = run.copies(request, images), memory_needed(checkpoint, sites, statistics, widths)
+        bytes_needed = {name: copies * size for name, size in needed.items()}
+        run.on_bytes_needed(sum(bytes_needed.values()))
         try:
-            with run.progress(title, len(run.ranks.share(images.count))) as on_progress:
-                return calibrate(
-                    checkpoint,
-                    images,
-                    batch_size=size,
-                    device=request.device,
-                    statistics=statistics,
-                    saved=saved if size == request.batch_size else None,
-                    ranks=run.ranks,
-                    snapshots=snapshots,
-                    on_progress=on_progress,
-                )
-        except Exception as error:
-            if not is_out_of_memory(error) or size == 1 or run.ranks.size > 1 or run.goes_on:
+            memory.refuse_too_large(bytes_needed, available)
+        except BadInput as error:
+            if statistics.patch_bytes is None and any(site.kind == PatchTaps.kind for site in sites):
+                less = f"--patch-memory {0.9 * available / copies / 1e9:.2g}"
+                raise BadInput(f"{error}, (d) {less}: patches of the largest convolutions of fewer channels") from None
+            fits = None
+            if statistics.attention_system and request.restriction is None:
+                fits = sparsity_that_fits(checkpoint, sites, statistics, PRESETS["corp"].align_head, available)
+            if fits is None:
                 raise
-        size //= 2  # not while the error holds what the large one took
-        run.smaller(size)
+            what = f"what fits, for reductions of at least {fits:.0%} of each head: {run.fitting(fits)}"
+            raise BadInput(f"{error}; {what}") from None
 
+    def take(
+        self,
+        images: InputSet,
+        statistics: Statistics,
+        title: str,
+        saved: ResumeFile | None = None,
+        snapshots: Snapshots | None = None,
+    ) -> Moments:
+        """One pass; begun anew with batches of half the size where memory ran out and nothing was saved yet. That saves
+        no states, which are of the size that was asked for: the same command could not go on from them.
+        """
+        run, size = self.run, self.request.batch_size
+        while True:
+            try:
+                with run.progress(title, len(run.ranks.share(images.count))) as on_progress:
+                    return calibrate(
+                        self.checkpoint,
+                        images,
+                        batch_size=size,
+                        device=self.request.device,
+                        statistics=statistics,
+                        saved=saved if size == self.request.batch_size else None,
+                        ranks=run.ranks,
+                        snapshots=snapshots,
+                        on_progress=on_progress,
+                    )
+            except Exception as error:
+                if not is_out_of_memory(error) or size == 1 or run.ranks.size > 1 or run.goes_on:
+                    raise
+            size //= 2  # not while the error holds what the large one took
+            run.smaller(size)
 
-def _restricted(
-    checkpoint: Checkpoint,
-    images: InputSet,
-    request: CalibrationRequest,
-    run: CalibrationRun,
-    widths: Mapping[str, int],
-    title: str,
-) -> Statistics:
-    """What is wanted, with the dimensions that a first pass ranks highest."""
-    assert request.restriction is not None
-    if request.restriction.first is not None:
-        first = load(request.restriction.first)
-    else:
-        ranking, saved = (
-            Statistics(patterns=tuple(widths), precision=request.statistics.precision),
-            run.state(FIRST),
-        )
-        first = _take(checkpoint, images, request, run, statistics=ranking, title=f"{title}.first", saved=saved)
-    return replace(request.statistics, kept=kept_dims(checkpoint.model, first, widths))
+    def restricted(self, images: InputSet, restriction: Restriction, widths: Mapping[str, int]) -> Statistics:
+        """What is wanted, with the dimensions that a first pass ranks highest."""
+        statistics = self.request.statistics
+        if restriction.first is not None:
+            first = load(restriction.first)
+        else:
+            ranking = Statistics(patterns=tuple(widths), precision=statistics.precision)
+            first = self.take(images, ranking, f"{self.output.stem}.first", self.run.state(FIRST))
+        return replace(statistics, kept=kept_dims(self.checkpoint.model, first, widths))
 
+    def fitted(self, images: InputSet, groups_B: Tensor | None, statistics: Statistics) -> Moments:
+        """The moments of the images that are fitted to, of groups by a pass over either half of these; snapshots of the
+        first ones are written on the way.
+        """
+        name, files = self.output.stem, self.run.files(self.output)
+        if groups_B is None:
+            return self.take(images, statistics, name, self.run.state(), files.of_pass())
+        snapshots = files.of_splits(images, groups_B, self.request.seed)
 
-def _take_splits(
-    checkpoint: Checkpoint,
-    images: InputSet,
-    groups_B: Tensor,
-    request: CalibrationRequest,
-    run: CalibrationRun,
-    *,
-    statistics: Statistics,
-    output: Path,
-) -> Moments:
-    """A pass over either half of the groups, one after the other."""
-    snapshots = run.files(output).of_splits(images, groups_B, request.seed)
+        def take(half: InputSet, number: int) -> Moments:
+            state = self.run.state(HALVES[number])
+            return self.take(half, statistics, f"{name}, half {number + 1}", state, snapshots[number])
 
-    def take(half: InputSet, number: int) -> Moments:
-        named, saved = f"{output.stem}, half {number + 1}", run.state(HALVES[number])
-        return _take(
-            checkpoint, half, request, run, statistics=statistics, title=named, saved=saved, snapshots=snapshots[number]
-        )
-
-    return in_splits(images, groups_B, take, seed=request.seed)
-
-
-def _fitted(
-    checkpoint: Checkpoint,
-    parts: Split[InputSet],
-    request: CalibrationRequest,
-    run: CalibrationRun,
-    statistics: Statistics,
-    output: Path,
-) -> Moments:
-    """The moments of the images that are fitted to; snapshots of the first ones are written on the way."""
-    images = parts.fitted
-    if parts.groups_B is not None:
-        return _take_splits(checkpoint, images, parts.groups_B, request, run, statistics=statistics, output=output)
-    return _take(
-        checkpoint,
-        images,
-        request,
-        run,
-        statistics=statistics,
-        title=output.stem,
-        saved=run.state(),
-        snapshots=run.files(output).of_pass(),
-    )
+        return in_splits(images, groups_B, take, seed=self.request.seed)
 
 
 def _written(moments: Moments, path: Path, ranks: Ranks, *, gone: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -270,24 +229,24 @@ def write_moments(
     """
     parts = split_of(images, hold_out=request.hold_out, groups=request.groups, seed=request.seed)
     refuse_snapshots(run.snapshots, parts.fitted, run.ranks)
+    passes = _Passes(checkpoint=checkpoint, request=request, run=run, output=output)
     statistics, widths, restriction = request.statistics, dict[str, int](), request.restriction
     if restriction is not None:
         sites = chosen_sites(checkpoint, statistics)
         widths = kept_widths(checkpoint.model, sites, restriction.sparsities, restriction.align_head)
-    _refuse_too_large(checkpoint, request, widths, run, run.copies(request, parts.fitted))
+    passes.refuse_too_large(parts.fitted, widths)
     if restriction is not None:
-        statistics = _restricted(checkpoint, parts.fitted, request, run, widths, output.stem)
-    moments = _fitted(checkpoint, parts, request, run, statistics, output)
+        statistics = passes.restricted(parts.fitted, restriction, widths)
+    moments = passes.fitted(parts.fitted, parts.groups_B, statistics)
     # What an older run held out may be among the images of these.
     gone = () if parts.held_out is None else (held_out_path(output).name,)
     summaries = _written(moments, output, run.ranks, gone=gone)
     if summaries and run.snapshots:
         summaries[0]["snapshots"] = run.files(output).summaries()
     if summaries and (gap := overfitting(checkpoint.model, moments)) is not None:
-        summaries[0]["overfitting"] = gap.as_json()
+        summaries[0]["overfitting"] = asdict(gap)
     if parts.held_out is not None:
         # Held-out images are few: the passes over all the others are the ones worth going on with.
         path = held_out_path(output)
-        moments = _take(checkpoint, parts.held_out, request, run, statistics=statistics, title=path.stem)
-        summaries += _written(moments, path, run.ranks)
+        summaries += _written(passes.take(parts.held_out, statistics, path.stem), path, run.ranks)
     return summaries

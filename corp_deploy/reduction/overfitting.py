@@ -7,9 +7,8 @@ and falls with the number of photographs.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,9 +40,6 @@ class Overfitting:
     share_held_out: float
     tokens_effective: float | None
     more_groups: int | None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def sentence(self, lead: str) -> str:
         """What `lead` loses, and whether more images would help."""
@@ -78,13 +74,9 @@ def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
     every = [(site, width) for site in sites_of(model).every if (width := _half_of(site, moments))]
     if moments.half is None or not every:
         return None
-    sites = every[:: max(1, len(every) // LOOKED_AT)]
-    fitted = held_out = weights = 0.0
-    for site, width in sites:
-        of_half = _at(site, moments, width, device(model))
-        fitted, held_out = fitted + of_half[0] / len(sites), held_out + of_half[1] / len(sites)
-        weights += width / len(sites)
-    return from_splits(fitted, held_out, groups=len(moments.group_ids.unique()), weights=weights)
+    sites, groups = every[:: max(1, len(every) // LOOKED_AT)], len(moments.group_ids.unique())
+    fitted, held_out = zip(*(_at(site, moments, width, device(model)) for site, width in sites), strict=True)
+    return from_splits(fmean(fitted), fmean(held_out), groups=groups, weights=fmean(width for _, width in sites))
 
 
 def data_gap(reports: Iterable[SiteReport], moments: Moments) -> Overfitting | None:

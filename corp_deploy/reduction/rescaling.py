@@ -8,10 +8,10 @@ Legend: B images of a piece, C channels, O outputs of a convolution, U columns o
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from calib.inputs import InputSet
 from corp_deploy.algebra.patches import rescaled_outputs
@@ -25,7 +25,7 @@ from corp_deploy.traced.programs.readers import CONV2D, Called, every_layer
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite
-from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
+from .traced_streams import Piece, Segment, Student, Values, pieces_of, segments_of
 
 SAID = "every convolution rescaled to the dense one's means and variances, channel by channel"
 
@@ -94,31 +94,25 @@ def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: 
     for segment in segments_of(dense, student):
         inside = set(segment.up_to([segment.after or dense.program.output]))
         own = [layer for layer in left if layer.node in inside]
-        for layer, dense_sums in _dense_sums(segment, own, pieces).items():
-            _rescale_(student, layer, _student_sums(segment, layer, pieces), dense_sums)
+        for layer, dense_sums in _sums(segment, own, pieces, segment.run_dense).items():
+            sums = _sums(segment, [layer], pieces, segment.run_student)[layer]
+            refuse_nonfinite(layer.name, sums.variance_O)
+            _rescale_(student, layer, sums, dense_sums)
         segment.advance_(pieces, with_dense=True)
 
 
-def _dense_sums(segment: Segment, layers: Sequence[Called], pieces: Sequence[Piece]) -> dict[Called, OutputSums]:
-    sums, nodes = {layer: _empty(segment, layer) for layer in layers}, segment.up_to([each.node for each in layers])
+def _sums(
+    segment: Segment, layers: Sequence[Called], pieces: Sequence[Piece], run: Callable[[Piece, list[fx.Node]], Values]
+) -> dict[Called, OutputSums]:
+    """`run`: of the dense model or of the student."""
+    weights = {layer: segment.dense.program.tensor(layer.weight) for layer in layers}
+    sums = {layer: OutputSums(len(weight), weight.device) for layer, weight in weights.items()}
+    nodes = segment.up_to([each.node for each in layers])
     for piece in pieces:
-        values = segment.run_dense(piece, nodes)
+        values = run(piece, nodes)
         for layer, own in sums.items():
             own.add(values[layer.node])
     return sums
-
-
-def _student_sums(segment: Segment, layer: Called, pieces: Sequence[Piece]) -> OutputSums:
-    sums, nodes = _empty(segment, layer), segment.up_to([layer.node])
-    for piece in pieces:
-        sums.add(segment.run_student(piece, nodes)[layer.node])
-    refuse_nonfinite(layer.name, sums.variance_O)
-    return sums
-
-
-def _empty(segment: Segment, layer: Called) -> OutputSums:
-    weight = segment.dense.program.tensor(layer.weight)
-    return OutputSums(len(weight), weight.device)
 
 
 def _rescale_(student: Student, layer: Called, own: OutputSums, dense_sums: OutputSums) -> None:

@@ -8,7 +8,7 @@ Legend: B sequences of a batch, N tokens, C channels.
 
 import glob
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,25 +49,22 @@ class SequentialRun:
     on_bytes_needed: Callable[[int], None] = lambda size: None
     on_progress: Callable[[int], None] = lambda finished: None
 
-    @property
-    def statistics_digest(self) -> str:
-        """A short digest of what statistics are of."""
-        return hashlib.sha256(f"{self.statistics} {self.batch_size}".encode()).hexdigest()[:8]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Some sequences, whose moments become one file: its parts by block, and what tells moments of what they are."""
+    """Some sequences, whose moments become one file: its parts by block, and what tells moments of what they are.
+    `kept`: a digest of what statistics are of.
+    """
 
     output: Path
     ids: Tensor
     lineage: Mapping[str, str]
     streams: Stream
-    statistics_digest: str
+    kept: str
 
     def of_block(self, index: int) -> Path:
         """Of this block by the same statistics."""
-        return self.output.with_name(f"{self.output.stem}.{self.statistics_digest}.block{index}.partial.safetensors")
+        return self.output.with_name(f"{self.output.stem}.{self.kept}.block{index}.partial.safetensors")
 
     def remove_all(self) -> None:
         """Of other statistics too, which an earlier run was interrupted in."""
@@ -76,27 +73,18 @@ class _Part:
 
     def is_done(self, index: int) -> bool:
         """Whether an earlier run left this block's moments, of this model and these sequences."""
-        path = self.of_block(index)
-        if not path.exists():
-            return False
         try:
-            return load(path).lineage == self.lineage
+            return self.of_block(index).exists() and load(self.of_block(index)).lineage == self.lineage
         except BadInput:
             return False
 
 
-def _embedded(layers: DecoderLayers, inputs: InputSet, batch_size: int) -> Stream:
-    embeddings = layers.embeddings()
-    with torch.inference_mode():
-        return [embeddings(next(iter(tensors_by_name(batch).values()))) for batch in inputs.batches(batch_size)]
-
-
-def _block(layers: DecoderLayers, index: int, where: str) -> TracedModule:
-    return traced_block(index, layers.block(index).to(where), layers.arguments)
-
-
-def _sites_of_block(block: TracedModule, site_names: frozenset[str]) -> list[Site]:
-    return [site for site in calibration_taps(block, sites_of(block)) if site.name in site_names]
+def _block(
+    layers: DecoderLayers, index: int, where: str, site_names: Collection[str]
+) -> tuple[TracedModule, list[Site]]:
+    """With its sites of these names."""
+    block = traced_block(index, layers.block(index).to(where), layers.arguments)
+    return block, [site for site in calibration_taps(block, sites_of(block)) if site.name in site_names]
 
 
 def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run: SequentialRun) -> None:
@@ -119,16 +107,6 @@ def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run
     save(replace(collector.moments(part.lineage), image_ids=part.ids.sort().values), part.of_block(index))
 
 
-def _take_through(
-    layers: DecoderLayers, index: int, parts: list[_Part], site_names: frozenset[str], run: SequentialRun
-) -> None:
-    """All streams through one block, which is gone then."""
-    block = _block(layers, index, run.device)
-    sites = _sites_of_block(block, site_names)
-    for part in parts:
-        _run_block(listened(block), sites, part, index, run)
-
-
 def _parts(
     layers: DecoderLayers, inputs: InputSet, run: SequentialRun, output: Path, *, hold_out: int | None, seed: int
 ) -> Iterator[_Part]:
@@ -136,27 +114,26 @@ def _parts(
     if hold_out is not None:
         fitted, held_out = held_out_split(inputs, hold_out, seed=seed)
         sets = {output: fitted, held_out_path(output): held_out}
-    digest = layers.digest()
+    digest, kept = layers.digest(), hashlib.sha256(f"{run.statistics} {run.batch_size}".encode()).hexdigest()[:8]
     for path, own in sets.items():
         lineage = lineage_for_moments(layers.checkpoint, own, digest) | {"dtype": run.statistics.precision}
-        streams = _embedded(layers, own, run.batch_size)
-        yield _Part(output=path, ids=own.ids, lineage=lineage, streams=streams, statistics_digest=run.statistics_digest)
+        embeddings = layers.embeddings()
+        with torch.inference_mode():
+            batches = (next(iter(tensors_by_name(batch).values())) for batch in own.batches(run.batch_size))
+            streams = [embeddings(batch) for batch in batches]
+        yield _Part(output=path, ids=own.ids, lineage=lineage, streams=streams, kept=kept)
 
 
-def _refuse_memory(layers: DecoderLayers, parts: list[_Part], site_names: frozenset[str], run: SequentialRun) -> None:
+def _refuse_memory(layers: DecoderLayers, parts: list[_Part], site_names: Collection[str], run: SequentialRun) -> None:
     """By the first block: all are alike."""
-    block = _block(layers, 0, run.device)
-    sites = _sites_of_block(block, site_names) or _sites_of_block(block, _of_first(site_names))
+    own = {name for name in site_names if name.startswith("blocks.0.")}
+    block, sites = _block(layers, 0, run.device, own or {f"blocks.0.{name.split('.', 2)[2]}" for name in site_names})
     example = parts[0].streams[0][:1]
     shapes = shapes_of_sites(listened(block), sites, example=example, device=run.device)
     required_bytes = bytes_needed(shapes, attention_system=run.statistics.attention_system, kept={})
     streams = sum(x_BNC.nbytes for part in parts for x_BNC in part.streams)
     run.on_bytes_needed(sum(required_bytes.values()) + streams + sum(each.nbytes for each in block.parameters()))
     refuse_too_large(required_bytes, bytes_available(run.device))
-
-
-def _of_first(site_names: frozenset[str]) -> frozenset[str]:
-    return frozenset(f"blocks.0.{name.split('.', 2)[2]}" for name in site_names)
 
 
 def write_moments_by_block(
@@ -166,20 +143,19 @@ def write_moments_by_block(
     file holds. Parts of blocks that are finished stay beside it until both files are written, so that the same call
     goes on. Raises BadInput where there is no site or too little memory.
     """
-    site_names = frozenset(site.name for site in chosen_sites(layers.checkpoint, run.statistics))
+    site_names = {site.name for site in chosen_sites(layers.checkpoint, run.statistics)}
     parts = list(_parts(layers, inputs, run, output, hold_out=hold_out, seed=seed))
     _refuse_memory(layers, parts, site_names, run)
-    for index in range(layers.arguments.decoder.layers):
-        _take_through(layers, index, parts, site_names, run)
+    indices = range(layers.arguments.decoder.layers)
+    for index in indices:
+        block, sites = _block(layers, index, run.device, site_names)
+        for part in parts:
+            _run_block(listened(block), sites, part, index, run)
+        del block, sites  # before the next one is read
         run.on_progress(index + 1)
-    summaries = [_joined(part, layers) for part in parts]
+    for part in parts:
+        join([path for path in map(part.of_block, indices) if path.exists()], part.output)
+    summaries = [summary_of_moments(load(part.output), part.output) for part in parts]
     for part in parts:
         part.remove_all()
     return summaries
-
-
-def _joined(part: _Part, layers: DecoderLayers) -> dict[str, Any]:
-    of_blocks = [part.of_block(index) for index in range(layers.arguments.decoder.layers)]
-    there = [path for path in of_blocks if path.exists()]
-    join(there, part.output)
-    return summary_of_moments(load(part.output), part.output)

@@ -1,7 +1,7 @@
 """Files of the moments of the first images, at several numbers of them, written by the pass over all."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,14 @@ from torch import Tensor
 
 from calib.calibrate import Snapshots, refuse_counts
 from calib.distributed import Ranks
+from calib.groups import second_half_mask
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.store import load, save
 from ground.errors import BadInput
 
 from .summary import summary_of_moments
-from .validation_split import of_splits, second_half
-
-
-def snapshot_path(moments: Path, count: int) -> Path:
-    """Where the moments of the first `count` images stand: beside those of all."""
-    return moments.with_name(f"{moments.stem}.{count}{moments.suffix}")
+from .validation_split import of_splits
 
 
 def refuse_snapshots(counts: tuple[int, ...], images: InputSet, ranks: Ranks) -> None:
@@ -43,6 +39,15 @@ def refuse_snapshots(counts: tuple[int, ...], images: InputSet, ranks: Ranks) ->
         )
 
 
+def _written(counts: Sequence[int], path: Callable[[int], Path]) -> Snapshots:
+    """Of so many images each, in a file of its own."""
+    return Snapshots(
+        counts=tuple(counts),
+        write=lambda count, moments: save(moments, path(count)),
+        written=lambda count: path(count).is_file(),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotFiles:
     """The files beside `output` of the moments of the first images, `counts` of them, ascending."""
@@ -50,15 +55,16 @@ class SnapshotFiles:
     output: Path
     counts: tuple[int, ...]
 
+    def _path(self, count: int) -> Path:
+        return self.output.with_name(f"{self.output.stem}.{count}{self.output.suffix}")
+
+    def _unfinished(self, count: int) -> Path:
+        """The first half's part of a snapshot, of so many of its images."""
+        return self.output.with_name(f"{self.output.stem}.{count}.half1.partial.safetensors")
+
     def of_pass(self) -> Snapshots | None:
         """Written by one pass over all images."""
-        if not self.counts:
-            return None
-        return Snapshots(
-            counts=self.counts,
-            write=lambda count, moments: save(moments, snapshot_path(self.output, count)),
-            written=lambda count: snapshot_path(self.output, count).is_file(),
-        )
+        return _written(self.counts, self._path) if self.counts else None
 
     def of_splits(self, images: InputSet, groups_B: Tensor, seed: int) -> tuple[Snapshots | None, Snapshots | None]:
         """Written by a pass over either half, dealt as all images are: the first leaves its part for the second.
@@ -67,7 +73,7 @@ class SnapshotFiles:
         """
         if not self.counts:
             return None, None
-        second_B = second_half(images, groups_B, seed=seed)
+        second_B = second_half_mask(groups_B, seed=seed, noun=images.noun)
         parts = {count: int(second_B[:count].sum()) for count in self.counts}
         for count, of_second in parts.items():
             if of_second in (0, count):
@@ -75,14 +81,8 @@ class SnapshotFiles:
                     f"--snapshots {count}: the first {count} {images.noun} are all in one half of the groups, so "
                     "nothing would judge what is fitted to them; take more, or draw their order with --samples"
                 )
-        return self._first({count - parts[count] for count in parts}), self._second(images, groups_B, parts)
-
-    def _first(self, counts: set[int]) -> Snapshots:
-        return Snapshots(
-            counts=tuple(sorted(counts)),
-            write=lambda count, moments: save(moments, self._unfinished(count)),
-            written=lambda count: self._unfinished(count).is_file(),
-        )
+        first = {count - parts[count] for count in parts}
+        return _written(sorted(first), self._unfinished), self._second(images, groups_B, parts)
 
     def _second(self, images: InputSet, groups_B: Tensor, parts: Mapping[int, int]) -> Snapshots:
         def of(part: int) -> list[int]:
@@ -91,20 +91,16 @@ class SnapshotFiles:
         def write(part: int, second: Moments) -> None:
             for count in of(part):
                 first, some = load(self._unfinished(count - part)), images.subset(range(count))
-                save(of_splits(some, groups_B[:count], first, second), snapshot_path(self.output, count))
+                save(of_splits(some, groups_B[:count], first, second), self._path(count))
 
         def written(part: int) -> bool:
-            return all(snapshot_path(self.output, count).is_file() for count in of(part))
+            return all(self._path(count).is_file() for count in of(part))
 
         return Snapshots(counts=tuple(sorted(set(parts.values()))), write=write, written=written)
 
-    def _unfinished(self, count: int) -> Path:
-        """The first half's part of a snapshot, of so many of its images."""
-        return self.output.with_name(f"{self.output.stem}.{count}.half1.partial.safetensors")
-
     def summaries(self) -> list[dict[str, Any]]:
         """What each file holds."""
-        paths = [snapshot_path(self.output, count) for count in self.counts]
+        paths = [self._path(count) for count in self.counts]
         return [summary_of_moments(load(path), path) for path in paths]
 
     def clear(self) -> None:

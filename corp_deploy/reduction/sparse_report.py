@@ -1,12 +1,12 @@
-"""What k:n sparsity did to each layer, in numbers and in words. No torch."""
+"""What k:n sparsity did to each layer, in numbers and in words."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
+from .coverage import by_reason
 from .sparse_options import Target
-
-NO_KERNEL = "{}: for analysis, no engine has kernels for it; 2:4 has"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,8 @@ class SparsityReport:
         """For people."""
         sparse = [each for each in self.layers if each.pattern]
         patterns = ", ".join(dict.fromkeys(each.pattern for each in sparse))
-        lost, masked = (_mean([getattr(each, name) / (each.energy or 1.0) for each in sparse]) for name in _SHARES)
+        lost = fmean(each.error / (each.energy or 1.0) for each in sparse)
+        masked = fmean(each.error_masked / (each.energy or 1.0) for each in sparse)
         yield (
             f"{patterns} sparse: {len(sparse)} of {len(self.layers)} layers, their mean error {lost:.2%} of what they "
             f"give, {masked:.2%} before the refit"
@@ -74,22 +75,7 @@ class SparsityReport:
             f"zeros: {self.macs_of_zeros / 1e6:,.1f} M of the sparse layers' {self.macs / 1e6:,.1f} M MACs, which "
             "engines skip only where they pick sparse kernels; no other MACs take them off"
         )
-        for reason, names in _by_reason([each for each in self.layers if each.reason]).items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            yield f"{', '.join(names[:3])}{more} not sparse: {reason}"
+        for reason, names in by_reason({each.layer: each.reason for each in self.layers if each.reason}):
+            yield f"{names} not sparse: {reason}"
         for pattern in dict.fromkeys(each.pattern for each in sparse if each.pattern != "2:4"):
-            yield NO_KERNEL.format(pattern)
-
-
-_SHARES = ("error", "error_masked")
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(len(values), 1)
-
-
-def _by_reason(layers: Sequence[LayerSparsity]) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for each in layers:
-        names.setdefault(each.reason, []).append(each.layer)
-    return names
+            yield f"{pattern}: for analysis, no engine has kernels for it; 2:4 has"

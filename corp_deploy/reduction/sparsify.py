@@ -63,21 +63,19 @@ def _sums(
         if before is not None:
             _, y = inputs_and_outputs(parts[0], pair.reduced, before)
         weights = pair.weights(x)
+        there = slice(None) if weights is None else weights.flatten() > 0.0
+        counted = None if weights is None else weights.flatten()[there].unsqueeze(0)
         for own, x_NK, y_NO in zip(sums, place.entering(x), place.leaving(y), strict=True):
-            if weights is None:
-                own.add(x_NK.unsqueeze(0), y_NO.unsqueeze(0))
-            else:
-                is_there_N = weights.flatten() > 0.0
-                there = (tensor[is_there_N].unsqueeze(0) for tensor in (x_NK, y_NO, weights.reshape(-1, 1)))
-                x_1XK, y_1XO, counted_1X1 = there
-                own.add(x_1XK, y_1XO, counted_1X1.squeeze(-1))
+            own.add(x_NK[there].unsqueeze(0), y_NO[there].unsqueeze(0), counted)
     return sums
 
 
 def _made_sparse_(
-    place: SparsePlace, sums: Sequence[RegressionSums], how: Sparsifying
-) -> tuple[list[Sparse], Tensor | None]:
-    """Set the layer to its new weights; the order that what it reads is to be put into, None for that it has."""
+    place: SparsePlace, sums: Sequence[RegressionSums], how: Sparsifying, inputs: int
+) -> tuple[LayerSparsity, Tensor | None]:
+    """Set the layer to its new weights, by sums over so many inputs; the order that what it reads is to be put into,
+    None for that it has.
+    """
     sparsity, weight_GOK = how.kinds[place.kind], place.weight_rows()
     bias_GO = weight_GOK.new_zeros(weight_GOK.shape[:2])
     if place.layer.bias is not None:
@@ -91,42 +89,19 @@ def _made_sparse_(
         order_K = interleaved(score_K, sparsity, block=place.block)
         back_K = order_K.argsort()
         regressions, weight_GOK = [regressions[0].of(order_K)], weight_GOK[:, :, order_K]
-    sparse = [
-        sparse_layer(
-            Objective(
-                regression=regression,
-                dense_OK=weight_OK,
-                ridge_rel=how.ridge_rel,
-                fits_bias=place.layer.bias is not None,
-            ),
-            bias_O,
-            sparsity,
-            how.rule,
-            refits=how.refits,
-        )
-        for regression, weight_OK, bias_O in zip(regressions, weight_GOK, bias_GO, strict=True)
-    ]
+    sparse, fits_bias = list[Sparse](), place.layer.bias is not None
+    for regression, weight_OK, bias_O in zip(regressions, weight_GOK, bias_GO, strict=True):
+        own = Objective(regression=regression, dense_OK=weight_OK, ridge_rel=how.ridge_rel, fits_bias=fits_bias)
+        sparse.append(sparse_layer(own, bias_O, sparsity, how.rule, refits=how.refits))
     place.fill_(
         torch.stack([each.weight_OK[:, back_K] for each in sparse]), torch.stack([each.bias_O for each in sparse])
     )
-    return sparse, order_K
-
-
-def _reported(
-    place: SparsePlace,
-    sums: Sequence[RegressionSums],
-    sparse: Sequence[Sparse],
-    how: Sparsifying,
-    reordered: bool,
-    inputs: int,
-) -> LayerSparsity:
-    sparsity = how.kinds[place.kind]
     macs = round(sum(own.x.tokens * each.weight_OK.numel() for own, each in zip(sums, sparse, strict=True)) / inputs)
-    return LayerSparsity(
+    report = LayerSparsity(
         layer=place.name,
         kind=place.kind,
         pattern=str(sparsity),
-        reordered=reordered,
+        reordered=order_K is not None,
         energy=sum(each.energy for each in sparse),
         error_dense=sum(each.error_dense for each in sparse),
         error_masked=sum(each.error_masked for each in sparse),
@@ -134,6 +109,7 @@ def _reported(
         macs=macs,
         macs_of_zeros=round(macs * (1.0 - sparsity.share)),
     )
+    return report, order_K
 
 
 def _chosen(
@@ -155,30 +131,17 @@ def _chosen(
     return sorted(every, key=lambda place: order.get(place.name, len(came))), left
 
 
-def _refuse_none(reports: Sequence[LayerSparsity], how: Sparsifying) -> None:
-    if any(each.pattern for each in reports):
-        return
-    kinds = ", ".join(f"{kind}={pattern}" for kind, pattern in how.kinds.items())
-    why = "; ".join(dict.fromkeys(f"{each.layer}: {each.reason}" for each in reports[:3]))
-    raise BadInput(
-        f"--sparse {kinds}: no layer can be sparse ({why or 'the model has none of these kinds'}); leave it out"
-    )
-
-
-def _streams_reordered(model: nn.Module, how: Sparsifying) -> nn.Module:
+def _streams_reordered(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -> nn.Module:
+    sizes = {sparsity.of for sparsity in kinds.values()}
     for stream in streams(model):
-        model = reordered(model, stream, _order(scores(model, stream), how))
+        score_C = scores(model, stream)
+        if len(sizes) > 1 or len(score_C) % max(sizes):
+            raise BadInput(
+                f"--sparse-permute stream: one order of {len(score_C)} channels can't serve groups of "
+                f"{' and '.join(map(str, sorted(sizes)))}; give --sparse-permute inside"
+            )
+        model = reordered(model, stream, interleaved(score_C, next(iter(kinds.values()))))
     return model
-
-
-def _order(score_C: Tensor, how: Sparsifying) -> Tensor:
-    sizes = {sparsity.of for sparsity in how.kinds.values()}
-    if len(sizes) > 1 or len(score_C) % max(sizes):
-        raise BadInput(
-            f"--sparse-permute stream: one order of {len(score_C)} channels can't serve groups of "
-            f"{' and '.join(map(str, sorted(sizes)))}; give --sparse-permute inside"
-        )
-    return interleaved(score_C, next(iter(how.kinds.values())))
 
 
 @torch.no_grad()
@@ -197,7 +160,7 @@ def sparsified(
     finished. Raises BadInput where no layer can be sparse, and for activations that are not finite.
     """
     if how.permute == "stream":
-        reduced = _streams_reordered(reduced, how)
+        reduced = _streams_reordered(reduced, how.kinds)
     before, traced = layered(reduced)
     own = copy.deepcopy(before)
     orders = list[tuple[Site, Tensor]]()
@@ -216,10 +179,9 @@ def sparsified(
                 place = waiting.pop(name)
                 target = before.get_submodule(place.path) if how.target == "reduced" else None
                 sums = _sums(place, target, parts, pairs)
-                sparse, order_K = _made_sparse_(place, sums, how)
+                reports[name], order_K = _made_sparse_(place, sums, how, count)
                 if order_K is not None and place.site is not None:
                     orders.append((place.site, order_K))
-                reports[name] = _reported(place, sums, sparse, how, order_K is not None, count)
                 if on_progress is not None:
                     on_progress(len(reports), len(reports) + len(waiting))
             if not waiting:
@@ -230,7 +192,12 @@ def sparsified(
         reports.get(each.name) or LayerSparsity(layer=each.name, kind=each.kind, reason=left[each.name])
         for each in places
     ]
-    _refuse_none(listed, how)
+    if not reports:
+        kinds = ", ".join(f"{kind}={pattern}" for kind, pattern in how.kinds.items())
+        why = "; ".join(dict.fromkeys(f"{each.layer}: {each.reason}" for each in listed[:3]))
+        raise BadInput(
+            f"--sparse {kinds}: no layer can be sparse ({why or 'the model has none of these kinds'}); leave it out"
+        )
     report = SparsityReport(rule=how.rule, permute=how.permute, target=how.target, layers=tuple(listed))
     new = relayered(reduced, {place.name: place.layer for place in places if place.name in reports}, traced)
     for site, order_G in orders:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns
+from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.algebra.whole_heads import recovered
 from corp_deploy.families.widths import Width
 from corp_deploy.traced.models.sites import Site, TracedChannels
@@ -21,12 +22,11 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors
 from ground.errors import BadInput
 
-from .heads import layer_report
-from .judged_folds import PADDED, FoldedRead, JudgedFold, See
+from .judged_folds import FoldedRead
 from .kinds import kind_of
 from .method import Method
 from .partial_patches import without_patches
-from .report import HeldOut
+from .report import HeldOut, site_report
 from .traced_change import Mapped, TracedReduced, tensors_of
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
@@ -47,7 +47,6 @@ class TracedFold:
 
     def show(
         self,
-        sees: Mapping[str, See],
         values: Values,
         weights_BN: Tensor | None,
         *,
@@ -56,7 +55,10 @@ class TracedFold:
     ) -> None:
         """What the layers read that are behind the site, by the `values` of the program as it is; see `run`."""
         if weights_BN is not None and isinstance(self.site, TracedValues):
-            raise BadInput(PADDED.format(self.site.name))
+            raise BadInput(
+                f"{self.site.name}: folded heads are judged on whole images, and these inputs have padding; rank "
+                "heads: --select heads=obs"
+            )
         region = self.units.region
         unchanged = {node: value for node, value in values.items() if node not in region.changed}
         merged = run(self.program, region.nodes, unchanged, masks=masks)
@@ -66,33 +68,23 @@ class TracedFold:
             return x[weights_BN > 0.0] if weights_BN is not None and is_of_tokens else x
 
         by_name = {node.name: node for node in region.ends}
-        for number, each in enumerate(self.reads):
+        for each in self.reads:
             end = by_name[each.read.reading.source]
-            sees[self.key(number)](*each.deficit(values[end], merged[end], there), is_held_out)
+            each.see(values[end], merged[end], there, is_held_out=is_held_out)
 
-    def key(self, number: int) -> str:
-        """Of a layer that reads it, once in a model."""
-        return f"{self.site.name} {number}"
-
-    def every(self) -> dict[str, FoldedRead]:
-        return {self.key(number): each for number, each in enumerate(self.reads)}
-
-    def reduced(
-        self, judged: Mapping[str, JudgedFold], method: Method, held_out: tuple[ReaderStats, ...] | None
-    ) -> TracedReduced:
-        own = [judged[self.key(number)] for number in range(len(self.reads))]
-        changes = tuple(each.change(of) for each, of in zip(self.reads, own, strict=True))
+    def reduced(self, method: Method, held_out: tuple[ReaderStats, ...] | None) -> TracedReduced:
+        """Once all images were shown."""
+        changes, lost = zip(*(each.judged(method.ridge_rel) for each in self.reads), strict=True)
+        errors = [each for each in lost if each is not None]
         elsewhere = None
-        errors = [each.error_held_out for each in own if each.error_held_out is not None]
-        if held_out is not None and len(errors) == len(own):
+        if held_out is not None and len(errors) == len(lost):
             elsewhere = HeldOut(energy=sum(each.energy for each in held_out), error=sum(errors))
-        site, kind, count = self.site, kind_of(self.site), len(self.kept_K)
-        is_narrower = count < len(self.units.groups_UV)
+        site, kind, count, units = self.site, kind_of(self.site), len(self.kept_K), len(self.units.groups_UV)
+        is_narrower = count < units
         if isinstance(site, TracedValues):
             (only,) = changes
-            heads = len(self.units.groups_UV)
-            widths = heads, heads * method.heads_kept, count
-            report = layer_report(site.name, "heads", widths, only.recovery, only.read.energy, elsewhere)
+            widths = units, units * method.heads_kept, count
+            report = site_report(site.name, "heads", widths, only.recovery, energy=only.read.energy, held_out=elsewhere)
             beside = beside_heads(site, self.kept_K)
         else:
             assert isinstance(kind, TracedKind), site.name
@@ -116,7 +108,6 @@ def merges(site: Site, method: Method) -> bool:
 
 def folded(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Width) -> TracedFold:
     """The site at one width."""
-    assert isinstance(width, int), (site.name, width)
     is_of_heads = isinstance(site, TracedValues)
     units = site.units() if isinstance(site, TracedValues | TracedChannels) else ""
     assert isinstance(units, Units), (site.name, units)
@@ -125,7 +116,17 @@ def folded(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Wi
     written = units.written(site.program) if is_of_heads else site.writing_GX()
     map_KU = averages(cluster_rows(written, count, seed=0), count)
     kept_K = (map_KU > 0.0).double().argmax(1)
-    mapped = tuple(_mean(site.program, name, rows_UX, map_KU, kept_K) for name, rows_UX in units.rows.items())
+    rows = {name: rows_UX.to(map_KU.device).T for name, rows_UX in units.rows.items()}
+    mapped = tuple(
+        Mapped(
+            name=name,
+            dense=site.program.tensor(name).detach().double(),
+            rows_HD=rows_XU,
+            map_HRD=map_KU.expand(len(rows_XU), -1, -1),
+            kept_HR=rows_XU[:, kept_K],
+        )
+        for name, rows_XU in rows.items()
+    )
     alone = TracedReduced(reports=[], kept_K=kept_K, mapped=mapped)
     recovery = method.heads_recovery if is_of_heads else method.mlp_recovery
     tensors = {name: tensor.to(site.program.tensor(name)) for name, tensor in tensors_of({site.name: alone}).items()}
@@ -136,17 +137,6 @@ def folded(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Wi
         program=with_tensors(site.program, tensors),
         mapped=mapped,
         reads=tuple(_folded(read, units, map_KU, kept_K, recovery, method.ridge_rel) for read in reads),
-    )
-
-
-def _mean(program: Program, name: str, rows_UX: Tensor, map_KU: Tensor, kept_K: Tensor) -> Mapped:
-    rows_XU = rows_UX.to(map_KU.device).T
-    return Mapped(
-        name=name,
-        dense=program.tensor(name).detach().double(),
-        rows_HD=rows_XU,
-        map_HRD=map_KU.expand(len(rows_XU), -1, -1),
-        kept_HR=rows_XU[:, kept_K],
     )
 
 
@@ -166,6 +156,10 @@ def _folded(
     )
     plain = recovered(*parts, "none", ridge_rel=ridge_rel)
     foretold = recovered(*parts, "gram", ridge_rel=ridge_rel) if recovery == "gram" else plain
+    outputs, inputs = plain.weight_OK.shape
+    fit, held_out = (
+        RegressionSums.empty(inputs=inputs, outputs=outputs, device=map_KU.device) for _ in ("fit", "held out")
+    )
     return FoldedRead(
         read=read,
         columns_UF=columns_UF,
@@ -173,4 +167,6 @@ def _folded(
         refits=recovery in ("affine", "refit"),
         plain_OK=plain.weight_OK,
         foretold=(foretold.weight_OK, foretold.bias_O, foretold.condition, foretold.ridge),
+        fit=fit,
+        held_out=held_out,
     )

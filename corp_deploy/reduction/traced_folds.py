@@ -2,7 +2,7 @@
 between the rows that write them and the layers that read them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,7 +19,6 @@ from corp_deploy.traced.models.module import Tracing, device
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
-from .judged_folds import See, Show, judged_folds
 from .method import Method
 from .traced_change import TracedReduced
 from .traced_fold import TracedFold, folded, merges
@@ -70,13 +69,8 @@ class ShownInputs:
                     yield map_tensors(batch.inputs, lambda tensor, chosen_B=chosen_B: tensor[chosen_B]), is_held  # type: ignore[misc]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stretch:
-    """What has to run of a program from one cut to the next, and for which sites."""
-
-    nodes: tuple[fx.Node, ...]
-    after: fx.Node | None
-    folds: tuple[TracedFold, ...]
+_Stretch = tuple[list[fx.Node], fx.Node | None, list[TracedFold]]
+"""What has to run of a program from one cut to the next, that cut, and for which sites."""
 
 
 def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
@@ -90,29 +84,24 @@ def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
         ]
         left = [each for each in left if each not in folds]
         ends = [node for each in folds for node in each.units.region.around]
-        nodes = needed(own.program, before, [*ends, *([] if after is None or not left else [after])])
-        yield _Stretch(nodes=tuple(nodes), after=after, folds=tuple(folds))
+        yield needed(own.program, before, [*ends, *([] if after is None or not left else [after])]), after, folds
         if not left:
             return
 
 
-def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Iterable[TracedFold]) -> Show:
+@torch.inference_mode()
+def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[TracedFold]) -> None:
     """Each input through the dense program, from cut to cut."""
     stretches, inputs = tuple(_stretches(own, every)), [node for node in own.program.nodes if node.op == "placeholder"]
-
-    @torch.inference_mode()
-    def show(sees: Mapping[str, See]) -> None:
-        for batch, is_held in shown.batches():
-            here = to_device(batch, device(model))
-            weights_BN, entering = token_weights(model, here), dict(zip(inputs, tensors_of_inputs(here), strict=True))
-            beside = {node: entering[node] for node in along(own.program)}
-            for stretch in stretches:
-                values = run(own.program, stretch.nodes, entering)
-                for fold in stretch.folds:
-                    fold.show(sees, values, weights_BN, is_held_out=is_held)
-                entering = beside | {node: values[node] for node in [stretch.after] if node in values}
-
-    return show
+    for batch, is_held in shown.batches():
+        here = to_device(batch, device(model))
+        weights_BN, entering = token_weights(model, here), dict(zip(inputs, tensors_of_inputs(here), strict=True))
+        beside = {node: entering[node] for node in along(own.program)}
+        for nodes, after, folds in stretches:
+            values = run(own.program, nodes, entering)
+            for fold in folds:
+                fold.show(values, weights_BN, is_held_out=is_held)
+            entering = beside | {node: values[node] for node in [after] if node in values}
 
 
 def merged_sites(
@@ -144,8 +133,7 @@ def merged_sites(
             for site in sites
             if merges(site, method)
         }
-    every = {key: read for fold in folds.values() for key, read in fold.every().items()}
-    judged = judged_folds(every, method, _show(model, shown, own, folds.values()))
+    _show(model, shown, own, folds.values())
     others = {name: None if held_out is None else reads_of(fold.site, held_out, where) for name, fold in folds.items()}
-    reduced = {name: fold.reduced(judged, method, others[name]) for name, fold in folds.items()}
+    reduced = {name: fold.reduced(method, others[name]) for name, fold in folds.items()}
     return reduced, (few,) if shown.fitted < moments.images else ()

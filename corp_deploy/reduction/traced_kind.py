@@ -11,11 +11,11 @@ from torch import Tensor
 
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
 from corp_deploy.families.widths import aligned_width, aligned_widths, finer_step, stepped_width
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.means import is_mean
 
+from .heads import fitted
 from .method import Method
 from .report import HeldOut, SiteReport
 from .traced_change import Change, TracedReduced
@@ -24,6 +24,7 @@ from .traced_reads import ReaderStats, of_places, reads_of, rest_of
 from .traced_recovery import error_of, mean_of_kept, recovered
 
 OfSite = TypeVar("OfSite", bound=Site)
+Reads = tuple[ReaderStats, ...]
 Part = Literal["channels", "convolutions", "values", "streams"]
 _LEAST_SQUARES = {"channels": "affine", "values": "affine", "convolutions": "im2col", "streams": "im2col"}
 """The repair whose ridge halves of the images choose; the others stay as published."""
@@ -51,10 +52,10 @@ class TracedKind(Generic[OfSite]):
         align = self._choices(method)[1]
         return align if method.aligned else max(align, site.multiple)
 
-    def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> tuple[ReaderStats, ...]:
+    def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> Reads:
         return reads_of(site, moments, device)
 
-    def rest_of(self, own: tuple[ReaderStats, ...], half: tuple[ReaderStats, ...]) -> tuple[ReaderStats, ...]:
+    def rest_of(self, own: Reads, half: Reads) -> Reads:
         return tuple(rest_of(each, part) for each, part in zip(own, half, strict=True))
 
     def sparsity(self, method: Method) -> float | None:
@@ -94,56 +95,48 @@ class TracedKind(Generic[OfSite]):
         return None
 
     def chosen(
-        self,
-        site: OfSite,
-        moments: tuple[ReaderStats, ...],
-        method: Method,
-        width: int,
-        cached: Elimination | None = None,
+        self, site: OfSite, moments: Reads, method: Method, width: int, cached: Elimination | None = None
     ) -> Tensor | None:
         return self._choice(site, moments, method, width, cached)
 
-    def _choice(
-        self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method, width: int, cached: Elimination | None
-    ) -> Tensor:
-        _, _, selection, _ = self._choices(method)
-        part_C = _parts(site, moments)
+    def _choice(self, site: OfSite, moments: Reads, method: Method, width: int, cached: Elimination | None) -> Tensor:
+        selection, part_C = self._choices(method)[2], _parts(site, moments)
         if width in (0, site.width):
             return torch.arange(width, device=moments[0].weight_OU.device)
         if selection != "obs":
             return ranked(moments, selection, site.writing_GX(), part_C, width)
-        kept_K = (cached or self._order(site, moments, method)).kept(width)
+        kept_K = (cached or elimination(moments, part_C, ridge_rel=method.ridge_rel)).kept(width)
         swaps = method.mlp_swaps and self.part == "channels" and part_C is None
         return swapped(moments, kept_K, ridge_rel=method.ridge_rel) if swaps else kept_K
 
     def reduced(
         self,
         site: OfSite,
-        moments: tuple[ReaderStats, ...],
+        moments: Reads,
         method: Method,
         width: int,
         *,
         cached: Elimination | Tensor | None = None,
-        held_out: tuple[ReaderStats, ...] | None = None,
-        splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None = None,
+        held_out: Reads | None = None,
+        splits: tuple[Reads, Reads] | None = None,
     ) -> TracedReduced:
         kept_K = cached if isinstance(cached, Tensor) else self._choice(site, moments, method, width, cached)
-        recovery, ridge = self._choices(method)[3] if width else "affine", None
-        if width and splits is not None and recovery == _LEAST_SQUARES[self.part]:
-            ridge = chosen_ridge(
-                (of_places(splits[0]), of_places(splits[1])),
-                ridges_from(method.ridge_rel),
-                lambda half, strength: _changed(half, recovery, kept_K, strength),
-                lambda changes, half: _judged(changes, kept_K, half).share,
-            )
-        ridge_rel = method.ridge_rel if ridge is None else ridge.strength_whole
-        changes = _changed(of_places(moments), recovery, kept_K, ridge_rel)
+        recovery = self._choices(method)[3] if width else "affine"
+        chooses = width and recovery == _LEAST_SQUARES[self.part]
+        changes, ridge = fitted(
+            of_places(moments),
+            (of_places(splits[0]), of_places(splits[1])) if splits is not None and chooses else None,
+            method.ridge_rel,
+            lambda of, strength: _changed(of, recovery, kept_K, strength),
+            lambda changes, half: _judged(changes, kept_K, half),
+        )
         others = None if held_out is None else _judged(changes, kept_K, of_places(held_out))
         report = replace(self.report(site, method, changes, len(kept_K), others), ridge_fit=ridge)
-        means = tuple(read for read in moments if read.reading.is_squeeze and is_mean(read.reading.weight))
+        squeezes = [read for read in moments if read.reading.is_squeeze]
+        means = tuple(read for read in squeezes if is_mean(read.reading.weight))
         changes += tuple(Change(read=read, recovery=mean_of_kept(read, kept_K)) for read in means)
-        squeezes = tuple(read for read in moments if read.reading.is_squeeze and not is_mean(read.reading.weight))
-        changes += _changed(squeezes, "none" if recovery == "none" else "affine", kept_K, method.ridge_rel)
+        gated = tuple(read for read in squeezes if not is_mean(read.reading.weight))
+        changes += _changed(gated, "none" if recovery == "none" else "affine", kept_K, method.ridge_rel)
         return TracedReduced(reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
 
     def report(
@@ -168,29 +161,24 @@ class TracedKind(Generic[OfSite]):
             held_out=judged,
         )
 
-    def elimination(self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method) -> Elimination | None:
-        return self._order(site, moments, method)
-
-    def _order(self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method) -> Elimination:
+    def elimination(self, site: OfSite, moments: Reads, method: Method) -> Elimination | None:
         return elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
 
-    def errors(
-        self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method, cached: Elimination | None
-    ) -> tuple[float, ...]:
-        order = cached or self._order(site, moments, method)
+    def errors(self, site: OfSite, moments: Reads, method: Method, cached: Elimination | None) -> tuple[float, ...]:
+        order = cached or elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
         return tuple(map(order.error_at, self.offers(site, method)))
 
 
-def _parts(site: Site, reads: tuple[ReaderStats, ...]) -> Tensor | None:
+def _parts(site: Site, reads: Reads) -> Tensor | None:
     part_G = site.groups.part_G
     return None if part_G is None else torch.from_numpy(part_G).to(reads[0].weight_OU.device)
 
 
-def _changed(reads: tuple[ReaderStats, ...], recovery: str, kept_K: Tensor, ridge_rel: float) -> tuple[Change, ...]:
+def _changed(reads: Reads, recovery: str, kept_K: Tensor, ridge_rel: float) -> tuple[Change, ...]:
     return tuple(Change(read=read, recovery=recovered(read, recovery, kept_K, ridge_rel=ridge_rel)) for read in reads)
 
 
-def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: tuple[ReaderStats, ...]) -> HeldOut:
+def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: Reads) -> HeldOut:
     pairs = list(zip(changes, others, strict=True))
     return HeldOut(
         energy=sum(other.energy for _, other in pairs),

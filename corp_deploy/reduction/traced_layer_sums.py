@@ -4,7 +4,7 @@ what its target has beyond what it gives.
 Legend: G groups of a convolution, K columns of a layer, O its outputs, X places.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -118,26 +118,23 @@ class _OfPatches:
         return replace(self._all(), channels_GR=None, cross_GPU=None)
 
     def regressions(self) -> list[RegressionSums]:
-        return _regressions(self._all())
+        """Of what is lacking on patches, for each group."""
+        moments = self._all()
+        assert moments.cross_GPU is not None, moments.taps
+        groups = len(moments.sum_GU)
+        sums_GP, squares_GP = moments.target_sum_O.view(groups, -1), moments.target_square_O.view(groups, -1)
+        return [
+            RegressionSums(
+                x=Gram(tokens=moments.tokens, sum_K=moments.sum_GU[group], upper_KK=moments.gram_GUU[group]),
+                t_O=sums_GP[group],
+                tx_OK=moments.cross_GPU[group],
+                tt=squares_GP[group].sum(),
+            )
+            for group in range(groups)
+        ]
 
     def _all(self) -> PatchMoments:
         return on_device(self.sums.moments(), self.where)
-
-
-def _regressions(moments: PatchMoments) -> list[RegressionSums]:
-    """Of what is lacking on patches, for each group."""
-    assert moments.cross_GPU is not None, moments.taps
-    groups = len(moments.sum_GU)
-    sums_GP, squares_GP = moments.target_sum_O.view(groups, -1), moments.target_square_O.view(groups, -1)
-    return [
-        RegressionSums(
-            x=Gram(tokens=moments.tokens, sum_K=moments.sum_GU[group], upper_KK=moments.gram_GUU[group]),
-            t_O=sums_GP[group],
-            tx_OK=moments.cross_GPU[group],
-            tt=squares_GP[group].sum(),
-        )
-        for group in range(groups)
-    ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,12 +149,11 @@ class LayerSums:
 
     @classmethod
     def of(cls, layer: Layer, name: str, *, is_fitted: bool) -> "LayerSums":
-        def empty() -> _OfRows | _OfPatches:
-            if isinstance(layer, nn.Linear):
-                return _OfRows(layer)
-            return _OfPatches(layer, name, is_fitted=is_fitted)
-
-        return cls(fit=empty(), held_out=empty())
+        fit, held_out = (
+            _OfRows(layer) if isinstance(layer, nn.Linear) else _OfPatches(layer, name, is_fitted=is_fitted)
+            for _ in range(2)
+        )
+        return cls(fit=fit, held_out=held_out)
 
     def add(
         self, layer: Called, x: Tensor, lacking: TargetResidual | None, weights_BN: Tensor | None, *, held_out: bool
@@ -180,9 +176,9 @@ class LayerSums:
         fit, held_out = (None if each.is_empty else each.moments() for each in (self.fit, self.held_out))
         return SplitStatistics(fit=fit, held_out=held_out)
 
-    def groups(self) -> list[tuple[RegressionSums, RegressionSums]]:
+    def groups(self) -> Iterator[tuple[RegressionSums, RegressionSums]]:
         """What is lacking on all columns, for the fit and held out, group by group."""
-        return list(zip(self.fit.regressions(), self.held_out.regressions(), strict=True))
+        return zip(self.fit.regressions(), self.held_out.regressions(), strict=True)
 
 
 def layer_sums(
@@ -205,35 +201,25 @@ def layer_sums(
             lacking = None
             if target is not None:
                 lacking = target.residual(segment.as_merged(dense, student, layer.node, target.dense_ends), student)
-            sizes_BN = segment.sizes_of(student, layer.node)
-            weights_BN = piece.weights_BN if sizes_BN is None else sizes_BN
+            weights_BN = segment.weights_at(piece, student, layer.node)
             sums[layer].add(layer, student[reading[layer]], lacking, weights_BN, held_out=piece.held_out)
     for layer, own in sums.items():
-        refuse_nonfinite(layer.name, _small(own.moments()))
+        for half in (each.moments() for each in (own.fit, own.held_out) if not each.is_empty):
+            # What a NaN stays in.
+            refuse_nonfinite(layer.name, half.sum_F if isinstance(half, ChannelMoments) else half.sum_GU)
     return sums
-
-
-def _small(splits: SplitStatistics) -> Tensor:
-    """What a NaN stays in."""
-    every = [each for each in (splits.fit, splits.held_out) if each is not None]
-    sums = [each.sum_F if isinstance(each, ChannelMoments) else each.sum_GU for each in every]  # type: ignore[union-attr]
-    return torch.cat([each.flatten() for each in sums])
 
 
 def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> SplitStatistics:
     """Of an attention's queries and keys in the student."""
     tracing, (taps,) = segment.student.tracing, site.listening()
     nodes = segment.up_to([tracing.by_node[name] for name in site.sources])
-    sums: dict[bool, SiteSums] = {
-        held_out: new_sums([taps], Options(attention_system=system))[site.name] for held_out in (False, True)
-    }
-    filled: Collection[bool] = {piece.held_out for piece in pieces}
+    sums = dict[bool, SiteSums]()
     for piece in pieces:
-        own = sums[piece.held_out]
-
-        values = segment.run_student(piece, nodes)
-        sizes_BN = segment.sizes_of(values, nodes[-1])
-        weights_BN = piece.weights_BN if sizes_BN is None else sizes_BN
+        if piece.held_out not in sums:
+            sums |= {piece.held_out: new_sums([taps], Options(attention_system=system))[site.name]}
+        own, values = sums[piece.held_out], segment.run_student(piece, nodes)
+        weights_BN = segment.weights_at(piece, values, nodes[-1])
         weights = None if weights_BN is None else weights_of(weights_BN, weights_BN.device)
 
         def hear(_: str, role: Role, x: Tensor, own: SiteSums = own, weights: Weights | None = weights) -> None:
@@ -243,7 +229,6 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
             for name in site.sources:
                 tracing.hooked[2][name](values[tracing.by_node[name]])
         own.flush()
-    fit, held_out = (
-        on_device(sums[each].moments(), segment.student.where) if each in filled else None for each in (False, True)
-    )
+    where = segment.student.where
+    fit, held_out = (on_device(sums[each].moments(), where) if each in sums else None for each in (False, True))
     return SplitStatistics(fit=fit, held_out=held_out)

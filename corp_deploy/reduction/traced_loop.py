@@ -5,8 +5,9 @@ a site to what they give in the dense model, those that read it to what the stre
 where their output is added to one, else to what they give in the dense one (asymmetric calibration, arXiv 2504.02692).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from ground.errors import BadInput
 
 from .correct import Grouped, fit_, grouped
 from .coverage import coverage
-from .judged_folds import See, judged_folds
 from .kinds import kind_of
 from .loop import Loop
 from .method import RESCALED, Method
@@ -77,14 +77,9 @@ def reduce_traced(
     target_widths = {name: width for name, width in every.items() if name not in irreducible}
     student = Student.of(dense)
     half_ids = _half_ids(images, loop)
-    pieces = pieces_of(
-        images,
-        device(model),
-        batch_size,
-        weights=lambda batch: token_weights(model, batch),
-        half_ids=half_ids,
-        held_out_every=None if loop is None else loop.held_out_every,
-    )
+    every_one = None if loop is None else loop.held_out_every
+    weights = partial(token_weights, model)
+    pieces = pieces_of(images, device(model), batch_size, weights=weights, half_ids=half_ids, held_out_every=every_one)
     read = {} if loop is None or counts_all(model, loop.reads) else places_read(dense, device(model))
     making = _Making(
         student=student,
@@ -102,6 +97,7 @@ def reduce_traced(
     if method.rescales:
         rescale_(dense, student, images, batch_size=batch_size)
     way = "each to its dense weights" if loop is None else "fitted to the dense model's streams and layers"
+    partly = [layer.name for layer in layers(dense.program) if layer.node in read]
     kept_stays = tuple(f"{name} kept as it is: {reason}" for name, reason in irreducible.items())
     return Reduction(
         model=making.narrowed(model, dense),
@@ -111,16 +107,10 @@ def reduce_traced(
         notes=(*notes_on(sites, method, target_widths), *kept_stays),
         decisions=(
             f"closed loop over {len(making.new)} sites in the order in which they run, {way}",
-            *_said_of_places(dense, read),
+            *((f"only places that outputs read count in the fits of {', '.join(partly)}",) if partly else ()),
             *((SAID,) if method.rescales else ()),
         ),
     )
-
-
-def _said_of_places(dense: Tracing, read: Mapping[fx.Node, Tensor]) -> Iterator[str]:
-    names = [layer.name for layer in layers(dense.program) if layer.node in read]
-    if names:
-        yield f"only places that outputs read count in the fits of {', '.join(names)}"
 
 
 def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
@@ -149,9 +139,9 @@ class _Making:
     reports: list[SiteReport] = field(default_factory=list)
     finished: set[fx.Node] = field(default_factory=set)
     called: dict[str, list[Called]] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-    constants: set[fx.Node] = field(default_factory=set)
-    order: dict[str, int] = field(default_factory=dict)
+    steps: list[Step] = field(init=False)
+    constants: set[fx.Node] = field(init=False)
+    order: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         program = self.student.program
@@ -185,7 +175,11 @@ class _Making:
         """`later`: layers that are fitted when further sites are reduced."""
         loop, site, readers = self.loop, step.site, self._readers(step.site)
         alignment = self._align(segment, (site, *step.beside)) if loop is not None and loop.align_inputs else None
-        targets = {layer: None if loop is None else self._target(segment, layer) for layer in readers}
+        targets: dict[Called, Target | None] = dict.fromkeys(readers)
+        if loop is not None:
+            for layer in readers:
+                target = target_of(layer.node, self.constants)
+                targets[layer] = replace(target, read_P=self._read(segment, layer))
         sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
         before = {layer: grouped(self.student.program, layer) for layer in readers}
         new = self._reduced(segment, step, sums)
@@ -206,9 +200,6 @@ class _Making:
         first, *rest = new.reports
         reports = [replace(first, alignment=alignment), *rest]
         self.reports += [*reports[:-1], replace(reports[-1], loop=fits[0] if fits else None)]
-
-    def _target(self, segment: Segment, layer: Called) -> Target:
-        return replace(target_of(layer.node, self.constants), read_P=self._read(segment, layer))
 
     def _read(self, segment: Segment, layer: Called) -> Tensor | None:
         return segment.read_of(layer.node, self.read.get(layer.node))
@@ -241,13 +232,10 @@ class _Making:
         """Fitted and judged on the student's stream."""
         assert self.student.fewer is None, fold.site.name
         nodes = segment.up_to(fold.units.region.around)
-
-        def show(sees: Mapping[str, See]) -> None:
-            for piece in self.pieces:
-                values = segment.run_student(piece, nodes)
-                fold.show(sees, values, piece.weights_BN, is_held_out=False, masks=self.student.masks)
-
-        return fold.reduced(judged_folds(fold.every(), self.method, show), self.method, None)
+        for piece in self.pieces:
+            values = segment.run_student(piece, nodes)
+            fold.show(values, piece.weights_BN, is_held_out=False, masks=self.student.masks)
+        return fold.reduced(self.method, None)
 
     def _align(self, segment: Segment, sites: Sequence[Site]) -> LoopFit | None:
         """Layers that write the sites are made to give on the student's stream what they gave on the dense one."""
@@ -256,12 +244,8 @@ class _Making:
         fits = []
         for layer in sorted(dict.fromkeys(writers), key=lambda each: self.order[each.node.name]):
             if self.student.is_changed and layer.node not in self.finished and len(self.called[layer.weight]) == 1:
-                own = layer_sums(
-                    segment,
-                    self.pieces,
-                    {layer: Target(layer=layer.node, read_P=self._read(segment, layer))},
-                )
-                fits.append(self._fit(layer, own[layer]))
+                target = Target(layer=layer.node, read_P=self._read(segment, layer))
+                fits.append(self._fit(layer, layer_sums(segment, self.pieces, {layer: target})[layer]))
             # A further site of the same layer finds rows of it reduced that its own output would undo.
             self.finished.add(layer.node)
         return fits[0] if fits else None

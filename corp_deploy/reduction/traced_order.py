@@ -43,20 +43,17 @@ def steps_of(tracing: Tracing, sites: Sites, widths: Widths, method: Method) -> 
 
 
 def _steps(site: Site, every: list[Site], widths: Widths, method: Method, order: Mapping[str, int]) -> Iterator[Step]:
-    width, place = widths[site.name], _place(site, order)
-    left, dims_alone = _heads_left(site, method), replace(method, heads_sparsity=None)
+    def place(*sites: Site) -> int:
+        return min(order[span.reader] for each in sites for span in each.groups.listening)
+
+    width, left = widths[site.name], _heads_left(site, method)
     most = site.width // site.parts * left
     if left < site.parts:
         others = beside_heads(site, torch.arange(left))
         beside = tuple(each for each in every if each.name in others)
-        first = min(_place(each, order) for each in (site, *beside))
-        yield Step(site=site, width=most, method=method, place=first, beside=beside)
+        yield Step(site=site, width=most, method=method, place=place(site, *beside), beside=beside)
     if left == site.parts or width < most:
-        yield Step(site=site, width=width, method=dims_alone, place=place)
-
-
-def _place(site: Site, order: Mapping[str, int]) -> int:
-    return min(order[span.reader] for span in site.groups.listening)
+        yield Step(site=site, width=width, method=replace(method, heads_sparsity=None), place=place(site))
 
 
 def _heads_left(site: Site, method: Method) -> int:
@@ -68,16 +65,13 @@ def _heads_left(site: Site, method: Method) -> int:
 
 def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Method) -> dict[str, str]:
     """Sites that no program can be written without groups of, with the reason, seen on the first ones of each part."""
-    named = names_of(dense)
+    named, first = names_of(dense), dict[str, TracedReduced]()
+    for name, width in widths.items():
+        site = sites.by_name[name]
+        left = _heads_left(site, method)
+        kept_K = torch.from_numpy(first_groups(site.groups, width, parts=left))
+        beside = beside_heads(site, torch.arange(left)) if left < site.parts else {}
+        first[name] = TracedReduced(reports=[], kept_K=kept_K, beside=beside)
     names = {groups.key: name for name, groups in named.items()}
-    first = {name: _first(sites.by_name[name], width, method) for name, width in widths.items()}
     kept = {named[name].key: groups for name, groups in left_of(first).items() if len(groups)}
     return {names[key]: reason for key, reason in narrow(dense.analysis, kept).unreduced.items()}
-
-
-def _first(site: Site, width: int, method: Method) -> TracedReduced:
-    """The first groups of the first parts."""
-    left = _heads_left(site, method)
-    kept = first_groups(site.groups, width, parts=left)
-    beside = beside_heads(site, torch.arange(left)) if left < site.parts else {}
-    return TracedReduced(reports=[], kept_K=torch.from_numpy(kept), beside=beside)

@@ -17,8 +17,7 @@ from corp_deploy.algebra import queries_keys, scores
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.models.pairs import Side, TracedPairs
 
-from .heads import QkAtSite, qk_at_site, qk_report, rotated_qk
-from .logits import logit_scale
+from .heads import qk_report, recovered_qk, rotated_qk
 from .method import Method
 from .statistics import statistics_at
 from .traced_change import Mapped, TracedReduced, mapped_layer
@@ -81,31 +80,25 @@ class TracedPairsKind:
         places, narrower, repair = width // len(site.groups_HP), width < site.width, site.repair
         dims, scores_HD = places * site.both.joined, _scores(site, moments, method)
         if repair.mixing == "none":
+            # The places of most score, as they are.
             method = replace(method, qk_recovery="select")
-            at_site, kept_HK = _selected(site, moments, method, scores_HD, places)
-            report = qk_report(site.name, site.dims, at_site, method, dims, held_out)
+            by_place_HP = scores_HD.unflatten(1, (site.both.joined, -1)).sum(1)
+            kept_HK = scores.kept_from_scores(by_place_HP, places)
+            seconds = {"q_second_HDD": moments.q_second_HDD, "k_second_HDD": moments.k_centred_HDD}
+            recovery = queries_keys.select(_dims_at(site, kept_HK), **seconds)
+            report = qk_report(site.name, site.dims, recovery, moments, method, held_out)
             return TracedReduced(reports=[report], kept_K=_kept(site, kept_HK), selected=narrower)
-        at_site = qk_at_site(
-            site.name,
-            moments,
-            method,
-            scores_HD,
-            dims,
-            splits,
-            in_planes=repair.mixing == "planes",
-            grouped=site.both.shared,
+        in_planes, grouped = repair.mixing == "planes", site.both.shared
+        recovery, ridge = recovered_qk(
+            site.name, moments, method, scores_HD, dims, splits, in_planes=in_planes, grouped=grouped
         )
-        is_rotated = method.rotates and narrower and repair.mixing == "free"
-        recovery = rotated_qk(at_site.recovery) if is_rotated else at_site.recovery
+        report = qk_report(site.name, site.dims, recovery, moments, method, held_out, ridge)
+        recovery = rotated_qk(recovery) if method.rotates and narrower and repair.mixing == "free" else recovery
         kept_HK = _best_scaled(repair.sides, places) if recovery.planes_HK is None else recovery.planes_HK
         kept_HR, maps = _dims_at(site, kept_HK), (recovery.q_map_HRD, recovery.k_map_HRD)
         sides = zip(repair.sides, maps, strict=True)
         mapped = tuple(each for side, map_HRD in sides for each in _mapped(site, side, map_HRD, kept_HR))
-        return TracedReduced(
-            reports=[qk_report(site.name, site.dims, at_site, method, dims, held_out)],
-            kept_K=_kept(site, kept_HK),
-            mapped=mapped if narrower else (),
-        )
+        return TracedReduced(reports=[report], kept_K=_kept(site, kept_HK), mapped=mapped if narrower else ())
 
     def elimination(self, site: TracedPairs, moments: HeadMoments, method: Method) -> None:
         """There is none."""
@@ -155,17 +148,6 @@ def _scores(site: TracedPairs, moments: HeadMoments, method: Method) -> Tensor:
 def _rows(site: TracedPairs, side: Side) -> Tensor:
     """[H,D,I], of heads that share their keys one behind the other."""
     return _weight(site, side.weight).flatten(1)[side.rows_HTD].transpose(1, 2).flatten(2)
-
-
-def _selected(
-    site: TracedPairs, moments: HeadMoments, method: Method, scores_HD: Tensor, places: int
-) -> tuple[QkAtSite, Tensor]:
-    """The places of most score, as they are."""
-    by_place_HP = scores_HD.unflatten(1, (site.both.joined, -1)).sum(1)
-    kept_HK = scores.kept_from_scores(by_place_HP, places)
-    q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
-    recovery = queries_keys.select(_dims_at(site, kept_HK), q_second_HDD=q_second_HDD, k_second_HDD=k_centred_HDD)
-    return QkAtSite(recovery=recovery, energy_H=logit_scale(site.name, moments, method)), kept_HK
 
 
 def _best_scaled(sides: tuple[Side, ...], places: int) -> Tensor:

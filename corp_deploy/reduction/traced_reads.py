@@ -137,14 +137,19 @@ def _read(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Ten
     layer, where = reading.layer, reading.layer.weight.device
     if reading.is_biasless and isinstance(moments, ChannelMoments):
         moments = replace(moments, sum_F=torch.zeros_like(moments.sum_F))  # see RegressionSums.uncentred
-    portion, places_F = _summed(portion, moments)
-    index_F, places_F = torch.from_numpy(portion.columns_CM).flatten().to(where), places_F.to(where)
+    chosen_GR = moments.channels_GR if isinstance(moments, PatchMoments) else None
+    if chosen_GR is not None:
+        chosen_R = chosen_GR[portion.number].cpu().numpy()
+        portion = portion.among(chosen_R)
+        places_F = torch.from_numpy(np.searchsorted(chosen_R, portion.columns_CM.flatten())).to(where)
+        index_F = torch.from_numpy(portion.columns_CM).flatten().to(where)
+    else:
+        index_F = places_F = torch.from_numpy(portion.columns_CM).flatten().to(where)
     weight = reading.gained_weight[portion.rows]
     assert layer.bias is not None, reading.name
     bias_O = layer.bias.detach()[portion.rows].double()
     gain_O = torch.ones_like(bias_O) if reading.gain_O is None else reading.gain_O.to(where)[portion.rows]
     stats, active_F = _statistics(moments, portion.number, index_F, places_F)
-    is_of_some = isinstance(moments, PatchMoments) and moments.channels_GR is not None
     return ReaderStats(
         reading=reading,
         portion=portion,
@@ -153,7 +158,7 @@ def _read(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Ten
         weight_OU=weight.reshape(*weight.shape[:2], -1)[:, index_F].flatten(1),
         bias_O=bias_O * gain_O,
         active_C=active_F.view(len(portion.groups_C), -1).mean(dim=1),
-        target=target_of(moments, portion, places_F, gain_O, stats) if is_of_some else None,  # type: ignore[arg-type]
+        target=None if chosen_GR is None else target_of(moments, portion, places_F, gain_O, stats),  # type: ignore[arg-type]
         metric_OO=None if metric_OO is None else metric_OO[portion.rows][:, portion.rows].to(where),
     )
 
@@ -178,15 +183,6 @@ def _statistics(moments: Moment, number: int, index_F: Tensor, places_F: Tensor)
     return stats, active_F
 
 
-def _summed(portion: Portion, moments: Moment) -> tuple[Portion, Tensor]:
-    """What it reads of the channels that have patches, and where those stand among them."""
-    if isinstance(moments, ChannelMoments) or moments.channels_GR is None:
-        return portion, torch.from_numpy(portion.columns_CM).flatten()
-    chosen_R = moments.channels_GR[portion.number].cpu().numpy()
-    left = portion.among(chosen_R)
-    return left, torch.from_numpy(np.searchsorted(chosen_R, left.columns_CM.flatten()))
-
-
 def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
     """Second moments of what is all but constant, whose covariance is the rounding of float32 products: with as much of
     it on the diagonal as makes it a covariance again.
@@ -205,13 +201,8 @@ def rest_of(own: ReaderStats, half: ReaderStats) -> ReaderStats:
     def left(full: Tensor, part: Tensor) -> Tensor:
         return (full * own.tokens - part * half.tokens) / tokens
 
-    stats = PatchStatistics(
-        mean_U=left(own.stats.mean_U, half.stats.mean_U),
-        second_UU=left(own.stats.second_UU, half.stats.second_UU),
-        mean_C=left(own.stats.mean_C, half.stats.mean_C),
-        second_CC=left(own.stats.second_CC, half.stats.second_CC),
-        taps=own.stats.taps,
-    )
+    names = "mean_U", "second_UU", "mean_C", "second_CC"
+    stats = replace(own.stats, **{each: left(getattr(own.stats, each), getattr(half.stats, each)) for each in names})
     target = None
     if own.target is not None and half.target is not None:
         target = own.target.less(half.target, half.tokens / own.tokens)

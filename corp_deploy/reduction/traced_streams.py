@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
 from corp_deploy.traced.finding.choice import Kept, gone
@@ -49,19 +49,17 @@ def run(
             values[node] = batch * count
         else:
             here = values if masks is None or node not in masks else values | _masked(values, masks[node])
-            values[node] = _run_module(program, node, here) if node.op == "call_module" else called(node, here)
+            module = program.graph.get_submodule(str(node.target)) if node.op == "call_module" else None
+            values[node] = called(node, here, module)
     return values
 
 
-def _run_module(program: Program, node: fx.Node, values: Values) -> Any:
-    args: Any = fx.map_arg(node.args, lambda each: values[each])
-    return program.graph.get_submodule(str(node.target))(*args)
-
-
-def called(node: fx.Node, values: Values) -> Any:
-    """What a node gives for what enters it, which stays as it is."""
+def called(node: fx.Node, values: Values, module: nn.Module | None = None) -> Any:
+    """What a node, or the module that it calls, gives for what enters it, which stays as it is."""
     entering: Any = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
     args, kwargs = entering
+    if module is not None:
+        return module(*args, **kwargs)
     assert callable(node.target), node
     if changes_in_place(node):
         args = (args[0].clone(), *args[1:])
@@ -247,10 +245,13 @@ class Segment:
         values = run(fewer.program, _behind(fewer.program, here, ends), here, masks=masks)
         return values | {node: values[stands[node.name]] for node in (*nodes, *entering)}
 
-    def sizes_of(self, values: Values, node: fx.Node) -> Tensor | None:
-        """How many tokens stand in each of those that the student's node gives [B,N], None for one."""
+    def weights_at(self, piece: Piece, values: Values, node: fx.Node) -> Tensor | None:
+        """How many tokens stand in each of those that the student's node gives, or which of them count [B,N]; None for
+        all alike.
+        """
         fewer = self.student.fewer
-        return None if fewer is None or node.name not in fewer.sizes_at else values[fewer.sizes_at[node.name]]
+        is_merged = fewer is not None and node.name in fewer.sizes_at
+        return values[fewer.sizes_at[node.name]] if fewer is not None and is_merged else piece.weights_BN
 
     def as_merged(self, dense: Values, student: Values, node: fx.Node, ends: Sequence[fx.Node]) -> Values:
         """Values of the dense model at these ends with the mean of those tokens that stand in one of the student's

@@ -20,11 +20,11 @@ from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
-from .heads import HeadOutputs, layer_report, rotated_values, values_at_site
+from .heads import HeadOutputs, recovered_values, rotated_values
 from .method import Method
-from .report import SiteReport
+from .report import SiteReport, site_report
 from .traced_change import Change, Mapped, TracedReduced, mapped_layer
-from .traced_kind import TracedKind
+from .traced_kind import Reads, TracedKind
 from .traced_reads import ReaderStats
 from .whole_heads import kept_groups, projected
 
@@ -50,15 +50,14 @@ class _Heads:
     def fewer(self, kept_M: Tensor, recovery: ChannelRecovery) -> "_Heads":
         """These heads alone, with the layer that reads them recovered."""
         number_HX = torch.arange(self.own.weight_OC.shape[1], device=kept_M.device).view(len(self.groups_HV), -1)
-        kept_K = number_HX[kept_M].flatten()
-        splits = None if self.splits is None else [each.at(kept_K, recovery) for each in self.splits]
-        return _Heads(
+        kept_K, splits = number_HX[kept_M].flatten(), self.splits
+        return replace(
+            self,
             groups_HV=self.groups_HV[kept_M.cpu()],
             rows_HV=self.rows_HV[kept_M.cpu()],
-            read=self.read,
             own=self.own.at(kept_K, recovery),
-            held_out=None if self.held_out is None else self.held_out.at(kept_K, recovery),
-            splits=None if splits is None else (splits[0], splits[1]),
+            held_out=self.held_out and self.held_out.at(kept_K, recovery),
+            splits=splits and (splits[0].at(kept_K, recovery), splits[1].at(kept_K, recovery)),
         )
 
     def kept_K(self, each: int) -> Tensor:
@@ -148,13 +147,13 @@ class TracedValuesKind(TracedKind[TracedValues]):
     def reduced(
         self,
         site: TracedValues,
-        moments: tuple[ReaderStats, ...],
+        moments: Reads,
         method: Method,
         width: int,
         *,
         cached: Elimination | Tensor | None = None,
-        held_out: tuple[ReaderStats, ...] | None = None,
-        splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None = None,
+        held_out: Reads | None = None,
+        splits: tuple[Reads, Reads] | None = None,
     ) -> TracedReduced:
         if width == 0:
             new = super().reduced(site, moments, method, width, held_out=held_out)
@@ -179,7 +178,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
             read=moments[0],
             own=_head_stats(site, moments),
             held_out=None if held_out is None else _head_stats(site, held_out),
-            splits=None if splits is None else (_head_stats(site, splits[0]), _head_stats(site, splits[1])),
+            splits=splits and (_head_stats(site, splits[0]), _head_stats(site, splits[1])),
         )
         if left == heads:
             return with_dims(full)
@@ -189,11 +188,11 @@ class TracedValuesKind(TracedKind[TracedValues]):
         new = fewer.reduced(recovery, []) if width == left * dense else with_dims(fewer)
         return replace(new, reports=[report, *new.reports], beside=beside_heads(site, kept_M))
 
-    def elimination(self, site: TracedValues, moments: tuple[ReaderStats, ...], method: Method) -> Elimination | None:
+    def elimination(self, site: TracedValues, moments: Reads, method: Method) -> Elimination | None:
         return None if site.rows is not None else super().elimination(site, moments, method)
 
     def errors(
-        self, site: TracedValues, moments: tuple[ReaderStats, ...], method: Method, cached: Elimination | None
+        self, site: TracedValues, moments: Reads, method: Method, cached: Elimination | None
     ) -> tuple[float, ...]:
         if site.rows is None:
             return super().errors(site, moments, method, cached)
@@ -221,7 +220,7 @@ def beside_heads(site: Site, kept_M: Tensor) -> dict[str, Index]:
     return {name: np.flatnonzero(np.isin(head_G, kept_M.cpu().numpy())) for name, head_G in others.items()}
 
 
-def _head_stats(site: TracedValues, reads: tuple[ReaderStats, ...]) -> HeadOutputs:
+def _head_stats(site: TracedValues, reads: Reads) -> HeadOutputs:
     """Head by head."""
     (read,) = reads
     order_C = columns(site.groups_HV.flatten(), read.columns).to(read.weight_OU.device)
@@ -236,16 +235,13 @@ def _head_stats(site: TracedValues, reads: tuple[ReaderStats, ...]) -> HeadOutpu
 def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
     """So many dimensions of each of these heads."""
     own, (count, dense) = heads.own, heads.groups_HV.shape
-    at_site = values_at_site(own, method, count, each, heads.splits)
-    recovery, held_out = at_site.recovery, heads.held_out
-    elsewhere = None if held_out is None else held_out.judged(recovery.as_dense_OC, recovery.bias_O)
+    recovery, ridge = recovered_values(own, method, count, each, heads.splits)
+    elsewhere = None if heads.held_out is None else heads.held_out.judged(recovery.as_dense_OC, recovery.bias_O)
     widths = dense, dense * method.attention_kept, each
-    report = layer_report(site.name, "v", widths, recovery, own.energy, elsewhere, at_site.ridge)
+    report = site_report(site.name, "v", widths, recovery, energy=own.energy, held_out=elsewhere, ridge=ridge)
     if each == dense:
         return TracedReduced(reports=[report], kept_K=heads.kept_K(each))
     recovery = rotated_values(recovery) if method.rotates else recovery
-    rows_HD, map_HRD = heads.rows_HV.to(recovery.v_map_HRV.device), recovery.v_map_HRV
+    of_both = {"rows_HD": heads.rows_HV.to(recovery.v_map_HRV.device), "map_HRD": recovery.v_map_HRV}
     assert site.rows is not None, site.name
-    return heads.reduced(
-        recovery, [report], mapped=mapped_layer(site.program, site.rows, {"rows_HD": rows_HD, "map_HRD": map_HRD})
-    )
+    return heads.reduced(recovery, [report], mapped=mapped_layer(site.program, site.rows, of_both))

@@ -14,11 +14,6 @@ from calib.moments import Moments
 SUMS_HELD = 3  # times what one pass takes: both halves, and their sum
 
 
-def second_half(images: InputSet, groups_B: Tensor, *, seed: int) -> Tensor:
-    """Which images are in the second half, bool [count]. Raises BadInput where all are of one group."""
-    return second_half_mask(groups_B, seed=seed, noun=images.noun)
-
-
 def of_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
     """The moments of all images, from those of both halves of them."""
     merged = merge(first, second)
@@ -33,6 +28,6 @@ def in_splits(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int]
 
     Raises BadInput where all images are of one group.
     """
-    second_B = second_half(images, groups_B, seed=seed)
+    second_B = second_half_mask(groups_B, seed=seed, noun=images.noun)
     first, second = (take(half, number) for number, half in enumerate(split_by_mask(images, second_B)))
     return of_splits(images, groups_B, first, second)

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from corp_deploy.algebra import whole_heads
 from corp_deploy.algebra.channels import ChannelRecovery
-from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
 from corp_deploy.algebra.scores import kept_from_scores
 
-from .heads import HeadOutputs, layer_report
+from .heads import HeadOutputs, fitted
 from .method import Method
-from .report import SiteReport
+from .report import HeldOut, SiteReport, site_report
 
 
 def kept_groups(own: HeadOutputs, method: Method, groups: int, count: int) -> Tensor:
@@ -49,16 +48,10 @@ def projected(
         parts = of.z_mean_C, of.z_second_CC, own.weight_OC, own.bias_O
         return whole_heads.recovered(*parts, map_MH, how, ridge_rel=strength)
 
-    def dense(recovery: ChannelRecovery) -> tuple[Tensor, Tensor]:
-        return recovery.weight_OK @ torch.kron(map_MH, eye_VV), recovery.bias_O
+    def judged(recovery: ChannelRecovery, other: HeadOutputs) -> HeldOut:
+        return other.judged(recovery.weight_OK @ torch.kron(map_MH, eye_VV), recovery.bias_O)
 
-    def share_lost(recovery: ChannelRecovery, half: HeadOutputs) -> float:
-        return half.judged(*dense(recovery)).share
-
-    ridge = None
-    if splits is not None and how != "none":
-        ridge = chosen_ridge(splits, ridges_from(method.ridge_rel), fit, share_lost)
-    recovery = fit(own, method.ridge_rel if ridge is None else ridge.strength_whole)
-    elsewhere = None if held_out is None else held_out.judged(*dense(recovery))
+    recovery, ridge = fitted(own, None if how == "none" else splits, method.ridge_rel, fit, judged)
+    elsewhere = None if held_out is None else judged(recovery, held_out)
     widths = heads, heads * method.heads_kept, len(kept_M)
-    return recovery, layer_report(site, "heads", widths, recovery, own.energy, elsewhere, ridge)
+    return recovery, site_report(site, "heads", widths, recovery, energy=own.energy, held_out=elsewhere, ridge=ridge)
