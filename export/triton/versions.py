@@ -22,14 +22,10 @@ def staging_folder(repository: Path) -> Iterator[Path]:
     """
     beside = repository.resolve().parent
     beside.mkdir(parents=True, exist_ok=True)
-    inside = repository.is_dir() and not (_is_one_disk(beside, repository) and os.access(beside, os.W_OK))
+    one_disk = not repository.is_dir() or beside.stat().st_dev == repository.stat().st_dev
+    inside = not one_disk or (repository.is_dir() and not os.access(beside, os.W_OK))
     with tempfile.TemporaryDirectory(prefix=".staged-", dir=repository if inside else beside) as folder:
         yield Path(folder)
-
-
-def _is_one_disk(one: Path, other: Path) -> bool:
-    """A rename never leaves a file system."""
-    return one.stat().st_dev == other.stat().st_dev
 
 
 SUFFIXES = ("", "_onnx", "_cpu")
@@ -82,7 +78,10 @@ def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
 
 def models_by_version(repository: Path, name: str, version: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The variants that have the version, and those that don't. Raises BadInput when none has it."""
-    names = _version_names(repository, name)
+    require_name(name)
+    names = tuple(each for each in model_names(repository, name) if versions_of(repository / each))
+    if not names:
+        raise BadInput(f"{repository}: there is no model {name!r} with a version in it")
     having = tuple(each for each in names if config_path(repository / each, version).is_file())
     bare = next((each for each in having if version not in versions_of(repository / each)), None)
     if bare is not None:
@@ -98,11 +97,3 @@ def install_text(text: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         beside.write_text(text)
-
-
-def _version_names(repository: Path, name: str) -> tuple[str, ...]:
-    require_name(name)
-    names = tuple(each for each in model_names(repository, name) if versions_of(repository / each))
-    if not names:
-        raise BadInput(f"{repository}: there is no model {name!r} with a version in it")
-    return names
