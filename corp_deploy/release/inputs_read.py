@@ -73,16 +73,6 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProble
     return None
 
 
-def _proof_images(
-    recipe: Recipe, model: nn.Module, calibration: Split[Images] | None, mistakes: RecipeProblems
-) -> Images | None:
-    if recipe.proves_on_own:
-        return None if calibration is None else calibration.held_out
-    with mistakes.at("held_out.images"):
-        return recipe.proof_images.proving_images(model)
-    return None
-
-
 def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: RecipeProblems) -> None:
     """Labels of the images that prove the result, and whether these are enough for what is asked of them."""
     if recipe.held_out.labels is not None:
@@ -110,14 +100,6 @@ def _fitted_ids(root: Path, calibration: Split[Images] | None) -> Tensor:
     return load_moments(root / MOMENTS).image_ids if (root / MOMENTS).is_file() else no_ids()
 
 
-def _too_good(proving: Images, fitted_ids: Tensor) -> Iterator[str]:
-    """A warning where the model will be judged on images that it was fitted to."""
-    same = int(torch.isin(proving.ids, fitted_ids).sum())
-    fitted = FittedInputs(judging=proving.count, same=same)
-    if fitted.has_overlap:
-        yield f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it"
-
-
 def read_inputs(
     recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: RecipeProblems, warn: Callable[[str], None]
 ) -> None:
@@ -140,12 +122,18 @@ def read_inputs(
         with mistakes.at("[export]"):
             kept_modules(traced_model.exportable(model), recipe.export.keep_fp32)
     calibration = _calibration_images(recipe, model, mistakes) if "calibration.images" in labels else None
-    proves = bool(names & PROVING)
-    proving = _proof_images(recipe, model, calibration, mistakes) if proves else None
-    if proving is not None:
+    proving = calibration.held_out if recipe.proves_on_own and calibration is not None else None
+    if names & PROVING and not recipe.proves_on_own:
+        with mistakes.at("held_out.images"):
+            proving = recipe.proof_images.proving_images(model)
+    if names & PROVING and proving is not None:
         _read_proof(recipe, model, proving, mistakes)
-        for sentence in (*out_of_reach(recipe, proving.count), *_too_good(proving, _fitted_ids(root, calibration))):
+        for sentence in out_of_reach(recipe, proving.count):
             warn(sentence)
+        same = int(torch.isin(proving.ids, _fitted_ids(root, calibration)).sum())
+        fitted = FittedInputs(judging=proving.count, same=same)
+        if fitted.has_overlap:
+            warn(f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it")
     if any(label.startswith("parity.head") for label in labels):
         with mistakes.at("parity.head"), opened_heads(recipe.parity.head, output_ports(model)):
             pass

@@ -1,7 +1,7 @@
 """The table [parity] of a recipe as a type. Imports no torch."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from corp_deploy.families.trusted_code import refuse_untrusted
@@ -43,8 +43,11 @@ class ParityTable(table_of(options_of(MetricOptions), FILES, options_of(ProofOpt
         """The commands as they are run in the directory: what names one of the files by its name names it by its path
         from there.
         """
-        paths = {path.name: path_from(directory, path) for path in self.metric_files}
-        return [_located(request, paths) for request in metrics_from_texts(self.metric)]
+        paths, located = {path.name: path_from(directory, path) for path in self.metric_files}, []
+        for request in metrics_from_texts(self.metric):
+            words = (paths.get(Path(word).name) or word for word in request.argv)
+            located.append(f"{request.name}={shlex.join(words).replace(shlex.quote(OUTPUTS), OUTPUTS)}")
+        return located
 
     def untold_files(self, beside: Path, directory: Path) -> list[str]:
         """Words of the commands that name files beside the recipe, which none of the files told of is, nor one of the
@@ -70,8 +73,3 @@ def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
     for request in requests:
         refuse_untrusted(f"parity.metric: {quoted(request.command)}", to="measure outputs")
     return tuple(requests)
-
-
-def _located(request: MetricRequest, paths: Mapping[str, str | None]) -> str:
-    words = (paths.get(Path(word).name) or word for word in request.argv)
-    return f"{request.name}={shlex.join(words).replace(shlex.quote(OUTPUTS), OUTPUTS)}"

@@ -39,7 +39,8 @@ def _has_rows(architecture: Architecture) -> tuple[bool, bool]:
     from corp_deploy.store.checkpoint import dense_from_architecture
 
     with torch.device("meta"):
-        kinds = kinds_of(dense_from_architecture(architecture))
+        dense = dense_from_architecture(architecture)
+    kinds = kinds_of(dense)
     return CONVOLUTIONS in kinds, not kinds or bool(kinds & {MLPS, HEADS})
 
 
