@@ -27,15 +27,6 @@ def config_of(path: Path) -> Message:
     return parse(path.read_text())
 
 
-def inner(message: Message, *names: str) -> Message:
-    """The message at the end of a path of fields."""
-    for name in names:
-        held = message.message(name)
-        assert held is not None, name
-        message = held
-    return message
-
-
 @pytest.mark.parametrize(("backend", "key"), [("python", "intra_op_threads"), ("onnxruntime", "intra_op_thread_count")])
 def test_what_a_server_is_told_is_an_option(results: Path, backend: str, key: str) -> None:
     words = ["--queue-delay-us", 0, "--instances", 3, "--graph-batches", "1,16", "--policy", "all"]
@@ -44,14 +35,14 @@ def test_what_a_server_is_told_is_an_option(results: Path, backend: str, key: st
     cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
     assert (cpu.text("backend"), cpu.number("max_batch_size")) == (backend, 8)
     assert (results / "repo/vit_cpu/1/model.py").exists() == (backend == "python")
-    assert inner(cpu, "dynamic_batching").number("max_queue_delay_microseconds", -1) == 0
-    assert inner(cpu, "instance_group").number("count") == 3
-    assert inner(cpu, "parameters").text("key") == key
-    assert inner(cpu, "parameters", "value").text("string_value") == "2"
-    inner(cpu, "version_policy", "all")
+    assert cpu.inner("dynamic_batching").number("max_queue_delay_microseconds", -1) == 0
+    assert cpu.inner("instance_group").number("count") == 3
+    assert cpu.inner("parameters").text("key") == key
+    assert cpu.inner("parameters").inner("value").text("string_value") == "2"
+    assert cpu.inner("version_policy").message("all") is not None
     pending = config_of(results / "repo/vit_onnx/1/plan.config.pbtxt")
     assert pending.number("max_batch_size") == 32
-    specs = inner(pending, "optimization", "cuda").messages("graph_spec")
+    specs = pending.inner("optimization").inner("cuda").messages("graph_spec")
     assert [spec.number("batch_size") for spec in specs] == [1, 16]
     script = (results / "repo/vit_onnx/1/build_plan.sh").read_text()
     assert "--optShapes=images:4x3x4x4" in script
@@ -66,8 +57,8 @@ def test_without_options_nothing_changes(results: Path) -> None:
     package(results, "--model-version", 2)
     cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
     assert cpu.number("max_batch_size") == 8
-    assert inner(cpu, "dynamic_batching").number("max_queue_delay_microseconds") == 500
-    assert inner(cpu, "version_policy", "latest").number("num_versions") == 1
+    assert cpu.inner("dynamic_batching").number("max_queue_delay_microseconds") == 500
+    assert cpu.inner("version_policy").inner("latest").number("num_versions") == 1
 
 
 @pytest.mark.parametrize(

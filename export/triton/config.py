@@ -139,6 +139,6 @@ def _warmup(variant: Variant, size: int) -> Plain:
     inputs: list[Plain] = []
     for tensor in variant.signature.inputs:
         dims = [max(each, 1) for each in tensor.dims(batched=variant.max_batch > 0)]
-        value = {"data_type": Name(tensor.data_type), "dims": dims, "zero_data": True}
+        value: dict[str, Plain] = {"data_type": Name(tensor.data_type), "dims": dims, "zero_data": True}
         inputs.append({"key": tensor.name, "value": value})
     return {"name": f"batch_{size}", "batch_size": size, "inputs": inputs}

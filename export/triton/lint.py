@@ -37,10 +37,9 @@ _NOT_LOOKED_INTO = (
     "batch_input", "batch_output", "sequence_batching", "ensemble_scheduling", "model_operations",
     "model_repository_agents", "model_metrics",
 )  # fmt: skip
-FIELDS: dict[str, Any] = _fields(
+FIELDS: dict[str, Any] = dict.fromkeys(_NOT_LOOKED_INTO) | _fields(
     "name platform backend runtime default_model_filename",
     "max_batch_size",
-    **dict.fromkeys(_NOT_LOOKED_INTO),
     version_policy={"latest": _fields(number="num_versions"), "all": {}, "specific": _fields(number="versions")},
     input=_BORDER | _fields(truth="allow_ragged_batch optional", word="format"),
     output=_BORDER | _fields("label_filename"),
@@ -65,7 +64,8 @@ FIELDS: dict[str, Any] = _fields(
             ),
         ),
         execution_accelerators=dict.fromkeys(("gpu_execution_accelerator", "cpu_execution_accelerator"), _ACCELERATOR),
-        **dict.fromkeys(("input_pinned_memory", "output_pinned_memory"), _fields(truth="enable")),
+        input_pinned_memory=_fields(truth="enable"),
+        output_pinned_memory=_fields(truth="enable"),
     ),
     cc_model_filenames=_TEXTS,
     metric_tags=_TEXTS,
