@@ -2,11 +2,11 @@
 decoded or run. Everything heavy is imported here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from calib.fingerprints import no_ids
 from calib.groups import Split, split_of
@@ -25,7 +25,7 @@ from export.graph.precision import kept_modules
 from export.triton.variants import require_labels
 from ground.errors import BadInput
 from perf.bench.latency_table import SUFFIX, load_table
-from perf.gate.rule import FITTED, Rule
+from perf.gate.rule import FITTED
 from perf.parity.measures import SHARES, require_agreement
 from perf.record.fitted import FittedInputs
 
@@ -93,13 +93,6 @@ def _read_class_names(path: Path, model: nn.Module) -> None:
         raise BadInput(f"{path}: {len(names)} labels for the model's {classes} classes; give one for each, a line each")
 
 
-def _fitted_ids(root: Path, calibration: Split[Images] | None) -> Tensor:
-    """Of the images that will be fitted to, or were where the calibration is done."""
-    if calibration is not None:
-        return calibration.fitted.ids
-    return load_moments(root / MOMENTS).image_ids if (root / MOMENTS).is_file() else no_ids()
-
-
 def read_inputs(
     recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: RecipeProblems, warn: Callable[[str], None]
 ) -> None:
@@ -130,7 +123,11 @@ def read_inputs(
         _read_proof(recipe, model, proving, mistakes)
         for sentence in out_of_reach(recipe, proving.count):
             warn(sentence)
-        same = int(torch.isin(proving.ids, _fitted_ids(root, calibration)).sum())
+        if calibration is not None:  # of the images that will be fitted to, or were where the calibration is done
+            fitted_ids = calibration.fitted.ids
+        else:
+            fitted_ids = load_moments(root / MOMENTS).image_ids if (root / MOMENTS).is_file() else no_ids()
+        same = int(torch.isin(proving.ids, fitted_ids).sum())
         fitted = FittedInputs(judging=proving.count, same=same)
         if fitted.has_overlap:
             warn(f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it")
@@ -151,13 +148,11 @@ def out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
     for target in recipe.targets:
         rules = (*(recipe.rules if target == recipe.targets[0] else ()), *target.rules)
         count = held_out if parity_name(target) == PARITY else min(held_out, recipe.samples.count)
-        shares = dict(_least_shares(rules))
+        # Of rules that forbid a share below a number; what a baseline bounds is known when it is read.
+        shares = {
+            f"rule {rule.text!r}: {rule.metric}": rule.offset
+            for rule in rules
+            if rule.metric in SHARES and not rule.is_own and rule.name is None and rule.compare in ("<", "<=")
+        }
         sentences += unreachable(shares, count=count, noun="images", confidence=recipe.gate.confidence)
     return sentences
-
-
-def _least_shares(rules: Sequence[Rule]) -> Iterator[tuple[str, float]]:
-    """Of rules that forbid a share below a number; what a baseline bounds is known when it is read."""
-    for rule in rules:
-        if rule.metric in SHARES and not rule.is_own and rule.name is None and rule.compare in ("<", "<="):
-            yield f"rule {rule.text!r}: {rule.metric}", rule.offset

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.timm_names import is_timm_name, look_alikes, require_local_name
 from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, model_of_snapshot, refuse_beside_directory
 from corp_deploy.store.model_config import load_model_config
 from ground.errors import BadInput
@@ -44,14 +45,6 @@ def _has_rows(architecture: Architecture) -> tuple[bool, bool]:
     return CONVOLUTIONS in kinds, not kinds or bool(kinds & {MLPS, HEADS})
 
 
-def _require_timm_name(model: str) -> None:
-    from corp_deploy.families.timm_names import is_timm_name, look_alikes, require_local_name
-
-    require_local_name(model)
-    if not is_timm_name(model):
-        raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
-
-
 def require_named(options: Mapping[str, Path | None]) -> None:
     """Raise BadInput, naming the option, for files that a recipe can't be filled in with as they are not there."""
     for option, path in options.items():
@@ -87,7 +80,9 @@ def starter(
             refuse_beside_directory(folder, {"--weights": weights})
         description, architecture = _architecture_in(folder)
     else:
-        _require_timm_name(model)
+        require_local_name(model)
+        if not is_timm_name(model):
+            raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
     convolutions, linear = (False, True) if architecture is None else _has_rows(architecture)
     # Half of a folder at most; how many images other files hold is told when they are read.
     count = HOLD_OUT if images is None or not images.is_dir() else max(len(files_of(images)) // 2, 1)

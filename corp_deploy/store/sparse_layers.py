@@ -49,18 +49,13 @@ PREFIX = "corp_deploy."
 SPARSITY = "sparsity"
 
 
-def _patterns(proto: ModelProto, path: Path) -> dict[str, str]:
-    """By layer, as the graph carries them."""
-    carried = {entry.key: entry.value for entry in proto.metadata_props}
-    return record_from_text(carried.get(f"{PREFIX}{SPARSITY}", "{}"), dict[str, str], where=f"{path}: its {SPARSITY}")
-
-
 def require_sparse_graph(proto: ModelProto, path: Path) -> None:
     """Raise BadInput for a graph whose matrices, as they are stored in whatever type, are not as sparse as the layers.
 
     Matrices are known by the layer that their node is of; where a graph has other names, as many must be sparse.
     """
-    patterns = _patterns(proto, path)
+    carried = {entry.key: entry.value for entry in proto.metadata_props}.get(f"{PREFIX}{SPARSITY}", "{}")
+    patterns = record_from_text(carried, dict[str, str], where=f"{path}: its {SPARSITY}")
     for text in dict.fromkeys(patterns.values()):
         sparsity, layers = sparsity_from_text(text), [name for name, each in patterns.items() if each == text]
         holds_by_node = sparse_matrices(proto, sparsity.kept, sparsity.of)

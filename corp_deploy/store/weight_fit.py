@@ -42,15 +42,6 @@ _FOREIGN = (
 )
 
 
-def foreign_format(names: Mapping[str, Any]) -> str:
-    """Which other library these names are of and what to do about it, or nothing."""
-    for pattern, library, advice in _FOREIGN:
-        match = next((name for name in names if re.search(pattern, name)), None)
-        if match is not None:
-            return f"these are the names of {library} ({match}): {advice}"
-    return ""
-
-
 class _Misfit:
     """How a state dict and a model differ, in words where they do."""
 
@@ -62,17 +53,6 @@ class _Misfit:
         unexpected = sorted(state.keys() - expected.keys())
         kinds = {"missing": self.missing, "unexpected": unexpected, "wrong shape": shapes}
         self.words = "; ".join(f"{kind}: {first_names(names)}" for kind, names in kinds.items() if names)
-
-
-def _adapted(model: nn.Module, weights: Weights, misfit: str) -> dict[str, torch.Tensor]:
-    try:
-        return adapted_state(model, weights.state)
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
-        reason = str(error).partition("\n")[0][:150] or type(error).__name__
-        raise BadInput(
-            f"{weights.path}: these weights don't fit the model; {misfit}; nor can timm resample them ({reason}); "
-            "check --model and --model-kwargs"
-        ) from None
 
 
 def _sides(tensor: torch.Tensor) -> list[int]:
@@ -127,9 +107,17 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
     before = _Misfit(with_counts, expected).words
     if not before:
         return with_counts, ()
-    if foreign := foreign_format(weights.state):
-        raise BadInput(f"{weights.path}: {foreign}")
-    state = _adapted(model, weights, before)
+    for pattern, library, advice in _FOREIGN:
+        if match := next((name for name in weights.state if re.search(pattern, name)), None):
+            raise BadInput(f"{weights.path}: these are the names of {library} ({match}): {advice}")
+    try:
+        state = adapted_state(model, weights.state)
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+        reason = str(error).partition("\n")[0][:150] or type(error).__name__
+        raise BadInput(
+            f"{weights.path}: these weights don't fit the model; {before}; nor can timm resample them ({reason}); "
+            "check --model and --model-kwargs"
+        ) from None
     notes = _notes(weights.state, state)
     state = {**counts, **state}
     without = [name for name in state if name not in expected and name.startswith(unused(model))]

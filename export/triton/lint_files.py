@@ -39,8 +39,7 @@ def foreign_files(model: Path) -> Iterator[LintFinding]:
     own = BACKEND_MODEL.read_bytes()
     for folder, folders, files in os.walk(model):
         for path in sorted(Path(folder) / name for name in (*folders, *files)):
-            what = _fault_message(path, own)
-            if what:
+            if what := _fault_message(path, own):
                 yield finding(path, ERROR, what, "remove it; package the model again from a release of yours")
 
 
@@ -122,8 +121,9 @@ def lint_version(
         if name.endswith(".xml") and not (folder / name).with_suffix(".bin").is_file():
             fault = f"{Path(name).with_suffix('.bin')} with the weights of {name} is missing in {folder.name}/"
             yield finding(folder, ERROR, fault, "save the model again, or serve model.onnx")
-    graph = _graph_file(folder, config, backend)
-    if graph is not None:
+    default = "model.onnx" if backend == "python" else DEFAULT_FILES[backend]
+    graph = folder / (default if backend == "python" else config.text("default_model_filename", default))
+    if backend != "tensorrt" and graph.suffix == ".onnx" and graph.is_file():
         yield from _lint_graph(graph, config, path, release if backend == "onnxruntime" else None)
 
 
@@ -135,14 +135,6 @@ def _artifact_files(config: Message, backend: str) -> dict[str, int | None]:
         return files
     default = config.text("default_model_filename", DEFAULT_FILES[backend])
     return {default: None if field is None else field.line} | files
-
-
-def _graph_file(folder: Path, config: Message, backend: str) -> Path | None:
-    if backend == "tensorrt":
-        return None
-    own = backend in ("onnxruntime", "openvino")
-    name = config.text("default_model_filename", DEFAULT_FILES[backend]) if own else "model.onnx"
-    return folder / name if name.endswith(".onnx") and (folder / name).is_file() else None
 
 
 def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
