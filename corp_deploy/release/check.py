@@ -22,9 +22,7 @@ from .verifier import Verifier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """How many files were compared, what differs, and whether the samples were replayed; what the release is called,
-    and who signed it where that was asked.
-    """
+    """How many files were compared, what differs, whether samples were replayed; its name, and who signed it."""
 
     files: int
     graphs_replayed: bool

@@ -149,9 +149,7 @@ def _statuses(
 def _status(
     stage: Stage, root: Path, digests: Digests, made_later: Mapping[str, str], absent: Mapping[str, str]
 ) -> tuple[StageStatus, dict[str, str]]:
-    """With what decides its outputs, where all of that is there. `made_later`, `absent`: the stages that make files
-    which are not there yet, or won't be.
-    """
+    """With what decides its outputs. `made_later`, `absent`: the stages of files that aren't there yet, or won't be."""
     inputs = dict[str, str]()
 
     def found(state: State, why: str) -> tuple[StageStatus, dict[str, str]]:

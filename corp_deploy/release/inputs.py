@@ -34,9 +34,7 @@ FITTING = ("reduce", "export.dense")
 
 
 def _require_directory(directory: Path, model: ModelTable) -> None:
-    """Raise BadInput for a directory that holds no model for images, and for keys that one of ours has itself; one that
-    is not there is told of otherwise.
-    """
+    """Raise BadInput for a directory without a model for images, and for keys that one of ours has itself."""
     if directory.is_file():
         raise BadInput(
             f"{directory} is a file, expected the directory of a model; for weights give a timm name, and them as "

@@ -140,9 +140,7 @@ def read_inputs(
 
 
 def out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
-    """A sentence for each limit on a share of inputs that its images, `held_out` of them where all prove, are too few
-    for, however well they agree.
-    """
+    """A sentence for each limit that `held_out` images are too few for, however well they agree."""
     parity, limits = recipe.parity, {f"parity.{name}": least for name, least in recipe.parity.options.shares.items()}
     sentences = unreachable(limits, count=held_out, noun="held-out images", confidence=parity.confidence)
     for target in recipe.targets:

@@ -203,9 +203,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def proof_images(self) -> InputOptions:
-        """The images that a release is proved on: of those that a calibration by the same values leaves out, where it
-        holds out some.
-        """
+        """The images that a release is proved on: those that a calibration by the same values leaves out, or others."""
         held_out, calibration = self.held_out, self.calibration
         if not self.proves_on_own:
             return InputOptions(images=held_out.images, samples=held_out.samples, seed=held_out.seed)

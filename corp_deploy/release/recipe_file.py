@@ -221,9 +221,7 @@ def load_model_table(path: Path) -> ModelTable:
 
 
 def as_named(source: S) -> S:
-    """A model by the table of the file that it names, where it names one; else as it is. Raises BadInput for what is
-    given beside a file that says it all.
-    """
+    """A model by the table of the file that it names, if any. Raises BadInput for what is given beside the file."""
     path = Path(source.name)
     if path.suffix != ".toml":
         return source

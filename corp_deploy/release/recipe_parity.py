@@ -40,9 +40,7 @@ class ParityTable(table_of(options_of(MetricOptions), FILES, options_of(ProofOpt
                 )
 
     def metrics(self, directory: Path) -> list[str]:
-        """The commands as they are run in the directory: what names one of the files by its name names it by its path
-        from there.
-        """
+        """The commands as they are run in the directory, from where `metric_files` are named by their paths."""
         paths, located = {path.name: path_from(directory, path) for path in self.metric_files}, []
         for request in metrics_from_texts(self.metric):
             words = (paths.get(Path(word).name) or word for word in request.argv)
@@ -50,9 +48,7 @@ class ParityTable(table_of(options_of(MetricOptions), FILES, options_of(ProofOpt
         return located
 
     def untold_files(self, beside: Path, directory: Path) -> list[str]:
-        """Words of the commands that name files beside the recipe, which none of the files told of is, nor one of the
-        directory that they are run in.
-        """
+        """Words of the commands that name files beside the recipe, of which neither it nor the directory knows."""
         file_names = {path.name for path in self.metric_files}
         words = (word for request in metrics_from_texts(self.metric) for word in request.argv if OUTPUTS not in word)
         return [

@@ -63,9 +63,7 @@ def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
 
 
 def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:
-    """Dense and reduced plans with their records, and of a quantised target what it is measured against; sparse kernels
-    are for the reduced model alone.
-    """
+    """Dense and reduced plans with their records, and a quantised one's rival; the dense one has no sparse kernels."""
     plans = [(names.plan_name(target, subject), subject, target.precision) for subject in names.SUBJECTS]
     if target.rest is not None:
         plans.append((names.rival_name(target), "reduced", target.rest))

@@ -133,10 +133,7 @@ class Job:
         return outcome
 
     def write_script(self) -> tuple[Path, list[StageStatus]]:
-        """remaining.sh: the stages that this machine can't run, for one that can, to be run in the same directory.
-
-        Returns its path and the stages in it.
-        """
+        """remaining.sh, with the stages that this machine can't run, for one that can; its path, and these stages."""
         stages, root = self._stages(), self.root
         self._required(stages)
         root.mkdir(parents=True, exist_ok=True)

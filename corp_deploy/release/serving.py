@@ -19,9 +19,7 @@ from .names import BENCH, PARITY, graph_name
 
 
 def to_serve(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
-    """What to serve in place of `quantised`, and why where that is another. What has no measurement of its gain beside
-    it is no quantised artefact of a release, and stays.
-    """
+    """What is served in place of `quantised`, and why where that is another: one that wasn't measured faster."""
     path = directory / f"gain.{target}.json"
     bench = load_bench(path) if path.is_file() else None
     if bench is None or is_faster(bench):

@@ -50,9 +50,7 @@ def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> Fingerprints
 
 
 def ids_of_lineage(lineage: Mapping[str, Any]) -> dict[str, Any]:
-    """The same entry as a graph carries it, which goes further than its model: digests alone, not what images look
-    like.
-    """
+    """The same entry as a graph carries it, which goes further than its model: digests, not what images look like."""
     return {FITTED: {"ids": lineage[FITTED]["ids"]}} if FITTED in lineage else {}
 
 
@@ -95,9 +93,7 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
 
 
 def dense_from_architecture(architecture: Architecture) -> nn.Module:
-    """The dense model with its initial weights, in eval mode. Raises BadInput for what its family can't build. Nothing
-    is looked for on a network.
-    """
+    """The dense model with initial weights, in eval mode, without a network. Raises BadInput as its family does."""
     return dense_model(architecture)
 
 
@@ -149,9 +145,7 @@ def _apart(state: State) -> dict[str, torch.Tensor]:
 
 
 def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
-    """What config.json says. A model of timm's is built again by what stands under its own key, any other by the name
-    of its family.
-    """
+    """What config.json says; timm's models are built again by its own key, any others by their family's name."""
     model, architecture = checkpoint.model, checkpoint.architecture
     assert isinstance(model, TracedModule), type(model)
     built = {"name": architecture.name, "kwargs": dict(architecture.kwargs)}

@@ -74,9 +74,7 @@ def with_weights(
     preprocessing: Preprocessing,
     source: Callable[[nn.Module], str],
 ) -> Checkpoint:
-    """The model just built with these weights, and where weights and preprocessing come from; `preprocessing` goes
-    before what `architecture` has of its own.
-    """
+    """The model just built with these weights; `preprocessing` goes before what `architecture` has of its own."""
     built, others = _of_other_classes(built, architecture, read)
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
     state, changed = fitted(built, read, architecture.kwargs)
@@ -169,9 +167,7 @@ def _architecture_of_transformers(
 def without_weights(
     model: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, outputs: Outputs | None
 ) -> Checkpoint:
-    """A model by its library's name or its configuration, without memory: to be looked at. Raises BadInput as
-    `load_dense`.
-    """
+    """A model by name or configuration, without memory: to be looked at. Raises BadInput as `load_dense`."""
     if model.startswith(torchvision_models.PREFIX):
         architecture = torchvision_models.architecture_of(model, kwargs, preprocessing)
     elif model.startswith(PREFIX):

@@ -16,9 +16,7 @@ from .model_config import REMEDY
 
 
 def rows_of_weight(weight: Tensor) -> Tensor:
-    """The weights a row for each output, those that a group is taken of side by side: inputs of a linear layer, input
-    channels at each place of a kernel.
-    """
+    """A row for each output, of what groups are taken of: inputs, or input channels at each place of a kernel."""
     weight = weight.detach()
     return weight if weight.ndim == 2 else weight.flatten(2).transpose(1, 2)
 
@@ -30,9 +28,7 @@ def is_sparse(weight: Tensor, sparsity: Sparsity) -> bool:
 
 
 def require_sparse(model: nn.Module, patterns: Mapping[str, str], where: str) -> None:
-    """Raise BadInput for a layer that is not as sparse as it is recorded to be. A weight that is no module's own has
-    its whole name.
-    """
+    """Raise BadInput for a layer (or whole name of a weight that is no module's) not as sparse as recorded."""
     state = model.state_dict() if patterns else {}
     for name, text in patterns.items():
         weight, sparsity = state.get(f"{name}.weight", state.get(name)), sparsity_from_text(text)

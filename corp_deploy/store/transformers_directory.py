@@ -45,9 +45,7 @@ class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def encoder_arguments(
     directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
 ) -> tuple[str, EncoderArguments]:
-    """The kind of encoder, what builds it, and what it makes of texts, whose tokenizer one that is `looked_at` alone
-    may be without. Raises BadInput as `load_transformers`.
-    """
+    """The kind of encoder and what builds it; one `looked_at` may lack its tokenizer. Raises as `load_transformers`."""
     changes = changes_of(kwargs, _Changes, TAKES)
     config = config_of_transformers(directory)
     encoder = bert.architecture_from_transformers(config, where=str(directory / CONFIG))
@@ -107,9 +105,7 @@ def _model(architecture: Architecture, state: State, file: Path) -> nn.Module:
 def decoder_arguments(
     directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
 ) -> tuple[str, DecoderArguments]:
-    """The kind of decoder, what builds it, and what it makes of texts, whose tokenizer one that is `looked_at` alone
-    may be without. Raises BadInput as `load_decoder`.
-    """
+    """The kind of decoder and what builds it; one `looked_at` may lack its tokenizer. Raises as `load_decoder`."""
     config = config_of_transformers(directory)
     architecture = decoder_config.architecture_from_transformers(config, where=str(directory / CONFIG))
     changes = changes_of(kwargs, Changes, "a decoder takes length, the tokens of a sequence")

@@ -52,9 +52,7 @@ def _preparation(directory: Path, model: VisionModel) -> tuple[Prepared, str, Ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """What a directory's configuration says; `source` is the file that says how images are prepared, `content` what
-    that says.
-    """
+    """What a directory's configuration says; `source`: the file that says how images are prepared, in its `content`."""
 
     config: Mapping[str, Any]
     model: VisionModel

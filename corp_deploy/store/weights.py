@@ -160,9 +160,7 @@ def _entries(content: Any, keys: tuple[str, ...]) -> list[str]:
 
 
 def _entry(content: Any, ema: bool | None, path: Path) -> tuple[str, tuple[str, ...]]:
-    """The entry to take: the moving average where there is one, as timm does, unless `ema` says otherwise; with a note
-    where there was a choice.
-    """
+    """The entry to take, the moving average first as timm does unless `ema` says otherwise; a note on the choice."""
     averages, raw = _entries(content, _AVERAGES), _entries(content, _RAW)
     if ema is True and not averages:
         raise BadInput(f"{path}: --ema, but there is no {' or '.join(_AVERAGES)} in it; leave --ema out")
@@ -252,9 +250,7 @@ def state_as_named(path: Path) -> State:
 
 
 def files_of_tensors(path: Path) -> dict[str, Path]:
-    """In which safetensors file each tensor lies, by name: the file itself, or the shards of an index. Raises BadInput
-    for a file that is missing, damaged or of another kind.
-    """
+    """The safetensors file of each tensor by name. Raises BadInput for a missing, damaged or other file."""
     if path.name.endswith(_INDEX):
         files = {name: path.parent / file for file, names in _shards(path).items() for name in names}
     else:

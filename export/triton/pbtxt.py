@@ -55,9 +55,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The fields between two braces, or of the whole file, in their order. Of several by a name the last one counts, as
-    it does for protobuf.
-    """
+    """The fields between two braces, or of the whole file, in order; of several the last counts, as for protobuf."""
 
     fields: tuple[Field, ...]
     line: int

@@ -139,10 +139,7 @@ def build_script(
     image_tag: str,
     pending: bool,
 ) -> str:
-    """POSIX shell; `pending` installs the plan's config, which waits beside the script while there is no plan.
-
-    Every word reaches the shell quoted where it has to be.
-    """
+    """POSIX shell, every word quoted; `pending` installs the config that waits while there is no plan."""
     return (
         _environment()
         .get_template("build_plan.sh.jinja")

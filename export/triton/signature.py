@@ -22,10 +22,7 @@ FLOATING = ("TYPE_FP32", "TYPE_FP16", "TYPE_FP64", "TYPE_BF16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One input or output; `shape` holds the batch first, a symbolic size as its name.
-
-    `role` is what an output is for, None for an input and for a fusion break.
-    """
+    """One input or output, batch first, a symbolic size as its name; `role`: what an output is for, None for others."""
 
     name: str
     data_type: str
@@ -73,9 +70,7 @@ class Signature:
 
 
 def signature_from_onnx(path: Path) -> Signature:
-    """Reads the graph's borders; BadInput when the file is no ONNX, takes or gives nothing, or when no server could
-    batch its inputs.
-    """
+    """Reads the graph's borders. Raises BadInput for no ONNX, one without borders, and inputs of several batches."""
     proto = load_onnx(path)
     inputs, outputs = ports_of_graph(proto)
     if not inputs or not outputs:
