@@ -36,10 +36,10 @@ from corp_deploy.views.console import Output
 from export.engine.record import record_path
 from export.triton.repository import write_repository
 from export.triton.variants import Package
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, refused, run
 from tests.export_served import write_onnx, write_plan
+from tests.refusals import rejects
 
 
 @pytest.fixture(autouse=True)
@@ -402,8 +402,8 @@ def test_labels_are_one_class_index_an_image(home: Path, tmp_path: Path) -> None
         refused(run("verify", home / "dense", home / "dense", *words, "--labels", path), str(path))
     beyond = tmp_path / "labels5.npy"
     words = ["--moments", home / "m.safetensors", "--images", home / "images.npy", "--labels", beyond]
-    done = run("sweep", "--model", home / "dense", *words, "--sparsity", 0.5, "-o", tmp_path / "s")
-    refused(done, str(beyond), "labels from 7 to 7, expected 0 to 6")
+    sweep = ("sweep", "--model", home / "dense", *words, "--sparsity", 0.5, "-o", tmp_path / "s")
+    refused(run(*sweep), str(beyond), "labels from 7 to 7, expected 0 to 6")
     assert not (tmp_path / "p.json").exists()
     assert not (tmp_path / "s").exists()
 
@@ -416,9 +416,9 @@ def test_labels_need_a_classifier(home: Path, tmp_path: Path) -> None:
 
 
 def test_labels_are_of_images_alone(tmp_path: Path) -> None:
+    said = r"labels\.npy: labels are of images, the model takes texts; leave them out"
     texts: Any = SimpleNamespace(noun="texts")
-    with pytest.raises(BadInput, match=r"labels\.npy: labels are of images, the model takes texts; leave them out"):
-        labels_from_path(tmp_path / "labels.npy", texts, tiny.checkpoint().model)
+    rejects(said, labels_from_path, tmp_path / "labels.npy", texts, tiny.checkpoint().model)
 
 
 # Moments
@@ -464,19 +464,9 @@ def test_sums_are_finite(home: Path, tmp_path: Path, value: float) -> None:
 def results(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of results: reduced model and graph, parity and bench records."""
     root = tmp_path_factory.mktemp("results")
-    words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5]
-    for done in (
-        run("reduce", *words, "-o", root / "reduced"),
-        run(
-            *("verify", home / "dense", root / "reduced", "--images", home / "images.npy", "--max-error", 1, "-o"),
-            root / "parity.json",
-        ),
-        run(
-            *("bench", home / "dense", root / "reduced", "--backend", "torch"),
-            *("--batch", 1, "--time-limit", 2, "-o", root / "bench.json"),
-        ),
-    ):
-        assert done.exit_code == 0, done.output
+    pair = (home / "dense", shutil.copytree(home / "reduced", root / "reduced"))
+    invoked("verify", *pair, "--images", home / "images.npy", "--max-error", 1, "-o", root / "parity.json")
+    invoked("bench", *pair, "--backend", "torch", "--batch", 1, "--time-limit", 2, "-o", root / "bench.json")
     return root
 
 
@@ -519,13 +509,12 @@ def test_an_edited_reduction(results: Path, tmp_path: Path, value: object) -> No
 
 
 def test_a_directory_without_records_is_named_as_such(tmp_path: Path) -> None:
-    result = run("report", tmp_path, "-o", tmp_path / "r.html")
-    refused(result, "neither bench.json nor parity.json is here")
-    assert "not a valid" not in result.stderr
-    (tmp_path / "bench.json").write_text("{")
-    result = run("report", tmp_path, "-o", tmp_path / "r.html")
-    refused(result, "bench.json: not JSON")
-    assert "not a valid" not in result.stderr
+    for text, said in ((None, "neither bench.json nor parity.json is here"), ("{", "bench.json: not JSON")):
+        if text is not None:
+            (tmp_path / "bench.json").write_text(text)
+        result = run("report", tmp_path, "-o", tmp_path / "r.html")
+        refused(result, said)
+        assert "not a valid" not in result.stderr
 
 
 # Recipes, graphs, engines' records and configs
@@ -547,10 +536,7 @@ def test_deep_toml_and_an_empty_baseline_are_refused_before_anything_is_planned(
 
 @pytest.mark.parametrize("text", ["x", "1.5", "9" * 30, "٣"])
 def test_metadata_of_a_graph_are_numbers(tmp_path: Path, text: str) -> None:
-    value = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 3, 8, 8])
-    answer = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 3, 8, 8])
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [answer])
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
+    proto = onnx.load(str(write_onnx(tmp_path / "m.onnx")))
     helper.set_model_props(proto, {f"{PREFIX}macs": text})
     onnx.save(proto, tmp_path / "m.onnx")
     refused(run("bench", tmp_path / "m.onnx", tmp_path / "m.onnx", "-o", tmp_path / "b.json"), "its metadata say macs")

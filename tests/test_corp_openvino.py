@@ -16,7 +16,8 @@ from corp_deploy.release.targets import missing_to_run
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32
 from perf.runners.openvino import OpenVinoRunner
 from tests import tiny
-from tests.command import invoked, run
+from tests.command import invoked, refuses, run
+from tests.recipes import recipe
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 QUICK = ("--batch", 2, "--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 2, "--threads", 1)
@@ -89,22 +90,20 @@ def test_a_wrong_kernel_fails_the_link_of_its_own_runtime(
 
 
 def test_a_runtime_without_graphs_is_refused(home: Path, tmp_path: Path) -> None:
-    done = run("verify", home / "dense", home / "dense", "--random", 2, "--runtime", "openvino", "-o", tmp_path / "p")
-    assert done.exit_code == 2
-    assert "there is none among the candidates" in " ".join(done.stderr.split())
+    words = ("verify", home / "dense", home / "dense", "--random", 2, "--runtime", "openvino", "-o", tmp_path / "p")
+    refuses("there is none among the candidates", *words)
 
 
 def test_without_openvino_the_commands_say_what_to_install(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "openvino", None)
-    graphs = [home / "fp32.onnx", home / "fp32.onnx"]
-    benched = run("bench", *graphs, "--backend", "openvino", "--batch", 1, "-o", tmp_path / "b.json")
-    words = ["verify", home / "dense", home / "fp32.onnx", "--random", 2, "--runtime", "openvino"]
-    verified = run(*words, "-o", tmp_path / "p.json")
-    for done in (benched, verified):
-        assert done.exit_code == 4, done.output
-        assert "pip install 'corp-deploy[openvino]'" in " ".join(done.stderr.split())
+    graph = home / "fp32.onnx"
+    for words in (
+        ("bench", graph, graph, "--backend", "openvino", "--batch", 1),
+        ("verify", home / "dense", graph, "--random", 2, "--runtime", "openvino"),
+    ):
+        refuses("pip install 'corp-deploy[openvino]'", *words, "-o", tmp_path / "record.json", code=4)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -128,49 +127,27 @@ def test_a_graph_is_judged_by_the_coarser_of_its_types_and_its_arithmetic(
     assert runtime in step.name
 
 
-def recipe(tmp_path: Path, targets: str) -> Recipe:
-    path = tmp_path / "recipe.toml"
-    path.write_text(
-        f"""
-[model]
-model = "deit_small_patch16_224"
-weights = "weights.safetensors"
-[calibration]
-images = "train"
-[held_out]
-images = "held-out"
-[export]
-precisions = ["fp32", "bf16"]
-[bench]
-threads = 2
-{targets}
-[reduce]
-mlp = 0.5
-"""
-    )
-    for name in ("train", "held-out"):
-        (tmp_path / name).mkdir(exist_ok=True)
-    (tmp_path / "weights.safetensors").touch()
-    return load_recipe(path)
+def of_openvino(tmp_path: Path, **target: str) -> Recipe:
+    tables: dict[str, Any] = {
+        "reduce": {"mlp": 0.5},
+        "export": {"precisions": ["fp32", "bf16"]},
+        "bench": {"threads": 2},
+    }
+    (tmp_path / "recipe.toml").write_text(recipe({**tables, "targets.openvino": target}))
+    return load_recipe(tmp_path / "recipe.toml")
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        ("[targets.openvino]", "bench dense/model.onnx reduced/model.onnx --backend openvino --dtype fp32 --threads 2"),
-        (
-            '[targets.openvino]\nprecision = "bf16"',
-            "bench dense/model.bf16.onnx reduced/model.bf16.onnx --backend openvino --dtype bf16 --threads 2",
-        ),
-    ],
+    ("target", "graph"), [({}, "model.onnx"), ({"precision": "bf16"}, "model.bf16.onnx")], ids=["fp32", "bf16"]
 )
-def test_a_recipe_benches_the_target_in_its_own_precision(tmp_path: Path, target: str, said: str) -> None:
-    made = recipe(tmp_path, target)
+def test_a_recipe_benches_the_target_in_its_own_precision(tmp_path: Path, target: dict[str, str], graph: str) -> None:
+    made, dtype = of_openvino(tmp_path, **target), target.get("precision", "fp32")
+    said = f"bench dense/{graph} reduced/{graph} --backend openvino --dtype {dtype} --threads 2"
     assert said in str(calls.bench(made, made.targets[0]))
 
 
 def test_a_target_in_openvino_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target: Target = recipe(tmp_path, "[targets.openvino]").targets[0]
+    target: Target = of_openvino(tmp_path).targets[0]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert missing_to_run(target) == "openvino is not installed here; pip install 'corp-deploy[openvino]'"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))

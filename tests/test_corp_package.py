@@ -1,14 +1,20 @@
-"""corp-deploy package: what its options say to a server stands in the configs."""
+"""corp-deploy package: what its options say to a server stands in the configs, and `package serve` on a running one."""
 
+import json
 from pathlib import Path
 
+import numpy as np
+import onnxruntime as ort
 import pytest
 from click.testing import Result
 
 from export.triton.lint import lint_repository
 from export.triton.pbtxt import Message, parse
+from export.triton.repository import write_repository
+from export.triton.variants import Package
 from tests.command import invoked
-from tests.export_served import write_onnx
+from tests.export_served import SHAPE, write_onnx
+from tests.triton_server import Server, lack
 
 
 @pytest.fixture
@@ -27,15 +33,6 @@ def config_of(path: Path) -> Message:
     return parse(path.read_text())
 
 
-def inner(message: Message, *names: str) -> Message:
-    """The message at the end of a path of fields."""
-    for name in names:
-        held = message.message(name)
-        assert held is not None, name
-        message = held
-    return message
-
-
 @pytest.mark.parametrize(("backend", "key"), [("python", "intra_op_threads"), ("onnxruntime", "intra_op_thread_count")])
 def test_what_a_server_is_told_is_an_option(results: Path, backend: str, key: str) -> None:
     words = ["--queue-delay-us", 0, "--instances", 3, "--graph-batches", "1,16", "--policy", "all"]
@@ -44,14 +41,14 @@ def test_what_a_server_is_told_is_an_option(results: Path, backend: str, key: st
     cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
     assert (cpu.text("backend"), cpu.number("max_batch_size")) == (backend, 8)
     assert (results / "repo/vit_cpu/1/model.py").exists() == (backend == "python")
-    assert inner(cpu, "dynamic_batching").number("max_queue_delay_microseconds", -1) == 0
-    assert inner(cpu, "instance_group").number("count") == 3
-    assert inner(cpu, "parameters").text("key") == key
-    assert inner(cpu, "parameters", "value").text("string_value") == "2"
-    inner(cpu, "version_policy", "all")
+    assert cpu.inner("dynamic_batching").number("max_queue_delay_microseconds", -1) == 0
+    assert cpu.inner("instance_group").number("count") == 3
+    assert cpu.inner("parameters").text("key") == key
+    assert cpu.inner("parameters").inner("value").text("string_value") == "2"
+    assert cpu.inner("version_policy").message("all") is not None
     pending = config_of(results / "repo/vit_onnx/1/plan.config.pbtxt")
     assert pending.number("max_batch_size") == 32
-    specs = inner(pending, "optimization", "cuda").messages("graph_spec")
+    specs = pending.inner("optimization").inner("cuda").messages("graph_spec")
     assert [spec.number("batch_size") for spec in specs] == [1, 16]
     script = (results / "repo/vit_onnx/1/build_plan.sh").read_text()
     assert "--optShapes=images:4x3x4x4" in script
@@ -66,8 +63,8 @@ def test_without_options_nothing_changes(results: Path) -> None:
     package(results, "--model-version", 2)
     cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
     assert cpu.number("max_batch_size") == 8
-    assert inner(cpu, "dynamic_batching").number("max_queue_delay_microseconds") == 500
-    assert inner(cpu, "version_policy", "latest").number("num_versions") == 1
+    assert cpu.inner("dynamic_batching").number("max_queue_delay_microseconds") == 500
+    assert cpu.inner("version_policy").inner("latest").number("num_versions") == 1
 
 
 @pytest.mark.parametrize(
@@ -82,3 +79,63 @@ def test_without_options_nothing_changes(results: Path) -> None:
 def test_what_can_not_be_served_is_refused(results: Path, words: list[object], says: str) -> None:
     assert says in package(results, *words, code=2).output
     assert not (results / "repo").exists()
+
+
+# A version in a running server: a release's samples, refusals, exit codes
+
+REASON = lack()
+
+
+def serve(repository: Path, version: int, *words: object, code: int = 0) -> Result:
+    return invoked("package", "serve", repository, "--model-version", version, *words, code=code)
+
+
+def release_of(graph: Path, folder: Path) -> Path:
+    """A release's samples alone, with this graph's answers."""
+    images = np.random.default_rng(1).standard_normal((3, *SHAPE)).astype(np.float32)
+    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    (folder / "samples").mkdir(parents=True)
+    np.save(folder / "samples/images.npy", images)
+    np.save(folder / "samples/answers.npy", session.run(["logits"], {"images": images})[0])
+    graphs = {"reduced/model.onnx": {"expected": "samples/answers.npy", "max_relative_error": 1e-4}}
+    record = {"kind": "corp-deploy/samples", "version": 1, "images": "samples/images.npy", "count": 3, "graphs": graphs}
+    (folder / "samples/samples.json").write_text(json.dumps(record))
+    return folder
+
+
+def packaged(folder: Path) -> tuple[Path, dict[int, Path]]:
+    graphs = {version: write_onnx(folder / f"{version}.onnx", seed=version) for version in (1, 2)}
+    for version, graph in graphs.items():
+        write_repository(Package(name="vit", version=version, cpu_onnx=graph), folder / "models")
+    return folder / "models", graphs
+
+
+@pytest.mark.slow("server")
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_a_server_is_rolled_and_a_version_with_other_answers_is_not_served(tmp_path: Path) -> None:
+    repository, graphs = packaged(tmp_path)
+    good, other = (release_of(graphs[version], tmp_path / f"release{version}") for version in (1, 2))
+    with Server(repository, tmp_path) as server:
+        assert server.load("vit_cpu") is None
+        address = f"http://{server.http_address}"
+        rolled = serve(repository, 1, "--server", address, "--samples", good)
+        assert "vit_cpu serves version 1; relative error on the samples" in " ".join(rolled.output.split())
+        refused = serve(repository, 2, "--server", address, "--samples", good, "--json", code=1)
+        assert "version 1 is still served" in json.loads(refused.stdout)["failure"]
+        assert [entry["version"] for entry in server.statistics("vit_cpu")] == ["1"]
+        serve(repository, 2, "--server", address, "--samples", other)
+
+
+def test_bad_calls_change_nothing(tmp_path: Path) -> None:
+    repository, graphs = packaged(tmp_path)
+    before = (repository / "vit_cpu/config.pbtxt").read_bytes()
+    release = release_of(graphs[1], tmp_path / "release")
+    for words, told in (
+        (("--samples", release), "give --server"),
+        (("--timeout", 3), "give --server"),
+        (("--server", "nowhere"), "expected an address such as"),
+        (("--server", "http://127.0.0.1:9", "--timeout", 2), "is it running"),
+        (("--server", "http://127.0.0.1:9", "--samples", tmp_path), "samples.json"),
+    ):
+        assert told in serve(repository, 1, *words, code=2).output
+    assert (repository / "vit_cpu/config.pbtxt").read_bytes() == before

@@ -214,111 +214,63 @@ def small_images(directory: Path) -> None:
     np.savez(directory / "held-out.npz", images=tiny.images(10, seed=1), labels=np.arange(10) % 7)
 
 
+Changes = dict[str, tuple[object, dict[str, object]]]
+
+
+def changes(table: str, before: dict[str, object] | None = None, **values: object) -> Changes:
+    """Another value for these keys, with what must hold before and after for it to mean something."""
+    return {f"{table}.{key}": (value, before or {}) for key, value in values.items()}
+
+
 CORP: dict[str, object] = {"reduce.preset": "corp"}
 MERGED: dict[str, object] = {"reduce.merge_tokens": "3"}
-LATENCY: dict[str, object] = {
-    "reduce.mlp": None,
-    "reduce.attn": None,
-    "reduce.latency": 0.8,
-    "reduce.latency_tables": "tables",
-}
+SHARES: dict[str, object] = {"reduce.mlp": None, "reduce.attn": None}
+LATENCY = SHARES | {"reduce.latency": 0.8, "reduce.latency_tables": "tables"}
+WHOLE: dict[str, object] = {"reduce.whole_heads": 0.5}
+SPARSE: dict[str, object] = {"reduce.sparse": "2:4"}
+POLISH: dict[str, object] = {"reduce.polish": "model", "reduce.polish_steps": 2}
+LOOP: dict[str, object] = {"calibration.hold_out": None}
 HEAD: dict[str, object] = {"parity.head": ["head.onnx"]}
-# Another value for every key of a recipe, with what must hold before and after for it to mean something.
 INT8: dict[str, object] = {"export.precisions": ["fp32", "int8"], "package.name": None}
-CHANGES: dict[str, tuple[object, dict[str, object]]] = {
-    "calibration.samples": (9, {}),
-    "calibration.seed": (7, {}),
-    "calibration.batch_size": (5, {}),
-    "calibration.device": ("cuda", {}),
-    "calibration.workers": (1, {}),
-    "calibration.max_bad": (2, {}),
-    "calibration.hold_out": (3, {}),
-    "calibration.groups": ("image", {}),
-    "calibration.snapshots": ([5], {"calibration.snapshots": [4]}),
-    "calibration.attention_system": ("kept", CORP),
-    "held_out.samples": (7, {}),
-    "held_out.seed": (8, {}),
-    "reduce.preset": ("vbp", {"reduce.attn": None}),
-    "reduce.mlp": (0.4, {}),
-    "reduce.attn": (0.6, {}),
-    "reduce.conv": (0.6, {}),
-    "reduce.residual": (0.6, {}),
-    "reduce.macs": (0.7, {"reduce.mlp": None, "reduce.attn": None, "reduce.macs": 0.8}),
-    "reduce.params": (0.7, {"reduce.mlp": None, "reduce.attn": None, "reduce.params": 0.8}),
-    "reduce.latency": (0.7, LATENCY | {"reduce.latency": 0.8}),
-    "reduce.batch": (8, LATENCY),
-    "reduce.select": ("active", {}),
-    "reduce.repair": ("gram", {}),
-    "reduce.repair_mlp": ("bias", {}),
-    "reduce.repair_conv": ("gram", {"reduce.conv": 0.5}),
-    "reduce.repair_heads": ("none", {"reduce.whole_heads": 0.5}),
-    "reduce.qk": ("logit-v1", {}),
-    "calibration.active_eps": (0.01, {}),
-    "reduce.select_mlp": ("wanda", CORP),
-    "reduce.select_head": ("magnitude", CORP),
-    "reduce.select_conv": ("magnitude", CORP | {"reduce.conv": 0.5}),
-    "reduce.heads": ("ragged", {}),
-    "reduce.align_mlp": (16, {}),
-    "reduce.align_head": (16, {}),
-    "reduce.align_conv": (16, {}),
-    "reduce.ridge": (1e-3, {}),
-    "reduce.allow_partial": (True, {}),
-    "reduce.most_cut": (0.9, {"reduce.mlp": None, "reduce.attn": None, "reduce.macs": 0.8}),
-    "reduce.save_as": ("hf", {}),
-    "reduce.reads": ("all", {"reduce.closed_loop": True, "calibration.hold_out": None}),
-    "reduce.rescale": (True, {}),
-    "reduce.rotate": (False, {}),
-    "reduce.whole_heads": (0.5, {}),
-    "reduce.select_heads": ("magnitude", {"reduce.whole_heads": 0.5}),
-    "reduce.closed_loop": (True, {"calibration.hold_out": None}),
-    "reduce.effort": ("standard", {"calibration.hold_out": None}),
-    "reduce.within": ("error 0.5", {"reduce.mlp": None, "reduce.attn": None, "reduce.within": "error 0.4"}),
-    "reduce.merge_tokens": ("2", {}),
-    "reduce.merge_metric": ("keys", MERGED),
-    "reduce.merge_how": ("drop", MERGED),
-    "reduce.merge_outputs": ("unmerged", MERGED),
-    "reduce.sparse": ("mlp=2:4", {}),
-    "reduce.sparse_pattern": ("cast", {"reduce.sparse": "2:4"}),
-    "reduce.sparse_permute": ("inside", {"reduce.sparse": "2:4"}),
-    "reduce.polish": ("block", {"reduce.polish": "model", "reduce.polish_steps": 2}),
-    "reduce.polish_steps": (3, {"reduce.polish": "model", "reduce.polish_steps": 2}),
-    "reduce.polish_time": (0.2, {"reduce.polish": "model", "reduce.polish_time": 0.1}),
-    "export.precisions": (["fp32", "fp16"], {}),
-    "export.keep_fp32": (
-        ["blocks.0.*"],
-        {"export.precisions": ["mixed"], "export.keep_fp32": ["blocks.0.attn"]} | {"package.name": None},
-    ),
-    "export.input": ("uint8", {}),
-    "export.rest": ("fp32", INT8 | {"export.precisions": ["fp32", "fp16", "int8"]}),
-    "export.scales": ("max", INT8),
-    "export.balance": (False, INT8),
-    "export.keep_rest": (["blocks.0"], INT8),
-    "export.weight_bits": (7, INT8),
-    "export.range_samples": (7, INT8),
-    "export.break_fusion": (["blocks.0.attn"], {}),
-    "parity.batches": ([2], {}),
-    "parity.min_agreement": (0.5, {}),
-    "parity.max_error": (0.8, {}),
-    "parity.confidence": (0.8, {"parity.min_agreement": 0.5}),
-    "parity.half_factor": (7.0, {}),
-    "parity.quantised_factor": (3.0, {}),
-    "parity.max_apart": (0.3, {}),
-    "parity.metric": ([f"first={sys.executable} -c 'print(1)' {{outputs}}"], {}),
-    "parity.map_threshold": (0.0, HEAD),
-    "parity.max_map_error": (0.4, HEAD),
-    "parity.min_iou": (0.6, HEAD),
-    "parity.min_pixels": (0.7, HEAD),
-    "bench.batches": ([3], {}),
-    "bench.time_limit_s": (2.5, {}),
-    "bench.half_width": (0.8, {}),
-    "bench.block_ms": (2.0, {}),
-    "bench.min_rounds": (8, {}),
-    "bench.threads": (2, {}),
-    "bench.audit": (True, {}),
-    "gate.fail_if": (["params > dense"], {}),
-    "gate.confidence": (0.8, {}),
-    "package.name": ("other", {}),
-}
+MIXED = {"export.precisions": ["mixed"], "export.keep_fp32": ["blocks.0.attn"], "package.name": None}
+COUNTED = f"first={sys.executable} -c 'print(1)' {{outputs}}"
+CHANGES: Changes = (
+    changes("calibration", samples=9, seed=7, batch_size=5, device="cuda", workers=1, max_bad=2, hold_out=3)
+    | changes("calibration", groups="image", active_eps=0.01)
+    | changes("calibration", {"calibration.snapshots": [4]}, snapshots=[5])
+    | changes("calibration", CORP, attention_system="kept")
+    | changes("held_out", samples=7, seed=8)
+    | changes("reduce", mlp=0.4, attn=0.6, conv=0.6, residual=0.6, select="active", repair="gram", repair_mlp="bias")
+    | changes("reduce", qk="logit-v1", heads="ragged", align_mlp=16, align_head=16, align_conv=16, ridge=1e-3)
+    | changes("reduce", allow_partial=True, save_as="hf", rescale=True, rotate=False, whole_heads=0.5)
+    | changes("reduce", merge_tokens="2", sparse="mlp=2:4")
+    | changes("reduce", {"reduce.attn": None}, preset="vbp")
+    | changes("reduce", SHARES | {"reduce.macs": 0.8}, macs=0.7, most_cut=0.9)
+    | changes("reduce", SHARES | {"reduce.params": 0.8}, params=0.7)
+    | changes("reduce", SHARES | {"reduce.within": "error 0.4"}, within="error 0.5")
+    | changes("reduce", LATENCY, latency=0.7, batch=8)
+    | changes("reduce", {"reduce.conv": 0.5}, repair_conv="gram")
+    | changes("reduce", CORP, select_mlp="wanda", select_head="magnitude")
+    | changes("reduce", CORP | {"reduce.conv": 0.5}, select_conv="magnitude")
+    | changes("reduce", WHOLE, repair_heads="none", select_heads="magnitude")
+    | changes("reduce", LOOP, closed_loop=True, effort="standard")
+    | changes("reduce", LOOP | {"reduce.closed_loop": True}, reads="all")
+    | changes("reduce", MERGED, merge_metric="keys", merge_how="drop", merge_outputs="unmerged")
+    | changes("reduce", SPARSE, sparse_pattern="cast", sparse_permute="inside")
+    | changes("reduce", POLISH, polish="block", polish_steps=3)
+    | changes("reduce", {"reduce.polish": "model", "reduce.polish_time": 0.1}, polish_time=0.2)
+    | changes("export", precisions=["fp32", "fp16"], input="uint8", break_fusion=["blocks.0.attn"])
+    | changes("export", MIXED, keep_fp32=["blocks.0.*"])
+    | changes("export", INT8 | {"export.precisions": ["fp32", "fp16", "int8"]}, rest="fp32")
+    | changes("export", INT8, scales="max", balance=False, keep_rest=["blocks.0"], weight_bits=7, range_samples=7)
+    | changes("parity", batches=[2], min_agreement=0.5, max_error=0.8, half_factor=7.0, quantised_factor=3.0)
+    | changes("parity", max_apart=0.3, metric=[COUNTED])
+    | changes("parity", {"parity.min_agreement": 0.5}, confidence=0.8)
+    | changes("parity", HEAD, map_threshold=0.0, max_map_error=0.4, min_iou=0.6, min_pixels=0.7)
+    | changes("bench", batches=[3], time_limit_s=2.5, half_width=0.8, block_ms=2.0, min_rounds=8, threads=2, audit=True)
+    | changes("gate", fail_if=["params > dense"], confidence=0.8)
+    | changes("package", name="other")
+)
 # Said by the recipe alone: the stages that these are for are run as `release recipe.toml --only`.
 BY_RECIPE = ("release", "model", "samples", "licences")
 # Files outside; what stands in them counts, and not what they are called.

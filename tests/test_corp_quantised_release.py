@@ -92,13 +92,11 @@ def test_only_what_is_faster_is_served(home: Path, tmp_path: Path, times: float,
 
 @pytest.mark.slow("graph")
 def test_int8_needs_what_it_rests_on(home: Path) -> None:
-    wrong = home / "wrong.toml"
+    wrong, of_fp8 = home / "wrong.toml", RECIPE.replace('"int8"', '"fp8"').replace("weight_bits = 7", "")
     for text, message in (
         (RECIPE.replace('rest = "fp32"', 'rest = "fp16"'), "add 'fp16' to export.precisions"),
-        (RECIPE.replace('["fp32", "int8"]', '["fp32", "fp8"]').replace('precision = "int8"', 'precision = "fp8"')
-         .replace("weight_bits = 7", ""),
-         "ONNX Runtime's CPU kernels have no arithmetic in float8_e4m3fn"),
-    ):  # fmt: skip
+        (of_fp8, "ONNX Runtime's CPU kernels have no arithmetic in float8_e4m3fn"),
+    ):
         wrong.write_text(text, encoding="utf-8")
         refuses(message, "release", wrong, "-o", home / "other")
         assert not (home / "other").exists()

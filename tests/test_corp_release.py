@@ -52,16 +52,16 @@ ROOT = Path(__file__).parents[1]
 MEASURED = {"bench.json", "gate.json", "report.html", "report.md", "report.xml", "MODEL_CARD.md"}
 MEASURED |= {"manifest.json", "SHA256SUMS", "sbom.cdx.json", "provenance.json"}
 KILLS = 24
+PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def release(home: Path, *words: object, expect: int = 0) -> Result:
-    result = invoked("release", home / "recipe.toml", "-o", home / "out", *words, code=expect)
-    return result
+    return invoked("release", home / "recipe.toml", "-o", home / "out", *words, code=expect)
 
 
 def said(result: Result) -> str:
     """What was printed, whatever the lines were broken at."""
-    return " ".join(result.stdout.replace("│", " ").split())
+    return " ".join(result.output.replace("│", " ").split())
 
 
 def made(result: Result) -> list[str]:
@@ -69,11 +69,16 @@ def made(result: Result) -> list[str]:
     return found
 
 
+def inputs(home: Path) -> Path:
+    """What the recipe needs."""
+    np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
+    return tiny.written(home, 12, to="calibration.npy")
+
+
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished release beside its recipe; tests copy it."""
-    home = tiny.written(tmp_path_factory.mktemp("release"), 12, to="calibration.npy")
-    np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
+    home = inputs(tmp_path_factory.mktemp("release"))
     (home / "recipe.toml").write_text(RECIPE)
     release(home)
     return home
@@ -179,10 +184,10 @@ def test_check_names_what_differs(home: Path) -> None:
     assert "samples replayed: all as they were made" in said(run("check", out))
     (out / "report.md").write_text("better than it was")
     (out / "samples" / "images.npy").unlink()
-    result = invoked("check", out, code=1)
-    assert "report.md: sha256" in said(result)
-    assert "samples/images.npy: missing" in said(result)
-    assert run("check", home).exit_code == 2
+    result = said(invoked("check", out, code=1))
+    assert "report.md: sha256" in result
+    assert "samples/images.npy: missing" in result
+    invoked("check", home, code=2)
 
 
 @pytest.mark.slow("graph")
@@ -193,9 +198,9 @@ def test_check_notices_sums_that_were_edited_and_answers_that_changed(home: Path
     old = sha256_of_file(expected)
     np.save(expected, np.load(expected) * 1.01)
     (out / "SHA256SUMS").write_text((out / "SHA256SUMS").read_text().replace(old, sha256_of_file(expected)))
-    result = invoked("check", out, code=1)
-    assert "samples/reduced.fp32.npy: manifest.json and SHA256SUMS differ" in said(result)
-    assert "reduced/model.onnx: relative error" in said(result)
+    result = said(invoked("check", out, code=1))
+    assert "samples/reduced.fp32.npy: manifest.json and SHA256SUMS differ" in result
+    assert "reduced/model.onnx: relative error" in result
 
 
 @pytest.mark.parametrize(
@@ -281,7 +286,7 @@ def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(
     (history / "29990101T000000Z-0123456789ab.json").write_text("{}")
     assert made(release(home, "--json")) == []
     edit(home, 'history = "history"', 'history = "out"')
-    assert "is the output of this release; give another directory" in " ".join(release(home, expect=2).stderr.split())
+    assert "is the output of this release; give another directory" in said(release(home, expect=2))
 
 
 @pytest.mark.slow("models")
@@ -323,11 +328,11 @@ def test_what_the_images_can_never_show_is_told_before_any_stage(home: Path) -> 
     edit(home, "batches = [1, 3]", "batches = [1, 3]\nmin_agreement = 0.98")
     edit(home, '"params >= dense"', '"params >= dense", "top1_agreement < 0.9", "top1_agreement < 0.1"')
     of_nine = "even 9 of 9 agreeing would leave 70.09 % to 100 % at 95 % confidence; at least"
-    dry = " ".join(release(home, "--dry-run").stderr.split())
+    dry = said(release(home, "--dry-run"))
     assert f"parity.min_agreement 98 % can't be shown by 9 held-out images: {of_nine} 189" in dry
     assert f"rule 'top1_agreement < 0.9': top1_agreement 90 % can't be shown by 9 images: {of_nine} 35" in dry
     assert "< 0.1'" not in dry
-    assert "can't be shown by 9 held-out images" in " ".join(release(home, expect=3).stderr.split())
+    assert "can't be shown by 9 held-out images" in said(release(home, expect=3))
     judged = json.loads((home / "out" / "gate.json").read_text())
     assert (judged["verdict"], judged["confidence"]) == ("INCONCLUSIVE", 0.95)
     verdicts = {row["rule"]: row["verdict"] for row in judged["rules"]}
@@ -353,8 +358,7 @@ def test_what_is_not_there_is_named_before_anything_runs(home: Path) -> None:
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a recipe needs, and beside it files that will not do."""
-    home = tiny.written(tmp_path_factory.mktemp("wrong"), 12, to="calibration.npy")
-    np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
+    home = inputs(tmp_path_factory.mktemp("wrong"))
     arrays: dict[str, NDArray[Any]] = {
         "small.npy": np.zeros((12, 3, 8, 8), np.float32),
         "three.npy": np.arange(3),
@@ -373,11 +377,7 @@ WRONG = [
     ('"calibration.npy"', '"folder"', "calibration.images: {}/folder: no images among 1 files"),
     ('"calibration.npy"', '"words.txt"', "calibration.images: {}/words.txt: expected a folder of images"),
     ('"calibration.npy"', '"small.npy"', "calibration.images: {}/small.npy: got float32 [12, 3, 8, 8], expected"),
-    (
-        '"calibration.npy"',
-        '"~/photos"',
-        "/~/photos is not there, or is empty (~ stands for nothing in a recipe); correct",
-    ),
+    ('"calibration.npy"', '"~/photos"', "/~/photos is not there, or is empty (~ stands for nothing in a recipe)"),
     ("hold_out = 4", "samples = 50", "calibration.images: {}/calibration.npy: got 12 images, but 50 samples were"),
     ("hold_out = 4", "hold_out = 12", "calibration.hold_out: hold out: got 12 of 12 images, expected at least 1 and"),
     ("hold_out = 4", "hold_out = 4\nsnapshots = [2, 9]", "calibration.snapshots ends at 9, expected less than 8"),
@@ -442,16 +442,12 @@ def test_a_stage_alone_is_refused_what_it_reads_and_no_more(home: Path) -> None:
     """Another machine has what its stages read; and what is done already is not read again."""
     np.save(home / "three.npy", np.arange(3))
     edit(home, 'labels = "held-out.npz"', 'labels = "three.npy"')
-    assert "3 labels for 9 images" in said_wrong(release(home, "--only", "parity", expect=2))
+    assert "3 labels for 9 images" in said(release(home, "--only", "parity", expect=2))
     assert "nothing to do" in said(release(home, "--only", "moments"))
     (home / "calibration.npy").unlink()
     assert "nothing to do" in said(release(home, "--only", "export.dense"))
     edit(home, 'labels = "three.npy"', 'labels = "held-out.npz"')
     assert "nothing to do" in said(release(home, "--only", "parity"))
-
-
-def said_wrong(result: Result) -> str:
-    return " ".join(result.stderr.split())
 
 
 @pytest.mark.slow("graph")
@@ -463,7 +459,7 @@ def test_what_a_measure_said_stays_its_own_words(home: Path, monkeypatch: pytest
 
     monkeypatch.setattr(steps, "write_parity", failing)
     edit(home, "batches = [1, 3]", "batches = [1]")
-    assert "metric own: exit code 2, expected 0" in said_wrong(release(home, expect=2))
+    assert "metric own: exit code 2, expected 0" in said(release(home, expect=2))
 
 
 PROOF = ("recipe", "dense", "moments", "reduce", "export.dense", "export.reduced", "samples", "parity")
@@ -535,9 +531,8 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
     lines = [line.split() for line in script.splitlines() if line.startswith("corp-deploy ")]
     names = [words[words.index("--only") + 1] for words in lines]
     assert names == ["engine.tensorrt", "parity.tensorrt", "bench.tensorrt"]
-    alone = run("release", home / "out" / "recipe.toml", "-o", home / "out", "--only", names[0], "--trust-paths")
-    assert alone.exit_code == 4
-    assert "stage engine.tensorrt: no GPU" in alone.stderr
+    alone = ("release", home / "out" / "recipe.toml", "-o", home / "out", "--only", names[0], "--trust-paths")
+    refuses("stage engine.tensorrt: no GPU", *alone, code=4)
 
     with monkeypatch.context() as there:
         there.setattr(target_stages, "missing_to_build", lambda target: None)
@@ -581,14 +576,8 @@ def play_gpu(there: pytest.MonkeyPatch) -> None:
 def test_a_script_where_the_gpu_is_missing_says_what_is(home: Path) -> None:
     edit(home, "[gate]", "[targets.onnxruntime-cpu]\n[targets.tensorrt]\n[gate]")
     release(home, "--plan-only")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["sh", home / "out" / "remaining.sh"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PATH": path},
-        check=False,
-    )
+    words = ["sh", home / "out" / "remaining.sh"]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | PATH, check=False)
     assert done.returncode == 4, done
     assert "stage engine.tensorrt: tensorrt is not installed here" in done.stderr
 
@@ -596,11 +585,7 @@ def test_a_script_where_the_gpu_is_missing_says_what_is(home: Path) -> None:
 @pytest.mark.slow("process")
 def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> None:
     results, summary = home / "results", home / "summary.md"
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "GITHUB_STEP_SUMMARY": str(summary),
-    }
+    environment = os.environ | PATH | {"GITHUB_STEP_SUMMARY": str(summary)}
 
     def script() -> int:
         words: list[str | Path] = [
@@ -618,21 +603,20 @@ def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> Non
 
 @pytest.mark.slow("graph")
 def test_a_starter_is_written_once(home: Path) -> None:
-    starter = home / "new.toml"
-    assert run("release", starter, "--init", home / "dense").exit_code == 0
-    assert run("release", starter, "--init", home / "dense").exit_code == 2
+    starter, deit = home / "new.toml", ("release", home / "other.toml", "--init", "deit_tiny_patch16_224")
+    invoked("release", starter, "--init", home / "dense")
+    invoked("release", starter, "--init", home / "dense", code=2)
     for option in ("--weights", "--images", "--held-out", "--labels"):
-        refused = run("release", home / "other.toml", "--init", "deit_tiny_patch16_224", option, home / "nowhere.npy")
-        assert f"{option} {home / 'nowhere.npy'}: not there, or empty" in said_wrong(refused)
+        refuses(f"{option} {home / 'nowhere.npy'}: not there, or empty", *deit, option, home / "nowhere.npy")
         assert not (home / "other.toml").exists()
     weights = ("--weights", home / "dense" / "model.safetensors", "--images", home / "calibration.npy")
-    assert run("release", home / "other.toml", "--init", "deit_tiny_patch16_224", *weights).exit_code == 0
+    invoked(*deit, *weights)
     assert load_recipe(home / "other.toml").model.weights == (home / "dense" / "model.safetensors").resolve()
-    assert "--weights, --images" in said_wrong(run("release", starter, "-o", home / "new", *weights[:2]))
-    assert "calibration.images" in run("release", starter, "-o", home / "new").stderr
+    refuses("--weights, --images", "release", starter, "-o", home / "new", *weights[:2])
+    refuses("calibration.images", "release", starter, "-o", home / "new")
     assert not (home / "new").exists()
-    assert run("release", starter).exit_code == 2
-    assert run("release", starter, "-o", home / "new", "--dry-run", "--plan-only").exit_code == 2
+    invoked("release", starter, code=2)
+    invoked("release", starter, "-o", home / "new", "--dry-run", "--plan-only", code=2)
 
 
 @pytest.mark.parametrize("shell", SOURCES)
@@ -648,11 +632,6 @@ def test_version_names_what_matters() -> None:
 # What a release measures
 
 
-def record_of_bench(home: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((home / "out" / "bench.json").read_text())
-    return found
-
-
 @pytest.mark.slow("measurement")
 def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
     home: Path, monkeypatch: pytest.MonkeyPatch
@@ -661,7 +640,7 @@ def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
     edit(home, "block_ms = 1", "block_ms = 1.5")
     monkeypatch.setattr("perf.timing.watch._nvml", lambda: cards[b"A Card"])
     release(home)
-    record = record_of_bench(home)
+    record = json.loads((home / "out" / "bench.json").read_text())
     told = {key: record["environment"][key] for key in ("gpu", "sm", "driver", "cuda", "power_limit_w", "clocks")}
     assert told == {
         "gpu": "A Card", "sm": "8.6", "driver": "590.1", "cuda": "13.2", "power_limit_w": 300.0, "clocks": 1410,
@@ -689,7 +668,7 @@ def test_a_release_takes_no_record_in_which_nothing_was_measured(home: Path, mon
     before = sha256_of_file(home / "out" / "bench.json")
     monkeypatch.setattr(OnnxRunner, "bind", full)
     edit(home, "block_ms = 1", "block_ms = 1.5")
-    assert "nothing could be measured" in " ".join(release(home, expect=4).stderr.split())
+    assert "nothing could be measured" in said(release(home, expect=4))
     assert sha256_of_file(home / "out" / "bench.json") == before
     rows = json.loads(release(home, "--dry-run", "--json").stdout)["stages"]
     assert {row["stage"]: row["state"] for row in rows}["bench.onnxruntime-cpu"] == "runs"
@@ -714,8 +693,7 @@ def keys_of_ours(home: Path) -> tuple[Path, Path]:
 def test_a_release_that_passes_is_signed_and_no_signature_outlives_what_it_is_of(home: Path) -> None:
     private, public = keys_of_ours(home)
     out, before = home / "out", sha256_of_file(home / "out" / "manifest.json")
-    refused = release(home, "--sign", private, expect=2)
-    assert "release.version is missing" in " ".join(refused.stderr.split())
+    assert "release.version is missing" in said(release(home, "--sign", private, expect=2))
     edit(home, "[model]", '[release]\nname = "tiny"\nversion = "1.0.0"\n[model]')
     assert json.loads(release(home, "--sign", private, "--json").stdout)["signature"] == "signed"
     assert sha256_of_file(out / "manifest.json") != before
@@ -737,9 +715,7 @@ def test_a_release_that_passes_is_signed_and_no_signature_outlives_what_it_is_of
     assert json.loads(release(home, "--sign", private, "--json", expect=1).stdout)["signature"] == "refused"
     assert not (out / "model.sig").exists()
     for words in (("--only", "gate"), ("--dry-run",), ("--plan-only",)):
-        assert "--sign signs a whole release" in " ".join(
-            release(home, "--sign", private, *words, expect=2).stderr.split()
-        )
+        assert "--sign signs a whole release" in said(release(home, "--sign", private, *words, expect=2))
 
 
 @pytest.mark.slow("graph")
@@ -791,7 +767,8 @@ def test_the_bill_of_materials_is_cyclonedx_and_has_models_data_and_packages(fir
 def test_a_repository_is_signed_as_a_whole_until_it_changes(home: Path) -> None:
     private, public = keys_of_ours(home)
     repository, words = home / "repository", ("--name", "tiny", "--sign", private)
-    invoked("package", home / "out", "-o", repository, *words, "--model-version", 3)
+    package = ("package", home / "out", "-o", repository)
+    invoked(*package, *words, "--model-version", 3)
     verify = ("check", repository, "--verify", public, "--expect-name", "tiny", "--expect-version")
     assert "tiny 3, signed by the key" in said(run(*verify, 3))
     assert "the signed version is '3', expected '4'" in said(run(*verify, 4))
@@ -801,14 +778,12 @@ def test_a_repository_is_signed_as_a_whole_until_it_changes(home: Path) -> None:
 
     (repository / "tiny_cpu" / "3" / "libtriton_x.so").write_text("")
     assert "libtriton_x.so: not signed, it was added" in said(run(*verify, 3))
-    refuses("not signed", "package", home / "out", "-o", repository, *words, "--model-version", 4)
+    refuses("not signed", *package, *words, "--model-version", 4)
     assert not (repository / "model.sig").exists()
     (repository / "tiny_cpu" / "3" / "libtriton_x.so").unlink()
     (repository / "stray").write_text("")
-    result = run("package", home / "out", "-o", repository, *words, "--model-version", 5)
-    assert "stray: no file of what is signed" in " ".join(result.stderr.split())
+    refuses("stray: no file of what is signed", *package, *words, "--model-version", 5)
     (repository / "stray").unlink()
-    assert run("package", home / "out", "-o", repository, *words, "--model-version", 6).exit_code == 0
-    result = run("package", home / "out", "-o", repository, "--name", "tiny", "--model-version", 7)
-    assert "model.sig is removed" in " ".join(result.stderr.split())
+    invoked(*package, *words, "--model-version", 6)
+    assert "model.sig is removed" in said(invoked(*package, "--name", "tiny", "--model-version", 7))
     assert not (repository / "model.sig").exists()

@@ -26,10 +26,7 @@ def config_of(repository: Path) -> Message:
 
 
 def parameters(config: Message) -> dict[str, str]:
-    return {
-        each.text("key"): (each.message("value") or config).text("string_value")
-        for each in config.messages("parameters")
-    }
+    return {each.text("key"): each.inner("value").text("string_value") for each in config.messages("parameters")}
 
 
 def test_the_config_is_one_that_the_backend_reads(tmp_path: Path) -> None:
@@ -43,10 +40,9 @@ def test_the_config_is_one_that_the_backend_reads(tmp_path: Path) -> None:
     assert (group.text("kind"), group.number("count")) == ("KIND_CPU", 2)
     # The backend would fix the batch at max_batch_size and fill every request up to it.
     assert (config.number("max_batch_size", -1), config.message("dynamic_batching")) == (0, None)
-    assert [field.value for field in config.messages("input")[0].all("dims")] == [-1, 3, 4, 4]
+    assert config.messages("input")[0].numbers("dims") == (-1, 3, 4, 4)
     (warm_up,) = config.messages("model_warmup")
-    filled = (warm_up.messages("inputs")[0].message("value") or config).all("dims")
-    assert [field.value for field in filled] == [1, 3, 4, 4]
+    assert warm_up.inner("inputs").inner("value").numbers("dims") == (1, 3, 4, 4)
     assert warnings == (f"vit_cpu: {CHOOSES_BF16}",)
     assert lint_repository(repository) == ()
 
@@ -61,7 +57,7 @@ def test_bf16_is_asked_for_by_its_key(tmp_path: Path) -> None:
 
 def test_a_fixed_batch_is_served_as_it_is(tmp_path: Path) -> None:
     repository, warnings = packaged(tmp_path, batch=2)
-    assert [field.value for field in config_of(repository).messages("input")[0].all("dims")] == [2, 3, 4, 4]
+    assert config_of(repository).messages("input")[0].numbers("dims") == (2, 3, 4, 4)
     assert "takes batches of 2 only" in warnings[0]
     assert lint_repository(repository) == ()
 
@@ -69,12 +65,7 @@ def test_a_fixed_batch_is_served_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "severity", "said"),
     [
-        (
-            "NUM_STREAMS",
-            "INFERENCE_PRECISION_HINT",
-            "warning",
-            "is none that the OpenVINO backend reads: it is ignored",
-        ),
+        ("NUM_STREAMS", "INFERENCE_PRECISION_HINT", "warning", "none that the OpenVINO backend reads: it is ignored"),
         ('"2"', '"few"', "error", "parameter NUM_STREAMS is 'few'"),
         ("LATENCY", "FAST", "error", "parameter PERFORMANCE_HINT is 'FAST'"),
         ("KIND_CPU", "KIND_GPU", "error", "the OpenVINO backend runs on the CPU, got KIND_GPU"),

@@ -1,6 +1,7 @@
 """Graphs that take pixels: normalised inside to what the float graph gives, in every precision, or refused."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec, input_ports
-from corp_deploy.store.checkpoint import save
+from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.graph_input import AHEAD
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
@@ -26,12 +27,12 @@ from corp_deploy.traced.models.narrowing import at_widths
 from corp_deploy.traced.programs.tree import Called
 from export.engine.record import record_of_plan
 from export.graph.pixels import takes_pixels
-from ground.errors import BadInput
 from ground.pixels import Normalisation
 from perf.parity.rounding import round_file
 from tests import small_convnets, small_models, tiny
-from tests.command import invoked, run
+from tests.command import invoked, refuses
 from tests.graphs import needs_rtx
+from tests.refusals import rejects
 
 SIZE = 32
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -199,29 +200,26 @@ def test_only_a_plain_convolution_that_alone_reads_images_is_folded(
     assert model.first.bias is None or model.first.bias.dtype == torch.float32, "the caller's model is left as it is"
 
 
-def test_a_padded_stem_sees_the_mean_around_and_not_black(tmp_path: Path) -> None:
-    """ResNet's stem pads: zeros of normalised images. A fold would put pixels of 0 there."""
-    checkpoint = small_convnets.checkpoint("resnet18")
-    shape = image_spec(checkpoint.model).shape
-    pixels = photographs(shape[1])
-    export_checkpoint(checkpoint, tmp_path / "uint8.onnx", precision="fp32", graph_input="uint8")
-    with torch.no_grad():
-        exact = checkpoint.model(torch.from_numpy(by_hand(checkpoint.model, pixels))).numpy()
-    assert apart(answers(tmp_path / "uint8.onnx", pixels), exact) < 1e-5
-    assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == AHEAD
-    convolutions = [node for node in onnx.load(str(tmp_path / "uint8.onnx")).graph.node if node.op_type == "Conv"]
-    assert len(convolutions[0].input) == 3, "the norm behind the stem is folded as before"
-
-
-@pytest.mark.slow("graph")
-def test_a_convnext_has_nothing_ahead(tmp_path: Path) -> None:
-    checkpoint = small_models.small("convnext_atto")
+@pytest.mark.parametrize(
+    ("make", "name", "place"),
+    [
+        (small_convnets.checkpoint, "resnet18", AHEAD),
+        pytest.param(small_models.small, "convnext_atto", "stem.0", marks=pytest.mark.slow("graph")),
+    ],
+)
+def test_a_padded_stem_sees_the_mean_around_and_not_black(
+    tmp_path: Path, make: Callable[[str], Checkpoint], name: str, place: str
+) -> None:
+    """ResNet's stem pads: zeros of normalised images. A fold would put pixels of 0 there. ConvNeXt's doesn't."""
+    checkpoint, path = make(name), tmp_path / "uint8.onnx"
     pixels = photographs(image_spec(checkpoint.model).shape[1])
-    export_checkpoint(checkpoint, tmp_path / "uint8.onnx", precision="fp32", graph_input="uint8")
+    export_checkpoint(checkpoint, path, precision="fp32", graph_input="uint8")
     with torch.no_grad():
         exact = checkpoint.model(torch.from_numpy(by_hand(checkpoint.model, pixels))).numpy()
-    assert apart(answers(tmp_path / "uint8.onnx", pixels), exact) < 1e-5
-    assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == "stem.0"
+    assert apart(answers(path, pixels), exact) < 1e-5
+    assert facts_of_onnx(path).normalised == place
+    convolution = next(node for node in onnx.load(str(path)).graph.node if node.op_type == "Conv")
+    assert len(convolution.input) == 3, "a norm behind the stem is folded as before"
 
 
 @pytest.mark.slow("graph")
@@ -253,10 +251,10 @@ def test_normalising_and_back_is_to_the_bit() -> None:
     np.testing.assert_array_equal(images, expected)
     np.testing.assert_array_equal(normalisation.pixels(images), every)
     normalisation.require_pixels(images, where="all")
-    with pytest.raises(BadInput, match=r"here: image 0 is 0\.\d+ away from pixels 0 to 255 normalised by mean 0\.485"):
-        normalisation.require_pixels(images + 0.005, where="here")
-    with pytest.raises(BadInput, match="give image files, or uint8 arrays"):
-        normalisation.require_pixels(np.full((1, 3, 2, 2), np.nan, dtype=np.float32), where="here")
+    said = r"here: image 0 is 0\.\d+ away from pixels 0 to 255 normalised by mean 0\.485"
+    rejects(said, normalisation.require_pixels, images + 0.005, where="here")
+    odd = np.full((1, 3, 2, 2), np.nan, dtype=np.float32)
+    rejects("give image files, or uint8 arrays", normalisation.require_pixels, odd, where="here")
 
 
 def test_arrays_of_pixels_are_what_their_files_are(tmp_path: Path) -> None:
@@ -274,8 +272,8 @@ def test_arrays_of_pixels_are_what_their_files_are(tmp_path: Path) -> None:
     arrays = next(iter(images_for_model(model, tmp_path / "pixels.npy").batches(99))).numpy()
     np.testing.assert_array_equal(arrays, files)
     np.save(tmp_path / "sixteen.npy", pixels.astype(np.uint16))
-    with pytest.raises(BadInput, match=r"got uint16 .* already preprocessed, or uint8 pixels, resized and cropped"):
-        images_for_model(model, tmp_path / "sixteen.npy")
+    said = r"got uint16 .* already preprocessed, or uint8 pixels, resized and cropped"
+    rejects(said, images_for_model, model, tmp_path / "sixteen.npy")
 
 
 @pytest.fixture
@@ -296,22 +294,19 @@ def test_a_graph_of_pixels_by_command_proven_and_timed(home: Path) -> None:
         written = json.loads(result.stdout)["written"]
         assert [row["normalised"] for row in written] == ["patch_embed.proj", AHEAD]
     graphs = [home / "dense" / name for name in ("model.onnx", "model.fp16.onnx")]
-    result = invoked("verify", home / "dense", *graphs, "--images", home / "pixels.npy", "-o", home / "parity.json")
+    invoked("verify", home / "dense", *graphs, "--images", home / "pixels.npy", "-o", home / "parity.json")
     assert json.loads((home / "parity.json").read_text())["links"][0]["measures"]["relative_error"] < 1e-5
-    result = invoked("bench", home / "dense" / "model.onnx", home / "reduced" / "model.onnx", "-o", home / "bench.json",
-                 "--images", home / "pixels.npy", "--batch", "1", "--time-limit", "0.5", "--half-width", "0.9",
-                 "--block-ms", "1", "--min-rounds", "7")  # fmt: skip
-    result = run("bench", home / "dense", home / "reduced" / "model.onnx", "-o", home / "other.json", "--batch", "1")
-    assert result.exit_code == 2
-    assert "uint8" in result.output
+    reduced, quick = home / "reduced" / "model.onnx", ("--time-limit", 0.5, "--half-width", 0.9, "--block-ms", 1)
+    words = ("-o", home / "bench.json", "--images", home / "pixels.npy", "--batch", 1, *quick, "--min-rounds", 7)
+    invoked("bench", home / "dense" / "model.onnx", reduced, *words)
+    refuses("uint8", "bench", home / "dense", reduced, "-o", home / "other.json", "--batch", "1")
 
 
 def test_images_that_no_pixels_make_are_refused(home: Path) -> None:
     graph = home / "dense" / "model.onnx"
-    assert run("export", "--model", home / "dense", "-o", graph, "--input", "uint8").exit_code == 0
-    result = run("verify", home / "dense", graph, "--images", home / "images.npy", "-o", home / "parity.json")
-    assert result.exit_code == 2, result.output
-    assert "away from pixels 0 to 255" in " ".join(result.output.split())
+    invoked("export", "--model", home / "dense", "-o", graph, "--input", "uint8")
+    words = ("verify", home / "dense", graph, "--images", home / "images.npy", "-o", home / "parity.json")
+    refuses("away from pixels 0 to 255", *words)
     invoked("verify", home / "dense", graph, "--random", 5, "-o", home / "parity.json")
     invoked("verify", graph, graph, "--images", home / "pixels.npy", "-o", home / "same.json", "--max-error", 1e-6)
     invoked("verify", graph, graph, "--images", home / "images.npy", "-o", home / "same.json", code=2)
@@ -321,9 +316,8 @@ def test_a_text_encoder_takes_no_pixels(tmp_path: Path) -> None:
     from tests.encoders import write_encoder
 
     write_encoder(tmp_path / "bert")
-    result = run("export", "--model", f"hf:{tmp_path / 'bert'}", "-o", tmp_path / "model.onnx", "--input", "uint8")
-    assert result.exit_code == 2
-    assert "input uint8 is for models of images, this one takes text" in " ".join(result.output.split())
+    words = ("export", "--model", f"hf:{tmp_path / 'bert'}", "-o", tmp_path / "model.onnx", "--input", "uint8")
+    refuses("input uint8 is for models of images, this one takes text", *words)
 
 
 def test_graphs_say_what_they_take(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import tomli_w
 
 from benchmarks.pages.formats_page import PAGE, Format, Found, formats, formats_of, page, words, wrong
 from corp_deploy.store.checkpoint import load_checkpoint
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.golden.answers import FIGURES, answers_of
 from tests.golden.versions import change_head, head_of, set_version
+from tests.refusals import rejects
 
 GOLDEN = Path(__file__).with_name("golden")
 FOLDERS = sorted(path.parent for path in GOLDEN.glob("*/expected.json"))
@@ -196,10 +196,8 @@ def test_a_newer_file_is_refused_by_its_version_before_all_else(kind: str, golde
         head.update(kept | {"version": version + 1})
 
     change_head(path, kind, newer)
-    with pytest.raises(BadInput) as refused:
-        whoever_reads(golden, REFUSED[kind])
     said = rf"of version {version + 1}, written by a newer corp-deploy; {read_of(kind, version)}: install that"
-    assert re.search(rf"{re.escape(kind)} record {said} one, or \w.*", str(refused.value)), refused.value
+    rejects(rf"{re.escape(kind)} record {said} one, or \w.*", whoever_reads, golden, REFUSED[kind])
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -209,15 +207,13 @@ def test_an_older_file_is_refused_with_what_makes_it_again(kind: str, golden: Pa
     _, written = head_of(golden / REFUSED[kind], kind)
     for version in (0, None, "1", True):
         set_version(golden / REFUSED[kind], kind, version)
-        with pytest.raises(BadInput) as refused:
-            whoever_reads(golden, REFUSED[kind])
-        assert re.search(rf"{read_of(kind, written)}: .*{words}", str(refused.value)), (version, refused.value)
+        rejects(rf"{read_of(kind, written)}: .*{words}", whoever_reads, golden, REFUSED[kind])
 
 
 def test_a_latency_table_of_version_1_is_refused(golden: Path) -> None:
     set_version(golden / KEPT["latency-table"], "latency-table", 1)
-    with pytest.raises(BadInput, match="of version 1; this tool reads version 2: remove it; it is measured again"):
-        whoever_reads(golden, KEPT["latency-table"])
+    said = "of version 1; this tool reads version 2: remove it; it is measured again"
+    rejects(said, whoever_reads, golden, KEPT["latency-table"])
 
 
 @pytest.mark.parametrize("kind", sorted(READ.keys() - REFUSED.keys()))

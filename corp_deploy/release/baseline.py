@@ -64,11 +64,11 @@ class Baseline(Record, heading="Baseline"):
 
     def older(self, own: Mapping[str, Path]) -> dict[str, Path]:
         """The records to judge by: those that are there, without one that is `own`, the very record that started it."""
-        return {
-            kind: path
-            for kind, path in self.by_kind.items()
-            if path.is_file() and not (self.init and _same(path, own.get(kind)))
-        }
+        older = {kind: path for kind, path in self.by_kind.items() if path.is_file()}
+        if self.init:
+            digests = {kind: sha256_of_file(path) for kind, path in own.items() if path.is_file()}
+            older = {kind: path for kind, path in older.items() if sha256_of_file(path) != digests.get(kind)}
+        return older
 
     def start(self, own: Mapping[str, Path], *, exit_code: int) -> dict[Path, Path]:
         """Make records that were judged the baseline, only those of a gate that passes, where there are none: by the
@@ -80,7 +80,3 @@ class Baseline(Record, heading="Baseline"):
             with replacing(path) as temporary:
                 shutil.copyfile(record, temporary)
         return started
-
-
-def _same(path: Path, own: Path | None) -> bool:
-    return own is not None and own.is_file() and sha256_of_file(path) == sha256_of_file(own)

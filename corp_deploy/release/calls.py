@@ -1,11 +1,9 @@
 """The commands of a release: each stage's options and their values, by the recipe. Imports no torch."""
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from corp_deploy.invocation.call import Invocation, Pairs, path_from
-from corp_deploy.invocation.option_support import Axis
 
 from . import names
 from .baseline import Baseline
@@ -69,14 +67,6 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
     )
 
 
-def _honoured(options: Mapping[str, Any], ways: Iterable[tuple[Axis, str]]) -> dict[str, Any]:
-    """What the ways at work do something with; the others would refuse to be told."""
-    left = dict(options)
-    for axis, way in ways:
-        left = axis.supported(way, left)
-    return left
-
-
 def reduce(recipe: Recipe, root: Path) -> Invocation:
     choice, calibration = recipe.reduce.choice, recipe.calibration
     options = {
@@ -93,7 +83,9 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "groups": _groups(recipe, root) if recipe.proves_on_own else None,
         "output": "reduced",
     }
-    return Invocation(command="reduce", options=_honoured(options, choice.ways))
+    for axis, way in choice.ways:  # what these do something with; they would refuse to be told the others
+        options = axis.supported(way, options)
+    return Invocation(command="reduce", options=options)
 
 
 def range_samples(recipe: Recipe) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,10 +24,6 @@ from perf.stats.summary import summarise
 from .names import AGAIN, GATE, PARITY, SUMMARY, SUMMARY_KIND, bench_name, gain_name
 from .recipe import Recipe
 from .recipe_tables import ReduceTable
-
-
-def _count(number: int | None) -> str:
-    return "unknown" if number is None else f"{number:,}"
 
 
 def _share(error: float, energy: float | None) -> str:
@@ -113,14 +108,11 @@ def _calibrated(root: Path, config: ModelConfig) -> Iterator[str]:
     yield f"{moments.images} unlabelled images, digest `{config.lineage['images'][:16]}`; moments"
     yield f"`{moments.sha256[:16]}` ({moments.size_bytes / 1e6:.1f} MB, kept beside the release, not shipped)."
     yield ""
-    yield f"Images are prepared with: {markdown_line(_prepared(config.input.preprocessing))}."
+    prepared = ", ".join(f"{name} {value}" for name, value in config.input.preprocessing.items())
+    yield f"Images are prepared with: {markdown_line(prepared)}."
     if graph_input := input_of_graphs(root).get("input"):
         inside = f"mean and std are inside, {markdown_line(graph_input['normalised'])}"
         yield f"Graphs and engines take {graph_input['dtype']} pixels of that size: {inside}."
-
-
-def _prepared(preprocessing: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in preprocessing.items())
 
 
 def _agreement(parity: Parity) -> Iterator[str]:
@@ -165,11 +157,12 @@ def _maps(parity: Parity) -> Iterator[str]:
 def _speed(path: Path) -> Iterator[str]:
     bench = load_bench(path)
     names = [subject.name for subject in bench.subjects]
-    costs = ", ".join(
-        f"{each.name}: {_count(each.params)} parameters, {_count(each.macs)} MACs, {_count(each.size_bytes)} bytes"
-        for each in bench.subjects
-    )
-    yield f"{markdown_line(costs)}."
+    costs = []
+    for each in bench.subjects:
+        counts = {"parameters": each.params, "MACs": each.macs, "bytes": each.size_bytes}
+        words = (f"{'unknown' if count is None else f'{count:,}'} {what}" for what, count in counts.items())
+        costs.append(f"{each.name}: {', '.join(words)}")
+    yield f"{markdown_line(', '.join(costs))}."
     yield ""
     one, other = map(markdown_line, names)
     yield f"| batch | {one} p50 (ms) | {other} p50 (ms) | speed-up (95 % interval) |"
@@ -177,8 +170,7 @@ def _speed(path: Path) -> Iterator[str]:
     for row in summarise(bench).rows:
         sides = [row.sides[name].p50_ms for name in names]
         cells = " | ".join("-" if side is None else f"{side.value:.3f}" for side in sides)
-        gain = row.speedup
-        times = "-" if gain is None else gain.describe()
+        times = "-" if row.speedup is None else row.speedup.describe()
         yield f"| {row.batch} | {cells} | {times} |"
     for warning in bench.warnings:
         yield f"\nNote: {markdown_line(warning)}"
@@ -206,10 +198,8 @@ def card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Efforts) 
     shape = "x".join(map(str, config.input.shape))
     version = recipe.release.version
     lines = [f"# {markdown_line(recipe.name)}{'' if version is None else f' {markdown_line(version)}'}", ""]
-    lines += [
-        f"`{markdown_line(config.built.name)}` made smaller by corp-deploy; images {shape}. Gate: **{gate.verdict}**.",
-        "",
-    ]
+    model = markdown_line(config.built.name)
+    lines += [f"`{model}` made smaller by corp-deploy; images {shape}. Gate: **{gate.verdict}**.", ""]
     reduction = reduction_of(config, root / "reduced")
     lines += ["## What was removed", "", *_removed(reduction, recipe), ""]
     lines += [] if reduction.merging is None else _tokens(reduction.merging)

@@ -5,6 +5,9 @@ torch.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from corp_deploy.store.manifest import load_manifest
 from ground.errors import BadInput
@@ -19,9 +22,7 @@ from .verifier import Verifier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """How many files were compared, what differs, and whether the samples were replayed; what the release is called,
-    and who signed it where that was asked.
-    """
+    """How many files were compared, what differs, whether samples were replayed; its name, and who signed it."""
 
     files: int
     graphs_replayed: bool
@@ -31,10 +32,10 @@ class Checked:
     signed_by: str | None = None
 
 
-def _called(folder: Path) -> dict[str, str | None]:
+def _called(folder: Path) -> dict[str, Any]:
     """What the manifest says that a release is called."""
     release = load_manifest(folder).release
-    return {} if release is None else {"name": release.name, "version": release.version}
+    return {} if release is None else msgspec.structs.asdict(release)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,24 +61,18 @@ class Expected:
         return signed
 
 
-def _goes_through_a_link(folder: Path, name: str) -> bool:
-    """Whether a file of a release is read where it doesn't lie."""
-    try:
-        path_inside(folder, name, where=SUMS)
-    except BadInput:
-        return True
-    return False
-
-
 def _changed(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
     """What differs, by name."""
     changed = {}
     for name, digest in digests.items():
-        if _goes_through_a_link(folder, name):
+        try:
+            path = path_inside(folder, name, where=SUMS)
+        except BadInput:
             changed[name] = f"{name}: a link, expected the file itself"
-        elif not (folder / name).is_file():
+            continue
+        if not path.is_file():
             changed[name] = f"{name}: missing"
-        elif (now := sha256_of_file(folder / name)) != digest:
+        elif (now := sha256_of_file(path)) != digest:
             changed[name] = f"{name}: sha256 {now[:16]}..., {SUMS} says {digest[:16]}..."
     return changed
 
@@ -100,22 +95,14 @@ def check(folder: Path, expected: Expected | None = None) -> Checked:
         signed = None if expected is None else expected.signed(folder)
     except Unverified as unverified:
         return Checked(files=0, graphs_replayed=False, differs=unverified.differs)
+    called: dict[str, Any] = {} if signed is None else {"signed_by": signed.by}
     if signed is not None and SUMS not in signed.files:  # a model repository: the signature is its list
-        by = {"signed_by": signed.by, **_called(folder)}
-        return Checked(files=len(signed.files), graphs_replayed=False, differs=(), **by)
+        return Checked(files=len(signed.files), graphs_replayed=False, differs=(), **called, **_called(folder))
     sums = sums_from_file(folder / SUMS)
     changed = _changed(folder, sums)
     differs = [*changed.values(), *(f"{name}: in no list of this release" for name in added_to(folder, sums))]
-    called = dict[str, str | None]()
     if MANIFEST in sums and MANIFEST not in changed:
         differs += _manifest_differs(folder, sums)
-        called = _called(folder)
-    if not changed:
-        differs += replay(folder)
-    return Checked(
-        files=len(sums),
-        graphs_replayed=not changed,
-        differs=tuple(differs),
-        **called,
-        signed_by=None if signed is None else signed.by,
-    )
+        called |= _called(folder)
+    differs += [] if changed else replay(folder)
+    return Checked(files=len(sums), graphs_replayed=not changed, differs=tuple(differs), **called)

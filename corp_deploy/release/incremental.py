@@ -8,7 +8,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,34 +126,38 @@ def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], 
 
 def plan(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
     """What a run would do now; writes nothing."""
-    digests = Digests(root / STATE / DIGESTS)
-    statuses: list[StageStatus] = []
-    open_files: dict[str, str] = {}
-    blocked: dict[str, str] = {}
-    for stage in stages:
-        status, _ = _status(stage, root, digests, open_files, blocked)
+    digests, made_later, statuses = Digests(root / STATE / DIGESTS), dict[str, str](), list[StageStatus]()
+    for stage, status, _ in _statuses(stages, root, digests, made_later):
         statuses.append(status)
-        if status.state == "blocked":
-            blocked |= dict.fromkeys(stage.outputs, stage.name)
-        elif status.state != "cached":
-            open_files |= dict.fromkeys(stage.outputs, stage.name)
+        if status.state in ("runs", "follows"):
+            made_later |= dict.fromkeys(stage.outputs, stage.name)
     return statuses
 
 
+def _statuses(
+    stages: Sequence[Stage], root: Path, digests: Digests, made_later: Mapping[str, str]
+) -> Iterator[tuple[Stage, StageStatus, dict[str, str]]]:
+    """Each as it is found when it is its turn, as `_status`; what waits for a blocked one is blocked."""
+    absent: dict[str, str] = {}
+    for stage in stages:
+        status, inputs = _status(stage, root, digests, made_later, absent)
+        if status.state == "blocked":
+            absent |= dict.fromkeys(stage.outputs, stage.name)
+        yield stage, status, inputs
+
+
 def _status(
-    stage: Stage, root: Path, digests: Digests, open_files: Mapping[str, str], blocked: Mapping[str, str]
+    stage: Stage, root: Path, digests: Digests, made_later: Mapping[str, str], absent: Mapping[str, str]
 ) -> tuple[StageStatus, dict[str, str]]:
-    """With what decides its outputs, where all of that is there. `open_files`, `blocked`: the stages that make files
-    which are not there yet, or won't be.
-    """
+    """With what decides its outputs. `made_later`, `absent`: the stages of files that aren't there yet, or won't be."""
     inputs = dict[str, str]()
 
     def found(state: State, why: str) -> tuple[StageStatus, dict[str, str]]:
         return StageStatus(stage=stage.name, state=state, why=why), inputs
 
-    if waits := sorted({blocked[name] for name in stage.reads if name in blocked}):
+    waits, after = (sorted({of[name] for name in stage.reads if name in of}) for of in (absent, made_later))
+    if waits:
         return found("blocked", f"waits for {', '.join(waits)}")
-    after = sorted({open_files[name] for name in stage.reads if name in open_files})
     stamp = read_stamp(root / STATE, stage.name)
     if after and stamp is not None:
         return found("follows", f"if {', '.join(after)} comes out different")
@@ -277,21 +282,11 @@ def run(
     clean(root)
     if is_complete:
         _drop_former(stages, root)
-    digests = Digests(root / STATE / DIGESTS)
-    finished: list[str] = []
-    cached: list[str] = []
-    blocked: dict[str, str] = {}
-    absent: dict[str, str] = {}
-    for stage in stages:
-        status, inputs = _status(stage, root, digests, {}, absent)
-        if status.state == "blocked":
-            blocked[stage.name] = status.why
-            absent |= dict.fromkeys(stage.outputs, stage.name)
-        elif status.state == "runs":
+    digests, by_state = Digests(root / STATE / DIGESTS), defaultdict[State, dict[str, str]](dict)
+    for stage, status, inputs in _statuses(stages, root, digests, {}):
+        if status.state == "runs":
             starts(stage, status.why)
             _run_stage(stage, root, inputs, partial(starts, stage))
-            finished.append(stage.name)
-        else:
-            cached.append(stage.name)
+        by_state[status.state][stage.name] = status.why
     digests.save()
-    return Outcome(finished=tuple(finished), cached=tuple(cached), blocked=blocked)
+    return Outcome(finished=(*by_state["runs"],), cached=(*by_state["cached"],), blocked=by_state["blocked"])

@@ -33,20 +33,8 @@ FITTING = ("reduce", "export.dense")
 """Stages that read nothing beyond the release, whose keys have to fit the model."""
 
 
-def _require_vision(directory: Path) -> None:
-    """Raise BadInput for another model of transformers than one that takes images, as a recipe's do."""
-    from corp_deploy.families import hf_config
-
-    kind = config_of_directory(directory).get("model_type")
-    if kind not in hf_config.KINDS:
-        kinds = ", ".join(hf_config.KINDS)
-        raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}, expected one of {kinds}")
-
-
 def _require_directory(directory: Path, model: ModelTable) -> None:
-    """Raise BadInput for a directory that holds no model for images, and for keys that one of ours has itself; one that
-    is not there is told of otherwise.
-    """
+    """Raise BadInput for a directory without a model for images, and for keys that one of ours has itself."""
     if directory.is_file():
         raise BadInput(
             f"{directory} is a file, expected the directory of a model; for weights give a timm name, and them as "
@@ -54,9 +42,14 @@ def _require_directory(directory: Path, model: ModelTable) -> None:
         )
     if not directory.is_dir():
         return
+    config = config_of_directory(directory)
     if model.prefix:
-        _require_vision(directory)
-    elif is_ours(config_of_directory(directory)):
+        from corp_deploy.families import hf_config
+
+        if (kind := config.get("model_type")) not in hf_config.KINDS:
+            kinds = ", ".join(hf_config.KINDS)
+            raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}, expected one of {kinds}")
+    elif is_ours(config):
         others = {f"model.{key}": getattr(model, key) for key in model.__struct_fields__}
         del others["model.model"], others["model.outputs"]
         refuse_beside_directory(directory, others)
@@ -92,19 +85,6 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
             yield f"{key}: {path} is a folder, expected a file; correct the recipe"
 
 
-def _require_tables(directory: Path) -> None:
-    """Raise BadInput where latency tables can't be kept."""
-    standing = next(place for place in (directory, *directory.parents) if place.exists())
-    if not standing.is_dir():
-        raise BadInput(f"{standing} is a file, expected the folder where measured tables are kept; give another")
-
-
-def _require_history(history: Path, root: Path) -> None:
-    require_directory(history)
-    if history.resolve() == root.resolve():
-        raise BadInput(f"{root} is the output of this release; give another directory")
-
-
 def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: RecipeProblems) -> None:
     """Commands that can be run from the directory of the release, and all that they read told."""
     untold = recipe.parity.untold_files(beside, root)
@@ -128,12 +108,17 @@ def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path
         mistakes.add(words)
     if any(name.startswith("parity") for name in names):
         _require_metrics(recipe, root, path.parent, mistakes)
-    if "reduce" in names and recipe.reduce.latency_tables is not None:
-        with mistakes.at("reduce.latency_tables"):
-            _require_tables(recipe.reduce.latency_tables)
-    if OF_OPTIONS in names and recipe.gate.history is not None:
+    tables, history = recipe.reduce.latency_tables, recipe.gate.history
+    if "reduce" in names and tables is not None:
+        standing = next(place for place in (tables, *tables.parents) if place.exists())
+        if not standing.is_dir():
+            words = f"{standing} is a file, expected the folder where measured tables are kept; give another"
+            mistakes.add(f"reduce.latency_tables: {words}")
+    if OF_OPTIONS in names and history is not None:
         with mistakes.at("gate.history"):
-            _require_history(recipe.gate.history, root)
+            require_directory(history)
+            if history.resolve() == root.resolve():
+                raise BadInput(f"{root} is the output of this release; give another directory")
 
 
 def require_inputs(

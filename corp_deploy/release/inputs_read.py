@@ -2,11 +2,11 @@
 decoded or run. Everything heavy is imported here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from calib.fingerprints import no_ids
 from calib.groups import Split, split_of
@@ -25,7 +25,7 @@ from export.graph.precision import kept_modules
 from export.triton.variants import require_labels
 from ground.errors import BadInput
 from perf.bench.latency_table import SUFFIX, load_table
-from perf.gate.rule import FITTED, Rule
+from perf.gate.rule import FITTED
 from perf.parity.measures import SHARES, require_agreement
 from perf.record.fitted import FittedInputs
 
@@ -73,16 +73,6 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProble
     return None
 
 
-def _proof_images(
-    recipe: Recipe, model: nn.Module, calibration: Split[Images] | None, mistakes: RecipeProblems
-) -> Images | None:
-    if recipe.proves_on_own:
-        return None if calibration is None else calibration.held_out
-    with mistakes.at("held_out.images"):
-        return recipe.proof_images.proving_images(model)
-    return None
-
-
 def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: RecipeProblems) -> None:
     """Labels of the images that prove the result, and whether these are enough for what is asked of them."""
     if recipe.held_out.labels is not None:
@@ -101,21 +91,6 @@ def _read_class_names(path: Path, model: nn.Module) -> None:
         raise BadInput(f"{path}: labels name classes, and the model tells none apart; leave them out")
     if len(names) != classes:
         raise BadInput(f"{path}: {len(names)} labels for the model's {classes} classes; give one for each, a line each")
-
-
-def _fitted_ids(root: Path, calibration: Split[Images] | None) -> Tensor:
-    """Of the images that will be fitted to, or were where the calibration is done."""
-    if calibration is not None:
-        return calibration.fitted.ids
-    return load_moments(root / MOMENTS).image_ids if (root / MOMENTS).is_file() else no_ids()
-
-
-def _too_good(proving: Images, fitted_ids: Tensor) -> Iterator[str]:
-    """A warning where the model will be judged on images that it was fitted to."""
-    same = int(torch.isin(proving.ids, fitted_ids).sum())
-    fitted = FittedInputs(judging=proving.count, same=same)
-    if fitted.has_overlap:
-        yield f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it"
 
 
 def read_inputs(
@@ -140,12 +115,22 @@ def read_inputs(
         with mistakes.at("[export]"):
             kept_modules(traced_model.exportable(model), recipe.export.keep_fp32)
     calibration = _calibration_images(recipe, model, mistakes) if "calibration.images" in labels else None
-    proves = bool(names & PROVING)
-    proving = _proof_images(recipe, model, calibration, mistakes) if proves else None
-    if proving is not None:
+    proving = calibration.held_out if recipe.proves_on_own and calibration is not None else None
+    if names & PROVING and not recipe.proves_on_own:
+        with mistakes.at("held_out.images"):
+            proving = recipe.proof_images.proving_images(model)
+    if names & PROVING and proving is not None:
         _read_proof(recipe, model, proving, mistakes)
-        for sentence in (*out_of_reach(recipe, proving.count), *_too_good(proving, _fitted_ids(root, calibration))):
+        for sentence in out_of_reach(recipe, proving.count):
             warn(sentence)
+        if calibration is not None:  # of the images that will be fitted to, or were where the calibration is done
+            fitted_ids = calibration.fitted.ids
+        else:
+            fitted_ids = load_moments(root / MOMENTS).image_ids if (root / MOMENTS).is_file() else no_ids()
+        same = int(torch.isin(proving.ids, fitted_ids).sum())
+        fitted = FittedInputs(judging=proving.count, same=same)
+        if fitted.has_overlap:
+            warn(f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it")
     if any(label.startswith("parity.head") for label in labels):
         with mistakes.at("parity.head"), opened_heads(recipe.parity.head, output_ports(model)):
             pass
@@ -155,21 +140,17 @@ def read_inputs(
 
 
 def out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
-    """A sentence for each limit on a share of inputs that its images, `held_out` of them where all prove, are too few
-    for, however well they agree.
-    """
+    """A sentence for each limit that `held_out` images are too few for, however well they agree."""
     parity, limits = recipe.parity, {f"parity.{name}": least for name, least in recipe.parity.options.shares.items()}
     sentences = unreachable(limits, count=held_out, noun="held-out images", confidence=parity.confidence)
     for target in recipe.targets:
         rules = (*(recipe.rules if target == recipe.targets[0] else ()), *target.rules)
         count = held_out if parity_name(target) == PARITY else min(held_out, recipe.samples.count)
-        shares = dict(_least_shares(rules))
+        # Of rules that forbid a share below a number; what a baseline bounds is known when it is read.
+        shares = {
+            f"rule {rule.text!r}: {rule.metric}": rule.offset
+            for rule in rules
+            if rule.metric in SHARES and not rule.is_own and rule.name is None and rule.compare in ("<", "<=")
+        }
         sentences += unreachable(shares, count=count, noun="images", confidence=recipe.gate.confidence)
     return sentences
-
-
-def _least_shares(rules: Sequence[Rule]) -> Iterator[tuple[str, float]]:
-    """Of rules that forbid a share below a number; what a baseline bounds is known when it is read."""
-    for rule in rules:
-        if rule.metric in SHARES and not rule.is_own and rule.name is None and rule.compare in ("<", "<="):
-            yield f"rule {rule.text!r}: {rule.metric}", rule.offset

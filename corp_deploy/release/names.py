@@ -16,6 +16,7 @@ SIGNATURE = "model.sig"
 SCRIPT = "remaining.sh"
 SUBJECTS = ("dense", "reduced")
 MODELS = {subject: (f"{subject}/config.json", f"{subject}/model.safetensors") for subject in SUBJECTS}
+BOTH_MODELS = (*MODELS["dense"], *MODELS["reduced"])
 SAVED_AS_HF = "reduced/hf/"
 MOMENTS = ".stages/moments.safetensors"
 HELD_OUT_MOMENTS = ".stages/moments.held-out.safetensors"

@@ -19,7 +19,7 @@ from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_by_name
 from perf.gate.rule import Rule, rule_from_text
 
 from .recipe_parity import ParityTable
-from .recipe_record import Table, record_of
+from .recipe_record import Table, record_of, told_at
 from .recipe_tables import (
     BenchTable,
     CalibrationTable,
@@ -80,7 +80,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
 
     def __post_init__(self) -> None:
-        self._refuse_unproved()
+        if self.proves_on_own:
+            self._refuse_unproved()
         self._refuse_unjudged_limit()
         self._refuse_beside_loop()
         if self.calibration.groups is not None and self.calibration.group_labels is not None:
@@ -115,8 +116,6 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _refuse_unproved(self) -> None:
         """Raise BadInput where no image proves the result, and for what would look at those images beside that."""
-        if not self.proves_on_own:
-            return
         if self.calibration.hold_out is None:
             raise BadInput(
                 "held_out.images is missing; write it under [held_out], or hold_out = 128 under [calibration] to prove "
@@ -156,10 +155,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         deaf = [name for name in self.target_tables if not BENCH.variants[name].supports("threads", 1)]
         if self.bench.threads is None or len(deaf) < len(self.target_tables):
             return
-        try:
+        with told_at("[bench]"):
             BENCH.refuse([("", deaf[0])], {"threads": self.bench.threads})
-        except BadInput as error:
-            raise BadInput(f"[bench]: {error}") from None
 
     def _refuse_idle_system(self) -> None:
         """Raise BadInput for a per-image system that nothing needs, or that leaves out what the reduction keeps."""
@@ -206,9 +203,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def proof_images(self) -> InputOptions:
-        """The images that a release is proved on: of those that a calibration by the same values leaves out, where it
-        holds out some.
-        """
+        """The images that a release is proved on: those that a calibration by the same values leaves out, or others."""
         held_out, calibration = self.held_out, self.calibration
         if not self.proves_on_own:
             return InputOptions(images=held_out.images, samples=held_out.samples, seed=held_out.seed)
@@ -234,10 +229,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _rules(where: str, texts: tuple[str, ...], batches: tuple[int, ...]) -> tuple[Rule, ...]:
-    try:
+    with told_at(where):
         rules = tuple(map(rule_from_text, texts))
-    except BadInput as error:
-        raise BadInput(f"{where}: {error}") from None
     for rule in rules:
         if rule.batch is not None and rule.batch not in batches:
             raise BadInput(f"{where}: {rule.text!r} asks for batch {rule.batch}, bench.batches has {[*batches]}")
@@ -264,10 +257,14 @@ def _target(name: TargetName, table: TargetTable, export: ExportTable, batches: 
     rules = _rules(f"{where}.fail_if", table.fail_if, batches)
     if any(rule.wants_baseline for rule in rules):
         raise BadInput(f"{where}.fail_if: the baseline is one of the first target; put this rule under [gate]")
-    profile = _profile(where, name, table, batches)
-    rest = export.resting_on if precision in QUANTISED else None
     return Target(
-        name=name, precision=precision, profile=profile, sms=table.sms, sparse=table.sparse, rules=rules, rest=rest
+        name=name,
+        precision=precision,
+        profile=_profile(where, name, table, batches),
+        sms=table.sms,
+        sparse=table.sparse,
+        rules=rules,
+        rest=export.resting_on if precision in QUANTISED else None,
     )
 
 
@@ -275,12 +272,10 @@ def _profile(where: str, name: TargetName, table: TargetTable, batches: tuple[in
     """The batch sizes that a target's engine takes; of a graph, which takes any, those that are measured."""
     if name not in ENGINES and (table.batch or table.sms or table.sparse):
         raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
-    try:
+    with told_at(where):
         profile = BatchProfile.from_text(table.batch or f"1:{max(batches)}:{max(batches)}")
         if name in ENGINES:
             BuildOptions(backend=name, profiles=(profile,), sms=table.sms, sparse=table.sparse)
-    except BadInput as error:
-        raise BadInput(f"{where}: {error}") from None
     outside = [batch for batch in batches if not profile.smallest <= batch <= profile.largest]
     if name in ENGINES and outside:
         raise BadInput(f"{where}.batch is {profile}, but bench.batches asks for {outside[0]}")

@@ -21,7 +21,7 @@ from ground.errors import BadInput
 from ground.files import regular_file
 
 from .recipe import Recipe
-from .recipe_record import Table
+from .recipe_record import Table, told_at
 from .recipe_tables import ModelTable, TargetTable
 
 MOST_BYTES = 2**20
@@ -30,12 +30,10 @@ S = TypeVar("S", bound=Source)
 Tables = dict[str, dict[str, Any]]
 
 
-def _sections() -> dict[str, type[Table]]:
-    """The tables of a recipe but for [targets], whose own are of one kind."""
-    return {field.name: field.type for field in msgspec.structs.fields(Recipe) if field.encode_name != "targets"}
-
-
-SECTIONS: Mapping[str, type[Table]] = _sections()
+SECTIONS: Mapping[str, type[Table]] = {
+    field.name: field.type for field in msgspec.structs.fields(Recipe) if field.encode_name != "targets"
+}
+"""The tables of a recipe but for [targets], whose own are of one kind."""
 TARGETS: tuple[TargetName, ...] = get_args(TargetName)
 
 
@@ -69,23 +67,22 @@ def _read(path: Path) -> dict[str, Any]:
     text = _text(path)
     try:
         raw = tomllib.loads(text)
+        _refuse_depth(raw)
     except RecursionError:
         raise BadInput(f"{path}: not a recipe: its values are nested too deep") from None
     except ValueError as error:
         raise BadInput(f"{path}: not TOML: {error}") from None
-    _refuse_depth(path, raw)
     return raw
 
 
-def _refuse_depth(path: Path, raw: dict[str, Any]) -> None:
-    """Raise BadInput for tables in tables without end, which dotted keys write on one line."""
+def _refuse_depth(raw: dict[str, Any]) -> None:
+    """Raise RecursionError for tables in tables without end, which dotted keys write on one line."""
     level: list[Any] = [raw]
     for _ in range(DEEPEST):
         inner = [each.values() if isinstance(each, dict) else each for each in level]
         level = [each for values in inner for each in values if isinstance(each, dict | list)]
-        if not level:
-            return
-    raise BadInput(f"{path}: not a recipe: its values are nested too deep")
+    if level:
+        raise RecursionError
 
 
 def _refuse_unknown(where: str, words: Iterable[str], allowed: Iterable[str]) -> None:
@@ -136,10 +133,8 @@ def _table(path: Path, name: str, raw: object, kind: type[Table]) -> dict[str, A
         raise BadInput(f"{path}: {name} is {raw!r:.200}, expected a table: [{name}]")
     keys = keys_of(kind)
     _refuse_unknown(f"{path}: [{name}]", raw, keys)
-    try:
+    with told_at(str(path)):
         return {word: typed_value(f"{name}.{word}", keys[word], value, path.parent) for word, value in raw.items()}
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from None
 
 
 def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
@@ -202,18 +197,15 @@ def _built(path: Path, name: str, table: Mapping[str, Any], kind: type[Table]) -
     missing = [word for word, field in keys_of(kind).items() if field.required and word not in table]
     if missing:
         raise BadInput(f"{path}: {name}.{missing[0]} is missing; write it under [{name}]")
-    try:
+    with told_at(str(path)):
         return kind(**table)
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from None
 
 
 def model_table(source: Source) -> ModelTable:
     """A model as it was named here, as the table of a recipe, paths made absolute."""
-    here = Path.cwd()
     table = {name: value for name, value in source.values.items() if value is not None}
-    table |= {"weights": (here / table["weights"]).resolve()} if "weights" in table else {}
-    return ModelTable(model=_model_text(here, os.fspath(source.name)), **table)
+    table |= {"weights": Path(table["weights"]).resolve()} if "weights" in table else {}
+    return ModelTable(model=_model_text(Path.cwd(), os.fspath(source.name)), **table)
 
 
 def load_model_table(path: Path) -> ModelTable:
@@ -229,9 +221,7 @@ def load_model_table(path: Path) -> ModelTable:
 
 
 def as_named(source: S) -> S:
-    """A model by the table of the file that it names, where it names one; else as it is. Raises BadInput for what is
-    given beside a file that says it all.
-    """
+    """A model by the table of the file that it names, if any. Raises BadInput for what is given beside the file."""
     path = Path(source.name)
     if path.suffix != ".toml":
         return source

@@ -1,7 +1,7 @@
 """The table [parity] of a recipe as a type. Imports no torch."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from corp_deploy.families.trusted_code import refuse_untrusted
@@ -40,16 +40,15 @@ class ParityTable(table_of(options_of(MetricOptions), FILES, options_of(ProofOpt
                 )
 
     def metrics(self, directory: Path) -> list[str]:
-        """The commands as they are run in the directory: what names one of the files by its name names it by its path
-        from there.
-        """
-        paths = {path.name: path_from(directory, path) for path in self.metric_files}
-        return [_located(request, paths) for request in metrics_from_texts(self.metric)]
+        """The commands as they are run in the directory, from where `metric_files` are named by their paths."""
+        paths, located = {path.name: path_from(directory, path) for path in self.metric_files}, []
+        for request in metrics_from_texts(self.metric):
+            words = (paths.get(Path(word).name) or word for word in request.argv)
+            located.append(f"{request.name}={shlex.join(words).replace(shlex.quote(OUTPUTS), OUTPUTS)}")
+        return located
 
     def untold_files(self, beside: Path, directory: Path) -> list[str]:
-        """Words of the commands that name files beside the recipe, which none of the files told of is, nor one of the
-        directory that they are run in.
-        """
+        """Words of the commands that name files beside the recipe, of which neither it nor the directory knows."""
         file_names = {path.name for path in self.metric_files}
         words = (word for request in metrics_from_texts(self.metric) for word in request.argv if OUTPUTS not in word)
         return [
@@ -70,8 +69,3 @@ def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
     for request in requests:
         refuse_untrusted(f"parity.metric: {quoted(request.command)}", to="measure outputs")
     return tuple(requests)
-
-
-def _located(request: MetricRequest, paths: Mapping[str, str | None]) -> str:
-    words = (paths.get(Path(word).name) or word for word in request.argv)
-    return f"{request.name}={shlex.join(words).replace(shlex.quote(OUTPUTS), OUTPUTS)}"

@@ -1,6 +1,7 @@
 """A table of a recipe that records declare, see invocation/option.py: its keys, and the record that they make."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -14,6 +15,15 @@ from ground.errors import BadInput
 from ground.quantity import Count, Quantity, Real
 
 R = TypeVar("R", bound=Record)
+
+
+@contextmanager
+def told_at(where: str) -> Iterator[None]:
+    """A BadInput within it is a mistake there."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from None
 
 
 class Table(Struct, frozen=True):
@@ -96,23 +106,17 @@ def keys_alone(**declared: Any) -> dict[str, Option]:
 def table_of(*parts: Mapping[str, Option], **defaults: Any) -> Any:
     """The class of a table with the keys of these options; `defaults` are those of options that are others here."""
     options = {name: option for part in parts for name, option in part.items()}
-    keys = [
-        _key(key, type_of(values), defaults.get(key, default))
-        for option in options.values()
-        if option.in_recipe
-        for key, _, values, default in _keys(option)
-    ]
-    helps = {key: option.help for option in options.values() for key, *_ in _keys(option)}
-    namespace = {"helps": helps}
+    keys = list[tuple[Any, ...]]()
+    for option in options.values():
+        for name, _, values, own in _keys(option) if option.in_recipe else ():
+            kind, default = type_of(values), defaults.get(name, own)
+            keys.append(
+                (name, kind) if default is NEEDED else (name, kind | None if default is None else kind, default)
+            )
+    namespace = {"helps": {key: option.help for option in options.values() for key, *_ in _keys(option)}}
     return defstruct(
         "Keys", keys, bases=(Table,), namespace=namespace, frozen=True, kw_only=True, forbid_unknown_fields=True
     )
-
-
-def _key(name: str, kind: Any, default: Any) -> tuple[Any, ...]:
-    if default is NEEDED:
-        return name, kind
-    return (name, kind, default) if default is not None else (name, kind | None, None)
 
 
 def record_of(record: type[R], table: Table, where: str, **others: Any) -> R:
@@ -130,9 +134,7 @@ def record_of(record: type[R], table: Table, where: str, **others: Any) -> R:
         values[option.name] = by_kind if isinstance(option.of, ByKind) else by_kind[""]
         if any(set_values[key] != defaults[key] for _, key in keys):
             explicit[option.name] = values[option.name]
-    try:
+    with told_at(f"[{where}]"):
         built = record(**values)
         built.refuse_ignored(explicit)
-    except BadInput as error:
-        raise BadInput(f"[{where}]: {error}") from None
     return built

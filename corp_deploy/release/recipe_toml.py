@@ -22,15 +22,15 @@ def relative_text(path: Path, directory: Path) -> str:
     return relative if "/" in relative else f"./{relative}"
 
 
-def _set(value: Any) -> Any:
-    """Without the keys that nothing is set for; TOML has no word for them."""
-    if isinstance(value, dict):
-        return {key: _set(each) for key, each in value.items() if each is not None}
-    return value
-
-
 def _content(table: msgspec.Struct, directory: Path) -> Any:
-    return _set(msgspec.to_builtins(table, enc_hook=lambda path: relative_text(path, directory)))
+    """Without the keys that nothing is set for; TOML has no word for them."""
+
+    def set_in(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: set_in(each) for key, each in value.items() if each is not None}
+
+    return set_in(msgspec.to_builtins(table, enc_hook=lambda path: relative_text(path, directory)))
 
 
 def _model_content(model: ModelTable, directory: Path) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from export.engine.options import BuildOptions
 from ground.effort import measured
 from ground.files import sha256_of_file, write_json, write_text
 from ground.precision import precision_by_name
-from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, JudgedRule
 from perf.gate.history import history_rows
 from perf.gate.rule import rule_from_text
@@ -64,9 +63,7 @@ def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
 
 
 def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:
-    """Dense and reduced plans with their records, and of a quantised target what it is measured against; sparse kernels
-    are for the reduced model alone.
-    """
+    """Dense and reduced plans with their records, and a quantised one's rival; the dense one has no sparse kernels."""
     plans = [(names.plan_name(target, subject), subject, target.precision) for subject in names.SUBJECTS]
     if target.rest is not None:
         plans.append((names.rival_name(target), "reduced", target.rest))
@@ -110,8 +107,9 @@ def _candidate(target: Target, root: Path) -> Candidate:
     if target.is_engine:
         return candidate_from_path(name, below=root)
     if target.name == "openvino":
-        graph = candidate_from_path(name, below=root)
-        return replace(in_runtime(graph, IN_OPENVINO[target.precision]), name=target.name)
+        return replace(
+            in_runtime(candidate_from_path(name, below=root), IN_OPENVINO[target.precision]), name=target.name
+        )
     return CudaCandidate(
         label=f"{target.name} {target.precision}",
         name=target.name,
@@ -125,24 +123,21 @@ def _candidate(target: Target, root: Path) -> Candidate:
 
 def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None:
     """The chain down to what the target runs, on the samples, which travel with the release."""
-    dense = load_checkpoint(dirs.root / "dense")
-    profile = target.profile
+    dense, profile = load_checkpoint(dirs.root / "dense"), target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / names.SAMPLES))
     metrics = trusted_metrics(recipe.parity.metrics(dirs.root))
     meter = Meter(metrics, named_samples(inputs, dirs.root) if metrics else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
+    limits = ParityLimits.from_options(recipe.parity.options.values)
     proof = prove(
         dense,
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
         inputs,
         batches=fitting or [profile.tuned],
-        limits=ParityLimits.from_options(recipe.parity.options.values).of_few(
-            inputs.count, elsewhere="the held-out images"
-        ),
+        limits=limits.of_few(inputs.count, elsewhere="the held-out images"),
         answered=meter.measure,
     )
-    proof = meter.beside(proof)
-    save_proof(proof, dirs.into / names.parity_name(target))
+    save_proof(meter.beside(proof), dirs.into / names.parity_name(target))
 
 
 def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], starting: bool) -> None:
@@ -153,7 +148,10 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], start
         records = dirs.root / names.bench_name(recipe, target), dirs.root / names.parity_name(target)
         now = evidence_of_files(*records, recipe.gate.confidence)
         if target == recipe.targets[0]:
-            now = _with_fitted(now, dirs.root)
+            # Samples are arrays made of held-out images: whether those were fitted to, the chain of the whole tells.
+            assert now.parity is not None, dirs.root
+            fitted = load_parity(dirs.root / names.PARITY).fitted
+            now = replace(now, parity=replace(now.parity, fitted=fitted))
             rows += judged_rows(with_fitted_rule(recipe.rules, now), now, before, starting=starting)
         own = judged_rows(target.rules, now, None, starting=False)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
@@ -165,12 +163,6 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], start
     save_gate(Gate(rules=tuple(rows), confidence=recipe.gate.confidence), dirs.into / names.GATE)
 
 
-def _with_fitted(now: Evidence, root: Path) -> Evidence:
-    """Samples are arrays made of held-out images, so whether those were fitted to is told by the chain of the whole."""
-    assert now.parity is not None, root
-    return replace(now, parity=replace(now.parity, fitted=load_parity(root / names.PARITY).fitted))
-
-
 def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[JudgedRule]:
     """A quantised model that isn't measured to be faster than what it rests on is none to ship: decided as `package`
     decides what is served, whatever the confidence of the recipe's rules.
@@ -179,8 +171,7 @@ def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[Judge
         return []
     rules = [rule_from_text(f"speedup@b{batch} <= 1") for batch in batches]
     judged = judged_rows(rules, evidence_of_files(root / names.gain_name(target), None), None, starting=False)
-    named = f"{target.name}: {target.precision} over {target.rest}"
-    return [replace(row, rule=f"{named}: {row.rule}") for row in judged]
+    return [replace(row, rule=f"{target.name}: {target.precision} over {target.rest}: {row.rule}") for row in judged]
 
 
 def _lineage(root: Path) -> dict[str, Any]:
@@ -188,19 +179,15 @@ def _lineage(root: Path) -> dict[str, Any]:
     return lineage_of_model(load_model_config(root / "reduced"))
 
 
-def _record(dirs: StageDirs, recipe: Recipe, commands: Sequence[str]) -> dict[str, Any]:
-    """Everything the report shows; lineage and commands come from here, since the manifest is made after it."""
-    return record_of_directory(dirs.root) | {
-        "title": f"{recipe.name}: dense against reduced",
-        "lineage": _lineage(dirs.root) | {"recipe": sha256_of_file(dirs.root / names.RECIPE)},
-        "commands": list(commands),
-    }
-
-
 def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
     """The report of the first target in three forms, of the others as pages, and the model card."""
     efforts = efforts_of(dirs.root, stages)
-    record = _record(dirs, recipe, commands) | {"effort": rows_of_efforts(efforts)}
+    record = record_of_directory(dirs.root) | {  # lineage and commands too, since the manifest is made after it
+        "title": f"{recipe.name}: dense against reduced",
+        "lineage": _lineage(dirs.root) | {"recipe": sha256_of_file(dirs.root / names.RECIPE)},
+        "commands": list(commands),
+        "effort": rows_of_efforts(efforts),
+    }
     for name, writer in zip(names.REPORTS, (html, markdown, junit), strict=True):
         write_text(dirs.into / name, writer(record))
     for target in recipe.targets[1:]:

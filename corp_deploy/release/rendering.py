@@ -1,6 +1,5 @@
 """Texts of a release that are more than values, from the templates beside this file. Imports no torch."""
 
-import re
 import shlex
 from collections.abc import Mapping
 from functools import cache
@@ -15,23 +14,20 @@ from ground.text import one_line, printable
 
 def toml_from(content: Mapping[str, Any]) -> str:
     """TOML; characters that would not be shown as they are by their numbers."""
-    return re.sub(r"[^ -~\n]", _by_number, tomli_w.dumps(content))
-
-
-def _by_number(character: re.Match[str]) -> str:
-    return character[0] if printable(character[0]) == character[0] else f"\\u{ord(character[0]):04x}"
-
-
-def toml_text(text: str) -> str:
-    """A text as TOML writes it, quoted."""
-    return toml_from({"text": text}).removeprefix("text = ").rstrip("\n")
+    text = tomli_w.dumps(content)
+    odd = {each for each in text if each != "\n" and printable(each) != each}
+    return text.translate({ord(each): f"\\u{ord(each):04x}" for each in odd})
 
 
 @cache
 def _environment() -> Environment:
     """Templates of texts that are no HTML: words go through `toml`, `sh` (those of a command) or `comment`."""
+
+    def toml(text: str) -> str:
+        return toml_from({"text": text}).removeprefix("text = ").rstrip("\n")
+
     environment = templates_of("corp_deploy.release")
-    environment.filters |= {"toml": toml_text, "sh": shlex.join, "comment": one_line}
+    environment.filters |= {"toml": toml, "sh": shlex.join, "comment": one_line}
     return environment
 
 

@@ -78,7 +78,12 @@ class Job:
         """Run what is not done, and sign what passes."""
         self.planned(self.plan())
         if self.signer is not None:
-            self._require_signer(self.signer)
+            if self.recipe.release.version is None:
+                raise BadInput(
+                    "release.version is missing: a signature covers name and version, so that no older release passes "
+                    'for a newer one; write version = "1.0.0" under [release]'
+                )
+            self.signer.require()
         self.root.mkdir(parents=True, exist_ok=True)
         with locked(self.root):
             outcome = self._run_all()
@@ -92,15 +97,6 @@ class Job:
             self.baseline.start(own, exit_code=gate.exit_code)
             signature = self._signature(passed=gate.exit_code == 0, changed=bool(outcome.finished))
         return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
-
-    def _require_signer(self, signer: Signer) -> None:
-        """Raise BadInput before any work is done for what can't be signed, or not with this."""
-        if self.recipe.release.version is None:
-            raise BadInput(
-                "release.version is missing: a signature covers name and version, so that no older release passes for "
-                'a newer one; write version = "1.0.0" under [release]'
-            )
-        signer.require()
 
     def _run_all(self) -> Outcome:
         """In two parts: whether the baseline is this very record is known only when the bench stands."""
@@ -119,10 +115,8 @@ class Job:
         if self.signer is not None and passed:
             files = frozenset((*sums_from_file(self.root / SUMS), SUMS))
             return "signed" if sign(self.root, self.signer, files) else "kept"
-        removed = _unsign(self.root) if changed or not passed else False
-        if self.signer is not None:
-            return "refused"
-        return "removed" if removed else None
+        removed = (changed or not passed) and _unsign(self.root)
+        return "refused" if self.signer is not None else "removed" if removed else None
 
     def run_only(self, names: Sequence[str]) -> Outcome:
         """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
@@ -139,10 +133,7 @@ class Job:
         return outcome
 
     def write_script(self) -> tuple[Path, list[StageStatus]]:
-        """remaining.sh: the stages that this machine can't run, for one that can, to be run in the same directory.
-
-        Returns its path and the stages in it.
-        """
+        """remaining.sh, with the stages that this machine can't run, for one that can; its path, and these stages."""
         stages, root = self._stages(), self.root
         self._required(stages)
         root.mkdir(parents=True, exist_ok=True)
@@ -150,10 +141,10 @@ class Job:
             incremental.run(stages[:1], root, starts=self.starts, is_complete=False)
             pairs = zip(stages, incremental.plan(stages, root), strict=True)
             elsewhere = [status for stage, status in pairs if status.state != "cached" and stage.missing() is not None]
-            rows = [{"name": each.stage, "why": each.why, "words": self._words(each.stage)} for each in elsewhere]
+            rows = [
+                {"name": each.stage, "why": each.why, "words": calls.only(each.stage, self.recipe).argv}
+                for each in elsewhere
+            ]
             write_text(root / SCRIPT, rendered("remaining.sh", release=self.recipe.name, stages=rows))
             (root / SCRIPT).chmod(0o755)
         return root / SCRIPT, elsewhere
-
-    def _words(self, stage: str) -> tuple[str, ...]:
-        return calls.only(stage, self.recipe).argv

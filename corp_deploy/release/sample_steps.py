@@ -12,12 +12,11 @@ from corp_deploy.store.inputs import labels_from_path
 from ground.arrays import array_from_npy
 from ground.feeds import single_array
 from ground.files import write_json
-from ground.records import record_from_file
 
 from .incremental import StageDirs
-from .names import AGAIN, SAMPLE_LABELS, SAMPLES, SAMPLES_RECORD, SUBJECTS, answers_name, graph_name, has_sample_labels
+from .names import SAMPLE_LABELS, SAMPLES, SAMPLES_RECORD, SUBJECTS, answers_name, graph_name, has_sample_labels
 from .recipe import Recipe
-from .samples import KIND, REPLAY_ERROR, GraphAnswers, SamplesRecord, of_release, opened_graph, replayed
+from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, load_samples, of_release, opened_graph, replayed
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
@@ -52,6 +51,6 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
 
 def named_samples(inputs: ProofInputs, root: Path) -> ProofInputs:
     """The samples with the names and the labels of the images that they were made of, as far as they are told."""
-    record = record_from_file(root / SAMPLES_RECORD, SamplesRecord, kind=KIND, remedy=AGAIN)
+    record = load_samples(root)
     labels = None if record.labels is None else array_from_npy(of_release(root, record.labels))
     return replace(inputs, names=record.names, labels=labels)

@@ -1,7 +1,7 @@
 """The sample inputs of a release and how their replay is judged. Imports no torch."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -57,24 +57,22 @@ def replayed(runner: Runner, images: Images) -> Answers:
     """The output for all images, a few at a time; of several all, one behind the other [N,F]."""
     parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
     answers = [list(runner(feeds_from_array(part, runner.inputs)).values()) for part in parts]
-    return np.concatenate([outputs[0] if len(outputs) == 1 else _joined(outputs) for outputs in answers])
-
-
-def _joined(outputs: Sequence[Answers]) -> Answers:
-    return np.concatenate([output.reshape(len(output), -1) for output in outputs], axis=1)
+    rows = [
+        outputs[0] if len(outputs) == 1 else np.concatenate([each.reshape(len(each), -1) for each in outputs], axis=1)
+        for outputs in answers
+    ]
+    return np.concatenate(rows)
 
 
 @contextmanager
 def opened_graph(path: Path) -> Iterator[Runner]:
     """A graph on the CPU; one of BF16 or FP8, which ONNX Runtime has no arithmetic of there, rounds as it is typed."""
-    if type_by_name(onnx_precision(path)) not in (BFLOAT16, FLOAT8):
-        with OnnxRunner(path) as runner:
-            yield runner
-        return
     with tempfile.TemporaryDirectory() as scratch:
-        rounded = Path(scratch) / path.name
-        round_file(path, rounded)
-        with OnnxRunner(rounded) as runner:
+        if type_by_name(onnx_precision(path)) in (BFLOAT16, FLOAT8):
+            rounded = Path(scratch) / path.name
+            round_file(path, rounded)
+            path = rounded
+        with OnnxRunner(path) as runner:
             yield runner
 
 
@@ -83,16 +81,30 @@ def of_release(folder: Path, name: str) -> Path:
     return path_inside(folder, name, where=str(folder / SAMPLES_RECORD))
 
 
-def _difference(path: Path, graph: str, expected: Path, images: Images, known_as: GraphAnswers) -> str | None:
-    expected_array = array_from_npy(expected)
-    with opened_graph(path) as runner:
-        logits = replayed(runner, images)
-    if logits.shape != expected_array.shape:
-        return f"{graph}: answers {list(logits.shape)} to the samples, expected {list(expected_array.shape)}"
-    error = FEATURE_MAP.rows(expected_array, logits).relative_error()
-    if not error <= (bound := known_as.max_relative_error):
-        return f"{graph}: relative error {error:.2e} on the samples, at most {bound:g} is expected"
-    return None
+def load_samples(folder: Path) -> SamplesRecord:
+    """The record in a release. Raises BadInput for one that is missing or can't be read."""
+    return record_from_file(folder / SAMPLES_RECORD, SamplesRecord, kind=KIND, remedy=AGAIN)
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Raises BadInput for a file that can't be read."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None
+
+
+def _differences(folder: Path, record: SamplesRecord) -> Iterator[str]:
+    images = array_from_npy(of_release(folder, record.images))
+    for graph, known_as in record.graphs.items():
+        expected, bound = array_from_npy(of_release(folder, known_as.expected)), known_as.max_relative_error
+        with opened_graph(of_release(folder, graph)) as runner:
+            answers = replayed(runner, images)
+        if answers.shape != expected.shape:
+            yield f"{graph}: answers {list(answers.shape)} to the samples, expected {list(expected.shape)}"
+        elif not (error := FEATURE_MAP.rows(expected, answers).relative_error()) <= bound:
+            yield f"{graph}: relative error {error:.2e} on the samples, at most {bound:g} is expected"
 
 
 def replay(folder: Path) -> list[str]:
@@ -100,30 +112,18 @@ def replay(folder: Path) -> list[str]:
 
     Raises BadInput for a record that can't be read, Missing without ONNX Runtime.
     """
-    record = record_from_file(folder / SAMPLES_RECORD, SamplesRecord, kind=KIND, remedy=AGAIN)
-    try:
-        images = array_from_npy(of_release(folder, record.images))
-        differences = [
-            _difference(of_release(folder, name), name, of_release(folder, answers.expected), images, answers)
-            for name, answers in record.graphs.items()
-        ]
-    except OSError as error:
-        raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None
-    return [text for text in differences if text is not None]
+    with _reading(folder):
+        return list(_differences(folder, load_samples(folder)))
 
 
 def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
     """Raises BadInput when the directory is no release with samples, or they can't be read."""
-    record = record_from_file(folder / SAMPLES_RECORD, SamplesRecord, kind=KIND, remedy=AGAIN)
-    graph = f"reduced/{graph_name('fp32')}"
+    record, graph = load_samples(folder), f"reduced/{graph_name('fp32')}"
     if graph not in record.graphs:
         raise BadInput(f"{folder / SAMPLES_RECORD}: no answers of {graph}, only of {', '.join(record.graphs)}")
-    try:
-        images, answers = (
-            array_from_npy(of_release(folder, name)) for name in (record.images, record.graphs[graph].expected)
-        )
-    except OSError as error:
-        raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None
+    with _reading(folder):
+        arrays = [array_from_npy(of_release(folder, each)) for each in (record.images, record.graphs[graph].expected)]
+    images, answers = arrays
     if len(images) != len(answers) or not len(images):
         raise BadInput(f"{folder / 'samples'}: {len(images)} images and {len(answers)} answers, expected one each")
     return Samples(images=images, answers=answers, max_relative_error=max_relative_error)

@@ -27,6 +27,10 @@ from .recipe import Recipe
 SCHEMA, VERSION = "http://cyclonedx.org/schema/bom-1.6.schema.json", "1.6"
 OWN_REFERENCE = "LicenseRef-"
 _SPACE = uuid.UUID("6f0c1c5e-6d4f-5e1b-9f57-1b2a5c0a9d11")
+NAME = "corp-deploy"
+TOOL = {"type": "application", "bom-ref": NAME, "name": NAME, "version": __version__}
+MODEL = "model:{}"
+CALIBRATION, HELD_OUT = "data:calibration", "data:held-out"
 
 
 def licences(expression: str) -> list[dict[str, Any]]:
@@ -40,55 +44,6 @@ def licences(expression: str) -> list[dict[str, Any]]:
 
 def _reference(package: Package) -> str:
     return f"pkg:pypi/{package.name}@{package.version}"
-
-
-def component(package: Package) -> dict[str, Any]:
-    """A library."""
-    licence_entries = licences(package.licence)
-    return {
-        "type": "library",
-        "bom-ref": _reference(package),
-        "name": package.name,
-        "version": package.version,
-        **({"licenses": licence_entries} if licence_entries else {}),
-        "purl": _reference(package),
-    }
-
-
-def dependencies(packages: Sequence[Package]) -> list[dict[str, Any]]:
-    """What each needs of those that are there."""
-    by_name = {package.name: _reference(package) for package in packages}
-    return [
-        {"ref": _reference(each), "dependsOn": [by_name[name] for name in each.requires if name in by_name]}
-        for each in packages
-    ]
-
-
-def sbom(
-    subject: Mapping[str, Any],
-    components: Sequence[Mapping[str, Any]],
-    packages: Sequence[Package],
-    *,
-    tool: Mapping[str, Any],
-    needs: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
-    """The whole bill: `subject` is what it is of, `components` are what that has beside the packages, `needs` the
-    dependencies among these. The serial number follows from the content.
-    """
-    content = {
-        "metadata": {"tools": {"components": [dict(tool)]}, "component": dict(subject)},
-        "components": [*map(dict, components), *map(component, packages)],
-        "dependencies": [*map(dict, needs), *dependencies(packages)],
-    }
-    serial = uuid.uuid5(_SPACE, json.dumps(content, sort_keys=True))
-    head = {"$schema": SCHEMA, "bomFormat": "CycloneDX", "specVersion": VERSION, "serialNumber": f"urn:uuid:{serial}"}
-    return {**head, "version": 1, **content}
-
-
-NAME = "corp-deploy"
-TOOL = {"type": "application", "bom-ref": NAME, "name": NAME, "version": __version__}
-MODEL = "model:{}"
-CALIBRATION, HELD_OUT = "data:calibration", "data:held-out"
 
 
 def _hashes(digest: str) -> list[dict[str, str]]:
@@ -172,7 +127,8 @@ def _card(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> di
     }
 
 
-def _model(recipe: Recipe, subject: str, config: ModelConfig) -> dict[str, Any]:
+def _model(root: Path, recipe: Recipe, subject: str, config: ModelConfig) -> dict[str, Any]:
+    """With the files that hold it, each with its digest."""
     version = {} if recipe.release.version is None else {"version": recipe.release.version}
     return {
         "type": "machine-learning-model",
@@ -181,43 +137,54 @@ def _model(recipe: Recipe, subject: str, config: ModelConfig) -> dict[str, Any]:
         **version,
         "hashes": _hashes(config.weights_sha256),
         **_licensed(recipe.licences.model),
+        "components": [
+            {"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": _hashes(sha256_of_file(root / name))}
+            for name in (*MODELS[subject], *graphs_of(recipe, subject))
+        ],
     }
 
 
-def _graphs(root: Path, recipe: Recipe, subject: str) -> list[dict[str, Any]]:
-    """The files that hold a model, each with its digest."""
-    names = (*MODELS[subject], *graphs_of(recipe, subject))
-    return [
-        {"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": _hashes(sha256_of_file(root / name))}
-        for name in names
-    ]
+def _component(package: Package) -> dict[str, Any]:
+    """A library."""
+    reference = _reference(package)
+    named = {"type": "library", "bom-ref": reference, "name": package.name, "version": package.version}
+    return {**named, **_licensed(package.licence), "purl": reference}
 
 
-def _beside(packages: Sequence[Package]) -> tuple[list[Package], dict[str, Any]]:
-    """The packages without this tool, and what of them it asks for itself."""
-    beside = [each for each in packages if each.name != NAME]
+def _bill(
+    subject: Mapping[str, Any],
+    parts: Sequence[Mapping[str, Any]],
+    packages: Sequence[Package],
+    needs: Mapping[str, Sequence[str]],
+) -> dict[str, Any]:
+    """The whole bill: `subject` is what it is of, `parts` are what that has beside the packages, `needs` what these
+    depend on, by reference. The serial number follows from the content.
+    """
+    by_name = {each.name: _reference(each) for each in packages if each.name != NAME}
     required = {name for each in packages if each.name == NAME for name in each.requires}
-    direct = [f"pkg:pypi/{each.name}@{each.version}" for each in beside if each.name in required]
-    return beside, {"ref": NAME, "dependsOn": direct}
+    direct = {NAME: [reference for name, reference in by_name.items() if name in required]}
+    beside = [each for each in packages if each.name != NAME]
+    others = {by_name[each.name]: [by_name[name] for name in each.requires if name in by_name] for each in beside}
+    content = {
+        "metadata": {"tools": {"components": [{**TOOL, "bom-ref": "tool"}]}, "component": subject},
+        "components": [*parts, *map(_component, beside)],
+        "dependencies": [{"ref": key, "dependsOn": on} for key, on in {**needs, **direct, **others}.items()],
+    }
+    serial = uuid.uuid5(_SPACE, json.dumps(content, sort_keys=True))
+    head = {"$schema": SCHEMA, "bomFormat": "CycloneDX", "specVersion": VERSION, "serialNumber": f"urn:uuid:{serial}"}
+    return {**head, "version": 1, **content}
 
 
 def bill_of_environment(packages: Sequence[Package]) -> dict[str, Any]:
     """Of this tool and every package that is installed beside it."""
-    beside, needs = _beside(packages)
-    own = {**TOOL, "licenses": licences("Apache-2.0")}
-    return sbom(own, (), beside, tool={**TOOL, "bom-ref": "tool"}, needs=[needs])
+    return _bill({**TOOL, "licenses": licences("Apache-2.0")}, (), packages, {})
 
 
 def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
     """Of the reduced model: the dense one that it comes from, the images that both met, and the environment."""
     configs = {subject: load_model_config(root / subject) for subject in SUBJECTS}
     parity, reduced = load_parity(root / PARITY), configs["reduced"]
-    beside, needs = _beside(installed())
-    dense = _model(recipe, "dense", configs["dense"]) | {"components": _graphs(root, recipe, "dense")}
-    subject = _model(recipe, "reduced", reduced) | {
-        "components": _graphs(root, recipe, "reduced"),
-        "modelCard": _card(root, recipe, reduced, parity),
-    }
-    of_model = {"ref": MODEL.format("reduced"), "dependsOn": [MODEL.format("dense"), CALIBRATION, HELD_OUT, NAME]}
+    dense, subject = (_model(root, recipe, each, configs[each]) for each in SUBJECTS)
     parts = [dense, *_datasets(root, recipe, reduced, parity), TOOL]
-    return sbom(subject, parts, beside, tool={**TOOL, "bom-ref": "tool"}, needs=[of_model, needs])
+    needs = {MODEL.format("reduced"): [MODEL.format("dense"), CALIBRATION, HELD_OUT, NAME]}
+    return _bill(subject | {"modelCard": _card(root, recipe, reduced, parity)}, parts, installed(), needs)

@@ -19,16 +19,13 @@ from .names import BENCH, PARITY, graph_name
 
 
 def to_serve(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
-    """What to serve in place of `quantised`, and why where that is another. What has no measurement of its gain beside
-    it is no quantised artefact of a release, and stays.
-    """
+    """What is served in place of `quantised`, and why where that is another: one that wasn't measured faster."""
     path = directory / f"gain.{target}.json"
-    if not path.is_file():
+    bench = load_bench(path) if path.is_file() else None
+    if bench is None or is_faster(bench):
         return quantised, None
-    bench = load_bench(path)
-    if is_faster(bench):
-        return quantised, None
-    rival = _rival(directory, target, bench)
+    graph = directory / "reduced" / str(bench.subjects[0].describe["model"])
+    rival = min((directory / "rivals").glob(f"model.{target}.*.plan"), default=graph)
     return rival, (
         f"{quantised.name} is left out: {path.name} doesn't show it to be faster than {rival.name} at every batch, "
         "which is served in its place"
@@ -49,11 +46,6 @@ def quantised_graph(directory: Path, target: str) -> Path | None:
     return directory / "reduced" / str(load_bench(path).subjects[1].describe["model"])
 
 
-def _rival(directory: Path, target: str, bench: Bench) -> Path:
-    plans = sorted((directory / "rivals").glob(f"model.{target}.*.plan"))
-    return plans[0] if plans else directory / "reduced" / str(bench.subjects[0].describe["model"])
-
-
 def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str], set[str]]:
     """TensorRT plans with their records; those of TensorRT-RTX can't be served and are named, and so are quantised ones
     in whose place others are served, the names of which come last.
@@ -61,32 +53,27 @@ def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str], set[str]]:
     plans, notes, left_out = list[Path](), list[str](), set[str]()
     for path in sorted(directory.rglob("*.plan")):
         backend = record_of_plan(path).backend
-        if backend == "tensorrt":
-            served, note = to_serve(directory.parent, backend, path)
-            plans.append(served)
-            if note is not None:
-                notes.append(note)
-                left_out.add(path.name)
-        else:
-            notes.append(
-                f"{path.name} is left out: the server's backend loads TensorRT plans, this one is of {backend}"
-            )
+        if backend != "tensorrt":
+            reason = f"the server's backend loads TensorRT plans, this one is of {backend}"
+            notes.append(f"{path.name} is left out: {reason}")
+            continue
+        served, note = to_serve(directory.parent, backend, path)
+        plans.append(served)
+        if note is not None:
+            notes.append(note)
+            left_out.add(path.name)
     return tuple(plans), notes, left_out
 
 
 def _latencies(bench: Bench) -> tuple[Latency, ...]:
     """The reduced model's medians with their intervals, where there were enough rounds for one."""
     summary = summarise(bench)
-    latencies = []
-    for row in summary.rows:
-        p50 = row.sides[summary.candidate].p50_ms
-        if p50 is not None and p50.is_bounded:
-            latencies.append(
-                Latency(
-                    batch=row.batch, measure="compute", p50_ms=p50.value, low_ms=max(p50.low, 0.0), high_ms=p50.high
-                )
-            )
-    return tuple(latencies)
+    medians = [(row.batch, row.sides[summary.candidate].p50_ms) for row in summary.rows]
+    return tuple(
+        Latency(batch=batch, measure="compute", p50_ms=p50.value, low_ms=max(p50.low, 0.0), high_ms=p50.high)
+        for batch, p50 in medians
+        if p50 is not None and p50.is_bounded
+    )
 
 
 def _agreement(directory: Path) -> Agreement | None:
@@ -122,17 +109,17 @@ def class_names(path: Path) -> tuple[str, ...]:
 
 def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> dict[str, Expected]:
     """What was measured of the reduced model, by the variant of the repository that it was measured of."""
-    described = bench.subjects[1].describe
+    described, here = bench.subjects[1].describe, bench.environment
     variant = "cpu" if described.get("device") == "cpu" else "plan" if has_plans else "onnx"
-    where = f"{bench.environment.get('gpu') or bench.environment.get('cpu')}, {described.get('backend')}"
+    where = f"{here.get('gpu') or here.get('cpu')}, {described.get('backend')}"
     return {variant: Expected(measured_on=where, latencies=_latencies(bench), top1_agreement=agreement)}
 
 
 def _served_so(bench: Bench, serving: Serving) -> bool:
     """Whether figures of a CPU are those of what will serve there."""
-    backend = bench.subjects[1].describe.get("backend")
-    on_cpu = bench.subjects[1].describe.get("device") == "cpu"
-    return not on_cpu or (backend == "openvino") == (serving.cpu_backend == "openvino")
+    described = bench.subjects[1].describe
+    same_backend = (described.get("backend") == "openvino") == (serving.cpu_backend == "openvino")
+    return described.get("device") != "cpu" or same_backend
 
 
 def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, Serving, list[str]]:
@@ -146,10 +133,8 @@ def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, S
             return graph, replace(serving, cpu_bf16=True), []
         if description["computed_in"] == "fp32" and graph.is_file():
             return graph, serving, []
-        note = (
-            f"{graph.name} was measured in {description['computed_in']}, which the server's OpenVINO can't be asked for"
-        )
-        return fp32, serving, [f"{note}: {fp32.name} is served in its place"]
+        asked = f"measured in {description['computed_in']}, which the server's OpenVINO can't be asked for"
+        return fp32, serving, [f"{graph.name} was {asked}: {fp32.name} is served in its place"]
     return fp32, serving, []
 
 

@@ -86,17 +86,14 @@ def recipe_to_ship(request: ToShip, root: Path) -> Recipe:
 
 def _differences(request: ToShip, recipe: Recipe) -> Iterator[str]:
     for section, keys in request.tables.items():
-        table = getattr(recipe, section)
-        for key, value in keys.items():
-            if getattr(table, key) != value:
-                yield f"{section}.{key} is {_word(getattr(table, key))} there, {_word(value)} here"
+        for key, here in keys.items():
+            there = getattr(getattr(recipe, section), key)
+            if there != here:
+                words = ["not set" if value is None else str(value)[:200] for value in (there, here)]
+                yield f"{section}.{key} is {words[0]} there, {words[1]} here"
     (first, *_), target = recipe.target_tables, request.options.target
     if target not in (None, first):
         yield f"the first of targets is {first} there, {target} here"
-
-
-def _word(value: Any) -> str:
-    return "not set" if value is None else str(value)[:200]
 
 
 def again(recipe: Recipe, root: Path) -> Invocation:
@@ -125,7 +122,7 @@ def _new(request: ToShip, root: Path) -> Recipe:
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", root.resolve().name).lstrip("_.-") or "model"
     classifies = all(port.role == "logits" for port in output_ports(model))
     rules = (f"speedup@b{max(request.timed.batches)} < 1.0", "top1_agreement < 0.98")
-    others: Mapping[str, dict[str, Any]] = {
+    own: Mapping[str, dict[str, Any]] = {
         "release": {"name": name},
         "package": {"name": name if "fp32" in request.options.precision else None},
         "calibration": {"hold_out": min(MOST_HELD_OUT, count // 2) if request.options.held_out is None else None},
@@ -135,12 +132,9 @@ def _new(request: ToShip, root: Path) -> Recipe:
     }
     tables = request.tables
     sections: dict[str, Any] = {
-        name: kind(**tables.get(name, {}), **others.get(name, {})) for name, kind in SECTIONS.items()
+        name: kind(**tables.get(name, {}), **own.get(name, {})) for name, kind in SECTIONS.items()
     }
     recipe = Recipe(**sections, target_tables={request.options.target or BY_SPEED[-1]: TargetTable()})
-    return recipe if request.options.target else _for_this_machine(recipe)
-
-
-def _for_this_machine(recipe: Recipe) -> Recipe:
-    every = (msgspec.structs.replace(recipe, target_tables={name: TargetTable()}) for name in BY_SPEED[:-1])
-    return next((each for each in every if missing_to_run(each.targets[0]) is None), recipe)
+    faster = () if request.options.target else BY_SPEED[:-1]
+    others = (msgspec.structs.replace(recipe, target_tables={name: TargetTable()}) for name in faster)
+    return next((each for each in others if missing_to_run(each.targets[0]) is None), recipe)

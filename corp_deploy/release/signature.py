@@ -9,10 +9,10 @@ import base64
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ground.errors import BadInput, Missing
 from ground.files import regular_file, sha256_of_file
@@ -60,33 +60,20 @@ def hashed() -> "hashing.Config":
     return config.set_ignored_paths(paths=UNSIGNED, ignore_git_paths=False)
 
 
-def entries_below(folder: Path) -> Iterator[Path]:
+def entries_below(folder: Path, without: Sequence[str] = UNSIGNED) -> Iterator[Path]:
     """What lies below a directory but for what is never signed; a link is an entry and isn't followed."""
-    for path in sorted(folder.iterdir()):
-        if path.name not in UNSIGNED:
-            yield from _within(path)
+    for path in sorted(each for each in folder.iterdir() if each.name not in without):
+        if path.is_dir() and not path.is_symlink():
+            yield from entries_below(path, ())
+        else:
+            yield path
 
 
-def _within(path: Path) -> Iterator[Path]:
-    if path.is_dir() and not path.is_symlink():
-        for inner in sorted(path.iterdir()):
-            yield from _within(inner)
-    else:
-        yield path
-
-
-def _statement(data: bytes) -> dict[str, Any]:
-    """What a bundle signs, read only after the library has found the signature to hold."""
-    statement: dict[str, Any] = json.loads(base64.b64decode(json.loads(data)["dsseEnvelope"]["payload"]))
-    return statement
-
-
-def _listed(statement: Mapping[str, Any]) -> dict[str, str]:
-    return {each["name"]: each["digest"] for each in statement["predicate"]["resources"]}
-
-
-def _refuse_gaps(statement: Mapping[str, Any]) -> None:
-    """Raise Unverified for a statement that would have files skipped, or digests of another kind."""
+def _listed(data: bytes) -> dict[str, str]:
+    """The digests that a bundle signs, read only after the library has found the signature to hold. Raises Unverified
+    for a statement that would have files skipped, or digests of another kind.
+    """
+    statement = json.loads(base64.b64decode(json.loads(data)["dsseEnvelope"]["payload"]))
     serial = statement["predicate"]["serialization"]
     ignored = {Path(each) for each in serial.get("ignore_paths", ())}
     if beyond := ignored - {Path(each) for each in UNSIGNED}:
@@ -94,6 +81,7 @@ def _refuse_gaps(statement: Mapping[str, Any]) -> None:
     if (serial["method"], serial["hash_type"]) != ("files", "sha256"):
         kind = f"{serial['method']!s:.20} by {serial['hash_type']!s:.20}"
         raise Unverified(f"{SIGNATURE}: of {kind}, expected files by sha256")
+    return {each["name"]: each["digest"] for each in statement["predicate"]["resources"]}
 
 
 def _differences(folder: Path, listed: Mapping[str, str]) -> list[str]:
@@ -149,9 +137,6 @@ def verify(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], st
     except Exception as error:  # whatever a hostile bundle does to the library, it is not verified
         if not str(error).startswith("Signature mismatch"):
             raise Unverified(f"{SIGNATURE}: {_why(error)}") from None
-        statement = _statement(data)
-        _refuse_gaps(statement)
-        raise Unverified(*_differences(folder, _listed(statement)) or [f"{SIGNATURE}: {_why(error)}"]) from None
-    statement = _statement(data)
-    _refuse_gaps(statement)
-    return Signed(by=who(data), files=_listed(statement))
+        raise Unverified(*_differences(folder, _listed(data)) or [f"{SIGNATURE}: {_why(error)}"]) from None
+    listed = _listed(data)
+    return Signed(by=who(data), files=listed)

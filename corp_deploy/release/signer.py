@@ -56,17 +56,14 @@ def _public_text(key: "ec.EllipticCurvePrivateKey") -> str:
     return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
 
-def pae(payload: bytes) -> bytes:
-    """What is signed of an envelope (DSSE v1): its type and its payload, each behind its length."""
-    return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD), PAYLOAD.encode(), len(payload), payload)
-
-
 def _envelope(payload: bytes, key: "ec.EllipticCurvePrivateKey") -> dict[str, Any]:
+    """DSSE v1: what is signed is its type and its payload, each behind its length."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
     sizes: dict[int, hashes.HashAlgorithm] = {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}
-    signature = key.sign(pae(payload), ec.ECDSA(sizes[key.curve.key_size]))
+    signed = b"DSSEv1 %d %s %d %s" % (len(PAYLOAD), PAYLOAD.encode(), len(payload), payload)
+    signature = key.sign(signed, ec.ECDSA(sizes[key.curve.key_size]))
     return {
         "payloadType": PAYLOAD,
         "payload": base64.b64encode(payload).decode(),

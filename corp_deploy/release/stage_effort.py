@@ -30,9 +30,7 @@ def _step(stage: str) -> tuple[Step, str] | None:
 
 
 def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwatch] = stopwatch) -> Stage:
-    """The stage, of which torch works on this device, with what it takes written down when it ends well; one that fails
-    keeps the older record.
-    """
+    """The stage, of which torch works on `device`, with what it takes written down when it ends well."""
     step = _step(stage.name)
     if step is None:
         return stage

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.timm_names import is_timm_name, look_alikes, require_local_name
 from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, model_of_snapshot, refuse_beside_directory
 from corp_deploy.store.model_config import load_model_config
 from ground.errors import BadInput
@@ -17,30 +18,22 @@ HOLD_OUT = 128
 """Calibration images that prove the result where no others are given."""
 
 
-def _description(folder: Path) -> str:
-    """What a model directory, or a snapshot of one of timm's repositories, holds."""
+def _architecture_in(folder: Path) -> tuple[str, Architecture | None]:
+    """What a model directory, or a snapshot of one of timm's repositories, holds: in words, and as timm builds it, None
+    where it doesn't.
+    """
     config = config_of_directory(folder)
     if not is_ours(config):
-        return model_of_snapshot(folder, config)[0]
+        name, kwargs, _ = model_of_snapshot(folder, config)
+        return name, Architecture(name=name, kwargs=kwargs)
     ours = load_model_config(folder)
-    shape = "x".join(map(str, ours.input.shape))
-    return f"{ours.built.name}, images {shape}, {len(ours.sites)} sites"
+    description = f"{ours.built.name}, images {'x'.join(map(str, ours.input.shape))}, {len(ours.sites)} sites"
+    timms = Architecture(name=ours.built.name, kwargs=ours.built.kwargs) if ours.family == "timm" else None
+    return description, timms
 
 
-def _has_rows(model: str, folder: Path) -> tuple[bool, bool]:
-    """Whether convolutions are among the sites, and whether anything else is; a directory's that timm didn't build are
-    none.
-    """
-    architecture = Architecture(name=model)
-    if folder.is_dir():
-        config = config_of_directory(folder)
-        if not is_ours(config):
-            name, kwargs, _ = model_of_snapshot(folder, config)
-            architecture = Architecture(name=name, kwargs=kwargs)
-        elif (ours := load_model_config(folder)).family == "timm":
-            architecture = Architecture(name=ours.built.name, kwargs=ours.built.kwargs)
-        else:
-            return False, True
+def _has_rows(architecture: Architecture) -> tuple[bool, bool]:
+    """Whether convolutions are among the sites, and whether anything else is."""
     import torch
 
     from corp_deploy.families.ineffective_options import CONVOLUTIONS, HEADS, MLPS, kinds_of
@@ -52,14 +45,6 @@ def _has_rows(model: str, folder: Path) -> tuple[bool, bool]:
     return CONVOLUTIONS in kinds, not kinds or bool(kinds & {MLPS, HEADS})
 
 
-def _require_timm_name(model: str) -> None:
-    from corp_deploy.families.timm_names import is_timm_name, look_alikes, require_local_name
-
-    require_local_name(model)
-    if not is_timm_name(model):
-        raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
-
-
 def require_named(options: Mapping[str, Path | None]) -> None:
     """Raise BadInput, naming the option, for files that a recipe can't be filled in with as they are not there."""
     for option, path in options.items():
@@ -67,11 +52,6 @@ def require_named(options: Mapping[str, Path | None]) -> None:
             raise BadInput(
                 f"{option} {path}: not there, or empty; give what is there, or leave it out and edit the recipe"
             )
-
-
-def _held_out_of(images: Path) -> int:
-    """Half of a folder at most; how many images other files hold is told when they are read."""
-    return min(HOLD_OUT, max(len(files_of(images)) // 2, 1)) if images.is_dir() else HOLD_OUT
 
 
 def starter(
@@ -88,31 +68,37 @@ def starter(
 
     Raises BadInput for a model that is neither, and for weights beside a directory that has its own.
     """
-    folder = Path(model.removeprefix("local-dir:"))
-    directory, description = None, ""
-    if folder.is_dir():
-        if is_ours(config_of_directory(folder)):
-            refuse_beside_directory(folder, {"--weights": weights})
-        directory, description = relative_text(folder.resolve(), path.parent), _description(folder)
-    else:
-        _require_timm_name(model)
-    convolutions, linear = _has_rows(model, folder)
 
     def placed(place: Path) -> str:
         return relative_text(place.resolve(), path.parent)
+
+    folder = Path(model.removeprefix("local-dir:"))
+    description: str = ""
+    architecture: Architecture | None = Architecture(name=model)
+    if folder.is_dir():
+        if is_ours(config_of_directory(folder)):
+            refuse_beside_directory(folder, {"--weights": weights})
+        description, architecture = _architecture_in(folder)
+    else:
+        require_local_name(model)
+        if not is_timm_name(model):
+            raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
+    convolutions, linear = (False, True) if architecture is None else _has_rows(architecture)
+    # Half of a folder at most; how many images other files hold is told when they are read.
+    count = HOLD_OUT if images is None or not images.is_dir() else max(len(files_of(images)) // 2, 1)
 
     return rendered(
         "starter.toml",
         file=path.name,
         name=path.stem,
         model=model,
-        directory=directory,
+        directory=placed(folder) if folder.is_dir() else None,
         description=description,
         convolutions=convolutions,
         linear=linear,
         weights=None if weights is None else placed(weights),
         images=placed(images or path.parent / "images" / "calibration"),
-        hold_out=_held_out_of(images) if images is not None and held_out is None else None,
+        hold_out=min(HOLD_OUT, count) if images is not None and held_out is None else None,
         held_out=placed(held_out or path.parent / "images" / "held-out"),
         labels=None if labels is None else placed(labels),
         served=re.sub(r"[^A-Za-z0-9_.-]", "-", path.stem).lstrip("_.-") or "model",

@@ -48,13 +48,9 @@ from .recipe_tables import require_more
 from .serving import package_of_directory
 
 
-def _drawn(run: Invocation) -> Drawn:
-    return Drawn.from_options(run.options)
-
-
 def _images(dense: Checkpoint, dirs: StageDirs, run: Invocation) -> Images:
-    decoded = Decoded.from_options(run.options).decoded
-    return images_for_model(dense.model, dirs.root / run["images"], **_drawn(run).drawn, **decoded)
+    drawn, decoded = Drawn.from_options(run.options).drawn, Decoded.from_options(run.options).decoded
+    return images_for_model(dense.model, dirs.root / run["images"], **drawn, **decoded)
 
 
 def _held_out(dirs: StageDirs, run: Invocation) -> HoldOutOptions:
@@ -67,21 +63,17 @@ def _groups(dirs: StageDirs, run: Invocation) -> str | None:
     return groups if groups is None or groups in BY_NAME else str(dirs.root / groups)
 
 
-def _in_recipe(share: float) -> str:
-    """The restricted system as a recipe asks for it."""
-    return f'attention_system = "kept" under [calibration], where reduce.attn is {share:g} or more'
-
-
 def write_moments(dirs: StageDirs, run: Invocation) -> None:
     """The calibration, which goes on from its own states after an interruption where it saves them."""
-    options, drawn = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)}), _drawn(run)
+    options = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
+    drawn = Drawn.from_options(run.options)
     require_device(options.device)
     dense = merging_checkpoint(load_checkpoint(dirs.root / run["model"]), options)
     running = moments_files.CalibrationRun(
         unfinished=dirs.unfinished,
         save_every=run["checkpoint_every"],
         snapshots=tuple(options.snapshots),
-        fitting=_in_recipe,
+        fitting=lambda share: f'attention_system = "kept" under [calibration], where reduce.attn is {share:g} or more',
         smaller=lambda size: dirs.tell(f"memory ran out in a batch: begun anew with batch_size = {size}"),
     )
     source = _images(dense, dirs, run)
@@ -100,7 +92,7 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     if run["latency_tables"] is not None:
         options["latency_tables"] = dirs.root / options["latency_tables"]
     choice, dense = ReduceOptions.from_options(options), load_checkpoint(dirs.root / run["model"])
-    seed, images = _drawn(run).seed, None
+    seed, images = Drawn.from_options(run.options).seed, None
     if choice.needs_images:
         images = _held_out(dirs, run).split(_images(dense, dirs, run), seed).fitted
     reduce_checkpoint(
@@ -130,7 +122,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     """The chain from the dense model to its graphs, on held-out images, which are compared with the calibration's."""
     reference, *candidates = run.arguments
     dense = load_checkpoint(dirs.root / reference)
-    source = _held_out(dirs, run).proving(_images(dense, dirs, run), _drawn(run).seed)
+    source = _held_out(dirs, run).proving(_images(dense, dirs, run), Drawn.from_options(run.options).seed)
     labels = None if run["labels"] is None else labels_from_path(dirs.root / run["labels"], source, dense.model)
     limits = ParityLimits.from_options(run.options)
     inputs = inputs_from_set(source, labels)

@@ -1,6 +1,6 @@
 """The stages of one target: its engines, what proves them, and what times them. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from corp_deploy.invocation.call import Invocation
@@ -8,76 +8,74 @@ from corp_deploy.invocation.call import Invocation
 from . import calls, names
 from .incremental import Stage
 from .recipe import Recipe, Target
-from .stage_parts import command_step, heads_read, own_step, settings_of, tool
+from .stage_parts import heads_read, settings_of, stage, step
 from .targets import missing_to_build, missing_to_run
 
 # What times a target on the CPU; a GPU's machine has versions of its own.
 TIMED_BY = {"onnxruntime-cpu": ("onnxruntime",), "openvino": ("openvino",)}
 
 
-def _engine_stage(recipe: Recipe, target: Target) -> Stage:
-    plans = tuple(names.plan_name(target, subject) for subject in names.SUBJECTS)
-    rivals = () if target.rest is None else (names.rival_name(target),)
-    graphs = [f"{subject}/{names.graph_name(target.precision)}" for subject in names.SUBJECTS]
+def _with_records(plans: Sequence[str], target: Target) -> tuple[str, ...]:
+    """What a target runs; engines stand beside their records."""
+    return (*plans, *(f"{plan}.json" for plan in plans if target.is_engine))
+
+
+def _engine_stage(recipe: Recipe, target: Target, graphs: Sequence[str]) -> Stage:
+    plans, reads = [names.plan_name(target, subject) for subject in names.SUBJECTS], [*graphs]
+    if target.rest is not None:
+        plans.append(names.rival_name(target))
+        reads.append(f"reduced/{names.graph_name(target.rest)}")
     command = calls.only(f"engine.{target.name}", recipe)
-    return Stage(
-        name=f"engine.{target.name}",
-        outputs=(*plans, *rivals, *(f"{plan}.json" for plan in (*plans, *rivals))),
-        run=own_step("engine", target, command),
-        reads=(*graphs, *([] if target.rest is None else [f"reduced/{names.graph_name(target.rest)}"])),
-        settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms, "versions": tool()}
+    return stage(
+        f"engine.{target.name}",
+        command,
+        step("engine", target, command),
+        outputs=_with_records(plans, target),
+        reads=reads,
+        settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms}
         | ({"sparse": True} if target.sparse else {}),
         missing=lambda: missing_to_build(target),
-        command=str(command),
     )
 
 
-def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...]) -> Stage:
-    name = f"{names.PARITY_OF_TARGET}{target.name}"
+def _target_parity_stage(recipe: Recipe, target: Target, reads: Sequence[str]) -> Stage:
+    name, record = f"{names.PARITY_OF_TARGET}{target.name}", names.parity_name(target)
     labels = (names.SAMPLE_LABELS,) if names.has_sample_labels(recipe) else ()
     named = (names.SAMPLES_RECORD, *labels) if recipe.parity.metric else ()
-    return Stage(
-        name=name,
-        outputs=(names.parity_name(target), names.outputs_name(names.parity_name(target))),
-        run=own_step("target-parity", recipe, target),
-        reads=tuple(dict.fromkeys((*names.MODELS["dense"], *names.MODELS["reduced"], *reads, *named))),
+    return stage(
+        name,
+        calls.only(name, recipe),
+        step("target-parity", recipe, target),
+        outputs=(record, names.outputs_name(record)),
+        reads=(*names.BOTH_MODELS, *reads, *named),
         outside=heads_read(recipe),
-        settings=settings_of("parity", recipe.parity, without=("head", "metric_files")) | {"versions": tool()},
+        settings=settings_of("parity", recipe.parity, without=("head", "metric_files")),
         missing=lambda: missing_to_run(target),
-        command=str(calls.only(name, recipe)),
     )
 
 
 def _timing_stage(
-    name: str, recipe: Recipe, target: Target, call: Invocation, reads: tuple[str, ...], **settings: Any
+    name: str, recipe: Recipe, target: Target, call: Invocation, reads: Sequence[str], **compared: Any
 ) -> Stage:
-    return Stage(
-        name=f"{name}.{target.name}",
+    return stage(
+        f"{name}.{target.name}",
+        call,
         outputs=(call["output"],),
-        run=command_step(call),
-        reads=reads,
-        settings=settings_of("bench", recipe.bench) | settings,
+        reads=(*reads, names.SAMPLES),
+        settings=settings_of("bench", recipe.bench) | compared,
+        tools=TIMED_BY.get(target.name, ()) if name == "bench" else (),
         missing=lambda: missing_to_run(target),
-        command=str(call),
     )
 
 
 def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
-    artefacts = tuple(names.artefact_name(target, subject) for subject in names.SUBJECTS)
-    records = tuple(f"{name}.json" for name in artefacts) if target.is_engine else ()
     graphs = tuple(f"{subject}/{names.graph_name(target.precision)}" for subject in names.SUBJECTS)
-    reads = tuple(dict.fromkeys((*graphs, *artefacts, *records, names.SAMPLES)))
-    local = target.name == "onnxruntime-cpu"
+    reads = (*graphs, *_with_records([names.artefact_name(target, subject) for subject in names.SUBJECTS], target))
     if target.is_engine:
-        yield _engine_stage(recipe, target)
-    if not local:
-        yield _target_parity_stage(recipe, target, reads)
-    tools = tool(*TIMED_BY.get(target.name, ()))
-    yield _timing_stage(
-        "bench", recipe, target, calls.bench(recipe, target), reads, precision=target.precision, versions=tools
-    )
+        yield _engine_stage(recipe, target, graphs)
+    if target.name != "onnxruntime-cpu":
+        yield _target_parity_stage(recipe, target, (*reads, names.SAMPLES))
+    yield _timing_stage("bench", recipe, target, calls.bench(recipe, target), reads, precision=target.precision)
     if target.rest is not None:  # the quantised model against the precision that it rests on, which it has to beat
-        sides = names.rival_name(target), names.artefact_name(target, "reduced")
-        of_plans = tuple(f"{name}.json" for name in sides) if target.is_engine else ()
-        read = (*sides, *of_plans, names.SAMPLES)
-        yield _timing_stage("gain", recipe, target, calls.gain(recipe, target), read, rest=target.rest, versions=tool())
+        sides = _with_records([names.rival_name(target), names.artefact_name(target, "reduced")], target)
+        yield _timing_stage("gain", recipe, target, calls.gain(recipe, target), sides, rest=target.rest)

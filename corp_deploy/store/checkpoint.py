@@ -5,7 +5,8 @@ the preprocessing, and the lineage: all that it takes to build the model again, 
 it was fitted to, which are looked for among those that judge it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from ground.transaction import replacing_files, roll_back_interrupted
 from perf.record.fitted import FittedInputs
 
 from .model_config import CONFIG as CONFIG
-from .model_config import FITTED, REMEDY, MergingEntry, ModelConfig, load_model_config
+from .model_config import FITTED, REMEDY, ModelConfig, load_model_config
 from .model_config import KIND as KIND
 from .sparse_layers import require_sparse
 from .weight_fit import require_fit
@@ -49,9 +50,7 @@ def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> Fingerprints
 
 
 def ids_of_lineage(lineage: Mapping[str, Any]) -> dict[str, Any]:
-    """The same entry as a graph carries it, which goes further than its model: digests alone, not what images look
-    like.
-    """
+    """The same entry as a graph carries it, which goes further than its model: digests, not what images look like."""
     return {FITTED: {"ids": lineage[FITTED]["ids"]}} if FITTED in lineage else {}
 
 
@@ -94,9 +93,7 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
 
 
 def dense_from_architecture(architecture: Architecture) -> nn.Module:
-    """The dense model with its initial weights, in eval mode. Raises BadInput for what its family can't build. Nothing
-    is looked for on a network.
-    """
+    """The dense model with initial weights, in eval mode, without a network. Raises BadInput as its family does."""
     return dense_model(architecture)
 
 
@@ -125,12 +122,6 @@ def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
     model.requires_grad_(False)
 
 
-def _entry_of(architecture: Architecture) -> dict[str, Any]:
-    """How the model is built again: timm's under its own key, any other family's by the family's name."""
-    entry = {"name": architecture.name, "kwargs": dict(architecture.kwargs)}
-    return {"timm": entry} if architecture.family == "timm" else {"family": architecture.family, "architecture": entry}
-
-
 def save(checkpoint: Checkpoint, directory: Path) -> None:
     """Write model.safetensors and config.json, which carries its digest, both or none; other files stay."""
     require_sparse(checkpoint.model, checkpoint.sparsity, str(directory / CONFIG))
@@ -154,38 +145,34 @@ def _apart(state: State) -> dict[str, torch.Tensor]:
 
 
 def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
-    """What config.json says."""
-    assert isinstance(checkpoint.model, TracedModule), type(checkpoint.model)
-    spec = traced_model.input_spec(checkpoint.model)
-    merging, outputs = traced_model.merging_of(checkpoint.model), outputs_of(checkpoint.model)
-    program = program_record(checkpoint.model)
-    return {
+    """What config.json says; timm's models are built again by its own key, any others by their family's name."""
+    model, architecture = checkpoint.model, checkpoint.architecture
+    assert isinstance(model, TracedModule), type(model)
+    built = {"name": architecture.name, "kwargs": dict(architecture.kwargs)}
+    spec, merging, outputs = traced_model.input_spec(model), traced_model.merging_of(model), outputs_of(model)
+    entries = {
         "kind": KIND,
         "version": 1,
-        **_entry_of(checkpoint.architecture),
-        "sites": sites_record(checkpoint.model),
-        **({} if program is None else {"program": program}),
-        **({} if merging is None else {"merging": merging.as_json()}),
-        **({} if outputs is None else {"outputs": list(outputs.names)}),
-        **({"sparsity": dict(checkpoint.sparsity)} if checkpoint.sparsity else {}),
+        **(
+            {"timm": built} if architecture.family == "timm" else {"family": architecture.family, "architecture": built}
+        ),
+        "sites": sites_record(model),
+        "program": program_record(model),
+        "merging": None if merging is None else merging.as_json(),
+        "outputs": None if outputs is None else list(outputs.names),
+        "sparsity": dict(checkpoint.sparsity) or None,
         "input": {"shape": list(spec.shape), "preprocessing": spec.as_json()},
         "weights_sha256": sha256_of_file(weights),
         "lineage": dict(checkpoint.lineage),
     }
+    return {key: value for key, value in entries.items() if value is not None}
 
 
-def _merging(model: nn.Module, entry: MergingEntry, where: str) -> nn.Module:
+@contextmanager
+def _recorded_at(where: str) -> Iterator[None]:
+    """What the model can't be is a mistake of its record."""
     try:
-        return traced_model.with_merging(model, entry.merging)
-    except BadInput as error:
-        raise BadInput(f"{where}: merging: {error}; {REMEDY}") from None
-
-
-def _with_outputs(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
-    if config.outputs is None:
-        return model
-    try:
-        return with_outputs(model, config.named_outputs)
+        yield
     except BadInput as error:
         raise BadInput(f"{where}: {error}; {REMEDY}") from None
 
@@ -203,16 +190,11 @@ def _of_widths(
         return as_program(model, config.sites, state, library, where=where, known_groups=left)
     if not is_hierarchy(model):
         return as_program(model, config.sites, state, library, where=where)
-    dense = _with_outputs(dense_from_architecture(architecture), config, where)
+    with _recorded_at(where):
+        dense = with_outputs(dense_from_architecture(architecture), config.named_outputs)
     assert isinstance(dense, TracedModule), type(dense)
     sites, state = as_timms(dense, config.sites, state, where=where)
     return as_program(dense, sites, state, library, where=where)
-
-
-def _fits(model: nn.Module, state: State) -> bool:
-    """Whether it takes the weights as they are."""
-    expected = {name: each.shape for name, each in model.state_dict().items()}
-    return expected == {name: each.shape for name, each in state.items()}
 
 
 def _fill_tables_(model: nn.Module, architecture: Architecture) -> None:
@@ -244,16 +226,19 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     with torch.device("meta"):
         model = dense_from_architecture(architecture)
     read = read_weights(weights)
-    model = _with_outputs(model, config, where)
+    with _recorded_at(where):
+        model = with_outputs(model, config.named_outputs)
     if config.program is not None:  # weights are not set yet
         assert isinstance(model, TracedModule), type(model)
         model = as_recorded(model, config.sites, asdict(config.program), where=where)
-    if is_of_widths(config.sites) and not _fits(model, read.state):
+    shapes, stored = ({name: each.shape for name, each in state.items()} for state in (model.state_dict(), read.state))
+    if is_of_widths(config.sites) and shapes != stored:
         assert isinstance(model, TracedModule), type(model)
         model, state = _of_widths(model, architecture, config, read.state, where)
         read = replace(read, state=state)
     if config.merging is not None:
-        model = _merging(model, config.merging, where)
+        with _recorded_at(f"{where}: merging"):
+            model = traced_model.with_merging(model, config.merging.merging)
     load_weights(model, read.state, where=weights)
     _fill_tables_(model, architecture)
     traced_model.load_extra_files_(model, directory)

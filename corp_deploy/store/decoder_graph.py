@@ -94,25 +94,20 @@ def graph_of_directory(directory: Path) -> DecoderGraph:
         raise BadInput(f"{directory}: no {SETTINGS} in it, expected a directory that export-decoder has written")
     model = record_from_file(directory / SETTINGS, _Settings, remedy="write it again by export-decoder").model
     graph = path_inside(directory, model.decoder.filename, where=str(directory / SETTINGS))
-    cache = {
-        "layers": model.decoder.num_hidden_layers,
-        "groups": model.decoder.num_key_value_heads,
-        "head": model.decoder.head_size,
-        "value_bytes": _value_bytes(graph),
-    }
-    return DecoderGraph(
-        path=graph, cache=msgspec.convert(cache, KvCache), vocabulary=model.vocab_size, longest=model.context_length
-    )
+    decoder = model.decoder
+    cache = _cache(decoder.num_hidden_layers, decoder.num_key_value_heads, decoder.head_size, _value_bytes(graph))
+    return DecoderGraph(path=graph, cache=cache, vocabulary=model.vocab_size, longest=model.context_length)
+
+
+def _cache(layers: int, groups: int, head: int, value_bytes: int) -> KvCache:
+    sizes = {"layers": layers, "groups": groups, "head": head, "value_bytes": value_bytes}
+    return msgspec.convert(sizes, KvCache)
 
 
 def cache_of_directory(directory: Path, *, precision: str = "fp32") -> KvCache:
     """The cache of a plain directory's decoder in a graph of this precision. Raises BadInput for another directory."""
-    config = config_of_transformers(directory)
-    built = architecture_from_transformers(config, where=str(directory / CONFIG))
-    bytes_each = 2 if PROVIDERS[precision] == "cuda" else 4
-    return msgspec.convert(
-        {"layers": built.layers, "groups": built.groups, "head": built.head, "value_bytes": bytes_each}, KvCache
-    )
+    built = architecture_from_transformers(config_of_transformers(directory), where=str(directory / CONFIG))
+    return _cache(built.layers, built.groups, built.head, 2 if PROVIDERS[precision] == "cuda" else 4)
 
 
 @contextmanager

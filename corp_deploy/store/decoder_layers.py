@@ -3,11 +3,11 @@
 Tensors are mapped from safetensors files and become float32 where a block is built.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder, WordsAndPlaces
+from corp_deploy.families.text_decoder import DecoderArchitecture, DecoderBlock, TextDecoder, WordsAndPlaces
 from corp_deploy.families.text_names import (
     block_from_transformers,
     names_by_block,
@@ -30,6 +30,8 @@ from .hub_snapshot import weights_of_transformers
 from .inputs import digest_of_tensors
 from .transformers_directory import decoder_arguments, lineage_of_decoder
 from .weights import files_of_tensors
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,26 +62,16 @@ class DecoderLayers:
 
     def embeddings(self) -> WordsAndPlaces:
         """What makes the first residual stream of token ids."""
-        of_words = {name: tensor for name, tensor in self._outside().items() if name.startswith("embeddings.")}
-        with torch.device("meta"):
-            empty = WordsAndPlaces(self.arguments.decoder)
-        self._fill_(empty, {name.removeprefix("embeddings."): tensor for name, tensor in of_words.items()})
-        return empty
+        prefix, outside = "embeddings.", self._outside()
+        of_words = {name.removeprefix(prefix): each for name, each in outside.items() if name.startswith(prefix)}
+        return self._filled(WordsAndPlaces, of_words)
 
     def block(self, index: int) -> DecoderBlock:
         """One block with its weights, float32. Raises BadInput for a tensor that is missing or has no place."""
-        names = self._names[1].get(index, {})
         where = f"{self.weights}: block {index}"
-        state = block_from_transformers(
-            dict(zip(names, self._read(names.values()), strict=True)),
-            self.kind,
-            where=where,
-            decoder=self.arguments.decoder,
-        )
-        with torch.device("meta"):
-            empty = DecoderBlock(self.arguments.decoder)
-        self._fill_(empty, state)
-        return empty
+        read = self._read(self._names[1].get(index, {}))
+        state = block_from_transformers(read, self.kind, where=where, decoder=self.arguments.decoder)
+        return self._filled(DecoderBlock, state)
 
     def digest(self) -> str:
         """As `model_digest` of the whole model."""
@@ -95,25 +87,27 @@ class DecoderLayers:
         yield from ((name, outside[name].float()) for name in sorted(outside))
 
     def _outside(self) -> dict[str, Tensor]:
-        names = self._names[0]
-        state = dict(zip(names, self._read(names.values()), strict=True))
+        state = self._read(self._names[0])
         mapped, foreign = outside_from_transformers(state, self.kind, tied=self.arguments.decoder.tied)
         refuse_foreign(foreign, self.kind, where=str(self.weights))
         return mapped
 
-    def _read(self, names: Iterable[str]) -> list[Tensor]:
-        tensors = []
-        for name in names:
+    def _read(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Tensors by what they are called for; `names` has their names in the files."""
+        tensors = {}
+        for own, name in names.items():
             try:
                 with safe_open(self.files[name], framework="pt") as file:
-                    tensors.append(file.get_tensor(name))
+                    tensors[own] = file.get_tensor(name)
             except (SafetensorError, OSError) as error:
                 raise BadInput(f"{self.files[name]}: {name[:100]} can't be read ({error!s:.200})") from None
         return tensors
 
-    def _fill_(self, empty: nn.Module, state: dict[str, Tensor]) -> None:
-        load_weights(empty, state, where=self.weights)
-        empty.eval()
+    def _filled(self, kind: Callable[[DecoderArchitecture], M], state: dict[str, Tensor]) -> M:
+        with torch.device("meta"):
+            module = kind(self.arguments.decoder)
+        load_weights(module, state, where=self.weights)
+        return module.eval()
 
 
 def open_layers(directory: Path, kwargs: Mapping[str, Any]) -> DecoderLayers:

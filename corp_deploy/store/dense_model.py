@@ -44,14 +44,6 @@ from .weight_fit import fitted
 from .weights import KINDS, Weights, read_weights
 
 
-def _from_snapshot(
-    directory: Path, config: Mapping[str, Any], weights: Path | None
-) -> tuple[Architecture, Path | None]:
-    name, kwargs, preprocessing = model_of_snapshot(directory, config)
-    architecture = Architecture(name=name, kwargs=kwargs, preprocessing=preprocessing)
-    return architecture, weights or weights_of_snapshot(directory)
-
-
 def _resolved(architecture: Architecture, built: nn.Module) -> Architecture:
     """What builds the same model again without the tag or snapshot it came by, and under timm's later defaults."""
     spec = image_spec(built)
@@ -82,9 +74,7 @@ def with_weights(
     preprocessing: Preprocessing,
     source: Callable[[nn.Module], str],
 ) -> Checkpoint:
-    """The model just built with these weights, and where weights and preprocessing come from; `preprocessing` goes
-    before what `architecture` has of its own.
-    """
+    """The model just built with these weights; `preprocessing` goes before what `architecture` has of its own."""
     built, others = _of_other_classes(built, architecture, read)
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
     state, changed = fitted(built, read, architecture.kwargs)
@@ -113,12 +103,9 @@ def _from_transformers(directory: Path, kwargs: Mapping[str, Any], preprocessing
     kind = config_of_transformers(directory).get("model_type")
     if kind in hf_config.KINDS:
         return load_vision(directory, kwargs, preprocessing)
-    if kind in MODEL_TYPES:
+    if kind in (*MODEL_TYPES, *decoder_config.MODEL_TYPES):
         _refuse_beside(directory, preprocessing.settings)
-        return load_transformers(directory, kwargs)
-    if kind in decoder_config.MODEL_TYPES:
-        _refuse_beside(directory, preprocessing.settings)
-        return load_decoder(directory, kwargs)
+        return (load_transformers if kind in MODEL_TYPES else load_decoder)(directory, kwargs)
     if kind != "siglip2" and not hf_classes.looks_like_decoder(config_of_transformers(directory)):
         return load_class(directory, kwargs, preprocessing)
     naflex = "; its images are of any size (NaFlex): take a fixed resolution's" if kind == "siglip2" else ""
@@ -180,9 +167,7 @@ def _architecture_of_transformers(
 def without_weights(
     model: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, outputs: Outputs | None
 ) -> Checkpoint:
-    """A model by its library's name or its configuration, without memory: to be looked at. Raises BadInput as
-    `load_dense`.
-    """
+    """A model by name or configuration, without memory: to be looked at. Raises BadInput as `load_dense`."""
     if model.startswith(torchvision_models.PREFIX):
         architecture = torchvision_models.architecture_of(model, kwargs, preprocessing)
     elif model.startswith(PREFIX):
@@ -193,13 +178,12 @@ def without_weights(
         built = dense_from_architecture(architecture)
     if model.startswith((torchvision_models.PREFIX, PREFIX)):
         source = "torchvision's" if model.startswith(torchvision_models.PREFIX) else f"the files beside {CONFIG}"
-        return Checkpoint(
-            model=with_outputs(built, outputs), architecture=architecture, lineage={"source": {"preprocessing": source}}
-        )
-    timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
-    own = _resolved(architecture, built)
-    lineage = {"source": {"preprocessing": _preprocessing_source(None, built, preprocessing)}}
-    return Checkpoint(model=with_outputs(built, outputs), architecture=own, lineage=lineage)
+    else:
+        timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
+        architecture = _resolved(architecture, built)
+        source = _preprocessing_source(None, built, preprocessing)
+    lineage = {"source": {"preprocessing": source}}
+    return Checkpoint(model=with_outputs(built, outputs), architecture=architecture, lineage=lineage)
 
 
 def _loaded(
@@ -225,7 +209,9 @@ def _loaded(
                 directory, {"weights": weights, "model_kwargs": kwargs, "ema": ema, **preprocessing.settings}
             )
             return load_checkpoint(directory)
-        architecture, file = _from_snapshot(directory, config, weights)
+        name, own_kwargs, own = model_of_snapshot(directory, config)
+        architecture = Architecture(name=name, kwargs=own_kwargs, preprocessing=own)
+        file = weights or weights_of_snapshot(directory)
     requested = replace(architecture, kwargs={**architecture.kwargs, **kwargs})
     built = dense_from_architecture(requested)
     if file is None:

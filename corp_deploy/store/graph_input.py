@@ -32,9 +32,7 @@ class ExportForm:
 
 
 def graph_ports(checkpoint: Checkpoint, graph_input: GraphInput) -> tuple[Port, ...]:
-    """What the graph takes. Raises BadInput for uint8 of a model that takes no images, or is not known to normalise
-    them.
-    """
+    """What the graph takes. Raises BadInput for uint8 of a model that isn't known to normalise images."""
     spec = traced_model.input_spec(checkpoint.model)
     if graph_input == "float32":
         return spec.ports

@@ -94,10 +94,7 @@ class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any], Preprocessing]:
-    """timm's name, arguments that build this model without the snapshot, and its preprocessing.
-
-    Raises BadInput for a configuration of another library, naming it.
-    """
+    """timm's name, the arguments that build it, and its preprocessing. Raises BadInput for another library's."""
     path = directory / CONFIG
     _refuse_foreign(path, config)
     where, again = str(path), "take the snapshot again"

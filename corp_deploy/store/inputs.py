@@ -219,9 +219,7 @@ def merging_of_moments(lineage: Mapping[str, str]) -> Merging | None:
 
 
 def lineage_of_model(model: nn.Module, digest: str | None = None) -> dict[str, str]:
-    """What tells moments which model they are of: its weights, how images are prepared for it, which tokens merge;
-    `digest` is of the weights, where the model has none.
-    """
+    """What tells moments which model they are of; `digest` is of its weights, where the model has none."""
     lineage = {"model": digest or model_digest(model), "preprocessing": preprocessing_text(model)}
     return lineage | ({MERGING: text} if (text := merging_text(model)) else {})
 

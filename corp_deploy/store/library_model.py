@@ -50,10 +50,17 @@ def load_class(directory: Path, kwargs: Mapping[str, Any], preprocessing: Prepro
     """
     where, config = str(directory / CONFIG), config_of_transformers(directory)
     file = weights_of_transformers(directory)
-    arguments = {"config": config, **kwargs}
+    arguments: dict[str, Any] = {"config": config, **kwargs}
     hf_classes.arguments_of(arguments, where="--model-kwargs")
     if hf_classes.takes_text(config, where=where) and (directory / TOKENIZER).exists():
-        arguments["text"] = _tokenization(directory, config, arguments.pop("length", None), where)
+        limits = text_length(directory, hf_classes.most_tokens(config, where=where))
+        text = Tokenization(
+            length=arguments.pop("length", None) or limits.tokens,
+            pad_id=config.get("pad_token_id") or 0,
+            lower_case=limits.lower_case,
+            sha256=sha256_of_text(content_of_tokenizer(directory)),
+        )
+        arguments["text"] = asdict(text)
     resolved = hf_classes.architecture_of(arguments, preprocessing, where=where)
     without, state, unused = hf_classes.state_of(directory, resolved)
     architecture = hf_classes.architecture_of({**arguments, **without}, preprocessing, where=where)
@@ -65,17 +72,6 @@ def load_class(directory: Path, kwargs: Mapping[str, Any], preprocessing: Prepro
     notes += [f"{MODULES}: not used: the model gives what its class gives"] if (directory / MODULES).exists() else []
     source = {"weights": file.name, "notes": notes, "preprocessing": "what is given beside the directory"}
     return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=tuple(notes))
-
-
-def _tokenization(directory: Path, config: Mapping[str, Any], length: int | None, where: str) -> dict[str, Any]:
-    limits = text_length(directory, hf_classes.most_tokens(config, where=where))
-    text = Tokenization(
-        length=length or limits.tokens,
-        pad_id=config.get("pad_token_id") or 0,
-        lower_case=limits.lower_case,
-        sha256=sha256_of_text(content_of_tokenizer(directory)),
-    )
-    return asdict(text)
 
 
 MOST_BYTES = 1_000_000
@@ -124,6 +120,5 @@ def load_from_code(
         load_weights(model, read.state, where=weights)
         notes += read.notes
     source = {"code": code.file, "sha256": code.sha256, "notes": list(notes)}
-    if weights is not None:
-        source["weights"] = weights.name
+    source |= {} if weights is None else {"weights": weights.name}
     return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes)

@@ -4,7 +4,8 @@ versions; effort.json in a directory, X.effort.json beside a file X, what a step
 Never digested: the same step run again takes another time and makes the same bytes. Imports no torch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -77,10 +78,10 @@ def input_of_graphs(directory: Path) -> dict[str, Any]:
     return {"input": input_record | {"before": "preprocessing without mean and std"}}
 
 
-def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:
-    """Digest, size and making command of every file below the directory, aside from the manifest itself and what says
-    how long something took; how its dense model takes its images, what of that its graphs do, in one word by what the
-    reduced one was polished, if it was, which tokens it merges, and its outputs by name, if any.
+def write_manifest(directory: Path, made_by: Mapping[str, str], *, command: str) -> None:
+    """Write manifest.json: digest, size and making command of every file below the directory, aside from itself and
+    what says how long something took; how its dense model takes its images, what of that its graphs do, in one word by
+    what the reduced one was polished, if it was, which tokens it merges, and its outputs by name, if any.
 
     `made_by` maps relative names to commands; a file that no command is known for is listed with an empty one.
     """
@@ -90,7 +91,7 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
     named = {path.relative_to(directory).as_posix(): path for path in files}
     reduced = load_model_config(directory / "reduced")
     polish = reduced.lineage.get("polish")
-    return {
+    manifest = {
         "kind": MANIFEST_KIND,
         "version": 1,
         "command": command,
@@ -101,11 +102,7 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
         **input_of_graphs(directory),
         "files": {name: entry_of(path, made_by.get(name, "")) for name, path in named.items()},
     }
-
-
-def write_manifest(directory: Path, made_by: Mapping[str, str], *, command: str) -> None:
-    """Write manifest.json of the directory."""
-    write_json(directory / MANIFEST, manifest_of_directory(directory, made_by, command=command))
+    write_json(directory / MANIFEST, manifest)
 
 
 KIND: Final = "corp-deploy/effort"
@@ -176,37 +173,24 @@ def rows_of_efforts(efforts: Efforts) -> list[dict[str, Any]]:
     """A row a part, as a report takes them; what all steps read and wrote together is the last one. A step stands under
     its own name alone, unless several were about something.
     """
-    rows: list[dict[str, Any]] = []
-    counts = {step: sum(each == step for each, _ in efforts) for step in STEPS}
+    rows, of_files = list[dict[str, Any]](), list[Effort]()
+    counts = Counter(step for step, _ in efforts)
     for (step, about), record in efforts.items():
         of_what = f" {about}" if counts[step] > 1 or step in ("export", "build") else ""
-        rows += _unknown(step, of_what) if record is None else _rows(record, of_what)
-    records = [record for record in efforts.values() if record is not None]
-    return [*rows, *_files(records)]
-
-
-def _unknown(step: Step, of_what: str) -> Iterator[dict[str, Any]]:
-    for part in ("select", "recover") if step == "reduce" else (step,):
-        yield {"step": f"{part}{of_what}"}
-
-
-def _rows(record: EffortRecord, of_what: str) -> Iterator[dict[str, Any]]:
-    continued = ", continued" if record.resumed else ""
-    for part, effort in record.parts.items():
-        if part != FILES:
-            where = {"machine": record.machine, "gpu": record.gpu}
-            yield {"step": f"{part}{of_what}{continued}", **asdict(effort), **where}
-
-
-def _files(records: Iterable[EffortRecord]) -> Iterator[dict[str, Any]]:
-    """Seconds of all machines, as the steps' own."""
-    efforts = [record.parts[FILES] for record in records if FILES in record.parts]
-    if efforts:
-        peaks = [each.peak_bytes for each in efforts if each.peak_bytes is not None]
-        on_gpu = [each.device_peak_bytes for each in efforts if each.device_peak_bytes is not None]
-        yield {
-            "step": FILES,
-            "seconds": sum(each.seconds for each in efforts),
-            "peak_bytes": max(peaks, default=None),
-            "device_peak_bytes": max(on_gpu, default=None),
+        if record is None:
+            rows += ({"step": f"{part}{of_what}"} for part in (("select", "recover") if step == "reduce" else (step,)))
+            continue
+        name = f"{of_what}{', continued' if record.resumed else ''}"
+        for part, effort in record.parts.items():
+            if part == FILES:
+                of_files.append(effort)
+            else:
+                where = {"machine": record.machine, "gpu": record.gpu}
+                rows.append({"step": f"{part}{name}", **asdict(effort), **where})
+    if of_files:  # seconds of all machines, as the steps' own
+        peaks = {
+            key: max((peak for each in of_files if (peak := getattr(each, key)) is not None), default=None)
+            for key in ("peak_bytes", "device_peak_bytes")
         }
+        rows.append({"step": FILES, "seconds": sum(each.seconds for each in of_files), **peaks})
+    return rows

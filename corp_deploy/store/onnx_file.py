@@ -15,7 +15,7 @@ from corp_deploy.families.family import output_ports
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.families.widths import HeadGeometry
 from export.graph.fusion_breaks import NOTE, with_fusion_breaks
-from export.graph.ports import ports_of_graph
+from export.graph.ports import GraphPort, ports_of_graph
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
 from ground.files import replacing
@@ -127,11 +127,13 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         listed = ", ".join(f"{port.name}: {port.dtype} {list(port.shape)}" for port in inputs) or "none"
         raise BadInput(f"{path}: expected inputs with a batch in front, got {listed}; it is no model to be served")
     batches = [port.shape[0] for port in inputs if isinstance(port.shape[0], int)]
+    where = f"{path}: its metadata"
+    lineage = record_from_text(carried.get(f"{PREFIX}lineage", "{}"), dict[str, Any], where=where)
     return GraphFacts(
         precision=carried.get("export.precision") or onnx_precision(path),
         opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
         batch=min(batches, default=None),
-        inputs=tuple(Port(name=port.name, shape=_sizes(port.shape[1:]), dtype=port.dtype) for port in inputs),
+        inputs=tuple(map(_port, inputs)),
         macs=_integer(carried, "macs", path),
         parameters=_integer(carried, "parameters", path),
         rest=carried.get("export.rest"),
@@ -139,14 +141,13 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         weight_bits=7 if carried.get("export.weight_bits") == "7" else 8,
         fusion_breaks=tuple(carried.get(NOTE, "").split()),
         normalised=_where_normalised(carried),
-        fitted=_fitted(carried, path),
+        fitted=fitted_of_lineage(lineage, where=where),
     )
 
 
-def _fitted(carried: Mapping[str, str], path: Path) -> Fingerprints | None:
-    where = f"{path}: its metadata"
-    lineage = record_from_text(carried.get(f"{PREFIX}lineage", "{}"), dict[str, Any], where=where)
-    return fitted_of_lineage(lineage, where=where)
+def _port(port: GraphPort) -> Port:
+    sizes = tuple(size if isinstance(size, int) else -1 for size in port.shape[1:])
+    return Port(name=port.name, shape=sizes, dtype=port.dtype)
 
 
 def _where_normalised(carried: Mapping[str, str]) -> str | None:
@@ -155,10 +156,6 @@ def _where_normalised(carried: Mapping[str, str]) -> str | None:
     except BadInput:
         return None
     return str(note["in"]) if "in" in note else None
-
-
-def _sizes(shape: Sequence[int | str]) -> tuple[int, ...]:
-    return tuple(size if isinstance(size, int) else -1 for size in shape)
 
 
 def _integer(carried: Mapping[str, str], name: str, path: Path) -> int | None:

@@ -16,9 +16,7 @@ from .model_config import REMEDY
 
 
 def rows_of_weight(weight: Tensor) -> Tensor:
-    """The weights a row for each output, those that a group is taken of side by side: inputs of a linear layer, input
-    channels at each place of a kernel.
-    """
+    """A row for each output, of what groups are taken of: inputs, or input channels at each place of a kernel."""
     weight = weight.detach()
     return weight if weight.ndim == 2 else weight.flatten(2).transpose(1, 2)
 
@@ -30,9 +28,7 @@ def is_sparse(weight: Tensor, sparsity: Sparsity) -> bool:
 
 
 def require_sparse(model: nn.Module, patterns: Mapping[str, str], where: str) -> None:
-    """Raise BadInput for a layer that is not as sparse as it is recorded to be. A weight that is no module's own has
-    its whole name.
-    """
+    """Raise BadInput for a layer (or whole name of a weight that is no module's) not as sparse as recorded."""
     state = model.state_dict() if patterns else {}
     for name, text in patterns.items():
         weight, sparsity = state.get(f"{name}.weight", state.get(name)), sparsity_from_text(text)
@@ -49,18 +45,13 @@ PREFIX = "corp_deploy."
 SPARSITY = "sparsity"
 
 
-def _patterns(proto: ModelProto, path: Path) -> dict[str, str]:
-    """By layer, as the graph carries them."""
-    carried = {entry.key: entry.value for entry in proto.metadata_props}
-    return record_from_text(carried.get(f"{PREFIX}{SPARSITY}", "{}"), dict[str, str], where=f"{path}: its {SPARSITY}")
-
-
 def require_sparse_graph(proto: ModelProto, path: Path) -> None:
     """Raise BadInput for a graph whose matrices, as they are stored in whatever type, are not as sparse as the layers.
 
     Matrices are known by the layer that their node is of; where a graph has other names, as many must be sparse.
     """
-    patterns = _patterns(proto, path)
+    carried = {entry.key: entry.value for entry in proto.metadata_props}.get(f"{PREFIX}{SPARSITY}", "{}")
+    patterns = record_from_text(carried, dict[str, str], where=f"{path}: its {SPARSITY}")
     for text in dict.fromkeys(patterns.values()):
         sparsity, layers = sparsity_from_text(text), [name for name, each in patterns.items() if each == text]
         holds_by_node = sparse_matrices(proto, sparsity.kept, sparsity.of)

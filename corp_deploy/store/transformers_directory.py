@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec.structs import replace
+from torch import nn
 
 from corp_deploy.families import bert, decoder, decoder_config
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.bert import EncoderArguments
 from corp_deploy.families.decoder import DecoderArguments
 from corp_deploy.families.sentence_files import (
@@ -20,14 +22,14 @@ from corp_deploy.families.sentence_files import (
     sentence_files,
     text_length,
 )
-from corp_deploy.families.text_encoder import EncoderArchitecture, Pooling
+from corp_deploy.families.text_encoder import Pooling
 from corp_deploy.families.text_names import prefix_in, state_from_transformers
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG, ORIGIN, changes_of, config_of_transformers, weights_of_transformers
-from .weights import first_names, read_weights, state_as_named
+from .weights import State, first_names, read_weights, state_as_named
 
 TAKES = "a text encoder takes pooling (mean, first), normalize and length"
 
@@ -40,25 +42,16 @@ class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     length: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
-def _encoder(directory: Path, config: Mapping[str, Any], changes: _Changes) -> EncoderArchitecture:
-    encoder = bert.architecture_from_transformers(config, where=str(directory / CONFIG))
-    by = pooled_by(directory) or PooledBy(pooling=encoder.pooling, normalize=encoder.normalize)
-    return replace(
-        encoder,
-        pooling=changes.pooling or by.pooling,
-        normalize=by.normalize if changes.normalize is None else changes.normalize,
-    )
-
-
 def encoder_arguments(
     directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
 ) -> tuple[str, EncoderArguments]:
-    """The kind of encoder, what builds it, and what it makes of texts, whose tokenizer one that is `looked_at` alone
-    may be without. Raises BadInput as `load_transformers`.
-    """
+    """The kind of encoder and what builds it; one `looked_at` may lack its tokenizer. Raises as `load_transformers`."""
     changes = changes_of(kwargs, _Changes, TAKES)
     config = config_of_transformers(directory)
-    encoder = _encoder(directory, config, changes)
+    encoder = bert.architecture_from_transformers(config, where=str(directory / CONFIG))
+    by = pooled_by(directory) or PooledBy(pooling=encoder.pooling, normalize=encoder.normalize)
+    normalize = by.normalize if changes.normalize is None else changes.normalize
+    encoder = replace(encoder, pooling=changes.pooling or by.pooling, normalize=normalize)
     length = text_length(directory, encoder.longest)
     tokenization = Tokenization(
         length=changes.length or length.tokens,
@@ -83,9 +76,7 @@ def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyT
     read = read_weights(file)
     state, beside = state_from_transformers(read.state, kind, where=str(file))
     architecture = bert.architecture_of(kind, arguments)
-    model = dense_from_architecture(architecture)
-    load_weights(model, state, where=file)
-    load_extra_files_(model, directory)
+    model = _model(architecture, state, file)
     unused = [f"{file.name}: not used, no part of the encoder: {first_names(list(beside))}"] if beside else []
     notes = (*read.notes, *unused)
     source = {
@@ -103,12 +94,18 @@ def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyT
     return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes, unread=unread)
 
 
+def _model(architecture: Architecture, state: State, file: Path) -> nn.Module:
+    """With these weights of the file and the tokenizer beside it."""
+    model = dense_from_architecture(architecture)
+    load_weights(model, state, where=file)
+    load_extra_files_(model, file.parent)
+    return model
+
+
 def decoder_arguments(
     directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
 ) -> tuple[str, DecoderArguments]:
-    """The kind of decoder, what builds it, and what it makes of texts, whose tokenizer one that is `looked_at` alone
-    may be without. Raises BadInput as `load_decoder`.
-    """
+    """The kind of decoder and what builds it; one `looked_at` may lack its tokenizer. Raises as `load_decoder`."""
     config = config_of_transformers(directory)
     architecture = decoder_config.architecture_from_transformers(config, where=str(directory / CONFIG))
     changes = changes_of(kwargs, Changes, "a decoder takes length, the tokens of a sequence")
@@ -140,7 +137,5 @@ def load_decoder(directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({
     architecture = decoder.architecture_of(kind, arguments)
     file = weights_of_transformers(directory)
     state, _ = state_from_transformers(state_as_named(file), kind, where=str(file), decoder=arguments.decoder)
-    model = dense_from_architecture(architecture)
-    load_weights(model, state, where=file)
-    load_extra_files_(model, directory)
-    return Checkpoint(model=model, architecture=architecture, lineage=lineage_of_decoder(directory, arguments, file))
+    lineage = lineage_of_decoder(directory, arguments, file)
+    return Checkpoint(model=_model(architecture, state, file), architecture=architecture, lineage=lineage)

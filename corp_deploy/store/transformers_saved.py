@@ -111,9 +111,7 @@ def _encoder(origin: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> E
 
 
 def origin_of(checkpoint: Checkpoint) -> Origin:
-    """Raises BadInput for a model that was read from anything else than a directory of transformers, and for one whose
-    class has tensors that are not at hand.
-    """
+    """Raises BadInput for a model of no directory of transformers, or whose class has tensors that aren't at hand."""
     origin = dict(checkpoint.lineage.get("source", {})).get(ORIGIN)
     if not isinstance(origin, Mapping) or not isinstance(origin.get("config"), Mapping):
         raise BadInput(

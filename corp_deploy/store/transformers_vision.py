@@ -37,42 +37,35 @@ class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return None if self.img_size is None else both(self.img_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Preparation:
+def _preparation(directory: Path, model: VisionModel) -> tuple[Prepared, str, Mapping[str, Any]]:
     """The preparation with the file that says it, and that file's content."""
-
-    prepared: Prepared
-    source: str
-    content: Mapping[str, Any]
-
-
-def _preparation(directory: Path, model: VisionModel) -> _Preparation:
     for name in (PREPROCESSOR, PROCESSOR):
         if not (directory / name).is_file():
             continue
         content = record_from_file(directory / name, dict[str, Any])
         content = content.get("image_processor", {}) if name == PROCESSOR else content
         if isinstance(content, Mapping) and content:
-            where = str(directory / name)
-            return _Preparation(prepared=prepared(content, model, where=where), source=name, content=content)
-    where = f"{directory}: no {PREPROCESSOR}"
+            return prepared(content, model, where=str(directory / name)), name, content
     source = f"transformers' default of {model.architecture}, as there is no {PREPROCESSOR}"
-    return _Preparation(prepared=prepared({}, model, where=where), source=source, content={})
+    return prepared({}, model, where=f"{directory}: no {PREPROCESSOR}"), source, {}
 
 
-def _sides(model: VisionModel, changes: _Changes, preparation: _Preparation) -> tuple[int, int]:
-    """Of the images: as asked for; as they are prepared where the model's class takes any size, as DINOv2's do; else
-    those of its positions.
-    """
-    takes_any = model.config.model_type.startswith(("dinov2", "dinov3")) and bool(preparation.content)
-    return changes.sides or (preparation.prepared.sides if takes_any else model.config.sides)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """What a directory's configuration says; `source`: the file that says how images are prepared, in its `content`."""
+
+    config: Mapping[str, Any]
+    model: VisionModel
+    prepared: Prepared
+    source: str
+    content: Mapping[str, Any]
+    sides: tuple[int, int]
+    architecture: Architecture
 
 
-def _notes(
-    model: VisionModel, sides: tuple[int, int], preparation: _Preparation, beside: State, file: Path
-) -> tuple[str, ...]:
+def _notes(read: _Read, beside: State, file: Path) -> tuple[str, ...]:
     """What whoever loads the model should hear."""
-    own, resized = model.config.sides, preparation.prepared.sides
+    model, sides, own, resized = read.model, read.sides, read.model.config.sides, read.prepared.sides
     timms = "Eva" if model.config.has_rope else "VisionTransformer"
     notes = [f"{CONFIG}: read as timm's {timms}; its output is {model.output_name} of {model.architecture}"]
     if sides != own and not model.config.has_rope:
@@ -80,38 +73,37 @@ def _notes(
             f"{file.name}: positions resampled from images of {own[0]}x{own[1]} to {sides[0]}x{sides[1]}, as "
             "transformers does"
         )
-    if preparation.content and sides != resized:
+    if read.content and sides != resized:
         notes.append(
-            f"{preparation.source}: makes images of {resized[0]}x{resized[1]}; they are made {sides[0]}x{sides[1]} here"
+            f"{read.source}: makes images of {resized[0]}x{resized[1]}; they are made {sides[0]}x{sides[1]} here"
         )
     if beside:
         notes.append(f"{file.name}: not used: {first_names(sorted(beside))}")
     return tuple(notes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    """What a directory's configuration says."""
-
-    config: Mapping[str, Any]
-    model: VisionModel
-    preparation: _Preparation
-    sides: tuple[int, int]
-    architecture: Architecture
-
-
 def _read(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing | None) -> _Read:
     changes, config = changes_of(kwargs, _Changes, TAKES), config_of_transformers(directory)
     model = vision_model(config, where=str(directory / CONFIG), without_head=changes.num_classes == 0)
-    preparation = _preparation(directory, model)
-    sides = _sides(model, changes, preparation)
-    settings = (preprocessing or Preprocessing()).for_channels(model.config.num_channels)
+    preparation, source, content = _preparation(directory, model)
+    # As asked for; as they are prepared where the model's class takes any size; else those of its positions.
+    takes_any = model.config.model_type.startswith(("dinov2", "dinov3")) and bool(content)
+    sides = changes.sides or (preparation.sides if takes_any else model.config.sides)
+    settings = (preprocessing or Preprocessing()).for_channels(model.config.num_channels).settings
     architecture = Architecture(
         name=timm_name(model),
         kwargs=timm_arguments(model, sides),
-        preprocessing=Preprocessing(**{**preparation.prepared.preprocessing.settings, **settings.settings}),
+        preprocessing=Preprocessing(**{**preparation.preprocessing.settings, **settings}),
     )
-    return _Read(config=config, model=model, preparation=preparation, sides=sides, architecture=architecture)
+    return _Read(
+        config=config,
+        model=model,
+        prepared=preparation,
+        source=source,
+        content=content,
+        sides=sides,
+        architecture=architecture,
+    )
 
 
 def vision_architecture(
@@ -132,23 +124,22 @@ def load_vision(
     another model's.
     """
     own = _read(directory, kwargs, preprocessing)
-    model, preparation, sides = own.model, own.preparation, own.sides
-    file = weights_of_transformers(directory)
+    model, file = own.model, weights_of_transformers(directory)
     read = read_weights(file)
     mapped = state_from_transformers(read.state, model, where=str(file))
-    state = with_positions_of(mapped.state, model, sides)
+    state = with_positions_of(mapped.state, model, own.sides)
     built = dense_from_architecture(own.architecture)
     load_weights(built, state, where=file)
-    notes = (*read.notes, *_notes(model, sides, preparation, mapped.beside, file))
+    notes = (*read.notes, *_notes(own, mapped.beside, file))
     source = {
         "weights": file.name,
         "notes": list(notes),
-        "preprocessing": preparation.source,
+        "preprocessing": own.source,
         "class": model.architecture,
         "output": model.output_name,
         ORIGIN: {
             "config": own_config(own.config, model),
-            "preprocessor": dict(preparation.content) if sides == preparation.prepared.sides else {},
+            "preprocessor": dict(own.content) if own.sides == own.prepared.sides else {},
         },
     }
     lineage = {"source": source}

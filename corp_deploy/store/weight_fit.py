@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,54 +42,17 @@ _FOREIGN = (
 )
 
 
-def foreign_format(names: Mapping[str, Any]) -> str:
-    """Which other library these names are of and what to do about it, or nothing."""
-    for pattern, library, advice in _FOREIGN:
-        match = next((name for name in names if re.search(pattern, name)), None)
-        if match is not None:
-            return f"these are the names of {library} ({match}): {advice}"
-    return ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Misfit:
-    """How a state dict and a model differ."""
+    """How a state dict and a model differ, in words where they do."""
 
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    misshapen: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.misshapen)
-
-    def describe(self, state: State, expected: State) -> str:
+    def __init__(self, state: State, expected: State) -> None:
+        self.missing = sorted(expected.keys() - state.keys())
+        common = sorted(expected.keys() & state.keys())
+        self.misshapen = [name for name in common if state[name].shape != expected[name].shape]
         shapes = [f"{n} {tuple(state[n].shape)} instead of {tuple(expected[n].shape)}" for n in self.misshapen]
-        kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("wrong shape", shapes))
-        return "; ".join(f"{kind}: {first_names(list(names))}" for kind, names in kinds if names)
-
-
-def _misfit(state: State, expected: State) -> _Misfit:
-    common = sorted(expected.keys() & state.keys())
-    return _Misfit(
-        missing=tuple(sorted(expected.keys() - state.keys())),
-        unexpected=tuple(sorted(state.keys() - expected.keys())),
-        misshapen=tuple(name for name in common if state[name].shape != expected[name].shape),
-    )
-
-
-def _adapted(model: nn.Module, weights: Weights, misfit: str) -> dict[str, torch.Tensor]:
-    try:
-        return adapted_state(model, weights.state)
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
-        reason = str(error).partition("\n")[0][:150] or type(error).__name__
-        raise BadInput(
-            f"{weights.path}: these weights don't fit the model; {misfit}; nor can timm resample them ({reason}); "
-            "check --model and --model-kwargs"
-        ) from None
-
-
-def _grid(tensor: torch.Tensor) -> str:
-    return "x".join(map(str, tensor.shape))
+        unexpected = sorted(state.keys() - expected.keys())
+        kinds = {"missing": self.missing, "unexpected": unexpected, "wrong shape": shapes}
+        self.words = "; ".join(f"{kind}: {first_names(names)}" for kind, names in kinds.items() if names)
 
 
 def _sides(tensor: torch.Tensor) -> list[int]:
@@ -104,7 +66,8 @@ def _notes(before: State, after: State) -> list[str]:
     renamed = sorted(after.keys() - before.keys())
     dropped = sorted(n for n in before.keys() - after.keys() if before[n].untyped_storage().data_ptr() not in kept)
     resized = [n for n in sorted(before.keys() & after.keys()) if _sides(before[n]) != _sides(after[n])]
-    notes = [f"{name} resampled by timm from {_grid(before[name])} to {_grid(after[name])}" for name in resized]
+    grids = [["x".join(map(str, state[name].shape)) for state in (before, after)] for name in resized]
+    notes = [f"{name} resampled by timm from {own} to {new}" for name, (own, new) in zip(resized, grids, strict=True)]
     if renamed:
         notes.append(f"names mapped by timm to {first_names(renamed)}")
     if dropped:
@@ -130,9 +93,7 @@ def _advice(misfit: _Misfit, state: State, kwargs: Mapping[str, Any]) -> str:
 
 def require_fit(model: nn.Module, state: State, where: Path) -> None:
     """Raise BadInput unless names and shapes are exactly the model's."""
-    expected = model.state_dict()
-    if misfit := _misfit(state, expected):
-        words = misfit.describe(state, expected)
+    if words := _Misfit(state, model.state_dict()).words:
         raise BadInput(f"{where}: these weights don't fit the model beside them; {words}; write them again")
 
 
@@ -143,21 +104,28 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
     """
     expected, counts = model.state_dict(), counts_of_batches(model)
     with_counts = {**counts, **weights.state}
-    before = _misfit(with_counts, expected)
+    before = _Misfit(with_counts, expected).words
     if not before:
         return with_counts, ()
-    if foreign := foreign_format(weights.state):
-        raise BadInput(f"{weights.path}: {foreign}")
-    state = _adapted(model, weights, before.describe(with_counts, expected))
+    for pattern, library, advice in _FOREIGN:
+        if match := next((name for name in weights.state if re.search(pattern, name)), None):
+            raise BadInput(f"{weights.path}: these are the names of {library} ({match}): {advice}")
+    try:
+        state = adapted_state(model, weights.state)
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+        reason = str(error).partition("\n")[0][:150] or type(error).__name__
+        raise BadInput(
+            f"{weights.path}: these weights don't fit the model; {before}; nor can timm resample them ({reason}); "
+            "check --model and --model-kwargs"
+        ) from None
     notes = _notes(weights.state, state)
     state = {**counts, **state}
     without = [name for name in state if name not in expected and name.startswith(unused(model))]
     if without:
         state = {name: tensor for name, tensor in state.items() if name not in without}
         notes.append(f"not used, as the model was built without: {first_names(without)}")
-    if misfit := _misfit(state, expected):
-        raise BadInput(
-            f"{weights.path}: these weights don't fit the model; {misfit.describe(state, expected)}; "
-            f"{_advice(misfit, state, kwargs)}"
-        )
+    misfit = _Misfit(state, expected)
+    if misfit.words:
+        advice = _advice(misfit, state, kwargs)
+        raise BadInput(f"{weights.path}: these weights don't fit the model; {misfit.words}; {advice}")
     return state, tuple(f"{weights.path.name}: {note}" for note in notes)

@@ -7,7 +7,8 @@ What is read here is names and tensors; whether they fit a model is asked in wei
 import argparse
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -102,10 +103,14 @@ class Weights:
     notes: tuple[str, ...] = ()
 
 
-def _from_safetensors(path: Path) -> State:
+@contextmanager
+def _as_safetensors(path: Path) -> Iterator[None]:
+    """Raises BadInput for a file that is none."""
     try:
-        return load_file(path)
+        yield
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, BadInput):
+            raise
         raise BadInput(
             f"{path}: can't be read as safetensors ({error!s:.300}); the file is truncated or of another kind"
         ) from None
@@ -143,7 +148,8 @@ def _content(path: Path) -> Any:
     if path.name.endswith(_INDEX):
         return _from_index(path)
     if path.suffix == ".safetensors":
-        return _from_safetensors(path)
+        with _as_safetensors(path):
+            return load_file(path)
     if path.suffix in _PICKLES:
         return content_of_torch_file(path)
     raise BadInput(f"{path}: weights of kind {path.suffix!r}, expected {KINDS}")
@@ -153,25 +159,18 @@ def _entries(content: Any, keys: tuple[str, ...]) -> list[str]:
     return [key for key in keys if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)]
 
 
-def _entry(content: Any, ema: bool | None, path: Path) -> str:
-    """The entry to take: the moving average where there is one, as timm does, unless `ema` says otherwise."""
+def _entry(content: Any, ema: bool | None, path: Path) -> tuple[str, tuple[str, ...]]:
+    """The entry to take, the moving average first as timm does unless `ema` says otherwise; a note on the choice."""
     averages, raw = _entries(content, _AVERAGES), _entries(content, _RAW)
     if ema is True and not averages:
         raise BadInput(f"{path}: --ema, but there is no {' or '.join(_AVERAGES)} in it; leave --ema out")
     if ema is False and averages and not raw:
         raise BadInput(f"{path}: --no-ema, but it holds {averages[0]} alone; leave --no-ema out")
-    chosen = raw if ema is False else [*averages, *raw]
-    return chosen[0] if chosen else ""
-
-
-def _note_on_entry(entry: str, content: Any, path: Path) -> tuple[str, ...]:
-    averages, raw = _entries(content, _AVERAGES), _entries(content, _RAW)
+    entry = next(iter(raw if ema is False else [*averages, *raw]), "")
     if entry in averages:
         other = f"; --no-ema takes {raw[0]}" if raw else ""
-        return (f"{path.name}: took {entry}, the moving average of the weights, as timm does{other}",)
-    if averages:
-        return (f"{path.name}: took {entry}, not the moving average {averages[0]}",)
-    return ()
+        return entry, (f"{path.name}: took {entry}, the moving average of the weights, as timm does{other}",)
+    return entry, (f"{path.name}: took {entry}, not the moving average {averages[0]}",) if averages else ()
 
 
 def _refuse_clash(path: Path, names: list[str]) -> None:
@@ -235,8 +234,7 @@ def read_weights(path: Path, *, ema: bool | None = None) -> Weights:
     Raises BadInput for a missing or damaged file, for pickled code, and for an `ema` that the file can't follow.
     """
     content = _content(path)
-    entry = _entry(content, ema, path)
-    notes = _note_on_entry(entry, content, path)
+    entry, notes = _entry(content, ema, path)
     inner = content[entry] if entry else content
     while nested := _entries(inner, _RAW):
         inner = inner[nested[0]]
@@ -252,9 +250,7 @@ def state_as_named(path: Path) -> State:
 
 
 def files_of_tensors(path: Path) -> dict[str, Path]:
-    """In which safetensors file each tensor lies, by name: the file itself, or the shards of an index. Raises BadInput
-    for a file that is missing, damaged or of another kind.
-    """
+    """The safetensors file of each tensor by name. Raises BadInput for a missing, damaged or other file."""
     if path.name.endswith(_INDEX):
         files = {name: path.parent / file for file, names in _shards(path).items() for name in names}
     else:
@@ -267,10 +263,5 @@ def files_of_tensors(path: Path) -> dict[str, Path]:
 
 
 def _names_in(path: Path) -> list[str]:
-    try:
-        with safe_open(regular_file(path), framework="pt") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise BadInput(
-            f"{path}: can't be read as safetensors ({error!s:.300}); the file is truncated or of another kind"
-        ) from None
+    with _as_safetensors(path), safe_open(regular_file(path), framework="pt") as file:
+        return list(file.keys())

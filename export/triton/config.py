@@ -89,18 +89,18 @@ def config_text(variant: Variant, serving: Serving, version: int, *, labelled: b
     fields["max_batch_size"] = variant.max_batch
     fields["input"] = [_tensor(tensor, batched) for tensor in variant.signature.inputs]
     label_file: dict[str, Plain] = {"label_filename": f"{version}/{LABELS_NAME}"} if labelled else {}
-    outputs: list[Plain] = [
+    # The server loads no plan of which an output is not described; nobody asks for these, so none is sent.
+    breaks = variant.signature.fusion_breaks if variant.backend == "tensorrt" else ()
+    fields["output"] = [
         _tensor(tensor, batched) | (label_file if tensor.role == "logits" else {})
-        for tensor in variant.signature.outputs
+        for tensor in (*variant.signature.outputs, *breaks)
     ]
-    if variant.backend == "tensorrt":
-        # The server loads no plan of which an output is not described; nobody asks for these, so none is sent.
-        outputs += [_tensor(tensor, batched) for tensor in variant.signature.fusion_breaks]
-    fields["output"] = outputs
     fields["instance_group"] = {"kind": Name(variant.kind), "count": serving.instances}
-    fields["version_policy"] = policy_fields(serving.policy, version)
+    of_policy: dict[str, Plain] = {"latest": {"num_versions": 1}, "all": {}, "specific": {"versions": [version]}}
+    fields["version_policy"] = {serving.policy: of_policy[serving.policy]}
     if batched:
-        fields["dynamic_batching"] = _batching(serving)
+        preferred = {"preferred_batch_size": sorted(serving.preferred_batches)} if serving.preferred_batches else {}
+        fields["dynamic_batching"] = {**preferred, "max_queue_delay_microseconds": serving.queue_delay_us}
     if variant.graph_batches:
         specs = [{"batch_size": size} for size in variant.graph_batches]
         fields["optimization"] = {"cuda": {"graphs": True, "graph_spec": specs}}
@@ -108,7 +108,7 @@ def config_text(variant: Variant, serving: Serving, version: int, *, labelled: b
         fields["cc_model_filenames"] = [{"key": key, "value": name} for key, name in variant.cc_filenames.items()]
     if parameters := _parameters(variant, serving):
         fields["parameters"] = [{"key": key, "value": {"string_value": text}} for key, text in parameters.items()]
-    fields["model_warmup"] = [_warmup(variant, size) for size in warmup_batches(variant, serving)]
+    fields["model_warmup"] = [_warmup(variant, size) for size in _warmup_batches(variant, serving)]
     return pbtxt_from(fields)
 
 
@@ -124,48 +124,21 @@ def _parameters(variant: Variant, serving: Serving) -> dict[str, str]:
     return parameters
 
 
-def policy_fields(policy: str, version: int) -> dict[str, Plain]:
-    """The version_policy message."""
-    policies: dict[str, dict[str, Plain]] = {
-        "latest": {"latest": {"num_versions": 1}},
-        "all": {"all": {}},
-        "specific": {"specific": {"versions": [version]}},
-    }
-    return policies[policy]
-
-
-def warmup_batches(variant: Variant, serving: Serving) -> tuple[int, ...]:
-    """1, what the profiles name and what the batcher prefers, within the limits; (1,) without batching."""
-    if variant.max_batch == 0:
-        return (1,)
+def _warmup_batches(variant: Variant, serving: Serving) -> list[int]:
+    """1, what the profiles name and what the batcher prefers, within the limits; [1] without batching."""
     signature = variant.signature
     sizes = {signature.smallest_batch, *signature.profile_batches, *serving.preferred_batches, variant.max_batch}
-    return tuple(sorted(size for size in sizes if size <= variant.max_batch))
-
-
-def _batching(serving: Serving) -> dict[str, Plain]:
-    preferred: dict[str, Plain] = {}
-    if serving.preferred_batches:
-        preferred["preferred_batch_size"] = sorted(serving.preferred_batches)
-    return {**preferred, "max_queue_delay_microseconds": serving.queue_delay_us}
+    return sorted(size for size in sizes if size <= variant.max_batch) if variant.max_batch > 0 else [1]
 
 
 def _tensor(tensor: Tensor, batched: bool) -> dict[str, Plain]:
-    dims = list(tensor.dims(batched=batched))
-    return {"name": tensor.name, "data_type": Name(tensor.data_type), "dims": dims}
+    return {"name": tensor.name, "data_type": Name(tensor.data_type), "dims": list(tensor.dims(batched=batched))}
 
 
 def _warmup(variant: Variant, size: int) -> Plain:
-    batched = variant.max_batch > 0
-    inputs: list[Plain] = [
-        {
-            "key": tensor.name,
-            "value": {
-                "data_type": Name(tensor.data_type),
-                "dims": [max(size, 1) for size in tensor.dims(batched=batched)],
-                "zero_data": True,
-            },
-        }
-        for tensor in variant.signature.inputs
-    ]
+    inputs: list[Plain] = []
+    for tensor in variant.signature.inputs:
+        dims = [max(each, 1) for each in tensor.dims(batched=variant.max_batch > 0)]
+        value: dict[str, Plain] = {"data_type": Name(tensor.data_type), "dims": dims, "zero_data": True}
+        inputs.append({"key": tensor.name, "value": value})
     return {"name": f"batch_{size}", "batch_size": size, "inputs": inputs}

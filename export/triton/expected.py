@@ -35,6 +35,10 @@ class Latency:
         if not 0.0 <= self.low_ms <= self.p50_ms <= self.high_ms:
             raise BadInput(f"expected latency: 0 <= low <= p50 <= high does not hold in {self}")
 
+    def as_json(self) -> dict[str, Any]:
+        interval = [self.low_ms, self.high_ms]
+        return {"batch": self.batch, "measure": self.measure, "p50_ms": self.p50_ms, "interval_ms": interval}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
@@ -48,6 +52,10 @@ class Agreement:
     def __post_init__(self) -> None:
         if not 0.0 <= self.share <= 1.0 or self.images < 1:
             raise BadInput(f"expected agreement: a share in [0, 1] over at least one image, got {self}")
+
+    def as_json(self) -> dict[str, Any]:
+        interval = None if self.low is None or self.high is None else [self.low, self.high]
+        return {"share": self.share, "interval": interval, "images": self.images}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,58 +86,30 @@ def expected_text(models: Mapping[str, Any]) -> str:
 
 def expected_entry(variant: Variant, version: int, expected: Expected | None) -> dict[str, Any]:
     """One model's entry: figures (none were given: null), what its outputs are for, how to start and to measure it."""
-    batches = tuple(row.batch for row in expected.latencies) if expected else ()
+    latencies = None if expected is None else [each.as_json() for each in expected.latencies]
+    agreement = None if expected is None else expected.top1_agreement
+    batches = [each.batch for each in expected.latencies] if expected else []
+    # Outputs that no client asks for; a request has to name the others, or it is sent these too.
+    breaks = [tensor.name for tensor in variant.signature.fusion_breaks if variant.backend == "tensorrt"]
     return {
         "measured_on": expected.measured_on if expected else None,
-        "latencies": [_latency(row) for row in expected.latencies] if expected else None,
-        "top1_agreement": _agreement(expected.top1_agreement) if expected else None,
+        "latencies": latencies,
+        "top1_agreement": None if agreement is None else agreement.as_json(),
         "outputs": {tensor.name: tensor.role for tensor in variant.signature.outputs},
-        **_breaks(variant),
+        **({"fusion_breaks": breaks} if breaks else {}),
         "serve": f"tritonserver --model-repository=. --model-control-mode=explicit --load-model={variant.name}",
-        "client": client_commands(variant, version, batches or (max(1, variant.max_batch),)),
+        "client": _client_commands(variant, version, batches or [max(1, variant.max_batch)]),
     }
 
 
-def _breaks(variant: Variant) -> dict[str, Any]:
-    """Outputs of a plan that no client asks for; a request has to name the others, or it is sent these too."""
-    breaks = [tensor.name for tensor in variant.signature.fusion_breaks if variant.backend == "tensorrt"]
-    return {"fusion_breaks": breaks} if breaks else {}
-
-
-def client_commands(variant: Variant, version: int, batches: tuple[int, ...]) -> list[str]:
+def _client_commands(variant: Variant, version: int, batches: list[int]) -> list[str]:
     """perf_analyzer over gRPC, one request at a time, so that its p50 stands beside the measured end to end time."""
     batched = variant.max_batch > 0
-    shapes = [f"--shape {tensor.name}:{_comma(tensor.dims(batched=batched))}" for tensor in variant.signature.inputs]
-    sizes = [f"-b {size}" for size in batches if size <= variant.max_batch] if batched else [""]
+    sizes = [[f"-b {size}"] for size in batches if size <= variant.max_batch] if batched else [[]]
+    inputs = variant.signature.inputs
+    shapes = [f"--shape {each.name}:{','.join(map(str, each.dims(batched=batched)))}" for each in inputs]
     # Random whole numbers would lie far outside an embedding's rows; of pixels any will do.
-    floating = all(tensor.data_type in (*FLOATING, "TYPE_UINT8") for tensor in variant.signature.inputs)
-    return [
-        " ".join(
-            part
-            for part in (
-                f"perf_analyzer -m {variant.name} -x {version} -i grpc -u localhost:8001",
-                size,
-                *shapes,
-                "" if floating else "--input-data zero",
-                "--concurrency-range 1 --percentile=50 --measurement-mode count_windows",
-                "--measurement-request-count 662",
-            )
-            if part
-        )
-        for size in sizes
-    ]
-
-
-def _latency(row: Latency) -> dict[str, Any]:
-    return {"batch": row.batch, "measure": row.measure, "p50_ms": row.p50_ms, "interval_ms": [row.low_ms, row.high_ms]}
-
-
-def _agreement(top1: Agreement | None) -> dict[str, Any] | None:
-    if top1 is None:
-        return None
-    interval = None if top1.low is None or top1.high is None else [top1.low, top1.high]
-    return {"share": top1.share, "interval": interval, "images": top1.images}
-
-
-def _comma(dims: tuple[int, ...]) -> str:
-    return ",".join(map(str, dims))
+    floating = all(tensor.data_type in (*FLOATING, "TYPE_UINT8") for tensor in inputs)
+    head = f"perf_analyzer -m {variant.name} -x {version} -i grpc -u localhost:8001"
+    tail = "--concurrency-range 1 --percentile=50 --measurement-mode count_windows --measurement-request-count 662"
+    return [" ".join((head, *size, *shapes, *([] if floating else ["--input-data zero"]), tail)) for size in sizes]

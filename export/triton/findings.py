@@ -1,6 +1,7 @@
 """Faults of a model repository: where, how bad, what to do."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ERROR = "error"
@@ -8,21 +9,11 @@ WARNING = "warning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Complaint:
-    """One thing wrong in one file; the line is 0 where the file as a whole is meant."""
-
-    severity: str
-    line: int
-    what: str
-    remedy: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LintFinding:
     """One fault: where it lies, how bad it is (error: it will not load or serve), and what to do."""
 
     severity: str
-    path: Path
+    path: Path = Path("config.pbtxt")
     line: int | None
     what: str
     remedy: str
@@ -32,11 +23,21 @@ class LintFinding:
         return f"{where}: {self.severity}: {self.what}; {self.remedy}"
 
 
-def from_complaint(path: Path, complaint: Complaint) -> LintFinding:
-    """The complaint about this file."""
-    return finding(path, complaint.severity, complaint.what, complaint.remedy, complaint.line)
-
-
 def finding(path: Path, severity: str, what: str, remedy: str, line: int | None = None) -> LintFinding:
     """A Finding, by position."""
     return LintFinding(severity=severity, path=path, line=line, what=what, remedy=remedy)
+
+
+def error(line: int, what: str, remedy: str) -> LintFinding:
+    """Of a config, wherever that lies."""
+    return LintFinding(severity=ERROR, line=line, what=what, remedy=remedy)
+
+
+def warning(line: int, what: str, remedy: str) -> LintFinding:
+    """As `error`, of what loads and serves."""
+    return LintFinding(severity=WARNING, line=line, what=what, remedy=remedy)
+
+
+def in_config(path: Path, faults: Iterable[LintFinding]) -> Iterator[LintFinding]:
+    """Those of the config that lies there."""
+    return (replace(each, path=path) for each in faults)

@@ -4,106 +4,80 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ground.errors import BadInput
 from ground.transaction import FORMER
 
-from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
+from .findings import ERROR, WARNING, LintFinding, error, finding, in_config
 from .lint_artifact import openvino_limits, own_limits
 from .lint_files import DEFAULT_FILES, foreign_config, foreign_files, lint_version
 from .pbtxt import Field, Message, Name, ParseError, parse
 from .server_releases import ServerRelease, server_release, vulnerability_warnings
 from .versions import versions_of
 
-_TENSOR = {"data_type": "name", "dims": "int", "zero_data": "bool", "random_data": "bool", "input_data_file": "text"}
-_SHAPES = {"key": "text", "value": {"dim": "int"}}
-_RESHAPE = {"shape": "int"}
-_BUFFER = {"enable": "bool"}
-_ACCELERATOR = {"name": "text", "parameters": {"key": "text", "value": "text"}}
-_QUEUE_POLICY = {
-    "timeout_action": "name",
-    "default_timeout_microseconds": "int",
-    "allow_timeout_override": "bool",
-    "max_queue_size": "int",
-}
-_BORDER = {
-    "name": "text",
-    "data_type": "name",
-    "dims": "int",
-    "reshape": _RESHAPE,
-    "is_shape_tensor": "bool",
-    "is_non_linear_format_io": "bool",
-}
-FIELDS: dict[str, object] = {
-    "name": "text",
-    "platform": "text",
-    "backend": "text",
-    "runtime": "text",
-    "max_batch_size": "int",
-    "default_model_filename": "text",
-    "version_policy": {"latest": {"num_versions": "int"}, "all": {}, "specific": {"versions": "int"}},
-    "input": {**_BORDER, "format": "name", "allow_ragged_batch": "bool", "optional": "bool"},
-    "output": {**_BORDER, "label_filename": "text"},
-    "batch_input": None,
-    "batch_output": None,
-    "instance_group": {
-        "name": "text",
-        "kind": "name",
-        "count": "int",
-        "gpus": "int",
-        "rate_limiter": None,
-        "secondary_devices": None,
-        "profile": "text",
-        "passive": "bool",
-        "host_policy": "text",
-    },
-    "dynamic_batching": {
-        "preferred_batch_size": "int",
-        "max_queue_delay_microseconds": "int",
-        "preserve_ordering": "bool",
-        "priority_levels": "int",
-        "default_priority_level": "int",
-        "default_queue_policy": _QUEUE_POLICY,
-        "priority_queue_policy": {"key": "int", "value": _QUEUE_POLICY},
-    },
-    "sequence_batching": None,
-    "ensemble_scheduling": None,
-    "optimization": {
-        "graph": {"level": "int"},
-        "priority": "name",
-        "cuda": {
-            "graphs": "bool",
-            "busy_wait_events": "bool",
-            "output_copy_stream": "bool",
-            "graph_spec": {
-                "batch_size": "int",
-                "input": _SHAPES,
-                "graph_lower_bound": {"batch_size": "int", "input": _SHAPES},
-            },
-        },
-        "execution_accelerators": {
-            "gpu_execution_accelerator": _ACCELERATOR,
-            "cpu_execution_accelerator": _ACCELERATOR,
-        },
-        "input_pinned_memory": _BUFFER,
-        "output_pinned_memory": _BUFFER,
-        "gather_kernel_buffer_threshold": "int",
-        "eager_batching": "bool",
-    },
-    "cc_model_filenames": {"key": "text", "value": "text"},
-    "metric_tags": {"key": "text", "value": "text"},
-    "parameters": {"key": "text", "value": {"string_value": "text"}},
-    "model_warmup": {"name": "text", "batch_size": "int", "count": "int", "inputs": {"key": "text", "value": _TENSOR}},
-    "model_operations": None,
-    "model_transaction_policy": {"decoupled": "bool"},
-    "model_repository_agents": None,
-    "response_cache": {"enable": "bool"},
-    "model_metrics": None,
-}
+
+def _fields(text: str = "", number: str = "", truth: str = "", word: str = "", **others: Any) -> dict[str, Any]:
+    """What the fields of a message hold, by name: of these kinds, messages, or None for what is not looked into."""
+    names = {"text": text, "int": number, "bool": truth, "name": word}
+    return {name: kind for kind, each in names.items() for name in each.split()} | others
+
+
+_TEXTS = _fields("key value")
+_TENSOR = _fields("input_data_file", "dims", "zero_data random_data", "data_type")
+_SHAPES = _fields("key", value=_fields(number="dim"))
+_ACCELERATOR = _fields("name", parameters=_TEXTS)
+_QUEUE_POLICY = _fields(
+    "", "default_timeout_microseconds max_queue_size", "allow_timeout_override", word="timeout_action"
+)
+_BORDER = _fields(
+    "name", "dims", "is_shape_tensor is_non_linear_format_io", "data_type", reshape=_fields(number="shape")
+)
+_NOT_LOOKED_INTO = (
+    "batch_input", "batch_output", "sequence_batching", "ensemble_scheduling", "model_operations",
+    "model_repository_agents", "model_metrics",
+)  # fmt: skip
+FIELDS: dict[str, Any] = dict.fromkeys(_NOT_LOOKED_INTO) | _fields(
+    "name platform backend runtime default_model_filename",
+    "max_batch_size",
+    version_policy={"latest": _fields(number="num_versions"), "all": {}, "specific": _fields(number="versions")},
+    input=_BORDER | _fields(truth="allow_ragged_batch optional", word="format"),
+    output=_BORDER | _fields("label_filename"),
+    instance_group=_fields(
+        "name profile host_policy", "count gpus", "passive", "kind", rate_limiter=None, secondary_devices=None
+    ),
+    dynamic_batching=_fields(
+        number="preferred_batch_size max_queue_delay_microseconds priority_levels default_priority_level",
+        truth="preserve_ordering",
+        default_queue_policy=_QUEUE_POLICY,
+        priority_queue_policy=_fields(number="key", value=_QUEUE_POLICY),
+    ),
+    optimization=_fields(
+        number="gather_kernel_buffer_threshold",
+        truth="eager_batching",
+        word="priority",
+        graph=_fields(number="level"),
+        cuda=_fields(
+            truth="graphs busy_wait_events output_copy_stream",
+            graph_spec=_fields(
+                number="batch_size", input=_SHAPES, graph_lower_bound=_fields(number="batch_size", input=_SHAPES)
+            ),
+        ),
+        execution_accelerators=dict.fromkeys(("gpu_execution_accelerator", "cpu_execution_accelerator"), _ACCELERATOR),
+        input_pinned_memory=_fields(truth="enable"),
+        output_pinned_memory=_fields(truth="enable"),
+    ),
+    cc_model_filenames=_TEXTS,
+    metric_tags=_TEXTS,
+    parameters=_fields("key", value=_fields("string_value")),
+    model_warmup=_fields("name", "batch_size count", inputs=_fields("key", value=_TENSOR)),
+    model_transaction_policy=_fields(truth="decoupled"),
+    response_cache=_fields(truth="enable"),
+)
 _KINDS = {"text": "a text in quotes", "int": "a whole number", "bool": "true or false", "name": "a bare word"}
 
 
-def misused_fields(message: Message, fields: dict[str, object] = FIELDS, path: str = "") -> Iterator[tuple[int, str]]:
+def misused_fields(message: Message, fields: dict[str, Any] = FIELDS, path: str = "") -> Iterator[tuple[int, str]]:
     """Line and complaint for every field that Triton does not know or that holds the wrong kind of value."""
     for field in message.fields:
         where = f"{path}{field.name}"
@@ -171,26 +145,21 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
         return
     try:
         config = parse(_text(path))
-    except ParseError as error:
-        yield finding(path, ERROR, error.what, "correct the text", error.line)
+    except ParseError as fault:
+        yield finding(path, ERROR, fault.what, "correct the text", fault.line)
         return
     except UnicodeDecodeError:
         yield finding(path, ERROR, "it is not text in UTF-8", "write it again")
         return
-    for complaint in foreign_config(config):
-        yield from_complaint(path, complaint)
-    for line, what in misused_fields(config):
-        yield finding(path, ERROR, what, "correct or remove it", line)
-    for complaint in own_limits(config):
-        yield from_complaint(path, complaint)
-    if _backend(config) == "openvino":
-        for complaint in openvino_limits(config):
-            yield from_complaint(path, complaint)
-    yield from _identity(model, config, path)
-    backend = _backend(config)
-    if backend in DEFAULT_FILES:
-        for version in _served_versions(model, config):
-            yield from lint_version(model / str(version), config, path, backend, release)
+    yield from in_config(path, _config_faults(model, config))
+    have, backend = versions_of(model), _backend(config)
+    for entry in sorted(model.iterdir()):
+        if entry.is_dir() and re.fullmatch(r"0\d*", entry.name):
+            yield finding(entry, ERROR, "versions count from 1, without leading zeros", "rename the directory")
+    if not have:
+        yield finding(model, ERROR, "there is no version directory", "put the artefact into 1/")
+    for version in _served_versions(have, config) if backend in DEFAULT_FILES else ():
+        yield from lint_version(model / str(version), config, path, backend, release)
 
 
 def _text(path: Path) -> str:
@@ -201,50 +170,40 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _identity(model: Path, config: Message, path: Path) -> Iterator[LintFinding]:
-    name = config.text("name")
+def _config_faults(model: Path, config: Message) -> Iterator[LintFinding]:
+    yield from foreign_config(config)
+    for line, what in misused_fields(config):
+        yield error(line, what, "correct or remove it")
+    yield from own_limits(config)
+    if _backend(config) == "openvino":
+        yield from openvino_limits(config)
+    name, platform, backend = (config.text(each) for each in ("name", "platform", "backend"))
     if name and name != model.name:
         remedy = f"write name: {model.name!r} or rename the directory".replace("'", '"')
-        yield finding(
-            path, ERROR, f"the name is {name!r}, the directory {model.name!r}", remedy, config.line_of("name")
-        )
-    platform, backend = config.text("platform"), config.text("backend")
+        yield error(config.line_of("name"), f"the name is {name!r}, the directory {model.name!r}", remedy)
     if platform and backend and PLATFORMS.get(platform, backend) != backend:
         fault = f"platform {platform!r} belongs to the backend {PLATFORMS[platform]!r}, not to {backend!r}"
-        yield finding(path, ERROR, fault, "keep the right one", config.line_of("backend"))
+        yield error(config.line_of("backend"), fault, "keep the right one")
     if not platform and not backend:
-        yield finding(path, ERROR, "neither backend nor platform is named", 'write backend: "..."', 1)
+        yield error(1, "neither backend nor platform is named", 'write backend: "..."')
     for group in config.messages("instance_group"):
         if group.text("kind") == "KIND_CPU" and _backend(config) == "tensorrt":
-            fault, remedy = "TensorRT plans don't run on the CPU", "write kind: KIND_GPU, or serve the ONNX model there"
-            yield finding(path, ERROR, fault, remedy, group.line_of("kind"))
-    yield from _versions(model, config, path)
-
-
-def _versions(model: Path, config: Message, path: Path) -> Iterator[LintFinding]:
-    for entry in sorted(model.iterdir()):
-        if entry.is_dir() and re.fullmatch(r"0\d*", entry.name):
-            yield finding(entry, ERROR, "versions count from 1, without leading zeros", "rename the directory")
+            remedy = "write kind: KIND_GPU, or serve the ONNX model there"
+            yield error(group.line_of("kind"), "TensorRT plans don't run on the CPU", remedy)
     have = versions_of(model)
-    if not have:
-        yield finding(model, ERROR, "there is no version directory", "put the artefact into 1/")
-    policy = config.message("version_policy") or Message((), 1)
-    for field in (policy.message("specific") or Message((), 1)).all("versions"):
+    for field in config.inner("version_policy").inner("specific").all("versions"):
         if field.value not in have:
             fault = f"version {field.value} is to be served, on disk are {', '.join(map(str, have)) or 'none'}"
-            yield finding(path, ERROR, fault, "name a version that is there, or package it again", field.line)
+            yield error(field.line, fault, "name a version that is there, or package it again")
 
 
-def _served_versions(model: Path, config: Message) -> tuple[int, ...]:
-    have = versions_of(model)
-    policy = config.message("version_policy") or Message((), 1)
-    specific = policy.message("specific")
-    if specific is not None:
-        return tuple(version for version in have if version in {field.value for field in specific.all("versions")})
+def _served_versions(have: tuple[int, ...], config: Message) -> tuple[int, ...]:
+    policy = config.inner("version_policy")
+    if policy.message("specific") is not None:
+        return tuple(version for version in have if version in policy.inner("specific").numbers("versions"))
     if policy.message("all") is not None:
         return have
-    count = (policy.message("latest") or Message((), 1)).number("num_versions", 1)
-    return have[-max(count, 1) :]
+    return have[-max(policy.inner("latest").number("num_versions", 1), 1) :]
 
 
 def _backend(config: Message) -> str:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from .findings import ERROR, WARNING, Complaint
+from .findings import LintFinding, error, warning
 from .pbtxt import Message
 from .signature import Signature, Tensor
 
@@ -23,59 +23,54 @@ PARAMETERS = {
 }
 
 
-def openvino_limits(config: Message) -> Iterator[Complaint]:
+def openvino_limits(config: Message) -> Iterator[LintFinding]:
     """Where it would not load, would fail at a request, or would not do what the config seems to ask."""
     yield from _parameters(config)
     yield from _kinds(config)
     yield from _batches_of_config(config)
 
 
-def _parameters(config: Message) -> Iterator[Complaint]:
+def _parameters(config: Message) -> Iterator[LintFinding]:
     for entry in config.messages("parameters"):
         key, value = entry.text("key"), _value(entry)
         if key not in PARAMETERS:
-            what = f"parameter {key!r} is none that the OpenVINO backend reads: it is ignored"
-            yield Complaint(severity=WARNING, line=entry.line, what=what, remedy=f"known are {', '.join(PARAMETERS)}")
+            fault = f"parameter {key!r} is none that the OpenVINO backend reads: it is ignored"
+            yield warning(entry.line, fault, f"known are {', '.join(PARAMETERS)}")
         elif not re.fullmatch(PARAMETERS[key], value):
             remedy = f"write what it takes: {PARAMETERS[key].removeprefix('(?i)')}"
-            yield Complaint(severity=ERROR, line=entry.line, what=f"parameter {key} is {value!r}", remedy=remedy)
+            yield error(entry.line, f"parameter {key} is {value!r}", remedy)
 
 
-def _kinds(config: Message) -> Iterator[Complaint]:
-    for group in config.messages("instance_group"):
-        kind = group.text("kind")
-        if kind not in ("KIND_CPU", "KIND_AUTO", ""):
-            what = f"the OpenVINO backend runs on the CPU, got {kind}"
-            yield Complaint(severity=ERROR, line=group.line_of("kind"), what=what, remedy="write kind: KIND_CPU")
-    if all(group.text("kind") != "KIND_CPU" for group in config.messages("instance_group")):
-        what = "without kind KIND_CPU a server with a GPU would start it there, which it refuses"
-        yield Complaint(
-            severity=WARNING, line=config.line_of("instance_group"), what=what, remedy="write kind: KIND_CPU"
-        )
+def _kinds(config: Message) -> Iterator[LintFinding]:
+    groups = config.messages("instance_group")
+    for group in groups:
+        if (kind := group.text("kind")) not in ("KIND_CPU", "KIND_AUTO", ""):
+            yield error(
+                group.line_of("kind"), f"the OpenVINO backend runs on the CPU, got {kind}", "write kind: KIND_CPU"
+            )
+    if all(group.text("kind") != "KIND_CPU" for group in groups):
+        fault = "without kind KIND_CPU a server with a GPU would start it there, which it refuses"
+        yield warning(config.line_of("instance_group"), fault, "write kind: KIND_CPU")
 
 
-def _batches_of_config(config: Message) -> Iterator[Complaint]:
+def _batches_of_config(config: Message) -> Iterator[LintFinding]:
     limit, line = config.number("max_batch_size"), config.line_of("max_batch_size")
     if limit < 2:
         return
     remedy = "write max_batch_size: 0 and -1 in front of the dims"
-    padded = any(
-        entry.text("key") == "ENABLE_BATCH_PADDING" and _value(entry).lower() == "yes"
-        for entry in config.messages("parameters")
-    )
-    if padded:
-        what = f"every request is computed as one of {limit}, which smaller ones are filled up to"
-        yield Complaint(severity=WARNING, line=line, what=what, remedy=remedy)
+    parameters = {entry.text("key"): _value(entry).lower() for entry in config.messages("parameters")}
+    if parameters.get("ENABLE_BATCH_PADDING") == "yes":
+        yield warning(line, f"every request is computed as one of {limit}, which smaller ones are filled up to", remedy)
     else:
-        what = f"requests of fewer than {limit} fail: the OpenVINO backend fixes the batch at max_batch_size"
-        yield Complaint(severity=ERROR, line=line, what=what, remedy=f"{remedy}, or set ENABLE_BATCH_PADDING to YES")
+        fault = f"requests of fewer than {limit} fail: the OpenVINO backend fixes the batch at max_batch_size"
+        yield error(line, fault, f"{remedy}, or set ENABLE_BATCH_PADDING to YES")
 
 
 def _value(entry: Message) -> str:
-    return (entry.message("value") or Message((), entry.line)).text("string_value")
+    return entry.inner("value").text("string_value")
 
 
-def against_artifact(config: Message, signature: Signature, source: str) -> Iterator[Complaint]:
+def against_artifact(config: Message, signature: Signature, source: str) -> Iterator[LintFinding]:
     """Everything in which `config` contradicts the artefact called `source`."""
     batched = config.number("max_batch_size") > 0
     yield from _port_faults(config, "input", signature.inputs, batched, source)
@@ -84,87 +79,85 @@ def against_artifact(config: Message, signature: Signature, source: str) -> Iter
     yield from _warmups(config, signature, batched)
 
 
-def own_limits(config: Message) -> Iterator[Complaint]:
+def own_limits(config: Message) -> Iterator[LintFinding]:
     """What the config contradicts in itself: sizes beyond the largest batch, batching without batches."""
     limit = config.number("max_batch_size")
     batching = config.message("dynamic_batching")
     if batching is not None and limit == 0:
         line = config.line_of("dynamic_batching")
-        yield _error(line, "dynamic_batching without batches: max_batch_size is 0", "remove it or set max_batch_size")
+        yield error(line, "dynamic_batching without batches: max_batch_size is 0", "remove it or set max_batch_size")
     if batching is not None and limit > 0:
         for field in batching.all("preferred_batch_size"):
             if isinstance(field.value, int) and not 1 <= field.value <= limit:
                 fault = f"preferred batch {field.value} is outside 1 to max_batch_size {limit}"
-                yield _error(field.line, fault, f"prefer sizes up to {limit}")
-    cuda = (config.message("optimization") or Message((), 0)).message("cuda") or Message((), 0)
+                yield error(field.line, fault, f"prefer sizes up to {limit}")
+    cuda = config.inner("optimization").inner("cuda")
     for spec in cuda.messages("graph_spec"):
         size = spec.number("batch_size")
         if size > limit:
             fault = f"a CUDA graph for batch {size} is beyond max_batch_size {limit}"
-            yield _error(spec.line, fault, f"name sizes up to {limit}, those that were measured")
+            yield error(spec.line, fault, f"name sizes up to {limit}, those that were measured")
     if cuda.messages("graph_spec") and cuda.one("graphs") is None:
-        yield _warning(cuda.line, "graph_spec has no effect without graphs: true", "add graphs: true")
+        yield warning(cuda.line, "graph_spec has no effect without graphs: true", "add graphs: true")
 
 
 def _port_faults(
     config: Message, field: str, tensors: tuple[Tensor, ...], batched: bool, source: str
-) -> Iterator[Complaint]:
+) -> Iterator[LintFinding]:
     described = {message.text("name"): message for message in config.messages(field)}
     tensors_by_name = {tensor.name: tensor for tensor in tensors}
     for name, message in described.items():
         if name not in tensors_by_name:
             have = ", ".join(map(repr, tensors_by_name)) or "none"
-            yield _error(message.line, f"{source} has no {field} {name!r}, only {have}", "name it as the artefact does")
+            yield error(message.line, f"{source} has no {field} {name!r}, only {have}", "name it as the artefact does")
             continue
         tensor = tensors_by_name[name]
         if message.text("data_type") != tensor.data_type:
             line, received = message.line_of("data_type"), message.text("data_type") or "nothing"
             fault = f"{field} {name} is {tensor.data_type} in {source}, got {received}"
-            yield _error(line, fault, f"write data_type: {tensor.data_type}")
+            yield error(line, fault, f"write data_type: {tensor.data_type}")
         yield from _dims(message, tensor, field, batched, source)
     for name in tensors_by_name.keys() - described.keys():
         line = config.line_of(field)
-        yield _error(line, f"{field} {name!r} of {source} is not described", f"add an entry for {name!r} to {field}")
+        yield error(line, f"{field} {name!r} of {source} is not described", f"add an entry for {name!r} to {field}")
 
 
-def _dims(message: Message, tensor: Tensor, field: str, batched: bool, source: str) -> Iterator[Complaint]:
+def _dims(message: Message, tensor: Tensor, field: str, batched: bool, source: str) -> Iterator[LintFinding]:
     if message.one("reshape") is not None:
         return  # the dims are then those of the request, not of the artefact
-    received = tuple(entry.value for entry in message.all("dims") if isinstance(entry.value, int))
-    dims = tensor.dims(batched=batched)
-    fits = len(received) == len(dims) and all(
+    received, dims = message.numbers("dims"), tensor.dims(batched=batched)
+    if len(received) == len(dims) and all(
         -1 in pair or pair[0] == pair[1] for pair in zip(received, dims, strict=True)
-    )
-    if fits:
+    ):
         return
     fault = f"{field} {tensor.name} has dims {list(dims)} in {source}, got {list(received)}"
     remedy = f"write dims: {list(dims)}"
     if received == tensor.dims(batched=not batched):
         remedy += ", without the batch" if batched else ", with the batch: max_batch_size is 0"
-    yield _error(message.line_of("dims"), fault, remedy)
+    yield error(message.line_of("dims"), fault, remedy)
 
 
-def _batches(config: Message, signature: Signature, source: str) -> Iterator[Complaint]:
+def _batches(config: Message, signature: Signature, source: str) -> Iterator[LintFinding]:
     limit, line = config.number("max_batch_size"), config.line_of("max_batch_size")
     fixed, largest = signature.fixed_batch, signature.largest_batch
     if fixed is not None and limit > 0:
         fault = f"max_batch_size is {limit}, but {source} takes batches of {fixed} only"
-        yield _error(line, fault, f"write max_batch_size: 0 and put {fixed} in front of the dims")
+        yield error(line, fault, f"write max_batch_size: 0 and put {fixed} in front of the dims")
     elif fixed is None and limit == 0 and config.text("backend") != "openvino":
         fault = f"max_batch_size is 0, but the batch of {source} is open"
-        yield _warning(line, fault, f"write max_batch_size: {largest or 8} and leave the batch out of the dims")
+        yield warning(line, fault, f"write max_batch_size: {largest or 8} and leave the batch out of the dims")
     elif largest is not None and limit > largest:
         fault = f"max_batch_size is {limit}, but {source} was built for batches up to {largest}"
-        yield _error(line, fault, f"write max_batch_size: {largest}, or build a profile up to {limit}")
+        yield error(line, fault, f"write max_batch_size: {largest}, or build a profile up to {limit}")
     elif largest is not None and 0 < limit < largest:
         fault = f"max_batch_size is {limit}, though {source} takes batches up to {largest}"
-        yield _warning(line, fault, f"write max_batch_size: {largest}")
+        yield warning(line, fault, f"write max_batch_size: {largest}")
     if limit > 0 and signature.smallest_batch > 1:
         fault = f"{source} takes no batch below {signature.smallest_batch}, so a request of one is refused"
-        yield _error(line, fault, "build the profile from 1 on")
+        yield error(line, fault, "build the profile from 1 on")
 
 
-def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[Complaint]:
+def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[LintFinding]:
     limit = config.number("max_batch_size")
     tensors_by_name = {tensor.name: tensor for tensor in signature.inputs}
     warmed = set()
@@ -173,38 +166,30 @@ def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[C
         warmed.add(size)
         if not 1 <= size <= max(limit, 1):
             fault = f"warm-up {sample.text('name')!r} has batch {size}, outside 1 to {max(limit, 1)}"
-            yield _error(sample.line_of("batch_size"), fault, "warm up sizes that the model takes")
+            yield error(sample.line_of("batch_size"), fault, "warm up sizes that the model takes")
         yield from _warmup_inputs(sample, tensors_by_name, batched)
     profile_sizes = set(signature.profile_batches) if batched else {1}
     cold = sorted(size for size in profile_sizes - warmed if size <= max(limit, 1))
     if cold:
         fault = f"no warm-up for batch {', '.join(map(str, cold))}, whose first request will be slow"
-        yield _warning(config.line_of("model_warmup"), fault, "add a model_warmup entry for each")
+        yield warning(config.line_of("model_warmup"), fault, "add a model_warmup entry for each")
 
 
-def _warmup_inputs(sample: Message, inputs: dict[str, Tensor], batched: bool) -> Iterator[Complaint]:
+def _warmup_inputs(sample: Message, inputs: dict[str, Tensor], batched: bool) -> Iterator[LintFinding]:
     filled = {entry.text("key"): entry for entry in sample.messages("inputs")}
     where = f"warm-up {sample.text('name')!r}"
     for name in sorted(filled.keys() ^ inputs.keys()):
         fault = f"{where} fills {name!r}, which is no input" if name in filled else f"{where} does not fill {name!r}"
-        yield _error(sample.line, fault, f"fill {', '.join(inputs)}")
+        yield error(sample.line, fault, f"fill {', '.join(inputs)}")
     for name in filled.keys() & inputs.keys():
-        value = filled[name].message("value") or Message((), filled[name].line)
-        received = tuple(entry.value for entry in value.all("dims") if isinstance(entry.value, int))
+        value = filled[name].inner("value")
+        received = value.numbers("dims")
         dims = inputs[name].dims(batched=batched)
         if len(received) != len(dims) or any(w not in (-1, g) or g < 1 for g, w in zip(received, dims, strict=True)):
             fault = f"{where} gives {name} dims {list(received)}, it takes {list(dims)}"
-            yield _error(value.line_of("dims"), fault, f"write dims: {list(dims)}")
+            yield error(value.line_of("dims"), fault, f"write dims: {list(dims)}")
         if value.text("data_type") != inputs[name].data_type:
             fault = f"{where} gives {name} as {value.text('data_type') or 'nothing'}, it takes {inputs[name].data_type}"
-            yield _error(value.line_of("data_type"), fault, f"write data_type: {inputs[name].data_type}")
+            yield error(value.line_of("data_type"), fault, f"write data_type: {inputs[name].data_type}")
         if not any(value.one(source) for source in ("zero_data", "random_data", "input_data_file")):
-            yield _error(value.line, f"{where} has no data for {name}", "add zero_data: true")
-
-
-def _error(line: int, what: str, remedy: str) -> Complaint:
-    return Complaint(severity=ERROR, line=line, what=what, remedy=remedy)
-
-
-def _warning(line: int, what: str, remedy: str) -> Complaint:
-    return Complaint(severity=WARNING, line=line, what=what, remedy=remedy)
+            yield error(value.line, f"{where} has no data for {name}", "add zero_data: true")

@@ -15,15 +15,15 @@ from export.engine.record import EngineRecord, record_of_plan, record_path, sha2
 from ground.errors import BadInput
 from ground.files import escapes_directory
 
-from .findings import ERROR, WARNING, Complaint, LintFinding, finding, from_complaint
+from .findings import ERROR, WARNING, LintFinding, error, finding, in_config
 from .lint_artifact import against_artifact
-from .pbtxt import Field, Message
+from .pbtxt import Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
 from .variants import BACKEND_MODEL
 
 BACKENDS = ("onnxruntime", "openvino", "python", "tensorrt")
-PLATFORMS = ("", "ensemble", "onnxruntime_onnx", "tensorrt_plan")
+PLATFORMS = ("ensemble", "onnxruntime_onnx", "tensorrt_plan")
 # Fields of any depth that name a file below the model's directory.
 NAMES_OF_FILES = ("default_model_filename", "input_data_file", "label_filename")
 # Parameters that backends take for a path to code, or to what is unpacked into it.
@@ -39,8 +39,7 @@ def foreign_files(model: Path) -> Iterator[LintFinding]:
     own = BACKEND_MODEL.read_bytes()
     for folder, folders, files in os.walk(model):
         for path in sorted(Path(folder) / name for name in (*folders, *files)):
-            what = _fault_message(path, own)
-            if what:
+            if what := _fault_message(path, own):
                 yield finding(path, ERROR, what, "remove it; package the model again from a release of yours")
 
 
@@ -58,61 +57,46 @@ def _fault_message(path: Path, own: bytes) -> str:
     return "code that is not of this tool, which the server would run" if _CODE.search(path.name) else ""
 
 
-def foreign_config(config: Message) -> Iterator[Complaint]:
+def foreign_config(config: Message) -> Iterator[LintFinding]:
     """Backends, agents, parameters and paths that bring code, or lead out of the model's directory."""
-    backend, platform = config.text("backend"), config.text("platform")
-    if backend and backend not in BACKENDS:
-        yield _error(
-            config.one("backend"), f"a backend of somebody else's, {backend!r}", f"known: {', '.join(BACKENDS)}"
-        )
-    if platform not in PLATFORMS:
-        platforms = ", ".join(PLATFORMS[1:])
-        yield _error(
-            config.one("platform"), f"a platform that this tool doesn't know, {platform!r}", f"known: {platforms}"
-        )
+    known = {
+        "backend": ("a backend of somebody else's", BACKENDS),
+        "platform": ("a platform that this tool doesn't know", PLATFORMS),
+    }
+    for name, (what, names) in known.items():
+        if (text := config.text(name)) and text not in names:
+            yield error(config.line_of(name), f"{what}, {text!r}", f"known: {', '.join(names)}")
     for name, what in (("runtime", "names the library that runs the model"), ("model_repository_agents", "loads code")):
         if (field := config.one(name)) is not None:
-            yield _error(field, f"{name} {what}", "remove it")
+            yield error(field.line, f"{name} {what}", "remove it")
     yield from _parameters(config)
     yield from _paths(config)
 
 
-def _parameters(message: Message) -> Iterator[Complaint]:
+def _parameters(message: Message) -> Iterator[LintFinding]:
     """Those of the model and of what accelerates it, at any depth."""
     for field in message.fields:
         if not isinstance(field.value, Message):
             continue
         if field.name == "parameters":
-            key, value = field.value.text("key"), _text_of(field.value)
+            key = field.value.text("key")
+            value = field.value.inner("value").text("string_value") or field.value.text("value")
             if key in CODE_PARAMETERS or key.upper().endswith("_PATH") or _LIBRARY.search(value):
-                yield _error(field, f"parameter {key!r} names code or a path, {value[:100]!r}", "remove it")
+                yield error(field.line, f"parameter {key!r} names code or a path, {value[:100]!r}", "remove it")
             elif value.startswith(("/", "~")) or ".." in value.split("/"):
-                yield _error(field, f"parameter {key!r} leads out of the model, {value[:100]!r}", "remove it")
+                yield error(field.line, f"parameter {key!r} leads out of the model, {value[:100]!r}", "remove it")
         yield from _parameters(field.value)
 
 
-def _text_of(parameter: Message) -> str:
-    value = parameter.message("value")
-    return parameter.text("value") if value is None else value.text("string_value")
-
-
-def _paths(message: Message, within: str = "") -> Iterator[Complaint]:
+def _paths(message: Message, within: str = "") -> Iterator[LintFinding]:
     for field in message.fields:
+        name = "" if within == "cc_model_filenames" and field.name == "value" else field.name
+        is_path = name in ("", *NAMES_OF_FILES) and isinstance(field.value, str) and field.value != ""
         if isinstance(field.value, Message):
             yield from _paths(field.value, field.name)
-        elif (
-            isinstance(field.value, str) and _is_path(field, within) and field.value and escapes_directory(field.value)
-        ):
-            name = within if field.name == "value" else field.name
-            yield _error(field, f"{name} {field.value[:100]!r} leads out of the model's directory", "name a file in it")
-
-
-def _is_path(field: Field, within: str) -> bool:
-    return field.name in NAMES_OF_FILES or (within == "cc_model_filenames" and field.name == "value")
-
-
-def _error(field: Field | None, what: str, remedy: str) -> Complaint:
-    return Complaint(severity=ERROR, line=0 if field is None else field.line, what=what, remedy=remedy)
+        elif is_path and escapes_directory(str(field.value)):
+            fault = f"{name or within} {str(field.value)[:100]!r} leads out of the model's directory"
+            yield error(field.line, fault, "name a file in it")
 
 
 MOST_LABELS_BYTES = 2**26
@@ -137,29 +121,20 @@ def lint_version(
         if name.endswith(".xml") and not (folder / name).with_suffix(".bin").is_file():
             fault = f"{Path(name).with_suffix('.bin')} with the weights of {name} is missing in {folder.name}/"
             yield finding(folder, ERROR, fault, "save the model again, or serve model.onnx")
-    graph = _graph_file(folder, config, backend)
-    if graph is not None:
+    default = "model.onnx" if backend == "python" else DEFAULT_FILES[backend]
+    graph = folder / (default if backend == "python" else config.text("default_model_filename", default))
+    if backend != "tensorrt" and graph.suffix == ".onnx" and graph.is_file():
         yield from _lint_graph(graph, config, path, release if backend == "onnxruntime" else None)
 
 
 def _artifact_files(config: Message, backend: str) -> dict[str, int | None]:
     """Each file that the server opens, with the line that names it; None where it is the default name."""
-    by_capability = {message.text("value"): message.line for message in config.messages("cc_model_filenames")}
+    files: dict[str, int | None] = {each.text("value"): each.line for each in config.messages("cc_model_filenames")}
     field = config.one("default_model_filename")
-    if by_capability and field is None:
-        return dict(by_capability)
-    default: dict[str, int | None] = {config.text("default_model_filename", DEFAULT_FILES[backend]): None}
-    if field is not None:
-        default = dict.fromkeys(default, field.line)
-    return default | by_capability
-
-
-def _graph_file(folder: Path, config: Message, backend: str) -> Path | None:
-    if backend == "tensorrt":
-        return None
-    own = backend in ("onnxruntime", "openvino")
-    name = config.text("default_model_filename", DEFAULT_FILES[backend]) if own else "model.onnx"
-    return folder / name if name.endswith(".onnx") and (folder / name).is_file() else None
+    if files and field is None:
+        return files
+    default = config.text("default_model_filename", DEFAULT_FILES[backend])
+    return {default: None if field is None else field.line} | files
 
 
 def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
@@ -181,8 +156,7 @@ def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease |
         yield finding(plan, ERROR, fault, "build it with TensorRT, by the build script")
     yield from _capability(plan, record, config, path)
     written = replace(signature, outputs=(*signature.outputs, *signature.fusion_breaks))
-    for complaint in against_artifact(config, written, plan.name):
-        yield from_complaint(path, complaint)
+    yield from in_config(path, against_artifact(config, written, plan.name))
     if release is not None:
         compatible = record.options.get("version_compatible") is True
         for fault in plan_warnings(release, record.library_version, version_compatible=compatible):
@@ -205,8 +179,7 @@ def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease
     except BadInput as error:
         yield finding(graph, ERROR, str(error), "package it again")
         return
-    for complaint in against_artifact(config, signature, graph.name):
-        yield from_complaint(path, complaint)
+    yield from in_config(path, against_artifact(config, signature, graph.name))
     if release is not None:
         for fault in onnx_warnings(release, opset=signature.opset, ir=signature.ir):
             yield finding(graph, WARNING, fault, "or take a newer server")
@@ -215,11 +188,9 @@ def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease
 def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
     for output in config.messages("output"):
         name, line = output.text("label_filename"), output.line_of("label_filename")
-        if not name:
+        if not name or escapes_directory(name):
             continue
         file = folder.parent / name
-        if escapes_directory(name):
-            continue
         if not file.is_file():
             yield finding(path, ERROR, f"the label file {name} is missing", "package the labels again", line)
             continue
@@ -227,7 +198,7 @@ def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
             yield finding(file, ERROR, f"it is larger than {MOST_LABELS_BYTES} bytes", "write one line per class")
             continue
         labels = [text for text in file.read_text(errors="replace").splitlines() if text.strip()]
-        classes = next((field.value for field in reversed(output.all("dims"))), None)
-        if isinstance(classes, int) and classes > 0 and len(labels) != classes:
+        (*_, classes) = output.numbers("dims") or (0,)
+        if classes > 0 and len(labels) != classes:
             fault = f"{len(labels)} labels for {classes} outputs of {output.text('name')}"
             yield finding(file, ERROR, fault, "write one line per class")

@@ -55,7 +55,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The fields between two braces, or of the whole file, in their order."""
+    """The fields between two braces, or of the whole file, in order; of several the last counts, as for protobuf."""
 
     fields: tuple[Field, ...]
     line: int
@@ -64,14 +64,20 @@ class Message:
         return tuple(field for field in self.fields if field.name == name)
 
     def one(self, name: str) -> Field | None:
-        """The last one counts, as it does for protobuf."""
-        return next((field for field in reversed(self.fields) if field.name == name), None)
+        return next(reversed(self.all(name)), None)
 
     def messages(self, name: str) -> tuple["Message", ...]:
         return tuple(field.value for field in self.all(name) if isinstance(field.value, Message))
 
     def message(self, name: str) -> "Message | None":
         return next(reversed(self.messages(name)), None)
+
+    def inner(self, name: str) -> "Message":
+        """An empty one where none is there."""
+        return self.message(name) or Message((), self.line)
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        return tuple(field.value for field in self.all(name) if isinstance(field.value, int))
 
     def text(self, name: str, default: str = "") -> str:
         field = self.one(name)
@@ -198,20 +204,16 @@ def _number(token: _Token) -> int | float:
         raise ParseError(f"a number of {len(token.text)} digits, expected {LONGEST_NUMBER} at most", token.line)
     digits = token.text.lstrip("-+")
     if re.fullmatch(r"0[0-9].*", digits):
-        return _octal(token)
+        try:
+            return int(token.text, 8)
+        except ValueError:
+            fault = f"{token.text} begins with 0 and is no octal number; write it without"
+            raise ParseError(fault, token.line) from None
     if digits.isdecimal():
         return int(token.text)
     if "x" in digits.lower():
         return int(token.text, 16)
     return float(token.text.rstrip("fF"))
-
-
-def _octal(token: _Token) -> int:
-    """A whole number that begins with 0."""
-    try:
-        return int(token.text, 8)
-    except ValueError:
-        raise ParseError(f"{token.text} begins with 0 and is no octal number; write it without", token.line) from None
 
 
 def _unquoted(token: _Token) -> str:
@@ -241,12 +243,8 @@ def _escaped(match: re.Match[str], line: int) -> bytes:
     return bytes([value])
 
 
-def _quoted(text: str) -> str:
-    """In double quotes; what would end the text, and what would not be shown as it is, as escapes."""
-    return '"' + "".join(map(_escape_sequence, text)) + '"'
-
-
-def _escape_sequence(character: str) -> str:
+def _spelt(character: str) -> str:
+    """What would end a text, and what would not be shown as it is, as escapes."""
     if character in _SPELT or printable(character) == character:
         return _SPELT.get(character, character)
     return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))
@@ -272,5 +270,5 @@ def _scalar(value: Plain) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str) and not isinstance(value, Name):
-        return _quoted(value)
+        return f'"{"".join(map(_spelt, value))}"'
     return str(value)

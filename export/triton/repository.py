@@ -1,7 +1,7 @@
 """A Triton model repository: one model per variant, versions side by side, loadable as it is."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,8 +55,9 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
             moves |= _written(package, model, repository, folder / model.variant.name)
         (folder / EXPECTED_NAME).write_text(expected_text(entries))
         _install(repository, moves)
-    warnings = [*_own_warnings(package, models, records, repository), *_server_warnings(release, models, records)]
-    return AddedVersion(models=tuple(model.variant.name for model in models), warnings=tuple(warnings))
+    variants = [model.variant for model in models]
+    warnings = dict.fromkeys(_warnings(package, variants, records, release, repository))
+    return AddedVersion(models=tuple(each.name for each in variants), warnings=tuple(warnings))
 
 
 def _refuse_existing(package: Package, repository: Path) -> None:
@@ -80,17 +81,12 @@ def _refuse_contradictions(package: Package, variant: Variant) -> None:
                 f"{variant.name}: {what} {beyond[0]} is beyond the largest batch {variant.max_batch}; "
                 "measure within it, raise max_batch, or build the plan for a larger batch"
             )
-    if package.labels:
-        _refuse_labels(variant, len(package.labels))
-
-
-def _refuse_labels(variant: Variant, labels: int) -> None:
     classes = [tensor.shape[-1] for tensor in variant.signature.outputs if tensor.role == "logits"]
-    if not classes:
+    if package.labels and not classes:
         outputs = ", ".join(f"{tensor.name} ({tensor.role})" for tensor in variant.signature.outputs)
         raise BadInput(f"{variant.name}: labels name classes, and its outputs are {outputs}; leave them out")
-    if any(count != labels for count in classes):
-        raise BadInput(f"{variant.name}: {labels} labels for {classes[0]} outputs; give one per class")
+    if package.labels and any(count != len(package.labels) for count in classes):
+        raise BadInput(f"{variant.name}: {len(package.labels)} labels for {classes[0]} outputs; give one per class")
 
 
 def _install(repository: Path, moves: Mapping[str, Path]) -> None:
@@ -129,52 +125,43 @@ def _written(package: Package, model: Model, repository: Path, staging: Path) ->
     return {f"{name}/{part}": staging / part for part in parts}
 
 
-def _own_warnings(
-    package: Package, models: list[Model], records: tuple[EngineRecord, ...], repository: Path
-) -> list[str]:
-    warnings = []
-    for name in (model.variant.name for model in models):
+def _warnings(
+    package: Package,
+    variants: Sequence[Variant],
+    records: tuple[EngineRecord, ...],
+    release: ServerRelease | None,
+    repository: Path,
+) -> Iterator[str]:
+    """What may go wrong when a server, or one of this release, loads the version."""
+    for name in (each.name for each in variants):
         newest = max(versions_of(repository / name))
         if package.serving.policy == "latest" and newest > package.version:
-            warnings.append(f"{name}: the server takes version {newest}, the newest, and not {package.version}")
+            yield f"{name}: the server takes version {newest}, the newest, and not {package.version}"
     if records and package.onnx is not None:
         digest = sha256_of(package.onnx.read_bytes())
         if any(record.onnx_sha256 != digest for record in records):
-            warnings.append(
-                f"{package.name}: the plan was built from another ONNX than {package.onnx}; the script takes the latter"
-            )
-    fixed = [model.variant for model in models if model.variant.signature.fixed_batch is not None]
-    for variant in fixed:
-        took = f"takes batches of {variant.signature.fixed_batch} only"
-        warnings.append(f"{variant.name}: it {took}, so it is served without batching; export with an open batch")
-    for variant in (model.variant for model in models):
+            other = f"the plan was built from another ONNX than {package.onnx}"
+            yield f"{package.name}: {other}; the script takes the latter"
+    for variant in variants:
+        if (fixed := variant.signature.fixed_batch) is not None:
+            took = f"takes batches of {fixed} only"
+            yield f"{variant.name}: it {took}, so it is served without batching; export with an open batch"
+    for variant in variants:
         if variant.backend == "openvino" and not package.serving.cpu_bf16:
-            warnings.append(f"{variant.name}: {CHOOSES_BF16}")
-    for model in models:
-        smallest = model.variant.signature.smallest_batch
-        if smallest > 1:
-            warnings.append(
-                f"{model.variant.name}: requests of fewer than {smallest} fail; build the profile from 1 on"
-            )
-    return warnings
-
-
-def _server_warnings(
-    release: ServerRelease | None, models: list[Model], records: tuple[EngineRecord, ...]
-) -> list[str]:
+            yield f"{variant.name}: {CHOOSES_BF16}"
+    for variant in variants:
+        if (smallest := variant.signature.smallest_batch) > 1:
+            yield f"{variant.name}: requests of fewer than {smallest} fail; build the profile from 1 on"
     if release is None:
-        return []
-    warnings = vulnerability_warnings(release)
+        return
+    yield from vulnerability_warnings(release)
     for record in records:
         compatible = record.options.get("version_compatible") is True
-        warnings += plan_warnings(release, record.library_version, version_compatible=compatible)
-    for model in models:
-        signature, name = model.variant.signature, model.variant.name
-        if model.variant.backend == "onnxruntime":
-            notes = onnx_warnings(release, opset=signature.opset, ir=signature.ir)
-            warnings += [f"{name}: {text}" for text in notes]
-        elif model.variant.backend == "python":
-            warnings.append(
-                f"{name}: {release.image} has no ONNX Runtime in its Python {release.python}; pip install it there"
-            )
-    return list(dict.fromkeys(warnings))
+        yield from plan_warnings(release, record.library_version, version_compatible=compatible)
+    for variant in variants:
+        if variant.backend == "onnxruntime":
+            notes = onnx_warnings(release, opset=variant.signature.opset, ir=variant.signature.ir)
+            yield from (f"{variant.name}: {text}" for text in notes)
+        elif variant.backend == "python":
+            lacks = f"{release.image} has no ONNX Runtime in its Python {release.python}"
+            yield f"{variant.name}: {lacks}; pip install it there"

@@ -77,11 +77,13 @@ def roll(repository: Path, name: str, version: int, server: TritonServer, sample
             f"server {server.address}: none of {', '.join(having)} is loaded there; leave out --server to change the "
             f"repository alone, or start the server with --load-model={having[-1]}"
         )
-    for model in loaded:
-        _require_rollable(repository / model, version)
-    errors: dict[str, float] = {}
-    rolled: list[str] = []
-    failure = None
+    for folder in (repository / model for model in loaded):  # what would stop a roll half-way
+        staged = repository / (folder.name + STAGED)
+        if staged.exists():
+            left = "left by a killed roll-over, or another one is running"
+            raise BadInput(f"{staged}: {left}; remove it if none is running")
+        _with_versions(_pinned(folder, version), [version])
+    errors, rolled, failure = dict[str, float](), list[str](), None
     for model in loaded:
         try:
             errors |= _roll_model(repository / model, version, server, samples)
@@ -89,19 +91,11 @@ def roll(repository: Path, name: str, version: int, server: TritonServer, sample
             failure = f"{model}: {error}; version {_served_list(server, model)} is still served"
             break
         rolled.append(model)
-    idle = tuple(model for model in having if model not in loaded)
-    for model in idle if failure is None else ():
+    idle = tuple(model for model in having if model not in loaded and failure is None)
+    for model in idle:
         install_text(_pinned(repository / model, version), repository / model / "config.pbtxt")
     served = ServedVersion(version=version, models=tuple(rolled), unchanged=unchanged)
-    return RollResult(served=served, idle=idle if failure is None else (), errors=errors, failure=failure)
-
-
-def _require_rollable(folder: Path, version: int) -> None:
-    """Raise BadInput, before anything is changed, for what would stop a roll half-way."""
-    staged = folder.parent / (folder.name + STAGED)
-    if staged.exists():
-        raise BadInput(f"{staged}: left by a killed roll-over, or another one is running; remove it if none is running")
-    _with_versions(_pinned(folder, version), [version])
+    return RollResult(served=served, idle=idle, errors=errors, failure=failure)
 
 
 def _roll_model(folder: Path, version: int, server: TritonServer, samples: Samples | None) -> dict[str, float]:
@@ -117,7 +111,9 @@ def _roll_model(folder: Path, version: int, server: TritonServer, samples: Sampl
         _load(server, model, config, pinned, version)
     except BaseException:
         install_text(former, config)
-        _restore(server, model)
+        # A load that took too long may still end, behind which this one is carried out; what led here is to be told.
+        with suppress(ServerError):
+            server.load(model)
         raise
     return errors
 
@@ -126,14 +122,6 @@ def _load(server: TritonServer, model: str, config: Path, text: str, version: in
     install_text(text, config)
     server.load(model)
     _wait_until_ready(server, model, version)
-
-
-def _restore(server: TritonServer, model: str) -> None:
-    """Have the server read the config that was put back: a load that took too long may still end, behind which this one
-    is carried out. The error that led here is the one to tell.
-    """
-    with suppress(ServerError):
-        server.load(model)
 
 
 def _wait_until_ready(server: TritonServer, model: str, version: int) -> None:
@@ -146,11 +134,9 @@ def _wait_until_ready(server: TritonServer, model: str, version: int) -> None:
 
 def _refuse_links(folder: Path) -> None:
     """Raise BadInput for what would be copied from elsewhere, or without end."""
-    irregular = [
-        path for path in sorted(folder.rglob("*")) if path.is_symlink() or not (path.is_file() or path.is_dir())
-    ]
-    if irregular:
-        raise BadInput(f"{irregular[0]}: a link, pipe or device, expected files alone; package the version again")
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise BadInput(f"{path}: a link, pipe or device, expected files alone; package the version again")
 
 
 @contextmanager

@@ -56,8 +56,9 @@ class TritonServer:
     def ready_versions(self, model: str) -> tuple[int, ...]:
         """The versions that answer requests now, rising; none of a model that is not loaded."""
         index = self._ask("repository/index", {"ready": True})
-        entries = index if isinstance(index, list) else []
-        return tuple(sorted(int(each["version"]) for each in entries if _is_version_of(each, model)))
+        entries = [each for each in index if isinstance(each, dict)] if isinstance(index, list) else []
+        own = [each for each in entries if (each.get("name"), each.get("state")) == (model, "READY")]
+        return tuple(sorted(int(each["version"]) for each in own if str(each.get("version", "")).isdigit()))
 
     def is_ready(self, model: str, version: int) -> bool:
         """Whether this version answers requests."""
@@ -77,15 +78,10 @@ class TritonServer:
 
     def infer(self, model: str, version: int, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float64]]:
         """The outputs of one request by name. Raises ServerError."""
-        inputs = [
-            {
-                "name": name,
-                "datatype": DATA_TYPES[array.dtype.name],
-                "shape": list(array.shape),
-                "data": array.ravel().tolist(),
-            }
-            for name, array in feed.items()
-        ]
+        inputs = []
+        for name, array in feed.items():
+            kind, shape, data = DATA_TYPES[array.dtype.name], list(array.shape), array.ravel().tolist()
+            inputs.append({"name": name, "datatype": kind, "shape": shape, "data": data})
         answer = self._ask(f"models/{quote(model)}/versions/{version}/infer", {"inputs": inputs})
         try:
             return {each["name"]: np.asarray(each["data"], float).reshape(each["shape"]) for each in answer["outputs"]}
@@ -115,11 +111,6 @@ class TritonServer:
             return json.loads(text) if text else None
         except ValueError:
             raise ServerError("its answer is no JSON") from None
-
-
-def _is_version_of(entry: Any, model: str) -> bool:
-    is_ready = isinstance(entry, dict) and entry.get("name") == model and entry.get("state") == "READY"
-    return is_ready and str(entry.get("version", "")).isdigit()
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 from jinja2 import Environment
+from msgspec.structs import asdict
 
 from export.engine.options import BatchProfile
 from ground.errors import BadInput
@@ -74,15 +75,8 @@ def server_release(tag: str) -> ServerRelease:
             f"each as {flavours}; name one of them or add a row to {TABLE_PATH.name}"
         )
     reads = table.onnxruntime[".".join(row.onnxruntime.split(".")[:2])]
-    return ServerRelease(
-        tag=f"{month}-{flavour}",
-        server=row.server,
-        python=row.python,
-        onnxruntime=row.onnxruntime,
-        tensorrt=row.tensorrt[flavour],
-        opset=reads.opset,
-        ir=reads.ir,
-    )
+    versions = asdict(row) | {"tensorrt": row.tensorrt[flavour]}
+    return ServerRelease(tag=f"{month}-{flavour}", opset=reads.opset, ir=reads.ir, **versions)
 
 
 def server_tags() -> tuple[str, ...]:
@@ -145,10 +139,7 @@ def build_script(
     image_tag: str,
     pending: bool,
 ) -> str:
-    """POSIX shell; `pending` installs the plan's config, which waits beside the script while there is no plan.
-
-    Every word reaches the shell quoted where it has to be.
-    """
+    """POSIX shell, every word quoted; `pending` installs the config that waits while there is no plan."""
     return (
         _environment()
         .get_template("build_plan.sh.jinja")

@@ -1,7 +1,7 @@
 """What an artefact takes and gives, read from the artefact itself, in the words of an inference server."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export.engine.options import BatchProfile
@@ -13,30 +13,16 @@ from ground.errors import BadInput
 from ground.ports import LOGITS, Role
 
 _SERVED_TYPES = {
-    "float32": "TYPE_FP32",
-    "float16": "TYPE_FP16",
-    "float64": "TYPE_FP64",
-    "bfloat16": "TYPE_BF16",
-    "bool": "TYPE_BOOL",
-    "string": "TYPE_STRING",
-    "int8": "TYPE_INT8",
-    "int16": "TYPE_INT16",
-    "int32": "TYPE_INT32",
-    "int64": "TYPE_INT64",
-    "uint8": "TYPE_UINT8",
-    "uint16": "TYPE_UINT16",
-    "uint32": "TYPE_UINT32",
-    "uint64": "TYPE_UINT64",
+    **{f"float{bits}": f"TYPE_FP{bits}" for bits in (16, 32, 64)},
+    **{f"{kind}{bits}": f"TYPE_{kind.upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{"bfloat16": "TYPE_BF16", "bool": "TYPE_BOOL", "string": "TYPE_STRING"},
 }
 FLOATING = ("TYPE_FP32", "TYPE_FP16", "TYPE_FP64", "TYPE_BF16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One input or output; `shape` holds the batch first, a symbolic size as its name.
-
-    `role` is what an output is for, None for an input and for a fusion break.
-    """
+    """One input or output, batch first, a symbolic size as its name; `role`: what an output is for, None for others."""
 
     name: str
     data_type: str
@@ -80,14 +66,11 @@ class Signature:
     @property
     def profile_batches(self) -> tuple[int, ...]:
         """Every smallest, tuned and largest batch, each once, rising."""
-        sizes = {size for profile in self.profiles for size in (profile.smallest, profile.tuned, profile.largest)}
-        return tuple(sorted(sizes))
+        return tuple(sorted({size for each in self.profiles for size in (each.smallest, each.tuned, each.largest)}))
 
 
 def signature_from_onnx(path: Path) -> Signature:
-    """Reads the graph's borders; BadInput when the file is no ONNX, takes or gives nothing, or when no server could
-    batch its inputs.
-    """
+    """Reads the graph's borders. Raises BadInput for no ONNX, one without borders, and inputs of several batches."""
     proto = load_onnx(path)
     inputs, outputs = ports_of_graph(proto)
     if not inputs or not outputs:
@@ -97,28 +80,29 @@ def signature_from_onnx(path: Path) -> Signature:
     if len(batches) > 1:
         named = ", ".join(f"{port.name} {list(port.shape)}" for port in inputs)
         raise BadInput(f"{path}: its inputs have different batches ({named}); export them with one that they share")
-    return Signature(
-        inputs=tuple(_tensor(port, None, path) for port in inputs),
-        outputs=_outputs(outputs, roles_of_graph(proto), path),
-        fusion_breaks=tuple(_tensor(port, None, path) for port in breaks_of_graph(proto)),
-        opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
-        ir=proto.ir_version,
-    )
+    opset = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    own = _signature(inputs, outputs, breaks_of_graph(proto), roles_of_graph(proto), path)
+    return replace(own, opset=opset, ir=proto.ir_version)
 
 
 def signature_from_record(record: EngineRecord) -> Signature:
     """What the plan of this record takes and gives."""
-    where = "engine record"
+    own = _signature(record.inputs, record.outputs, record.fusion_breaks, record.roles, "engine record")
+    return replace(own, profiles=tuple(map(BatchProfile.from_text, record.profiles)))
+
+
+def _signature(
+    inputs: Sequence[GraphPort],
+    outputs: Sequence[GraphPort],
+    breaks: Sequence[GraphPort],
+    roles: Mapping[str, Role],
+    where: Path | str,
+) -> Signature:
     return Signature(
-        inputs=tuple(_tensor(port, None, where) for port in record.inputs),
-        outputs=_outputs(record.outputs, record.roles, where),
-        profiles=tuple(map(BatchProfile.from_text, record.profiles)),
-        fusion_breaks=tuple(_tensor(port, None, where) for port in record.fusion_breaks),
+        inputs=tuple(_tensor(port, None, where) for port in inputs),
+        outputs=tuple(_tensor(port, roles.get(port.name, LOGITS.role), where) for port in outputs),
+        fusion_breaks=tuple(_tensor(port, None, where) for port in breaks),
     )
-
-
-def _outputs(ports: Sequence[GraphPort], roles: Mapping[str, Role], where: Path | str) -> tuple[Tensor, ...]:
-    return tuple(_tensor(port, roles.get(port.name, LOGITS.role), where) for port in ports)
 
 
 def _tensor(port: GraphPort, role: Role | None, where: Path | str) -> Tensor:

@@ -98,19 +98,16 @@ def checked_record(plan: Path) -> EngineRecord:
     return record
 
 
-def _plan_model(package: Package, records: tuple[EngineRecord, ...]) -> list[Model]:
-    if not records:
-        return []
+def _plan_model(package: Package, records: tuple[EngineRecord, ...]) -> Model:
     signature = signature_from_record(records[0])
     for plan, record in zip(package.plans, records, strict=True):
         if signature_from_record(record) != signature:
             raise BadInput(f"{plan}: its inputs, outputs or profiles differ from those of {package.plans[0]}")
     files: dict[str, Path | str] = {}
-    names = {} if len(records) == 1 else _cc_filenames(package.plans, records)
+    names = _cc_filenames(package.plans, records)
     for plan, name in zip(package.plans, names.values() or ["model.plan"], strict=True):
         files |= {name: plan, record_path(Path(name)).name: record_path(plan)}
-    variant = _plan_variant(package, signature, names)
-    return [Model(variant=variant, files=files, expected=package.expected.get("plan"))]
+    return Model(variant=_plan_variant(package, signature, names), files=files, expected=package.expected.get("plan"))
 
 
 def _plan_variant(package: Package, signature: Signature, names: Mapping[str, str]) -> Variant:
@@ -126,9 +123,9 @@ def _plan_variant(package: Package, signature: Signature, names: Mapping[str, st
 
 
 def _cc_filenames(plans: tuple[Path, ...], records: tuple[EngineRecord, ...]) -> dict[str, str]:
-    """{"8.6": "model.sm86.plan"} for plans of several compute capabilities."""
+    """{"8.6": "model.sm86.plan"} for plans of several compute capabilities, nothing for one plan."""
     names: dict[str, str] = {}
-    for plan, record in zip(plans, records, strict=True):
+    for plan, record in zip(plans, records, strict=True) if len(records) > 1 else ():
         target = record.targets[0] if len(record.targets) == 1 else ""
         if not re.fullmatch(r"\d{2,3}", target):
             raise BadInput(
@@ -141,23 +138,27 @@ def _cc_filenames(plans: tuple[Path, ...], records: tuple[EngineRecord, ...]) ->
     return names
 
 
-def _onnx_models(package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None) -> list[Model]:
-    models = []
-    limit = package.serving.max_batch or (signature_from_record(records[0]).largest_batch if records else None)
-    if package.onnx is not None:
-        variant = _graph_variant(package, package.onnx, "onnx", limit)
-        files: dict[str, Path | str] = {"model.onnx": package.onnx}
-        profiles = _profiles_to_build(package, package.onnx, variant.signature, records)
-        planned = replace(variant.signature, profiles=profiles)
-        pending = None if records else _plan_variant(package, planned, {})
-        files |= _build_files(package, planned, records, release, pending)
-        models.append(Model(variant=variant, files=files, expected=package.expected.get("onnx"), pending=pending))
-    if package.cpu_onnx is not None:
-        variant = _graph_variant(package, package.cpu_onnx, "cpu", limit)
-        code = {"model.py": BACKEND_MODEL} if package.serving.cpu_backend == "python" else {}
-        files = {"model.onnx": package.cpu_onnx, **code}
-        models.append(Model(variant=variant, files=files, expected=package.expected.get("cpu")))
-    return models
+def _onnx_model(
+    package: Package, graph: Path, records: tuple[EngineRecord, ...], release: ServerRelease | None, limit: int | None
+) -> Model:
+    """With the script that builds its plan, and that plan's config while there is none."""
+    variant = _graph_variant(package, graph, "onnx", limit)
+    profiles = _profiles_to_build(package, graph, variant.signature, records)
+    pending = None if records else _plan_variant(package, replace(variant.signature, profiles=profiles), {})
+    script = build_script(
+        name=package.name,
+        version=package.version,
+        inputs=variant.signature.inputs,
+        profiles=profiles,
+        onnx_sha256=sha256_of(graph.read_bytes()),
+        cc_filenames=_cc_filenames(package.plans, records),
+        image_tag=f"{server_tags()[0]}-py3" if release is None else release.tag,
+        pending=pending is not None,
+    )
+    files: dict[str, Path | str] = {"model.onnx": graph, SCRIPT_NAME: script}
+    if pending is not None:
+        files[PENDING_NAME] = config_text(pending, package.serving, package.version, labelled=bool(package.labels))
+    return Model(variant=variant, files=files, expected=package.expected.get("onnx"), pending=pending)
 
 
 def _graph_variant(package: Package, path: Path, suffix: str, limit: int | None) -> Variant:
@@ -178,32 +179,6 @@ def _graph_variant(package: Package, path: Path, suffix: str, limit: int | None)
     )
 
 
-def _build_files(
-    package: Package,
-    signature: Signature,
-    records: tuple[EngineRecord, ...],
-    release: ServerRelease | None,
-    pending: Variant | None,
-) -> dict[str, Path | str]:
-    """The build script, and the plan's config for when there is no plan yet."""
-    assert package.onnx is not None
-    names = {} if len(records) < 2 else _cc_filenames(package.plans, records)
-    script = build_script(
-        name=package.name,
-        version=package.version,
-        inputs=signature.inputs,
-        profiles=signature.profiles,
-        onnx_sha256=sha256_of(package.onnx.read_bytes()),
-        cc_filenames=names,
-        image_tag=f"{server_tags()[0]}-py3" if release is None else release.tag,
-        pending=pending is not None,
-    )
-    files: dict[str, Path | str] = {SCRIPT_NAME: script}
-    if pending is not None:
-        files[PENDING_NAME] = config_text(pending, package.serving, package.version, labelled=bool(package.labels))
-    return files
-
-
 def _profiles_to_build(
     package: Package, graph: Path, signature: Signature, records: tuple[EngineRecord, ...]
 ) -> tuple[BatchProfile, ...]:
@@ -217,15 +192,21 @@ def _profiles_to_build(
         return ()
     if records:
         return signature_from_record(records[0]).profiles
-    return package.profiles or (_default_profile(package.serving),)
-
-
-def _default_profile(serving: Serving) -> BatchProfile:
+    serving = package.serving
     largest = serving.max_batch or max((DEFAULT_MAX_BATCH, *serving.preferred_batches, *serving.graph_batches))
     tuned = min(serving.preferred_batches, default=largest)
-    return BatchProfile(smallest=1, tuned=tuned, largest=largest)
+    return package.profiles or (BatchProfile(smallest=1, tuned=tuned, largest=largest),)
 
 
 def models_of(package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None) -> list[Model]:
     """The plan model, the ONNX model and the CPU model, those whose artefacts were given."""
-    return [*_plan_model(package, records), *_onnx_models(package, records, release)]
+    models = [_plan_model(package, records)] if records else []
+    limit = package.serving.max_batch or (signature_from_record(records[0]).largest_batch if records else None)
+    if package.onnx is not None:
+        models.append(_onnx_model(package, package.onnx, records, release, limit))
+    if package.cpu_onnx is not None:
+        code = {"model.py": BACKEND_MODEL} if package.serving.cpu_backend == "python" else {}
+        variant = _graph_variant(package, package.cpu_onnx, "cpu", limit)
+        files = {"model.onnx": package.cpu_onnx, **code}
+        models.append(Model(variant=variant, files=files, expected=package.expected.get("cpu")))
+    return models

@@ -82,7 +82,10 @@ def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
 
 def models_by_version(repository: Path, name: str, version: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The variants that have the version, and those that don't. Raises BadInput when none has it."""
-    names = _version_names(repository, name)
+    require_name(name)
+    names = tuple(each for each in model_names(repository, name) if versions_of(repository / each))
+    if not names:
+        raise BadInput(f"{repository}: there is no model {name!r} with a version in it")
     having = tuple(each for each in names if config_path(repository / each, version).is_file())
     bare = next((each for each in having if version not in versions_of(repository / each)), None)
     if bare is not None:
@@ -98,11 +101,3 @@ def install_text(text: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         beside.write_text(text)
-
-
-def _version_names(repository: Path, name: str) -> tuple[str, ...]:
-    require_name(name)
-    names = tuple(each for each in model_names(repository, name) if versions_of(repository / each))
-    if not names:
-        raise BadInput(f"{repository}: there is no model {name!r} with a version in it")
-    return names
