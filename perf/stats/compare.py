@@ -9,7 +9,7 @@ from ground.text import markdown_line
 from perf.record.runs import Bench, Scalar, differing_keys
 
 from .stats import Interval
-from .summary import Side, Summary, summarise
+from .summary import Side, summarise
 
 Change = Literal["faster", "slower", "not significant", "unknown"]
 
@@ -54,7 +54,7 @@ def compare(before: Bench, after: Bench) -> Comparison:
     batches = sorted({row.batch for row in (*old.rows, *new.rows)})
     pairs = ((old.reference, new.reference), (old.candidate, new.candidate))
     rows = tuple(
-        _row(batch, name, _side(old, batch, former), _side(new, batch, name))
+        _row(batch, name, *(row and row.sides[own] for row, own in ((old.row(batch), former), (new.row(batch), name))))
         for batch in batches
         for former, name in pairs
     )
@@ -71,9 +71,8 @@ def ratio_of_independent(after: Interval, before: Interval) -> Interval:
 
 def markdown_from_comparison(comparison: Comparison) -> str:
     """Differences first, then the table."""
-    lines = (
-        ["Environment: no difference."] if not comparison.differences else ["| key | before | after |", "|---|---|---|"]
-    )
+    heading = ["| key | before | after |", "|---|---|---|"]
+    lines = heading if comparison.differences else ["Environment: no difference."]
     for difference in comparison.differences:
         mark = " (decisive)" if difference.decisive else ""
         shown = (difference.key, difference.before, difference.after)
@@ -97,18 +96,13 @@ def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
     pairs = [("", before.environment, after.environment), ("", before.settings, after.settings)]
     for former, latter in zip(before.subjects, after.subjects, strict=True):
         pairs.append((f"{latter.name}.", former.describe, latter.describe))
-        figures = ({"sha256": former.sha256, "macs": former.macs}, {"sha256": latter.sha256, "macs": latter.macs})
+        figures = ({"sha256": each.sha256, "macs": each.macs} for each in (former, latter))
         pairs.append((f"{latter.name}.", *figures))
     for prefix, old_keys, new_keys in pairs:
         for key in sorted({*old_keys, *new_keys}):
             old, new = old_keys.get(key), new_keys.get(key)
             if old != new and prefix + key not in decisive:
                 yield Difference(key=prefix + key, before=old, after=new, decisive=False)
-
-
-def _side(summary: Summary, batch: int, name: str) -> Side | None:
-    row = summary.row(batch)
-    return None if row is None else row.sides[name]
 
 
 def _row(batch: int, name: str, before: Side | None, after: Side | None) -> ComparedRow:
