@@ -18,6 +18,7 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, captured, open_stream
+from .onnx_session import role_of_rank
 from .protocol import DeviceMemory, Gauge
 
 Backend = Literal["tensorrt", "tensorrt_rtx"]
@@ -224,11 +225,8 @@ def _ports(trt: Any, engine: Any, path: Path) -> tuple[tuple[Port, ...], tuple[O
     inputs = tuple(
         Port(name=name, shape=tuple(engine.get_tensor_shape(name))[1:], dtype=str(dtypes[name])) for name in sources
     )
-    return inputs, tuple(_output_port(engine, name) for name in sinks)
-
-
-def _output_port(engine: Any, name: str) -> OutputPort:
-    return OutputPort(name=name, role="logits" if len(engine.get_tensor_shape(name)) == 2 else "feature map")
+    roles = {name: role_of_rank(len(engine.get_tensor_shape(name))) for name in sinks}
+    return inputs, tuple(OutputPort(name=name, role=role) for name, role in roles.items())
 
 
 def _collector(trt: Any, log: list[str]) -> Any:
@@ -252,12 +250,10 @@ def _last_error(log: list[str]) -> str:
 def _tensorrt(backend: Backend) -> Any:
     try:
         if backend == "tensorrt":
-            import tensorrt
-
-            return tensorrt
-        import tensorrt_rtx
-
-        return tensorrt_rtx
+            import tensorrt as library
+        else:
+            import tensorrt_rtx as library
     except ImportError as error:
         extra = "gpu" if backend == "tensorrt" else "rtx"
         raise Missing(f"{backend} is not installed or cannot load its libraries ({error}); extra `{extra}`") from error
+    return library

@@ -109,11 +109,17 @@ class Ledger:
     Memory that a runner frees and another takes over is booked on neither twice nor exactly; it is an attribution.
     """
 
-    gauge: Gauge
+    gauge: Gauge | None
     held_bytes: int = 0
 
-    def phase(self, work: Callable[[], T]) -> tuple[T, int]:
-        """Do the work; returns its result and the runner's peak during it in bytes."""
+    @property
+    def method(self) -> str | None:
+        return None if self.gauge is None else self.gauge.method
+
+    def phase(self, work: Callable[[], T]) -> tuple[T, int | None]:
+        """Do the work; returns its result and the runner's peak during it in bytes, None where nothing tells it."""
+        if self.gauge is None:
+            return work(), None
         self.gauge.reset_peak()
         before = self.gauge.now()
         result = work()
