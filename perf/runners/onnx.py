@@ -38,7 +38,7 @@ from .onnx_session import (
     require_provider,
     session_options,
 )
-from .protocol import DeviceMemory, Gauge, HostBound, resident_gauge
+from .protocol import Gauge, HostBound, device_memory, resident_gauge
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class OnnxRunner:
         return HostBound(lambda: run(output_names, checked), outputs=self._outputs_by_name)
 
     def gauge(self) -> Gauge | None:
-        return resident_gauge() if self.provider == "cpu" else DeviceMemory()
+        return resident_gauge() if self.provider == "cpu" else device_memory()
 
     def describe(self) -> Flat:
         return dict(self._describe)
