@@ -16,7 +16,7 @@ from ground.feeds import Feeds, batch_size, rows_of
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
-from perf.runners.protocol import Ledger, ResidentSet
+from perf.runners.protocol import Gauge, Ledger, resident_gauge
 from perf.stats.summary import knee, summarise
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from perf.timing.watch import Gpu, environment, fingerprint, watching
@@ -400,31 +400,18 @@ def test_the_knee_becomes_the_preferred_batch_size() -> None:
     assert read.preferred_batch_size == 64
 
 
-@dataclass
-class FakeGauge:
-    readings: list[int]
-    peaks: list[int]
-    method: str = "fake"
-
-    def reset_peak(self) -> None: ...
-
-    def now(self) -> int:
-        return self.readings.pop(0)
-
-    def peak(self) -> int:
-        return self.peaks.pop(0)
-
-
 def test_a_runner_is_booked_with_what_it_holds_and_its_last_peak() -> None:
     """Opens 100 -> 150, then a phase that peaks 70 above its start and leaves 20 behind; another's 500 don't count."""
-    ledger = Ledger(FakeGauge([100, 150, 650, 670], [160, 720]))
+    readings, peaks = iter([100, 150, 650, 670]), iter([160, 720])
+    ledger = Ledger(Gauge("fake", lambda: None, lambda: next(readings), lambda: next(peaks)))
     assert ledger.phase(lambda: "opened") == ("opened", 60)
     assert ledger.phase(lambda: None) == (None, 50 + 70)
     assert ledger.held_bytes == 70
 
 
 def test_the_resident_set_sees_an_allocation() -> None:
-    gauge = ResidentSet()
+    gauge = resident_gauge()
+    assert gauge is not None
     gauge.reset_peak()
     before = gauge.now()
     # Large enough to be mapped anew, not taken from memory that earlier tests let go.
@@ -463,9 +450,9 @@ def test_the_gpu_that_cuda_runs_on_is_watched(
     asked: list[object] = []
 
     class TwoCards(FakeNvml):
-        def nvmlDeviceGetName(self, handle: object) -> bytes:
+        def nvmlDeviceGetName(self, handle: object) -> str:
             asked.append(handle)
-            return b"A Card"
+            return "A Card"
 
     monkeypatch.setattr("perf.timing.watch._nvml", lambda: TwoCards(uuids=("GPU-a", "GPU-b")))
     with watching(uuid) as (_, described):

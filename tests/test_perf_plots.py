@@ -5,13 +5,17 @@ import re
 from collections.abc import Callable
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perf.parity.parity import Link, link
+from perf.parity.tolerance import limits
 from perf.report import plots
-from perf.report.plots import HUES, BoundedValue, Change, Gain, Point, Samples, Series, Spot
+from perf.report.plots import HUES, Series, Spot
 from perf.report.svg import WIDTH, Drawing, Scale, element, linear, logarithmic, short
+from perf.stats.stats import Interval
 
 
 def test_linear_and_logarithmic_places() -> None:
@@ -45,25 +49,30 @@ def numbers_of(svg: str) -> list[float]:
     return [float(x) for x in re.findall(r'\b(?:x|x1|x2|cx)="([-\d.]+)"', svg)]
 
 
-def point(label: str, value: float) -> Point:
-    return Point(label=label, value=value, low=value * 0.9, high=value * 1.1)
+def around(value: float) -> Interval:
+    return Interval(value=value, low=value * 0.9, high=value * 1.1)
+
+
+def links() -> list[Link]:
+    """One that is not finite, one without a limit."""
+    rows = np.random.default_rng(0).standard_normal((5, 4))
+    return [
+        link(name=name, kind="whole", reference="dense", candidate="reduced", reference_rows=rows, tolerance=bound,
+             candidate_by_batch={1: candidate})
+        for name, candidate, bound in (("fp16", rows * math.nan, limits(max_error=0.01)), ("whole", rows, limits()))
+    ]  # fmt: skip
 
 
 HOSTILE = "'\"><script>&amp;]]>"
 DRAWN: list[Callable[[], Drawing]] = [
-    lambda: plots.curve([Series(name="dense", tone="dense", points=(point("1", 3.0), point("8", 20.0)))],
+    lambda: plots.curve([Series(name="dense", tone="dense", points=[("1", around(3.0)), ("8", around(20.0))])],
                         title="t", unit="ms", x_label="batch", log=True),
-    lambda: plots.curve([Series(name="dense", tone="dense", points=(point("1", 3.0),))],
+    lambda: plots.curve([Series(name="dense", tone="dense", points=[("1", around(3.0))])],
                         title="t", unit="ms", x_label="batch", log=False),
-    lambda: plots.gains([Gain(label="batch 1", ratio=point("1", 1.4), noise=(0.99, 1.01), promised=2.0),
-                         Gain(label="batch 8", ratio=None, noise=None, promised=None)], title="t", x_label="x"),
-    lambda: plots.distributions([Samples(label="batch 1", by_name={"dense": [2.0] * 9 + [500.0], "reduced": [1.0]})],
-                                title="t", x_label="x"),
-    lambda: plots.dumbbells([Change(label="blocks.0.mlp", before=0.3, after=0.0)], title="t", x_label="x",
-                            before="cut", after="compensated"),
-    lambda: plots.bounded([BoundedValue(label="fp16", value=math.inf, bound=0.01, status="FAIL"),
-                           BoundedValue(label="whole", value=0.0, bound=None, status="UNJUDGED")],
-                          title="t", x_label="x"),
+    lambda: plots.gains({"batch 1": (around(1.4), around(1.0)), "batch 8": (None, None)}, 2.0),
+    lambda: plots.distributions({"batch 1": {"dense": [2.0] * 9 + [500.0], "reduced": [1.0]}}),
+    lambda: plots.dumbbells({"blocks.0.mlp": (0.3, 0.0)}),
+    lambda: plots.bounded(links(), x_label="x"),
     lambda: plots.scatter({HOSTILE: [Spot(x=0.4, value=0.0, filled=True, tip=HOSTILE)],
                            "corp": [Spot(x=0.9, value=0.3, filled=False, tip="b")]}, title=HOSTILE, unit="error",
                           x_label="share", least=1e-6),

@@ -17,7 +17,7 @@ from perf.parity.structure import batch_sizes, outputs
 from perf.parity.tolerance import limits
 from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
 from perf.report import tables
-from perf.report.content import Content, ModelLine, content_from_record
+from perf.report.content import ModelLine, content_from_record
 from perf.report.numbers import count, number, percent, size
 from perf.report.render import csv, html, junit, markdown
 from tests.refusals import rejects
@@ -344,5 +344,4 @@ def test_what_it_took_is_added_up_where_all_is_known() -> None:
 
 def test_the_memory_of_engines_is_shown() -> None:
     lines = (ModelLine(name="dense", device_memory_bytes=80_000_000), ModelLine(name="reduced"))
-    rows = tables.models(Content(title="t", models=lines, environment={}, lineage={})).rows
-    assert [row[:2] for row in rows] == [("Device memory", "80 MB")]
+    assert [row[:2] for row in tables.models(lines).rows] == [("Device memory", "80 MB")]

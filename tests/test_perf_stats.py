@@ -47,10 +47,9 @@ def test_median_of_even_counts_is_between_the_two_middle_ones() -> None:
     assert median([3.0, 1.0, 2.0]) == 2.0
 
 
-def test_a_tail_of_too_few_samples_is_withheld_with_the_reason() -> None:
+def test_a_tail_of_too_few_samples_is_withheld_and_tells_how_many_it_needs() -> None:
     p99 = tail(list(range(1, 662)), 99)
-    assert p99.value is None
-    assert p99.reason == "p99 needs 662 samples, there are 661"
+    assert (p99.value, p99.needed) == (None, 662)
     assert tail(list(range(1, 663)), 99).value == 656
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from perf.report.plots import Point, Series, line_with_whiskers
+from perf.report.plots import Series, ends_of, line_with_whiskers
 from perf.report.svg import WIDTH, Drawing, element, grid_y, legend, logarithmic, text
+from perf.stats.stats import Interval, exact
 
 NAMES = (
     {"none": "no repair", "corp": "corp", "best": "best", "best, closed loop": "closed loop"},
@@ -16,11 +17,10 @@ NAMES = (
 TONES = ("hue6", "hue1", "hue0", "hue3", "hue2", "hue5", "hue4")
 
 
-def _points(rows: Sequence[Mapping[str, Any]], method: str) -> tuple[Point, ...]:
+def _points(rows: Sequence[Mapping[str, Any]], method: str) -> list[tuple[str, Interval]]:
     """Its errors, the largest share first."""
     own = sorted((row for row in rows if row["method"] == method), key=lambda row: -row["share"])
-    errors = [(f"{row['share']:.0%}", row["class_error"]) for row in own]
-    return tuple(Point(label=label, value=error, low=error, high=error) for label, error in errors)
+    return [(f"{row['share']:.0%}", exact(row["class_error"])) for row in own]
 
 
 def real_encoder(record: Mapping[str, Any]) -> Drawing:
@@ -34,7 +34,7 @@ def real_encoder(record: Mapping[str, Any]) -> Drawing:
         for names in NAMES
     ]
     series = [each for line in lines for each in line]
-    y = logarithmic([point.value for each in series for point in each.points], start=bottom, end=top)
+    y = logarithmic(ends_of(series), start=bottom, end=top)
     step = (right - left - 36) / (len(shares) - 1)
     places = {f"{share:.0%}": left + 18 + place * step for place, share in enumerate(shares)}
     marks: list[Markup] = [grid_y(y, left, right, "relative error")]

@@ -7,7 +7,8 @@ from rich.table import Table
 
 from calib.redundancy import ChannelRedundancy, HeadRedundancy
 from corp_deploy.reduction.overfitting import Overfitting
-from perf.report.plots import Point, Series, curve
+from perf.report.plots import Series, curve
+from perf.stats.stats import Interval, exact
 
 Entry = ChannelRedundancy | HeadRedundancy
 
@@ -34,10 +35,9 @@ def _share(entry: Entry) -> float:
     return entry.k95 / entry.dim if isinstance(entry, ChannelRedundancy) else max(entry.k95) / entry.dim
 
 
-def _point(entry: Entry) -> Point:
-    share = _share(entry)
+def _point(entry: Entry) -> tuple[str, Interval]:
     place = ".".join(word for word in entry.site.split(".") if word.isdigit())
-    return Point(label=place, value=share, low=share, high=share)
+    return place, exact(_share(entry))
 
 
 def redundancy_plot(entries: Sequence[Entry]) -> str:

@@ -1,7 +1,6 @@
 """Whether an older record may judge a newer one, and what of a change between them is the machine's own."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from perf.record.runs import differing_keys
@@ -18,27 +17,22 @@ def differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
     """The keys that forbid comparing a figure with the baseline's: a timed one needs an equal machine, an error equal
     inputs, a measure of the user's own an equal command too; a size needs nothing.
     """
+    keys: dict[str, tuple[Any, Any]] = {}
     if not rule.wants_baseline:
         return ()
-    keys: Mapping[str, tuple[Any, Any]] = {}
     if not rule.is_of_bench:
-        keys = _differing_parity_inputs(rule, now, baseline)
+        assert now.parity is not None, rule
+        assert baseline.parity is not None, rule
+        pairs = {"inputs": (baseline.parity.images.digest, now.parity.images.digest)}
+        if rule.is_own:
+            old, new = (own_metric(each.parity, rule, rule.subject, "a record") for each in (baseline, now))
+            pairs["command"] = (old.sha256, new.sha256)
+        keys = {key: (then[:SHOWN], new[:SHOWN]) for key, (then, new) in pairs.items() if then != new}
     elif rule.metric in TIMED:
         assert now.bench is not None, rule
         assert baseline.bench is not None, rule
         keys = differing_keys(baseline.bench, now.bench)
     return tuple(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in keys.items())
-
-
-def _differing_parity_inputs(rule: Rule, now: Evidence, baseline: Evidence) -> Mapping[str, tuple[Any, Any]]:
-    """What differs between two parity records of what the rule's figure was measured on and by."""
-    assert now.parity is not None, rule
-    assert baseline.parity is not None, rule
-    pairs = {"inputs": (baseline.parity.images.digest, now.parity.images.digest)}
-    if rule.is_own:
-        old, new = (own_metric(each.parity, rule, rule.subject, "a record") for each in (baseline, now))
-        pairs["command"] = (old.sha256, new.sha256)
-    return {key: (one[:SHOWN], other[:SHOWN]) for key, (one, other) in pairs.items() if one != other}
 
 
 def divided_by_machine_change(figure: Interval, machine_change: Interval) -> Interval:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 from ground.errors import BadInput
 from perf.parity.measures import SHARES
@@ -11,8 +11,8 @@ from perf.parity.source import OwnMetric
 from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord
 from perf.stats.decision import share_interval
 from perf.stats.quiet import samples
-from perf.stats.stats import DEFAULT_CONFIDENCE, Interval, needed_samples, percentile_interval
-from perf.stats.summary import Summary, SummaryRow, cached_subjects, summarise
+from perf.stats.stats import DEFAULT_CONFIDENCE, Interval, exact, needed_samples, percentile_interval
+from perf.stats.summary import SummaryRow, cached_subjects, summarise
 
 from .rule import COUNTED, FITTED, PLACED, TIMED, Rule
 
@@ -68,11 +68,6 @@ class Evidence:
         return self.bench
 
 
-def exact(value: float) -> Interval:
-    """A figure without uncertainty."""
-    return Interval(value=value, low=value, high=value)
-
-
 def _subject(bench: Bench, rule: Rule, name: str | None, where: str) -> SubjectRecord:
     if name is None:
         return bench.candidate
@@ -85,15 +80,8 @@ def _subject(bench: Bench, rule: Rule, name: str | None, where: str) -> SubjectR
 
 def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
     subject = _subject(bench, rule, name, where)
-    value = {
-        "size_bytes": subject.size_bytes,
-        "plan_bytes": subject.plan_bytes,
-        "device_memory": None if rule.batch is None else subject.device_memory_at(rule.batch),
-        "params": subject.params,
-        "macs": subject.macs,
-        "fused_attention": subject.fused_attention,
-        "sparse_layers": subject.sparse_layers,
-    }[rule.metric]
+    at_batch = {} if rule.batch is None else {"device_memory": subject.device_memory_at(rule.batch)}
+    value: int | None = (asdict(subject) | at_batch)[rule.metric]
     if value is None:
         at = "" if rule.batch is None else f" at batch {rule.batch}"
         raise BadInput(f"rule {rule.text!r}: {where} does not tell {rule.metric} of {subject.name}{at}")
@@ -102,7 +90,8 @@ def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
 
 def _timed(bench: Bench, rule: Rule, name: str | None, where: str, confidence: float) -> Reading:
     subject = _subject(bench, rule, name, where).name
-    summary = summarise_batch(bench, rule, confidence)
+    # Reading all rows for every rule would take long.
+    summary = summarise(replace(bench, rows=tuple(row for row in bench.rows if row.batch == rule.batch)), confidence)
     row = None if rule.batch is None else summary.row(rule.batch, rule.measure)
     if row is None:
         batches = ", ".join(str(row.batch) for row in bench.rows)
@@ -125,11 +114,6 @@ def _doubt(bench: Bench, row: SummaryRow) -> str | None:
     return next((f"{name} is {why}" for name, why in cached_subjects(measured)), None)
 
 
-def summarise_batch(bench: Bench, rule: Rule, confidence: float) -> Summary:
-    """Only the row that a rule asks for, as reading all of them for every rule would take long."""
-    return summarise(replace(bench, rows=tuple(row for row in bench.rows if row.batch == rule.batch)), confidence)
-
-
 def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, confidence: float) -> Reading:
     side = row.sides[subject]
     match rule.metric:
@@ -145,8 +129,8 @@ def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, con
         return Reading(interval=None, doubt="several streams tell throughput, not latency")
     if percent == 50:
         return Reading(interval=side.p50_ms)
-    if side.samples < needed_samples(percent):
-        needed = needed_samples(percent)
+    needed = needed_samples(percent)
+    if side.samples < needed:
         return Reading(interval=None, doubt=f"{rule.metric} needs {needed} samples, there are {side.samples}")
     blocks = next(each.blocks for each in bench.rows if each.batch == row.batch)
     times = samples(blocks, subject, rule.measure)
@@ -163,7 +147,12 @@ def _parity(parity: Parity | None, rule: Rule, where: str, confidence: float) ->
             f"rule {rule.text!r}: {rule.metric} is no figure of a bench record, and {where} has no parity record"
         )
     if rule.metric == FITTED:
-        return _fitted(parity, rule, where)
+        if parity.fitted is None:
+            raise BadInput(
+                f"rule {rule.text!r}: {where} does not tell which images the model was fitted to; verify it again with "
+                "its directory among the candidates, or with --moments"
+            )
+        return Reading(interval=exact(parity.fitted.same))
     link = _link(parity.links, rule, where)
     measures = asdict(link.measures)
     if rule.metric not in measures:
@@ -180,15 +169,6 @@ def _parity(parity: Parity | None, rule: Rule, where: str, confidence: float) ->
     return Reading(interval=share_interval(value, count, confidence), count=count, unit=unit, share=value)
 
 
-def _fitted(parity: Parity, rule: Rule, where: str) -> Reading:
-    if parity.fitted is None:
-        raise BadInput(
-            f"rule {rule.text!r}: {where} does not tell which images the model was fitted to; verify it again with its "
-            "directory among the candidates, or with --moments"
-        )
-    return Reading(interval=exact(parity.fitted.same))
-
-
 def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> OwnMetric:
     """Of a link's candidate, else of what ships; of the dense model where that is the subject. Raises BadInput where
     there is none.
@@ -203,39 +183,28 @@ def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: st
         )
     if subject not in (None, DENSE):
         raise BadInput(f"rule {rule.text!r}: own measures are of {DENSE!r} and of candidates, not of {subject!r}")
-    label = rows[0].model if subject == DENSE else _judged_link(parity.links, rule, where).candidate
+    label = rows[0].model if subject == DENSE else _link(parity.links, rule, where).candidate
     row = next((row for row in rows if row.model == label), None)
     if row is None:
         raise BadInput(f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of {label}")
     return row
 
 
-def _judged_link(links: Sequence[Link], rule: Rule, where: str) -> Link:
-    """The named one, else one to what ships."""
-    if rule.link is not None:
-        return _link(links, rule, where)
-    return ([link for link in links if link.kind == "whole"] or list(links))[-1]
-
-
 def _link(links: Sequence[Link], rule: Rule, where: str) -> Link:
     """The named link; without a name the whole chain from the dense model to what ships, else the last link. Of several
-    outputs it is that of the only one which tells the figure.
+    outputs it is that of the only one which tells the figure, unless that is the user's own.
     """
-    if rule.link is None:
-        return _shipped(links, rule)
-    link_by_name = next((link for link in links if link.name == rule.link), None)
-    if link_by_name is None:
-        names = ", ".join(link.name for link in links)
-        raise BadInput(f"rule {rule.text!r}: {where} has no parity link {rule.link!r}; it has {names}")
-    return link_by_name
-
-
-def _shipped(links: Sequence[Link], rule: Rule) -> Link:
-    last = [link for link in links if link.kind == "whole"] or [links[-1]]
-    if last[-1].output is None:
-        return last[-1]
-    of_all = [link for link in links if (link.kind, link.candidate) == (last[-1].kind, last[-1].candidate)]
-    telling = [link for link in of_all if rule.metric in {field.name for field in fields(link.measures)}]
+    if rule.link is not None:
+        link_by_name = next((link for link in links if link.name == rule.link), None)
+        if link_by_name is None:
+            names = ", ".join(link.name for link in links)
+            raise BadInput(f"rule {rule.text!r}: {where} has no parity link {rule.link!r}; it has {names}")
+        return link_by_name
+    shipped = next((link for link in reversed(links) if link.kind == "whole"), links[-1])
+    if rule.is_own or shipped.output is None:
+        return shipped
+    of_all = [link for link in links if (link.kind, link.candidate) == (shipped.kind, shipped.candidate)]
+    telling = [link for link in of_all if rule.metric in asdict(link.measures)]
     if len(telling) > 1:
         names = " or ".join(f"{rule.metric}@{link.name}" for link in telling)
         raise BadInput(f"rule {rule.text!r}: several outputs tell {rule.metric}; write {names}")

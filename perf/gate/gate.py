@@ -8,7 +8,6 @@ machine's and decides nothing.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE, BadInput
@@ -24,10 +23,10 @@ from perf.stats.decision import (
     samples_for_share,
     share_interval,
 )
-from perf.stats.stats import UNBOUNDED, Interval
+from perf.stats.stats import UNBOUNDED, Interval, exact
 
 from .baseline_match import differing, divided_by_machine_change, machine_change
-from .evidence import Evidence, Reading, exact
+from .evidence import Evidence, Reading
 from .rule import BASELINE, Rule
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]
@@ -100,46 +99,61 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
             f"no baseline to compare with, but {lost[0].text!r} needs one: give an older {kind} record as baseline, or "
             "make this one it"
         )
-    rows = tuple(_first_baseline(rule, now) if rule in lost else _judged(rule, now, older) for rule in rules)
+    rows = tuple(_judged(rule, now, None if rule in lost else older) for rule in rules)
     return Gate(rules=rows, confidence=now.confidence)
 
 
-def _first_baseline(rule: Rule, now: Evidence) -> JudgedRule:
-    """A figure that no older record has a bound for; without it the record is no baseline."""
-    judged_rule = partial(_judged_rule, rule, now.confidence)
-    value, bound = now.reading(rule, rule.subject, "this record"), Reading(interval=None)
-    if value.broken is not None:
-        return judged_rule("FAIL", value.broken, value, bound)
-    if value.interval is None or value.doubt is not None:
-        return judged_rule("INCONCLUSIVE", value.doubt, value, bound)
-    if not value.interval.is_bounded:
-        return judged_rule("INCONCLUSIVE", _too_few(value, now.confidence), value, bound)
-    return judged_rule("UNJUDGED", "there is no baseline yet; a record that passes becomes it", value, bound)
+def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
+    """Without a baseline, a figure that no older record has a bound for; without it the record is no baseline."""
+    value, bound, keys = now.reading(rule, rule.subject, "this record"), Reading(interval=None), tuple[str, ...]()
+    if baseline is not None:
+        bound, keys = _bound(rule, now, baseline), differing(rule, now, baseline)
+    mine, doubt = value.interval, value.doubt or bound.doubt
+    verdict: Verdict = "INCONCLUSIVE"
+    message: str | None
+    if keys:
+        verdict, message = "NOT-COMPARABLE", "measured differently"
+    elif value.broken is not None:
+        verdict, message = "FAIL", value.broken
+    elif bound.broken is not None or mine is None or doubt is not None:
+        message = bound.broken or doubt
+    elif baseline is not None:
+        value = replace(value, interval=_paired(rule, now, mine))
+        verdict, message = _decided(rule, now, baseline, value, bound)
+    elif not mine.is_bounded:
+        message = _too_few(value, now.confidence)
+    else:
+        verdict, message = "UNJUDGED", "there is no baseline yet; a record that passes becomes it"
+    reason = "; ".join(part for part in (message, *keys) if part)
+    figure = _figure_text(value, bound, now.confidence)
+    shown, low, high = (None, None, None) if value.interval is None else value.interval.figures
+    return JudgedRule(
+        rule=rule.text,
+        verdict=verdict,
+        message=f"{figure}: {reason}" if reason else figure,
+        metric=rule.metric,
+        value=shown,
+        low=low,
+        high=high,
+        bound=None if bound.interval is None else bound.interval.value,
+        keys=keys,
+    )
 
 
-def _judged(rule: Rule, now: Evidence, baseline: Evidence) -> JudgedRule:
-    judged_rule = partial(_judged_rule, rule, now.confidence)
-    value = now.reading(rule, rule.subject, "this record")
-    bound = _bound(rule, now, baseline)
-    differ = differing(rule, now, baseline)
-    if differ:
-        return judged_rule("NOT-COMPARABLE", "measured differently", value, bound, keys=differ)
-    if value.broken is not None or bound.broken is not None:
-        return judged_rule("FAIL" if value.broken else "INCONCLUSIVE", value.broken or bound.broken, value, bound)
-    doubt = value.doubt or bound.doubt
-    if value.interval is None or bound.interval is None or doubt is not None:
-        return judged_rule("INCONCLUSIVE", doubt, value, bound)
-    figure, limit = _paired(rule, now, value.interval), bound.interval
-    value = replace(value, interval=figure)
+def _decided(
+    rule: Rule, now: Evidence, baseline: Evidence, value: Reading, bound: Reading
+) -> tuple[Verdict, str | None]:
+    figure, limit = value.interval, bound.interval
+    assert figure is not None, rule
+    assert limit is not None, rule
     verdict = _compared(rule, figure, limit)
     if verdict == "INCONCLUSIVE":
-        return judged_rule(verdict, _data_needed(rule, value, bound, now.confidence), value, bound)
+        return verdict, _data_needed(rule, value, bound, now.confidence)
     machine = machine_change(rule, now, baseline)
     if machine is not None and _compared(rule, divided_by_machine_change(figure, machine), limit) != verdict:
         change = f"{100 * (machine.value - 1):+.1f} %"
-        message = f"the machine itself moved: the reference model's own figure changed by {change}"
-        return judged_rule("INCONCLUSIVE", message, value, bound)
-    return judged_rule(verdict, None, value, bound)
+        return "INCONCLUSIVE", f"the machine itself moved: the reference model's own figure changed by {change}"
+    return verdict, None
 
 
 def _bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
@@ -220,32 +234,6 @@ def _images_needed(rule: Rule, share: float, bound: Reading, value: Reading, con
 def _too_few(value: Reading, confidence: float) -> str:
     only = f"only {value.count} {value.unit} were kept, too few for an interval"
     return f"{only} {confidence_text(confidence)}; measure longer"
-
-
-def _judged_rule(
-    rule: Rule,
-    confidence: float,
-    verdict: Verdict,
-    message: str | None,
-    value: Reading,
-    bound: Reading,
-    keys: tuple[str, ...] = (),
-) -> JudgedRule:
-    mine, limit = value.interval, bound.interval
-    reason = "; ".join(part for part in (message, *keys) if part)
-    shown, low, high = (None, None, None) if mine is None else mine.figures
-    figure = _figure_text(value, bound, confidence)
-    return JudgedRule(
-        rule=rule.text,
-        verdict=verdict,
-        message=f"{figure}: {reason}" if reason else figure,
-        metric=rule.metric,
-        value=shown,
-        low=low,
-        high=high,
-        bound=None if limit is None else limit.value,
-        keys=keys,
-    )
 
 
 def _figure_text(value: Reading, bound: Reading, confidence: float) -> str:

@@ -6,6 +6,7 @@ the new normal and only shown.
 """
 
 import math
+from functools import partial
 from pathlib import Path
 
 from ground.files import write_json
@@ -64,29 +65,19 @@ def standing_rise(series: Series) -> ChangePoint | None:
 
 def _row(trend: Trend, batch: BatchTrend) -> JudgedRule:
     series = batch.judged
-    rule = f"history: time rose at b{batch.batch} ({series.name})"
+    judged = partial(JudgedRule, rule=f"history: time rose at b{batch.batch} ({series.name})", metric=METRIC)
     if series.values[-1] is None:
-        return JudgedRule(
-            rule=rule, verdict="INCONCLUSIVE", message=batch.missing or "no figure in this record", metric=METRIC
-        )
+        return judged(verdict="INCONCLUSIVE", message=batch.missing or "no figure in this record")
     measured_count = sum(value is not None for value in series.values)
     count = len(trend.left_out)
     left_out = f"; {count} {'record' if count == 1 else 'records'} left out" if count else ""
     if measured_count < LEAST_VALUES:
         noun = "release" if measured_count == 1 else "releases"
         message = f"{measured_count} comparable {noun}, changes are looked for from {LEAST_VALUES} on{left_out}"
-        return JudgedRule(rule=rule, verdict="UNJUDGED", message=message, metric=METRIC)
+        return judged(verdict="UNJUDGED", message=message)
     rise = standing_rise(series)
     if rise is None:
         last = change_text(trend, series.changes[-1]) if series.changes else f"no change in {measured_count} releases"
-        return JudgedRule(rule=rule, verdict="PASS", message=last + left_out, metric=METRIC)
-    return JudgedRule(
-        rule=rule,
-        verdict="FAIL",
-        message=change_text(trend, rise) + left_out,
-        metric=METRIC,
-        value=rise.ratio.value,
-        low=rise.ratio.low,
-        high=rise.ratio.high,
-        bound=1 + LEAST_RISE,
-    )
+        return judged(verdict="PASS", message=last + left_out)
+    message, (value, low, high) = change_text(trend, rise) + left_out, rise.ratio.figures
+    return judged(verdict="FAIL", message=message, value=value, low=low, high=high, bound=1 + LEAST_RISE)

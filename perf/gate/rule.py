@@ -126,13 +126,10 @@ def _prefixes(text: str, prefix: str) -> tuple[str | None, str]:
 
 
 def _place(text: str, metric: str, place: str | None) -> tuple[int | None, str | None]:
-    if metric in TIMED:
+    if metric in (*TIMED, *PLACED):
         if place is None or not place.startswith("b"):
-            raise BadInput(f"rule {quoted(text)}: {metric} is measured at a batch size; write {metric}@b8 for batch 8")
-        return int(_number(text, place[1:], BATCH)), None
-    if metric in PLACED:
-        if place is None or not place.startswith("b"):
-            raise BadInput(f"rule {quoted(text)}: {metric} depends on the batch; write {metric}@b8 for batch 8")
+            why = "is measured at a batch size" if metric in TIMED else "depends on the batch"
+            raise BadInput(f"rule {quoted(text)}: {metric} {why}; write {metric}@b8 for batch 8")
         return int(_number(text, place[1:], BATCH)), None
     if metric in (*COUNTED, FITTED) and place is not None:
         raise BadInput(f"rule {quoted(text)}: {metric} is the same at every batch size and link; drop @{place}")

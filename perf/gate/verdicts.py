@@ -15,7 +15,7 @@ from ground.files import write_json
 from ground.records import record_from_file
 from ground.text import markdown_line, printable
 from perf.stats.stats import Interval
-from perf.stats.summary import Side, Summary
+from perf.stats.summary import Summary
 
 from .gate import Gate, JudgedRule
 
@@ -66,7 +66,7 @@ def markdown_from_gate(gate: Gate) -> str:
 
 def tracked_from_summary(summary: Summary, better: Literal["smaller", "bigger"]) -> str:
     """The figures of a record for a benchmark-tracking action, latencies and sizes or throughputs and speed-ups."""
-    figures = _smaller(summary) if better == "smaller" else _bigger(summary)
+    figures = (_figure(name, unit, value) for name, unit, value in _figures(summary, better) if value is not None)
     return json.dumps(list(figures), indent=1, allow_nan=False) + "\n"
 
 
@@ -82,35 +82,27 @@ def _cell(text: str) -> str:
     return printable(text).replace("|", "\\|").replace("\n", " ")
 
 
-def _smaller(summary: Summary) -> Iterator[dict[str, Any]]:
-    for side, batch in _sides(summary):
-        if side.p50_ms is not None:
-            yield _figure(f"{side.name} p50 at batch {batch}", "ms", side.p50_ms)
-        if side.p90_ms is not None and side.p90_ms.value is not None:
-            yield _figure(f"{side.name} p90 at batch {batch}", "ms", side.p90_ms.value)
-        if side.peak_memory_bytes is not None:
-            yield _figure(f"{side.name} peak memory at batch {batch}", "bytes", float(side.peak_memory_bytes))
-
-
-def _bigger(summary: Summary) -> Iterator[dict[str, Any]]:
-    for side, batch in _sides(summary):
-        if side.throughput is not None:
-            yield _figure(f"{side.name} throughput at batch {batch}", "images/s", side.throughput)
-    for row in summary.rows:
-        if row.speedup is not None:
-            yield _figure(f"speed-up at batch {row.batch}", "times", row.speedup)
-
-
-def _sides(summary: Summary) -> Iterator[tuple[Side, int]]:
+def _figures(
+    summary: Summary, better: Literal["smaller", "bigger"]
+) -> Iterator[tuple[str, str, Interval | float | None]]:
+    """Names, units and values; None: not measured."""
     for row in summary.rows:
         for side in row.sides.values():
-            if side.status == "ok":
-                yield side, row.batch
+            if side.status != "ok":
+                continue
+            if better == "bigger":
+                yield f"{side.name} throughput at batch {row.batch}", "images/s", side.throughput
+                continue
+            yield f"{side.name} p50 at batch {row.batch}", "ms", side.p50_ms
+            yield f"{side.name} p90 at batch {row.batch}", "ms", None if side.p90_ms is None else side.p90_ms.value
+            yield f"{side.name} peak memory at batch {row.batch}", "bytes", side.peak_memory_bytes
+    for row in summary.rows if better == "bigger" else ():
+        yield f"speed-up at batch {row.batch}", "times", row.speedup
 
 
 def _figure(name: str, unit: str, figure: Interval | float) -> dict[str, Any]:
-    if isinstance(figure, float):
-        return {"name": name, "unit": unit, "value": figure}
+    if not isinstance(figure, Interval):
+        return {"name": name, "unit": unit, "value": float(figure)}
     entry = {"name": name, "unit": unit, "value": figure.value}
     if figure.is_bounded:
         entry["range"] = f"{figure.low:.4g} to {figure.high:.4g}"

@@ -74,7 +74,13 @@ def load_history(directory: Path) -> History:
         if path.name.startswith("."):
             continue  # a record that another process is writing
         try:
-            releases.append(_release_in_history(path))
+            if path.suffix != ".json":
+                raise BadInput(f"{path}: no bench record, whose name ends in .json")
+            release = release_of_file(path)
+            time, _, digest = path.stem.partition("-")
+            if path.stem != release.name and time.endswith("Z") and len(digest) == DIGEST_LETTERS:
+                raise BadInput(f"{path}: changed after it was kept, it is {release.name} now")
+            releases.append(release)
         except BadInput as error:
             reason = printable(str(error).removeprefix(f"{path}: "))
             left_out.append(LeftOut(name=printable(path.name), reason=reason))
@@ -91,13 +97,3 @@ def add_release(directory: Path, record: Path) -> bool:
     with replacing(path) as temporary:
         shutil.copyfile(record, temporary)
     return True
-
-
-def _release_in_history(path: Path) -> Release:
-    if path.suffix != ".json":
-        raise BadInput(f"{path}: no bench record, whose name ends in .json")
-    release = release_of_file(path)
-    time, _, digest = path.stem.partition("-")
-    if path.stem != release.name and time.endswith("Z") and len(digest) == DIGEST_LETTERS:
-        raise BadInput(f"{path}: changed after it was kept, it is {release.name} now")
-    return release

@@ -212,13 +212,16 @@ def load_bench(path: Path) -> Bench:
 
 def differing_keys(old: Bench, new: Bench) -> dict[str, tuple[Scalar, Scalar]]:
     """Must-match keys in which two records differ, with both values; subjects are paired by position."""
-    differ = _differences("", old.environment, new.environment, ENVIRONMENT_MUST_MATCH)
-    differ |= _differences("", old.settings, new.settings, SETTINGS_MUST_MATCH)
+    pairs: list[tuple[str, Flat, Flat, Iterable[str]]] = [
+        ("", old.environment, new.environment, ENVIRONMENT_MUST_MATCH),
+        ("", old.settings, new.settings, SETTINGS_MUST_MATCH),
+    ]
     for before, after in zip(old.subjects, new.subjects, strict=True):
         keys = sorted({*before.describe, *after.describe} - set(DESCRIBE_MAY_DIFFER))
-        differ |= _differences(f"{after.name}.", before.describe, after.describe, keys)
-    return differ
-
-
-def _differences(prefix: str, old: Flat, new: Flat, keys: Iterable[str]) -> dict[str, tuple[Scalar, Scalar]]:
-    return {prefix + key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+        pairs.append((f"{after.name}.", before.describe, after.describe, keys))
+    return {
+        prefix + key: (then.get(key), now.get(key))
+        for prefix, then, now, keys in pairs
+        for key in keys
+        if then.get(key) != now.get(key)
+    }

@@ -115,8 +115,7 @@ class Content:
     bench: Bench | None = None
     summary: Summary | None = None
     parity: Parity | None = None
-    gate_verdict: str | None = None
-    gate: tuple[GateLine, ...] = ()
+    gate: GateLines = GateLines()
     sites: tuple[SiteLine, ...] = ()
     coverage: str = ""
     models: tuple[ModelLine, ...] = ()
@@ -141,27 +140,14 @@ def content_from_record(record: Mapping[str, Any]) -> Content:
     """
     if not isinstance(record.get("title"), str):
         raise BadInput("report: the title is missing; give the record a 'title'")
-    return _content(_printable(record))
-
-
-def _printable(value: Any) -> Any:
-    """The same JSON with every text fit to show, keys among them."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, Mapping):
-        return {_printable(key): _printable(item) for key, item in value.items()}
-    return [_printable(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _content(record: Mapping[str, Any]) -> Content:
-    bench, gate = _of_kind(record, "bench", Bench), _typed(record, "gate", GateLines, {})
+    record = _printable(record)
+    bench = _of_kind(record, "bench", Bench)
     return Content(
         title=record["title"],
         bench=bench,
         summary=None if bench is None else summarise(bench),
         parity=record.get("parity") and parity_from_value(record["parity"], where="parity.json"),
-        gate_verdict=gate.verdict,
-        gate=gate.rules,
+        gate=_typed(record, "gate", GateLines, {}),
         sites=_typed(record, "sites", tuple[SiteLine, ...], ()),
         coverage=_typed(record, "coverage", str, ""),
         models=_typed(record, "models", tuple[ModelLine, ...], ()),
@@ -175,6 +161,15 @@ def _content(record: Mapping[str, Any]) -> Content:
         lineage=_flat(_typed(record, "lineage", dict[str, Any], {})),
         commands=_typed(record, "commands", tuple[str, ...], ()),
     )
+
+
+def _printable(value: Any) -> Any:
+    """The same JSON with every text fit to show, keys among them."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _of_kind(record: Mapping[str, Any], kind: str, part: type[Part]) -> Part | None:

@@ -30,11 +30,11 @@ class VerdictLine:
 
 def verdicts(content: Content) -> list[VerdictLine]:
     """Each record that has a verdict; none is computed here."""
-    lines = []
-    if content.gate_verdict is not None:
-        unmet = [line.message for line in content.gate if line.verdict != "PASS"]
-        why = "; ".join(unmet) or f"all {len(content.gate)} rules pass"
-        lines.append(VerdictLine(headline=f"Gate {content.gate_verdict}", verdict=content.gate_verdict, why=why))
+    lines, gate = [], content.gate
+    if gate.verdict is not None:
+        unmet = [line.message for line in gate.rules if line.verdict != "PASS"]
+        why = "; ".join(unmet) or f"all {len(gate.rules)} rules pass"
+        lines.append(VerdictLine(headline=f"Gate {gate.verdict}", verdict=gate.verdict, why=why))
     if content.parity is not None:
         words = f"Parity {content.parity.verdict} ({content.parity.judged})"
         lines.append(VerdictLine(headline=words, verdict=content.parity.verdict, why=content.parity.reason))

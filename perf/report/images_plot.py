@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from perf.stats.stats import exact
+
 from .numbers import Table
-from .plots import Point, Series, curve
+from .plots import Series, curve
 from .svg import Drawing, Figure
 
 
@@ -34,29 +36,24 @@ def images_plot(points: Sequence[ImagesPoint]) -> Drawing:
 
     def series(name: str, tone: str, values: Sequence[float]) -> Series:
         labelled = zip(points, values, strict=True)
-        spots = tuple(Point(label=f"{at.images:,}", value=value, low=value, high=value) for at, value in labelled)
-        return Series(name=name, tone=tone, points=spots)
+        return Series(name=name, tone=tone, points=[(f"{at.images:,}", exact(value)) for at, value in labelled])
 
     others = [at.held_out for at in points if at.held_out is not None]
     errors = [at.relative_error for at in points if at.relative_error is not None]
     if others:
-        lines = [
-            series("images of the fit", "dense", [at.fitted for at in points]),
-            series("others", "reduced", others),
-        ]
+        fitted = series("images of the fit", "dense", [at.fitted for at in points])
+        lines = [fitted, series("others", "reduced", others)]
         title, unit = "Share of variance lost, summed over sites, against calibration images", "loss"
     else:
         lines = [series("output", "reduced", errors)]
         title, unit = "Relative error of the output against calibration images", "error"
-    positive = all(point.value > 0.0 for each in lines for point in each.points)
+    positive = all(point.value > 0.0 for each in lines for _, point in each.points)
     return curve(lines, title=title, unit=unit, x_label="calibration images", log=positive)
 
 
 def images_figure(points: Sequence[ImagesPoint]) -> Figure:
     """The plot with how to read it."""
-    return Figure(
-        caption="Where the lines meet, more images of the same kind bring nothing.", drawing=images_plot(points)
-    )
+    return Figure("Where the lines meet, more images of the same kind bring nothing.", images_plot(points))
 
 
 def images_table(points: Sequence[ImagesPoint], *, sentence: str) -> Table:

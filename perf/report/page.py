@@ -3,7 +3,7 @@
 The templates escape every word that they are given; only drawings (see svg) come as markup.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,135 +11,69 @@ from jinja2 import Environment
 
 from ground.templates import templates_of
 from ground.text import printable
-from perf.parity.parity import Parity
 from perf.stats.stats import Interval
-from perf.stats.summary import Side, Summary, SummaryRow
+from perf.stats.summary import Side, SummaryRow
 
 from . import plots
-from .content import Content, SiteLine
+from .content import Content
 from .headline import lead, tiles, verdicts, where
 from .history import history_figures
 from .images_plot import images_figure
 from .numbers import Table
-from .plots import BoundedValue, Change, Gain, Point, Samples, Series
+from .plots import Series
 from .svg import Figure
 from .tables import tables
 
 
 def speed_figures(content: Content) -> list[Figure]:
     """Latency, throughput, speed-up beside noise and promise, distribution of samples: those that were measured."""
-    if content.summary is None:
+    if content.summary is None or content.bench is None:
         return []
     rows = content.summary.rows
-    figures = [
-        _curve(rows, "Latency by batch", "ms", lambda side: side.p50_ms, log=True),
-        _curve(rows, "Throughput by batch", "images/s", lambda side: side.throughput, log=False),
-        _speedup(content),
-        _samples(content.summary),
-    ]
-    return [figure for figure in figures if figure is not None]
-
-
-def fidelity_figures(content: Content) -> list[Figure]:
-    """The parity chain and the error of each site."""
-    figures = [_chain(content.parity) if content.parity else None, _sites(content.sites)]
-    return [figure for figure in figures if figure is not None]
+    figures = _curve(rows, "Latency by batch", "ms", lambda side: side.p50_ms, log=True)
+    figures += _curve(rows, "Throughput by batch", "images/s", lambda side: side.throughput, log=False)
+    before, after = (subject.macs for subject in content.bench.subjects)
+    pairs = {f"batch {row.batch}": (row.speedup and plots.shown_interval(row.speedup), _noise(row)) for row in rows}
+    if any(ratio for ratio, _ in pairs.values()):
+        drawing = plots.gains(pairs, before / after if before and after else None)
+        figures.append(Figure("Ratio of medians, 95 % intervals; grey is the machine's own noise.", drawing))
+    times = {f"batch {row.batch}": {name: side.times_ms for name, side in row.sides.items()} for row in rows}
+    if kept := {label: by_name for label, by_name in times.items() if all(by_name.values())}:
+        figures.append(Figure("Every kept call; the vertical line is the median.", plots.distributions(kept)))
+    return figures
 
 
 def _curve(
     rows: tuple[SummaryRow, ...], title: str, unit: str, get: Callable[[Side], Interval | None], *, log: bool
-) -> Figure | None:
+) -> list[Figure]:
     names = list(dict.fromkeys(name for row in rows for name in row.sides))
     series = []
     for name, tone in zip(names, ("dense", "reduced"), strict=False):
         values = [(str(row.batch), get(row.sides[name])) for row in rows]
-        points = tuple(_point(label, value) for label, value in values if value is not None)
+        points = [(label, plots.shown_interval(value)) for label, value in values if value is not None]
         series += [Series(name=name, tone=tone, points=points)] if points else []
     if not series:
-        return None
-    measure = rows[0].measure.replace("_", " ")
-    caption = (
-        f"Median {measure} time on a log scale, with its 95 % interval." if log else "Images per second of wall time."
-    )
+        return []
+    median = f"Median {rows[0].measure.replace('_', ' ')} time on a log scale, with its 95 % interval."
     drawing = plots.curve(series, title=title, unit=unit, x_label="batch size", log=log)
-    return Figure(caption=caption, drawing=drawing)
+    return [Figure(median if log else "Images per second of wall time.", drawing)]
 
 
-def _speedup(content: Content) -> Figure | None:
-    assert content.summary is not None
-    assert content.bench is not None
-    before, after = (subject.macs for subject in content.bench.subjects)
-    promised = before / after if before and after else None
-    gains = [_gain(row, promised) for row in content.summary.rows]
-    if not any(gain.ratio for gain in gains):
-        return None
-    return Figure(
-        caption="Ratio of medians, 95 % intervals; grey is the machine's own noise.",
-        drawing=plots.gains(gains, title="Speed-up beside noise and promise", x_label="dense time / reduced time"),
-    )
+def _noise(row: SummaryRow) -> Interval | None:
+    return row.noise if row.noise and row.noise.is_bounded else None
 
 
-def _gain(row: SummaryRow, promised: float | None) -> Gain:
-    noise = row.noise if row.noise and row.noise.is_bounded else None
-    return Gain(
-        label=f"batch {row.batch}",
-        ratio=_point(str(row.batch), row.speedup) if row.speedup else None,
-        noise=(noise.low, noise.high) if noise else None,
-        promised=promised,
-    )
-
-
-def _samples(summary: Summary) -> Figure | None:
-    rows = [
-        Samples(label=f"batch {row.batch}", by_name={name: side.times_ms for name, side in row.sides.items()})
-        for row in summary.rows
-        if all(side.times_ms for side in row.sides.values())
-    ]
-    if not rows:
-        return None
-    x_label = f"time / median of {summary.reference}"
-    return Figure(
-        caption="Every kept call; the vertical line is the median.",
-        drawing=plots.distributions(rows, title="Distribution of samples", x_label=x_label),
-    )
-
-
-def _chain(parity: Parity) -> Figure:
-    rows = [
-        BoundedValue(
-            label=link.name,
-            value=link.measures.relative_error,
-            bound=link.tolerance.max_relative_error,
-            status=link.status,
-        )
-        for link in parity.links
-    ]
-    return Figure(
-        caption="The band ends where the link's tolerance ends.",
-        drawing=plots.bounded(rows, title="Error of each link", x_label=f"relative error of the {parity.compared}"),
-    )
-
-
-def _sites(sites: tuple[SiteLine, ...]) -> Figure | None:
-    changes = [
-        Change(label=site.site, before=site.error_uncompensated, after=site.error)
-        for site in sites
-        if site.error_uncompensated is not None and site.error is not None
-    ]
-    if not changes:
-        return None
-    return Figure(
-        caption="Of the site's output, before and after the compensation.",
-        drawing=plots.dumbbells(
-            changes, title="Error of each site", x_label="relative error", before="only cut", after="compensated"
-        ),
-    )
-
-
-def _point(label: str, value: Interval) -> Point:
-    is_positive = value.is_bounded and value.low > 0
-    low, high = (value.low, value.high) if is_positive else (value.value, value.value)
-    return Point(label=label, value=value.value, low=low, high=high)
+def fidelity_figures(content: Content) -> list[Figure]:
+    """The parity chain and the error of each site."""
+    figures = []
+    if content.parity:
+        drawing = plots.bounded(content.parity.links, x_label=f"relative error of the {content.parity.compared}")
+        figures.append(Figure("The band ends where the link's tolerance ends.", drawing))
+    errors = {site.site: (site.error_uncompensated, site.error) for site in content.sites}
+    known = {site: (cut, mended) for site, (cut, mended) in errors.items() if cut is not None and mended is not None}
+    if known:
+        figures.append(Figure("Of the site's output, before and after the compensation.", plots.dumbbells(known)))
+    return figures
 
 
 TONES = {"PASS": "pass", "FAIL": "fail"} | dict.fromkeys(
@@ -174,7 +108,7 @@ class Section:
 
 def html_from_content(content: Content) -> str:
     """One self-contained page."""
-    by_key = tables(content)
+    by_key, tones = tables(content), {_tone(stated.verdict) for stated in verdicts(content)}
     return (
         _environment()
         .get_template("page.html")
@@ -182,7 +116,7 @@ def html_from_content(content: Content) -> str:
             content=content,
             where=where(content),
             verdicts=verdicts(content),
-            tone=_tone_of_all(stated.verdict for stated in verdicts(content)),
+            tone=next((tone for tone in ("fail", "note", "pass") if tone in tones), "none"),
             lead=lead(content),
             tiles=tiles(content),
             beside=[by_key[key] for key in BESIDE if key in by_key],
@@ -205,21 +139,12 @@ def shown(value: object) -> object:
 def _environment() -> Environment:
     environment = templates_of("perf.report", is_html=True, finalize=shown)
     environment.globals |= {"tones": TONES, "tone_of": _tone, "zip": zip}
-    environment.filters["unbroken"] = _unbroken
+    environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
     return environment
 
 
 def _tone(verdict: str) -> str:
     return TONES.get(verdict, "note")
-
-
-def _tone_of_all(verdicts: Iterable[str]) -> str:
-    tones = {_tone(verdict) for verdict in verdicts}
-    return next((tone for tone in ("fail", "note", "pass") if tone in tones), "none")
-
-
-def _unbroken(text: str) -> str:
-    return text.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def _sections(content: Content, by_key: dict[str, Table]) -> list[Section]:
@@ -246,7 +171,7 @@ def _own_figures(content: Content, key: str) -> tuple[Figure, ...]:
     size = content.calibration_size
     if key == "calibration-size" and size is not None:
         return (images_figure(size.points),)
-    return tuple(history_figures(content.history)) if key == "history" else ()
+    return tuple(history_figures(content.history)) if key == "history" and content.history else ()
 
 
 def _speed_remarks(content: Content) -> list[Remark]:

@@ -35,12 +35,8 @@ def csv(record: Mapping[str, Any]) -> str:
 
 def _csv_rows(content: Content) -> Iterator[CsvRow]:
     """All sections in reading order."""
-    for model in content.models:
-        for name in ("params", "macs", "size_bytes", "accuracy", "agreement"):
-            yield _row("models", model.name, name, getattr(model, name))
-    for effect in content.effects:
-        for name in ("relative_error", "agreement", "accuracy"):
-            yield _row("effects", effect.preset, name, getattr(effect, name))
+    yield from _fields("models", content.models, ("params", "macs", "size_bytes", "accuracy", "agreement"))
+    yield from _fields("effects", content.effects, ("relative_error", "agreement", "accuracy"))
     if content.summary:
         for row in (*content.summary.rows, *content.summary.end_to_end_rows):
             yield from _latency_rows(row)
@@ -48,22 +44,24 @@ def _csv_rows(content: Content) -> Iterator[CsvRow]:
         for link in content.parity.links:
             for field in dataclasses.fields(link.measures):
                 yield _row("parity", link.name, field.name, getattr(link.measures, field.name), batch=link.batch)
-    for site in content.sites:
-        for name in SITE_ERRORS:
-            yield _row("sites", site.site, name, getattr(site, name))
+    yield from _fields("sites", content.sites, SITE_ERRORS)
     for block, entering, away, behind in content.merging.blocks if content.merging else ():
         for name, tokens in (("tokens_entering", entering), ("tokens_away", away), ("tokens_behind", behind)):
             yield _row("merging", f"block {block}", name, tokens)
-    for line in content.effort:
-        for name in MEASURES:
-            yield _row("effort", line.step, name, getattr(line, name))
+    yield from _fields("effort", content.effort, MEASURES)
     for batch in content.history.batches if content.history else ():
         for series in batch.series:
             for release, value in zip(content.history.releases if content.history else (), series.values, strict=True):
                 yield _row("history", release, series.name, value, batch=batch.batch)
-    for way in content.ways:
-        for name in ("share", "predicted_error", "measured_error"):
-            yield _row("ways", way.name, name, getattr(way, name))
+    yield from _fields("ways", content.ways, ("share", "predicted_error", "measured_error"))
+
+
+def _fields(section: str, lines: Sequence[Any], names: Sequence[str]) -> Iterator[CsvRow]:
+    """Some fields of each line, whose first field is what it is of."""
+    for line in lines:
+        subject = getattr(line, dataclasses.fields(line)[0].name)
+        for name in names:
+            yield _row(section, subject, name, getattr(line, name))
 
 
 def _latency_rows(row: SummaryRow) -> Iterator[CsvRow]:
@@ -106,34 +104,23 @@ def markdown(record: Mapping[str, Any]) -> str:
     """The tables of the page and no plots, for a pull request or a terminal."""
     content = content_from_record(record)
     lines = [f"# {markdown_line(content.title)}", ""]
-    lines += [
-        *(f"**{markdown_line(stated.headline)}** {markdown_line(stated.why)}  " for stated in verdicts(content)),
-        "",
-    ]
+    lines += [f"**{markdown_line(stated.headline)}** {markdown_line(stated.why)}  " for stated in verdicts(content)]
+    lines.append("")
     lines += [markdown_line(lead(content)), ""] if lead(content) else []
     for table in tables(content).values():
         lines += [*markdown_from_table(table), ""]
     if content.commands:
-        fence = _fence("\n".join(content.commands))
+        longest = max(map(len, re.findall("`+", "\n".join(content.commands))), default=0)
+        fence = "`" * max(3, longest + 1)  # more backticks than stand in a row anywhere inside
         lines += ["## Commands", "", fence, *content.commands, fence, ""]
     return "\n".join(lines)
 
 
 def markdown_from_table(table: Table) -> list[str]:
     """Lines, from its heading to its note."""
-    lines = [f"## {markdown_line(table.title)}", "", *_rows(table)]
-    return [*lines, "", markdown_line(table.note)] if table.note else lines
-
-
-def _rows(table: Table) -> list[str]:
     head, *body = (f"| {' | '.join(map(markdown_line, cells))} |" for cells in (table.columns, *table.rows))
-    return [head, "|" + "---|" * len(table.columns), *body]
-
-
-def _fence(text: str) -> str:
-    """Backticks, more of them than stand anywhere in a row in the text."""
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    return "`" * max(3, longest + 1)
+    lines = [f"## {markdown_line(table.title)}", "", head, "|" + "---|" * len(table.columns), *body]
+    return [*lines, "", markdown_line(table.note)] if table.note else lines
 
 
 TAGS = {
@@ -156,7 +143,7 @@ def junit(record: Mapping[str, Any]) -> str:
     cases: dict[str, list[tuple[str, str, str]]] = {
         "parity": [(link.name, link.status, link.reason) for link in links],
         "structure": [(f"{test.test} of {test.candidate}", test.status, test.reason) for test in structure],
-        "gate": [(line.rule, line.verdict, line.message) for line in content.gate],
+        "gate": [(line.rule, line.verdict, line.message) for line in content.gate.rules],
     }
     for suite, rows in cases.items():
         if rows:

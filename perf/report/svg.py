@@ -190,7 +190,7 @@ class Drawing:
         return element("svg", *before, *self.marks, class_="plot", role="img", aria_label=self.title, **frame)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Figure:
     """A plot with the sentence that says how to read it."""
 

@@ -1,11 +1,13 @@
 """The tables of a report."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from textwrap import shorten
+from typing import Any
 
 from perf.stats.summary import MOST_GAIN, Side, SummaryRow
 
-from .content import Content, ModelLine, SiteLine
+from .content import BudgetLine, Content, EffectLine, GateLine, MergingLines, ModelLine, SiteLine
 from .effort import effort_table
 from .history import history_table
 from .images_plot import images_table
@@ -18,85 +20,69 @@ MOST_WHY = 100
 
 def tables(content: Content) -> dict[str, Table]:
     """Every table that there are rows for, by key, in reading order."""
-    summary = content.summary
-    every = [
-        models(content),
-        effects(content),
-        latency("latency", "Latency and throughput", summary.rows if summary else ()),
-        latency("end_to_end", "With copies to and from the device", summary.end_to_end_rows if summary else ()),
-        gate(content),
-        history_table(content.history),
-        _images(content),
-        *(table(content.parity) for table in PARITY_TABLES if content.parity),
-        ways(content),
-        merging(content),
-        sites(content),
-        effort_table(content.effort),
-        pairs("environment", "Environment", content.environment),
-        pairs("lineage", "Lineage", content.lineage),
+    summary, size = content.summary, content.calibration_size
+    parts: list[tuple[Callable[[Any], Table], Any]] = [
+        (models, content.models),
+        (effects, content.effects),
+        (partial(latency, "latency", "Latency and throughput"), summary and summary.rows),
+        (partial(latency, "end_to_end", "With copies to and from the device"), summary and summary.end_to_end_rows),
+        (gate, content.gate.rules),
+        (history_table, content.history),
+        (partial(images_table, sentence=size.sentence if size else ""), size and size.points),
+        *((table, content.parity) for table in PARITY_TABLES),
+        (ways, content.ways),
+        (merging, content.merging),
+        (sites, content.sites),
+        (effort_table, content.effort),
+        (partial(pairs, "environment", "Environment"), content.environment),
+        (partial(pairs, "lineage", "Lineage"), content.lineage),
     ]
+    every = [table_of(part) for table_of, part in parts if part]
     return {table.key: table for table in every if table.rows}
 
 
-def _images(content: Content) -> Table:
-    """How many calibration images are enough."""
-    size = content.calibration_size
-    return images_table(() if size is None else size.points, sentence="" if size is None else size.sentence)
-
-
-def models(content: Content) -> Table:
+def models(lines: Sequence[ModelLine]) -> Table:
     """One column a model, one row a property; a last column compares two models."""
-    lines = content.models
-    rows = (
-        ("Parameters", lambda m: m.params, count),
-        ("Multiply-adds", lambda m: m.macs, count),
-        ("File size", lambda m: m.size_bytes, size),
-        ("Device memory", lambda m: m.device_memory_bytes, size),
-        ("Accuracy", lambda m: m.accuracy, percent),
-        ("Agreement", lambda m: m.agreement, percent),
-    )  # fmt: skip
-    cells = [_property(name, get, show, lines) for name, get, show in rows]
+    cells = [
+        _property("Parameters", [line.params for line in lines], count),
+        _property("Multiply-adds", [line.macs for line in lines], count),
+        _property("File size", [line.size_bytes for line in lines], size),
+        _property("Device memory", [line.device_memory_bytes for line in lines], size),
+        _property("Accuracy", [line.accuracy for line in lines], percent),
+        _property("Agreement", [line.agreement for line in lines], percent),
+    ]
     return Table(
         key="models",
         title="Dense beside reduced",
         columns=("", *(m.name for m in lines), *(("Change",) if len(lines) == 2 else ())),
-        rows=tuple(row for row in cells if any(cell != NOTHING for cell in row[1:])) if lines else (),
+        rows=tuple(row for row in cells if any(cell != NOTHING for cell in row[1:])),
     )
 
 
-def _property(
-    name: str,
-    get: Callable[[ModelLine], float | None],
-    show: Callable[[float | None], str],
-    lines: tuple[ModelLine, ...],
-) -> tuple[str, ...]:
-    values = [get(line) for line in lines]
-    cells = (name, *(show(value) for value in values))
-    if len(lines) != 2:
+def _property(name: str, values: Sequence[float | None], show: Callable[[float | None], str]) -> tuple[str, ...]:
+    cells = (name, *map(show, values))
+    if len(values) != 2:
         return cells
     before, after = values
-    if not before or after is None or name.startswith("Agreement"):
+    if not before or after is None or name == "Agreement":
         return (*cells, NOTHING)
     return (*cells, points(after - before) if name == "Accuracy" else signed_percent(after / before - 1))
 
 
-def effects(content: Content) -> Table:
+def effects(lines: Sequence[EffectLine]) -> Table:
     """What the compensation changed, at the same widths."""
     return Table(
         key="effects",
         title="What the compensation changed",
         columns=("Preset", "Logit error", "Agreement", "Accuracy"),
-        rows=tuple(
-            (e.preset, error(e.relative_error), percent(e.agreement), percent(e.accuracy)) for e in content.effects
-        ),
+        rows=tuple((e.preset, error(e.relative_error), percent(e.agreement), percent(e.accuracy)) for e in lines),
         note="Same widths and images; with preset none the channels are only cut.",
     )
 
 
-def latency(key: str, title: str, rows: Iterable[SummaryRow]) -> Table:
+def latency(key: str, title: str, rows: Sequence[SummaryRow]) -> Table:
     """One row a batch, reference → candidate; what failed stays in the table."""
-    rows = tuple(rows)
-    measure = rows[0].measure.replace("_", " ") if rows else ""
+    measure = rows[0].measure.replace("_", " ")
     needed = next((p.needed for row in rows for s in row.sides.values() if (p := s.p99_ms) and p.value is None), None)
     note = f"Times of one call ({measure}), dense → reduced. Speed-up is the ratio of medians with its 95 % interval, "
     note += "A/A noise the dense model against itself in the same run, and realised the time saved over the "
@@ -112,7 +98,7 @@ def latency(key: str, title: str, rows: Iterable[SummaryRow]) -> Table:
     )
 
 
-def _on_repeats(rows: Iterable[SummaryRow]) -> str:
+def _on_repeats(rows: Sequence[SummaryRow]) -> str:
     """The largest gain of a batch that comes again and again, where that was measured."""
     gains = [(gain, name, row.batch) for row in rows for name, gain in row.repeats.items()]
     if not gains:
@@ -146,72 +132,64 @@ def _both(sides: tuple[Side, ...], show: Callable[[Side], str]) -> str:
     return cells[0] if len(set(cells)) == 1 and not cells[0][0].isdigit() else " → ".join(cells)
 
 
-def gate(content: Content) -> Table:
+def gate(rules: Sequence[GateLine]) -> Table:
     """The gate's rules as judged, a line each."""
     return Table(
         key="gate",
         title="Gate",
         columns=("Rule", "Verdict", "Why"),
-        rows=tuple(
-            (line.rule, line.verdict, shorten(line.message, MOST_WHY, placeholder=" …")) for line in content.gate
-        ),
+        rows=tuple((line.rule, line.verdict, shorten(line.message, MOST_WHY, placeholder=" …")) for line in rules),
         note="Reasons that are cut off stand in full beside the gate's verdict.",
     )
 
 
-def ways(content: Content) -> Table:
+def ways(lines: Sequence[BudgetLine]) -> Table:
     """One budget spent in several ways."""
     return Table(
         key="ways",
         title="One budget, several ways to spend it",
         columns=("Widths", "Of the dense cost", "Logit error, predicted", "Logit error, found"),
-        rows=tuple((w.name, percent(w.share), error(w.predicted_error), error(w.measured_error)) for w in content.ways),
+        rows=tuple((w.name, percent(w.share), error(w.predicted_error), error(w.measured_error)) for w in lines),
         note="Found on a few calibration images, before any labels or held-out images are looked at.",
     )
 
 
-def merging(content: Content) -> Table:
+def merging(lines: MergingLines) -> Table:
     """Tokens by block."""
-    lines = content.merging
-    verb = lines.verb if lines else "merged"
     return Table(
         key="merging",
         title="Tokens by block",
-        columns=("Block", "Tokens that enter", verb.capitalize(), "Tokens behind"),
-        rows=tuple((f"block {block}", *map(count, rest)) for block, *rest in (lines.blocks if lines else ())),
-        note=" ".join(f"{words[:1].upper()}{words[1:]}." for words in (lines.sentences[1:] if lines else ())),
+        columns=("Block", "Tokens that enter", lines.verb.capitalize(), "Tokens behind"),
+        rows=tuple((f"block {block}", *map(count, rest)) for block, *rest in lines.blocks),
+        note=" ".join(f"{words[:1].upper()}{words[1:]}." for words in lines.sentences[1:]),
     )
 
 
-SITE_COLUMNS: tuple[tuple[str, Callable[[SiteLine], str]], ...] = (
-    ("Site", lambda s: s.site),
-    ("Width, dense", lambda s: s.width_dense),
-    ("Width, reduced", lambda s: s.width_reduced),
-    ("Error, only cut", lambda s: error(s.error_uncompensated)),
-    ("Error, compensated", lambda s: error(s.error)),
-)
-JUDGED_COLUMNS: tuple[tuple[str, Callable[[SiteLine], float | None]], ...] = (
-    ("Held out", lambda s: s.error_held_out),
-    ("Stream lacks", lambda s: s.stream_error),
-    ("Held out, stream", lambda s: s.stream_error_held_out),
-)
+JUDGED_COLUMNS = {
+    "Held out": "error_held_out",
+    "Stream lacks": "stream_error",
+    "Held out, stream": "stream_error_held_out",
+}
 
 
-def sites(content: Content) -> Table:
+def sites(lines: Sequence[SiteLine]) -> Table:
     """Widths and residuals of every site; those on held-out images and of the residual stream where there are any."""
-    judged_columns = [
-        (name, get) for name, get in JUDGED_COLUMNS if any(get(line) is not None for line in content.sites)
-    ]
+    judged = {
+        column: name
+        for column, name in JUDGED_COLUMNS.items()
+        if any(getattr(line, name) is not None for line in lines)
+    }
     return Table(
         key="sites",
         title="Sites",
-        columns=(*(name for name, _ in SITE_COLUMNS), *(name for name, _ in judged_columns)),
+        columns=("Site", "Width, dense", "Width, reduced", "Error, only cut", "Error, compensated", *judged),
         rows=tuple(
-            (*(show(line) for _, show in SITE_COLUMNS), *(error(get(line)) for _, get in judged_columns))
-            for line in content.sites
+            (s.site, s.width_dense, s.width_reduced, error(s.error_uncompensated), error(s.error),
+             *(error(getattr(s, name)) for name in judged.values()))
+            for s in lines
         ),
-        note="An error on held-out images well above the one beside it is over-fitting." if judged_columns else "",
-    )
+        note="An error on held-out images well above the one beside it is over-fitting." if judged else "",
+    )  # fmt: skip
 
 
 def pairs(key: str, title: str, values: Mapping[str, str]) -> Table:

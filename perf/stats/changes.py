@@ -47,14 +47,6 @@ class ChangePoint:
         return self.ratio.value > 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Split:
-    at: int
-    step: float
-    error: float
-    score: float
-
-
 def normal_from_t(t: float, freedom: int) -> float:
     """The normal deviate about as rare as a t of so many degrees of freedom, with its sign."""
     scale = (8 * freedom + 1) / (8 * freedom + 3)
@@ -75,22 +67,21 @@ def change_points(
     start, squares, freedom = 0, 0.0, 0
     for found in range(LEAST_VALUES - 1, len(logs)):
         level = logs[start : found + 1][-LOOKS:]
-        split = _best_split(level, squares, freedom, noise) if len(level) > 1 else None
-        if split is None or abs(split.score) < critical:
+        if len(level) < 2 or freedom + len(level) - 2 < 1:
             continue
-        first = found + 1 - len(level) + split.at
+        at, ratio, score = _best_split(level, squares, freedom + len(level) - 2, noise)
+        if abs(score) < critical:
+            continue
+        first = found + 1 - len(level) + at
         before = logs[start:first]
         squares, freedom = squares + _squares(before), freedom + len(before) - 1
-        points.append(ChangePoint(first=first, found=found, ratio=_ratio(split), score=split.score))
+        points.append(ChangePoint(first=first, found=found, ratio=ratio, score=score))
         start = first
     return tuple(points)
 
 
-def _best_split(level: Floats, squares: float, freedom: int, noise: float) -> _Split | None:
-    """The split whose two sides differ most for the spread within them; None without a degree of freedom."""
-    freedom += len(level) - 2
-    if freedom < 1:
-        return None
+def _best_split(level: Floats, squares: float, freedom: int, noise: float) -> tuple[int, Interval, float]:
+    """The split whose sides differ most for the spread within them: where, the new level over the old, the score."""
     after = np.arange(len(level) - 1, 0, -1)
     before = len(level) - after
     total = np.cumsum(level)
@@ -99,17 +90,13 @@ def _best_split(level: Floats, squares: float, freedom: int, noise: float) -> _S
     within = np.maximum(squares + _squares(level) - step**2 / weight, 0.0)
     error = np.sqrt(np.maximum(within / freedom, noise**2) * weight)
     at = int(np.argmax(np.abs(step / error)))
-    t = float(step[at] / error[at])
-    return _Split(at=at + 1, step=float(step[at]), error=float(error[at]), score=normal_from_t(t, freedom))
+    value, reach = math.exp(step[at]), math.exp(_NORMAL_95 * error[at])
+    ratio = Interval(value=value, low=value / reach, high=value * reach)
+    return at + 1, ratio, normal_from_t(float(step[at] / error[at]), freedom)
 
 
 def _squares(values: Floats) -> float:
     return float(np.sum((values - values.mean()) ** 2))
-
-
-def _ratio(split: _Split) -> Interval:
-    value, reach = math.exp(split.step), math.exp(_NORMAL_95 * split.error)
-    return Interval(value=value, low=value / reach, high=value * reach)
 
 
 @functools.cache

@@ -54,7 +54,7 @@ def compare(before: Bench, after: Bench) -> Comparison:
     batches = sorted({row.batch for row in (*old.rows, *new.rows)})
     pairs = ((old.reference, new.reference), (old.candidate, new.candidate))
     rows = tuple(
-        _row(batch, name, _side(old, batch, former), _side(new, batch, name))
+        _row(batch, name, _sides_of(old, former).get(batch), _sides_of(new, name).get(batch))
         for batch in batches
         for former, name in pairs
     )
@@ -71,9 +71,8 @@ def ratio_of_independent(after: Interval, before: Interval) -> Interval:
 
 def markdown_from_comparison(comparison: Comparison) -> str:
     """Differences first, then the table."""
-    lines = (
-        ["Environment: no difference."] if not comparison.differences else ["| key | before | after |", "|---|---|---|"]
-    )
+    heading = ["| key | before | after |", "|---|---|---|"]
+    lines = heading if comparison.differences else ["Environment: no difference."]
     for difference in comparison.differences:
         mark = " (decisive)" if difference.decisive else ""
         shown = (difference.key, difference.before, difference.after)
@@ -97,8 +96,8 @@ def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
     pairs = [("", before.environment, after.environment), ("", before.settings, after.settings)]
     for former, latter in zip(before.subjects, after.subjects, strict=True):
         pairs.append((f"{latter.name}.", former.describe, latter.describe))
-        figures = ({"sha256": former.sha256, "macs": former.macs}, {"sha256": latter.sha256, "macs": latter.macs})
-        pairs.append((f"{latter.name}.", *figures))
+        then, now = ({"sha256": each.sha256, "macs": each.macs} for each in (former, latter))
+        pairs.append((f"{latter.name}.", then, now))
     for prefix, old_keys, new_keys in pairs:
         for key in sorted({*old_keys, *new_keys}):
             old, new = old_keys.get(key), new_keys.get(key)
@@ -106,9 +105,8 @@ def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
                 yield Difference(key=prefix + key, before=old, after=new, decisive=False)
 
 
-def _side(summary: Summary, batch: int, name: str) -> Side | None:
-    row = summary.row(batch)
-    return None if row is None else row.sides[name]
+def _sides_of(summary: Summary, name: str) -> dict[int, Side]:
+    return {row.batch: row.sides[name] for row in summary.rows}
 
 
 def _row(batch: int, name: str, before: Side | None, after: Side | None) -> ComparedRow:

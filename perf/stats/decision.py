@@ -10,7 +10,7 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import Literal
 
-from .stats import DEFAULT_CONFIDENCE, Interval
+from .stats import DEFAULT_CONFIDENCE, Interval, exact
 
 MOST = 10**9  # larger sets of inputs there are none
 
@@ -29,7 +29,7 @@ def wilson(hits: float, count: int, confidence: float = DEFAULT_CONFIDENCE) -> t
 def share_interval(share: float, count: int, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
     """The share with its bounds; at confidence 0 both are the share."""
     if confidence == 0:
-        return Interval(value=share, low=share, high=share)
+        return exact(share)
     low, high = wilson(min(share * count, count), count, confidence)
     return Interval(value=share, low=min(low, share), high=max(high, share))
 
@@ -107,11 +107,10 @@ def share_against(share: float, least: float, *, count: int, noun: str, confiden
         ends = share_interval(share, count, confidence)
         return decide(ends.low, ends.high, lambda end: end < least)
 
-    interval = share_interval(share, count, confidence)
-    sentence = compared_with_limit(interval, percent_limit(least), confidence, percent)
-    if (decision := decided(count)) != "INCONCLUSIVE":
-        return decision, sentence
-    return decision, f"{sentence}: {samples_for_share(lambda other: decided(other) != 'INCONCLUSIVE', count, noun)}"
+    sentence = compared_with_limit(share_interval(share, count, confidence), percent_limit(least), confidence, percent)
+    if (decision := decided(count)) == "INCONCLUSIVE":
+        sentence += f": {samples_for_share(lambda other: decided(other) != 'INCONCLUSIVE', count, noun)}"
+    return decision, sentence
 
 
 def samples_for_share(decides: Callable[[int], bool], count: int, noun: str) -> str:

@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 from ground.errors import BadInput
 from ground.records import Figure
 
-PERCENTILE_METHOD = (
-    "inverted_cdf"  # the smallest sample that at least p % of the samples don't exceed; never interpolated
-)
 UNBOUNDED = "no interval"
 DEFAULT_CONFIDENCE = 0.95
 MIN_ROUNDS = 6  # the fewest rounds whose range covers the median with that confidence: 1 - 2 / 2**6 = 0.969
@@ -62,20 +59,22 @@ class Interval:
         return format(self.value, form) + shown
 
 
+def exact(value: float) -> Interval:
+    """A figure without uncertainty."""
+    return Interval(value=value, low=value, high=value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentile:
-    """A tail value; `value` is None with the reason when the samples are too few to state it.
+    """The smallest sample that at least so many per cent of them don't exceed, never interpolated; `value` is None when
+    there are fewer samples than are `needed` to state it.
 
     `upper` is the order statistic that exceeds the true percentile with 99 % confidence, None when no sample does.
     """
 
-    percent: float
     value: float | None
     upper: float | None
-    samples: int
     needed: int
-    reason: str | None
-    method: str = PERCENTILE_METHOD
 
 
 def median(samples: Sequence[float] | Floats) -> float:
@@ -96,7 +95,8 @@ def upper_rank(samples: int, percent: float, confidence: float = 0.99) -> int | 
     """
     share, below = percent / 100, 0.0
     for rank in range(1, samples + 1):
-        below += math.exp(_log_binomial(samples, rank - 1, share))
+        hits, log_ways = rank - 1, math.lgamma(samples + 1) - math.lgamma(rank) - math.lgamma(samples - rank + 2)
+        below += math.exp(log_ways + hits * math.log(share) + (samples - hits) * math.log1p(-share))
         if below >= confidence:
             return rank
     return None
@@ -117,12 +117,10 @@ def tail(samples: Sequence[float] | Floats, percent: float, *, always: bool = Fa
     """The percentile with its upper bound, withheld while the samples are too few unless `always`."""
     count, needed = len(samples), needed_samples(percent)
     if count == 0 or (count < needed and not always):
-        reason = f"p{percent:g} needs {needed} samples, there are {count}"
-        return Percentile(percent=percent, value=None, upper=None, samples=count, needed=needed, reason=reason)
+        return Percentile(value=None, upper=None, needed=needed)
     rank = upper_rank(count, percent)
     upper = None if rank is None else float(np.sort(np.asarray(samples, dtype=np.float64))[rank - 1])
-    value = percentile(samples, percent)
-    return Percentile(percent=percent, value=value, upper=upper, samples=count, needed=needed, reason=None)
+    return Percentile(value=percentile(samples, percent), upper=upper, needed=needed)
 
 
 def ratio_of_medians(
@@ -144,12 +142,14 @@ def ratio_of_medians(
 
 def median_interval(rounds: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, seed: int = 0) -> Interval:
     """The median of all samples with the bootstrap interval over whole rounds (samples within a round are kin)."""
-    return _pooled_interval(median(np.concatenate(rounds)), rounds, 50.0, confidence, seed)
+    percentiles = partial(_drawn_percentiles, rounds, 50.0)
+    return _over_rounds(median(np.concatenate(rounds)), len(rounds), percentiles, confidence, seed)
 
 
 def percentile_interval(rounds: Rounds, percent: float, *, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
     """A percentile of all samples with the bootstrap interval over whole rounds."""
-    return _pooled_interval(percentile(np.concatenate(rounds), percent), rounds, percent, confidence)
+    percentiles = partial(_drawn_percentiles, rounds, percent)
+    return _over_rounds(percentile(np.concatenate(rounds), percent), len(rounds), percentiles, confidence)
 
 
 def rate_interval(work_R: Floats, seconds_R: Floats, *, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
@@ -189,10 +189,6 @@ def trend_score(values: Sequence[float] | Floats) -> float:
     return (rises - math.copysign(1, rises)) / spread if rises else 0.0
 
 
-def _pooled_interval(value: float, rounds: Rounds, percent: float, confidence: float, seed: int = 0) -> Interval:
-    return _over_rounds(value, len(rounds), partial(_drawn_percentiles, rounds, percent), confidence, seed)
-
-
 def least_rounds(confidence: float) -> int:
     """The fewest rounds whose range covers the median with this confidence, 1 - 2 / 2**rounds; never under
     MIN_ROUNDS, below which the bootstrap is of too few.
@@ -210,7 +206,7 @@ def _over_rounds(
 ) -> Interval:
     """The interval of a statistic of rounds drawn again with repetition; more are drawn where its tails are thin."""
     if confidence == 0:
-        return Interval(value=value, low=value, high=value)
+        return exact(value)
     if rounds < least_rounds(confidence):
         return Interval(value=value, low=0.0, high=math.inf)
     draws = max(draws, math.ceil(2 * TAIL_DRAWS / (1 - confidence) - 1e-9))
@@ -233,8 +229,3 @@ def _drawn_percentiles(rounds: Rounds, percent: float, drawn_DR: NDArray[np.int6
         cumulative = np.cumsum(np.bincount(row, minlength=len(rounds))[owner])
         percentiles[index] = pooled[np.searchsorted(cumulative, percent / 100 * cumulative[-1] - 1e-9)]
     return percentiles
-
-
-def _log_binomial(count: int, hits: int, share: float) -> float:
-    choices = math.lgamma(count + 1) - math.lgamma(hits + 1) - math.lgamma(count - hits + 1)
-    return choices + hits * math.log(share) + (count - hits) * math.log1p(-share)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from perf.record.runs import Bench, BenchTrial, Block, Row, Status
+from perf.record.runs import Bench, Block, Row, Status
 
 from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
 from .stats import (
@@ -27,9 +27,7 @@ MOST_GAIN = 1.1  # what MLPerf Inference's compliance test 04 lets pass: inputs 
 
 def gain_on_repeats(row: Row, subject: str) -> Interval | None:
     """Times as quick on one batch as on varied ones, None where it was not asked."""
-    blocks = row.repeat_blocks.get(subject, ())
-    slow, fast = (samples(blocks, name, comparison_measure(blocks)) if blocks else [] for name in (VARIED, ONE))
-    return ratio_of_medians(slow, fast) if len(slow) and len(slow) == len(fast) else None
+    return speedup(row.repeat_blocks.get(subject, ()), VARIED, ONE)
 
 
 def cached_subjects(row: Row) -> Iterator[tuple[str, str]]:
@@ -86,9 +84,7 @@ class SummaryRow:
     noise: Interval | None
     realised_share: float | None
     rounds: int
-    dropped_rounds: int
     disturbed: bool
-    stop: str
     repeats: Mapping[str, Interval] = field(default_factory=dict)
 
 
@@ -128,15 +124,13 @@ def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
     but for those of `repeats`, which are held to a limit of their own.
     """
     rows = tuple(_row(bench, row, "compute", confidence) for row in bench.rows)
-    has_end_to_end = any(block.end_to_end_ms is not None for row in bench.rows for block in row.blocks)
+    apart = bench.rows if any(block.end_to_end_ms for row in bench.rows for block in row.blocks) else ()
     rates = {row.batch: row.sides[bench.candidate.name].throughput for row in rows}
     return Summary(
         reference=bench.reference.name,
         candidate=bench.candidate.name,
         rows=rows,
-        end_to_end_rows=tuple(_row(bench, row, "end_to_end", confidence) for row in bench.rows)
-        if has_end_to_end
-        else (),
+        end_to_end_rows=tuple(_row(bench, row, "end_to_end", confidence) for row in apart),
         knee=knee({batch: rate.value for batch, rate in rates.items() if rate is not None}),
         warnings=bench.warnings,
     )
@@ -149,21 +143,14 @@ def knee(throughput: Mapping[int, float]) -> Knee | None:
     """
     if len(throughput) < 2:
         return None
-    batches = sorted(throughput)
-    for index, batch in enumerate(batches):
-        if not any(_worth(throughput, batch, larger) for larger in batches[index + 1 :]):
+    for batch, rate in sorted(throughput.items()):
+        above = {larger: other for larger, other in throughput.items() if larger > batch}
+        if all(other <= rate * (1 + WORTH_REL) ** math.log2(larger / batch) for larger, other in above.items()):
             break
-    rate = throughput[batch]
-    if batch == batches[-1]:
+    if not above:
         return Knee(batch=batch, reason=f"throughput still rises at the largest batch measured, {rate:.0f} images/s")
-    best = max(throughput[larger] for larger in batches[index + 1 :])
-    reason = f"{rate:.0f} images/s; no larger batch gains {100 * WORTH_REL:g} % per doubling (the best has {best:.0f})"
-    return Knee(batch=batch, reason=reason)
-
-
-def _worth(throughput: Mapping[int, float], batch: int, larger: int) -> bool:
-    doublings = math.log2(larger / batch)
-    return bool(throughput[larger] > throughput[batch] * (1 + WORTH_REL) ** doublings)
+    reason = f"{rate:.0f} images/s; no larger batch gains {100 * WORTH_REL:g} % per doubling (the best has "
+    return Knee(batch=batch, reason=f"{reason}{max(above.values()):.0f})")
 
 
 def speedup(
@@ -184,7 +171,6 @@ def _row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
     faster = speedup(row.blocks, reference, candidate, measure, confidence)
     again = f"{reference} again"
     disturbed = is_disturbed(row.blocks)
-    rounds, complete = {block.round for block in row.blocks}, whole_rounds(row.blocks)
     return SummaryRow(
         batch=row.batch,
         measure=measure,
@@ -192,10 +178,8 @@ def _row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
         speedup=faster,
         noise=speedup(row.noise_blocks, reference, again, measure, confidence) if row.noise_blocks else None,
         realised_share=realised_share(faster, bench.reference.macs, bench.candidate.macs),
-        rounds=len(complete if disturbed else quiet_spans(row.blocks)),
-        dropped_rounds=len(rounds) - len(complete),
+        rounds=len(whole_rounds(row.blocks) if disturbed else quiet_spans(row.blocks)),
         disturbed=disturbed,
-        stop=row.stop,
         repeats={name: gain for name in row.repeat_blocks if (gain := gain_on_repeats(row, name)) is not None},
     )
 
@@ -208,7 +192,8 @@ def realised_share(faster: Interval | None, macs_before: int | None, macs_after:
 
 
 def _side(bench: Bench, row: Row, name: str, measure: str, confidence: float) -> Side:
-    trial = row.trials[name]
+    trial, size = row.trials[name], next(subject.size_bytes for subject in bench.subjects if subject.name == name)
+    peak = trial.peak_memory_bytes
     times = samples(row.blocks, name, measure) if comparison_measure(row.blocks) == "compute" else []
     some, flat = bool(times), np.concatenate([np.empty(0), *times])
     return Side(
@@ -222,16 +207,10 @@ def _side(bench: Bench, row: Row, name: str, measure: str, confidence: float) ->
         p99_ms=tail(flat, 99) if some else None,
         cv=coefficient_of_variation(flat) if some else None,
         throughput=None if bench.settings.get("flush_l2") else _throughput(row, name, confidence),
-        peak_memory_bytes=_believable_peak(bench, trial, name),
+        # Less than the artefact's own size: the runner was given memory that others had let go.
+        peak_memory_bytes=None if peak is None or (size is not None and peak < size) else peak,
         times_ms=tuple(float(ms) for ms in flat),
     )
-
-
-def _believable_peak(bench: Bench, trial: BenchTrial, name: str) -> int | None:
-    """None where less was booked than the artefact's own size: the runner was given memory that others had let go."""
-    size = next(subject.size_bytes for subject in bench.subjects if subject.name == name)
-    peak = trial.peak_memory_bytes
-    return None if peak is None or (size is not None and peak < size) else peak
 
 
 def _throughput(row: Row, name: str, confidence: float) -> Interval | None:

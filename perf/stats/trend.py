@@ -8,17 +8,15 @@ is `judged`; the others are shown.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from ground.errors import BadInput
 from perf.record.history import History, LeftOut, Release
-from perf.record.runs import FARED, Bench, Row, differing_keys
+from perf.record.runs import FARED, Bench, differing_keys
 
 from .changes import ALPHA, LEAST_NOISE, ChangePoint, change_points, critical_score
 from .quiet import comparison_measure, is_disturbed, samples
-from .stats import Interval, median_interval
+from .stats import Interval, median, median_interval
 from .summary import speedup
 
 CONFIDENCE_95 = 1.96
@@ -80,10 +78,10 @@ def trend_of(history: History, newest: Release) -> Trend:
     releases: list[Release] = []
     for release in history.releases:
         reason = _reason(release, newest)
-        if reason is None and not _is_same(release, (*releases, newest)):
-            releases.append(release)
-        elif reason is not None:
+        if reason is not None:
             left_out.append(LeftOut(name=release.name, reason=reason))
+        elif all(release.bench != other.bench for other in (*releases, newest)):  # be it written in another way
+            releases.append(release)
     releases.append(newest)
     benches = [release.bench for release in releases]
     rows = [row.batch for row in newest.bench.rows]
@@ -104,11 +102,6 @@ def latency_values(series: Series) -> tuple[list[int], list[float]]:
     measured = [(place, value.value) for place, value in enumerate(series.values) if value is not None]
     places, values = [place for place, _ in measured], [value for _, value in measured]
     return places, [1 / value for value in values] if series.unit == "x" else values
-
-
-def _is_same(release: Release, others: Sequence[Release]) -> bool:
-    """Whether the record stands among the others, be it written in another way."""
-    return any(release.bench.created == other.bench.created and release.bench == other.bench for other in others)
 
 
 def _reason(release: Release, newest: Release) -> str | None:
@@ -132,19 +125,16 @@ def _batch_trend(benches: Sequence[Bench], batch: int, critical: float) -> Batch
         Series(name=f"{newest.candidate.name} p50", unit="ms", values=candidate, judged=not paired),
         Series(name="speed-up", unit="x", values=ratio, judged=paired),
     )
-    first, second, third = (_with_changes(each, critical) if each.judged else each for each in series)
+    first, second, third = (replace(each, changes=_changes(each, critical)) if each.judged else each for each in series)
     return BatchTrend(batch=batch, series=(first, second, third), missing=figures[-1][1])
 
 
-def _with_changes(series: Series, critical: float) -> Series:
+def _changes(series: Series, critical: float) -> tuple[ChangePoint, ...]:
     places, values = latency_values(series)
     own = [value.half_width_rel for value in series.values if value is not None]
-    noise = max(LEAST_NOISE, float(np.median(own)) / CONFIDENCE_95 if own else 0.0)
-    changes = tuple(
-        ChangePoint(first=places[point.first], found=places[point.found], ratio=point.ratio, score=point.score)
-        for point in change_points(values, critical, noise=noise)
-    )
-    return Series(name=series.name, unit=series.unit, values=series.values, judged=True, changes=changes)
+    noise = max(LEAST_NOISE, median(own) / CONFIDENCE_95 if own else 0.0)
+    points = change_points(values, critical, noise=noise)
+    return tuple(replace(point, first=places[point.first], found=places[point.found]) for point in points)
 
 
 _Figures = tuple[Interval | None, Interval | None, Interval | None]
@@ -164,12 +154,8 @@ def _figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
     faster = speedup(row.blocks, bench.reference.name, bench.candidate.name)
     if faster is None or not faster.is_bounded:
         return _NO_FIGURES, "too few rounds for an interval; measure longer"
-    return (_median(row, bench.reference.name), _median(row, bench.candidate.name), faster), None
-
-
-def _median(row: Row, name: str) -> Interval | None:
-    """None where calls overlap, whose own times say little."""
-    if comparison_measure(row.blocks) != "compute":
-        return None
-    value = median_interval(samples(row.blocks, name))
-    return value if value.is_bounded else None
+    if comparison_measure(row.blocks) != "compute":  # calls overlap, whose own times say little
+        return (None, None, faster), None
+    medians = [median_interval(samples(row.blocks, subject.name)) for subject in bench.subjects]
+    reference, candidate = (each if each.is_bounded else None for each in medians)
+    return (reference, candidate, faster), None

@@ -74,10 +74,9 @@ class Plan:
     def __post_init__(self) -> None:
         if not MIN_ROUNDS <= self.min_rounds <= self.max_rounds:
             raise BadInput(f"rounds: an interval needs {MIN_ROUNDS}, got {self.min_rounds} to {self.max_rounds}")
-        if self.noise_rounds and self.noise_rounds < MIN_ROUNDS:
-            raise BadInput(f"the A/A run needs {MIN_ROUNDS} rounds or 0 for none, got {self.noise_rounds}")
-        if self.audit_rounds and self.audit_rounds < MIN_ROUNDS:
-            raise BadInput(f"the audit needs {MIN_ROUNDS} rounds or 0 for none, got {self.audit_rounds}")
+        for what, rounds in (("A/A run", self.noise_rounds), ("audit", self.audit_rounds)):
+            if rounds and rounds < MIN_ROUNDS:
+                raise BadInput(f"the {what} needs {MIN_ROUNDS} rounds or 0 for none, got {rounds}")
         limits = (self.block_ms, self.time_limit_s, self.half_width_rel, self.warm_up_limit_s)
         if not all(0 < limit < math.inf for limit in limits) or not 0 <= self.warm_up_min_s <= self.warm_up_limit_s:
             raise BadInput(f"times and widths of a plan must be positive, warm-up minimum below its limit; got {self}")
@@ -121,14 +120,11 @@ def warm_up(
         samples_ms.append(laps.compute_ms[0] if laps.compute_ms else laps.wall_ms)
         elapsed_s = (clock() - started) / 1e9
         enough = elapsed_s >= plan.warm_up_min_s and len(samples_ms) >= plan.warm_up_window
-        if enough and _is_flat(samples_ms[-plan.warm_up_window :], plan.warm_up_tolerance_rel):
+        window_ms = samples_ms[-plan.warm_up_window :]
+        if enough and (abs(trend(window_ms)) <= plan.warm_up_tolerance_rel or abs(trend_score(window_ms)) < 1.64):
             return WarmUp(samples_ms=tuple(samples_ms), flat=True)
         if elapsed_s + samples_ms[-1] / 1e3 > limit_s:
             return WarmUp(samples_ms=tuple(samples_ms), flat=False)
-
-
-def _is_flat(window_ms: Sequence[float], tolerance_rel: float) -> bool:
-    return abs(trend(window_ms)) <= tolerance_rel or abs(trend_score(window_ms)) < 1.64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from perf.record.runs import ENVIRONMENT_MUST_MATCH, Flat, GpuState, Scalar
 
+GPU_KEYS = ("gpu", "gpu_count", "sm", "driver", "cuda", "power_limit_w", "clocks")
 PACKAGES = ("numpy", "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx")
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -31,14 +32,12 @@ def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
         "machine": platform.machine(),
         "cpu": cpu_name(),
         "cpu_count": cpu_count(),
-        "cpu_governor": _first_line(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
+        "cpu_governor": _read(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         **{package.replace("-", "_"): version(package) for package in PACKAGES},
-        **{
-            key: (gpu or {}).get(key) for key in ("gpu", "gpu_count", "sm", "driver", "cuda", "power_limit_w", "clocks")
-        },
+        **{key: (gpu or {}).get(key) for key in GPU_KEYS},
     }
 
 
@@ -58,12 +57,17 @@ def version(package: str) -> str | None:
 
 def cpu_name() -> str:
     """The processor's name as the system tells it, else its architecture."""
-    try:
-        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
+    names = _cpuinfo(CPUINFO, "model name")
+    if names is None:
         return platform.processor() or platform.machine()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return names[0].strip() if names else platform.machine()
+
+
+def _cpuinfo(path: Path, key: str) -> list[str] | None:
+    """What each processor has there; None where the system doesn't tell."""
+    text = _read(path)
+    lines = None if text is None else text.splitlines()
+    return lines and [line.split(":", 1)[1] for line in lines if line.startswith(key)]
 
 
 def has_vnni(cpuinfo: Path = CPUINFO) -> bool | None:
@@ -73,12 +77,8 @@ def has_vnni(cpuinfo: Path = CPUINFO) -> bool | None:
     Without it ONNX Runtime's kernels add two of them in sixteen bits, which saturate (its documentation of
     quantisation, on `reduce_range`).
     """
-    try:
-        text = cpuinfo.read_text(encoding="utf-8")
-    except OSError:
-        return None
-    flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), None)
-    return None if flags is None else not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags)
+    flags = _cpuinfo(cpuinfo, "flags")
+    return None if not flags else not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags[0].split())
 
 
 def cpu_count() -> int | None:
@@ -86,7 +86,7 @@ def cpu_count() -> int | None:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
 
 
-def _first_line(path: Path) -> str | None:
+def _read(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
@@ -181,18 +181,14 @@ def watching(uuid: str | None = None) -> Iterator[tuple[Watch, Flat | None]]:
         yield unwatched, None
         return
     try:
-        gpu = Gpu(nvml, _handle(nvml, uuid), os.getpid())
+        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        if uuid is not None:
+            with suppress(nvml.NVMLError):  # which does not know a slice of a GPU
+                handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        gpu = Gpu(nvml, handle, os.getpid())
         yield gpu.state, gpu.describe()
     finally:
         nvml.nvmlShutdown()
-
-
-def _handle(nvml: Any, uuid: str | None) -> Any:
-    """The GPU of this UUID; the first where none is asked for or NVML does not know it (a slice of one)."""
-    if uuid is not None:
-        with suppress(nvml.NVMLError):
-            return nvml.nvmlDeviceGetHandleByUUID(uuid)
-    return nvml.nvmlDeviceGetHandleByIndex(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +209,9 @@ class Gpu:
             temperature_c=self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
             power_w=None if power_mw is None else power_mw / 1e3,
             throttle=tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit),
-            foreign_processes=sum(process.pid != self.pid for process in self._processes()),
+            foreign_processes=sum(
+                process.pid != self.pid for process in self._ask(nvml.nvmlDeviceGetComputeRunningProcesses) or ()
+            ),
         )
 
     def describe(self) -> dict[str, Scalar]:
@@ -223,17 +221,14 @@ class Gpu:
         capability = self._ask(nvml.nvmlDeviceGetCudaComputeCapability)
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
         return {
-            "gpu": _text(nvml.nvmlDeviceGetName(self.handle)),
+            "gpu": nvml.nvmlDeviceGetName(self.handle),
             "gpu_count": nvml.nvmlDeviceGetCount(),
             "sm": None if capability is None else f"{capability[0]}.{capability[1]}",
-            "driver": _text(nvml.nvmlSystemGetDriverVersion()),
+            "driver": nvml.nvmlSystemGetDriverVersion(),
             "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
             "power_limit_w": None if limit_mw is None else limit_mw / 1e3,
             "clocks": self._ask(nvml.nvmlDeviceGetApplicationsClock, nvml.NVML_CLOCK_SM),
         }
-
-    def _processes(self) -> list[Any]:
-        return list(self._ask(self.nvml.nvmlDeviceGetComputeRunningProcesses) or ())
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -256,8 +251,3 @@ def _nvml() -> Any:
         pynvml.nvmlShutdown()
         return None
     return pynvml
-
-
-def _text(name: str | bytes) -> str:
-    """Older bindings answer in bytes."""
-    return name.decode() if isinstance(name, bytes) else name
