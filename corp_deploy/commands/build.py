@@ -90,9 +90,8 @@ def audit(
     from export.engine.audit import audit_fusion, audit_to_json
     from ground.files import write_text
 
-    targets = options.sm if options.backend == "tensorrt-rtx" else ()
     with out.progress("auditing", None, unit="steps"):
-        audits = audit_fusion(dense, reduced, backend=options.backend, sms=targets, command=command_line())
+        audits = audit_fusion(dense, reduced, backend=options.backend, sms=options.sm, command=command_line())
     text = audit_to_json(audits, dense=dense.name, reduced=reduced.name)
     if output is not None:
         write_text(output, text)

@@ -1,11 +1,12 @@
 """Exported graphs, and records and audits of engines, on the terminal."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rich.table import Table
 
-from export.engine.audit import Audit, AuditedEngine
+from export.engine.audit import Audit
 from export.engine.record import CompatibilityPrice, EngineRecord
 from ground.ports import FUSION_BREAK
 from ground.precision import PRECISIONS, QUANTISED
@@ -98,10 +99,8 @@ def audit_table(audits: Sequence[Audit]) -> Table:
     heads = ("fused, dense", "reduced", "kernels, dense", "reduced", "plan MB, dense", "reduced")
     table = Table("target", *heads, "memory MB, dense", "reduced", "")
     for audit in audits:
-        cells: list[str] = []
-        for one, other in zip(_cells(audit.dense), _cells(audit.reduced), strict=True):
-            cells += [one, other]
-        table.add_row(f"{audit.backend} {audit.target}", *cells, "kept" if audit.passed else "LOST")
+        cells = chain.from_iterable(zip(_cells(audit.dense), _cells(audit.reduced), strict=True))
+        table.add_row(f"{audit.dense.backend} {audit.target}", *cells, "kept" if audit.passed else "LOST")
     return table
 
 
@@ -110,12 +109,12 @@ def lost_lines(audits: Sequence[Audit]) -> list[str]:
     return [f"{each.target}: {', '.join(each.lost)} lost the fused attention kernel" for each in audits if each.lost]
 
 
-def _cells(audited: AuditedEngine) -> tuple[str, str, str, str]:
-    fusion = audited.fusion
-    fused = f"{fusion.fused_attention} of {len(fusion.attention_sites)}" if fusion.attention_sites else "-"
-    peak = max(audited.memory_bytes.values(), default=None)
+def _cells(record: EngineRecord) -> tuple[str, str, str, str]:
+    sites = len(record.attention_sites)
+    fused = f"{record.fused_attention} of {sites}" if sites else "-"
+    peak = max(record.device_memory_bytes.values(), default=None)
     memory = "-" if peak is None else f"{peak / 1e6:.1f}"
-    return fused, str(len(fusion.kernels)), f"{audited.plan_bytes / 1e6:.2f}", memory
+    return fused, str(record.kernels), f"{record.plan_bytes / 1e6:.2f}", memory
 
 
 def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequence[str]]) -> list[str]:
