@@ -1,6 +1,7 @@
 """corp-deploy calibrate."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
@@ -8,27 +9,19 @@ from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateRun
 from corp_deploy.invocation.inputs import KINDS, RequiredInputs
 from corp_deploy.views.console import Output
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, model_options
-from .options import FILE, explicit_options, output_options
+from .command import command, some
+from .model_choice import ModelChoice
+from .options import FILE, explicit_options
 from .repeat import command_again
 from .sequential import calibrate_by_block, tell_moments
 from .stopwatch import keep_effort, stopwatch_on
 
 
-@click.command(
-    cls=Command, first="model weights images output samples attention-system hold-out batch-size device text"
-)
-@model_options
-@record_options("inputs", RequiredInputs, *KINDS, "samples", "seed", "workers", "max_bad")
-@record_options("files", CalibrateFiles)
-@record_options("options", CalibrateRun)
+@command(first="model weights images output samples attention-system hold-out batch-size device text")
 @click.option("--summary", type=FILE, default=None, help="Also write a JSON summary of OUTPUT, with its digest.")
-@output_options
 def calibrate(
     model: ModelChoice,
-    inputs: RequiredInputs,
+    inputs: Annotated[RequiredInputs, some(*KINDS, "samples", "seed", "workers", "max_bad")],
     files: CalibrateFiles,
     options: CalibrateRun,
     summary: Path | None,

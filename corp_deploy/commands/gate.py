@@ -9,27 +9,18 @@ from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_NOT_COMPARABLE
 
-from .declared import record_options
-from .options import FILE, output_options
+from .command import command
+from .options import FILE
 
 
-@click.command()
+@command()
 @click.argument("records", nargs=-1, required=True, type=FILE)
-@record_options("options", GateOptions)
-@record_options("baseline", Baseline)
 @click.option(
     "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
 )
-@output_options
-@click.pass_context
 def gate(
-    ctx: click.Context,
-    records: tuple[Path, ...],
-    options: GateOptions,
-    baseline: Baseline,
-    output: tuple[Path, ...],
-    out: Output,
-) -> None:
+    records: tuple[Path, ...], options: GateOptions, baseline: Baseline, output: tuple[Path, ...], out: Output
+) -> int:
     """Judge records of bench and verify by rules.
 
     PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
@@ -116,15 +107,13 @@ def gate(
     for path, record in baseline.start(files, exit_code=judged.exit_code).items():
         out.note(f"{path}: {record} is the baseline now")
     out.result(json.loads(gate_as_json(judged)), *gate_shown(judged), f"gate {judged.verdict}")
-    ctx.exit(judged.exit_code)
+    return judged.exit_code
 
 
-@click.command("bench compare")
+@command("bench compare")
 @click.argument("before", type=FILE)
 @click.argument("after", type=FILE)
-@output_options
-@click.pass_context
-def compare(ctx: click.Context, before: Path, after: Path, out: Output) -> None:
+def compare(before: Path, after: Path, out: Output) -> int:
     """Put two bench records side by side.
 
     Differences of the machines come first, then the figures. Exit codes: 0, or 5 if machines or settings differ so that
@@ -139,5 +128,4 @@ def compare(ctx: click.Context, before: Path, after: Path, out: Output) -> None:
 
     comparison = compare_records(load_bench(before), load_bench(after))
     out.result(comparison_as_json(comparison), markdown_from_comparison(comparison))
-    if not comparison.comparable:
-        ctx.exit(EXIT_NOT_COMPARABLE)
+    return 0 if comparison.comparable else EXIT_NOT_COMPARABLE

@@ -1,26 +1,18 @@
 """corp-deploy inspect."""
 
-import click
+from typing import Annotated
 
 from corp_deploy.invocation.budget_choice import MACS, MOST_CUT, BudgetChoice
 from corp_deploy.views.console import Output
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, model_options
-from .options import output_options
+from .command import command, some
+from .model_choice import ModelChoice
+
+PLANNED = f"Share of the MACs to keep, of which the plan tells what it takes of every site; default: {MACS}."
 
 
-@click.command(cls=Command, first="model macs weights outputs trust-code json")
-@model_options
-@record_options(
-    "budget",
-    BudgetChoice,
-    "macs",
-    macs=f"Share of the MACs to keep, of which the plan tells what it takes of every site; default: {MACS}.",
-)
-@output_options
-def inspect(model: ModelChoice, budget: BudgetChoice, out: Output) -> None:
+@command(first="model macs weights outputs trust-code json")
+def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", macs=PLANNED)], out: Output) -> None:
     """Show what of a model can be reduced, and what a budget takes.
 
     Why the rest can't; its sites with their widths, parameters, MACs and preprocessing. No weights are needed.

@@ -6,13 +6,13 @@ import click
 
 from corp_deploy.views.console import Output
 
-from .options import FILE, output_options
+from .command import command
+from .options import FILE
 
 
-@click.command("calibrate --merge")
+@command("calibrate --merge")
 @click.argument("parts", nargs=-1, required=True, type=FILE)
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write.")
-@output_options
 def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     """Add the moments of separate calibrations.
 
@@ -33,10 +33,9 @@ def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     out.result(summary_of_moments(merged, output), f"{output}: {merged.images} images of {len(parts)} calibrations")
 
 
-@click.command("inspect redundancy")
+@command("inspect redundancy")
 @click.option("--moments", type=FILE, required=True, help="Moments written by calibrate.")
 @click.option("--output", "-o", type=FILE, default=None, help="Also write the record (.json) or its plot (.svg).")
-@output_options
 def redundancy(moments: Path, output: Path | None, out: Output) -> None:
     """Show how far a model can go before anything is pruned.
 

@@ -16,9 +16,8 @@ from corp_deploy.release.pace import Pace
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_MISSING, BadInput
 
-from .declared import record_options
-from .help import Command
-from .options import DIRECTORY, FILE, output_options, trust_engine_option, trust_option
+from .command import command
+from .options import DIRECTORY, FILE, trust_engine_option, trust_option
 from .signing_choice import SigningChoice, VerifyingChoice
 
 if TYPE_CHECKING:
@@ -65,22 +64,15 @@ class RunChoice(Record, heading="How much is done"):
             raise BadInput("--dry-run, --plan-only and --only exclude one another")
 
 
-@click.command(cls=Command, first="output init weights images dry-run only baseline init-baseline sign trust-code")
+@command(first="output init weights images dry-run only baseline init-baseline sign trust-code")
 @click.argument("recipe", type=FILE)
 @click.option("--output", "-o", type=DIRECTORY, default=None, help="Directory of the release.")
-@record_options("new", StarterChoice)
-@record_options("run", RunChoice)
-@record_options("baseline", Baseline)
-@record_options("signing", SigningChoice)
 @trust_option
 @trust_engine_option
 @click.option(
     "--trust-paths", is_flag=True, help="Follow paths of RECIPE that lead out of its directory, and write to them."
 )
-@output_options
-@click.pass_context
 def release(
-    ctx: click.Context,
     recipe: Path,
     output: Path | None,
     new: StarterChoice,
@@ -89,7 +81,7 @@ def release(
     signing: SigningChoice,
     trust_paths: bool,
     out: Output,
-) -> None:
+) -> int:
     """Make a whole release from a recipe. Its model is reduced, exported, proved, measured and judged; finished stages
     are kept.
 
@@ -111,7 +103,7 @@ def release(
         raise click.UsageError("--sign signs a whole release; leave out --init, --dry-run, --plan-only and --only")
     if new.init_model is not None:
         _init(recipe, new.init_model, new, out)
-        return
+        return 0
     if output is None:
         raise click.UsageError("give the directory of the release with --output, or write a recipe with --init")
     job = Job(
@@ -137,7 +129,8 @@ def release(
         message = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
         out.result({"made": outcome.finished, "cached": outcome.cached}, message)
     else:
-        ctx.exit(make(job, out))
+        return make(job, out)
+    return 0
 
 
 def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
@@ -220,12 +213,9 @@ def _summary(released: "Released") -> str:
     return f"{len(finished)} stages done, {len(cached)} kept as they were"
 
 
-@click.command()
+@command()
 @click.argument("directory", type=DIRECTORY)
-@record_options("verifying", VerifyingChoice)
-@output_options
-@click.pass_context
-def check(ctx: click.Context, directory: Path, verifying: VerifyingChoice, out: Output) -> None:
+def check(directory: Path, verifying: VerifyingChoice, out: Output) -> int:
     """Verify a release by its digests and sample inputs. Those are replayed in ONNX Runtime; exit code 1 naming what
     differs.
 
@@ -249,5 +239,4 @@ def check(ctx: click.Context, directory: Path, verifying: VerifyingChoice, out: 
         named = f"{checked.name} {checked.version}, signed by {checked.signed_by}"
         line = f"{line}; {named}" if checked.signed_by else f"{directory}: not verified"
     out.result(asdict(checked), *checked.differs, line)
-    if checked.differs:
-        ctx.exit(EXIT_FAILED)
+    return EXIT_FAILED if checked.differs else 0

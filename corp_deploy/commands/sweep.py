@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
@@ -15,17 +15,9 @@ from corp_deploy.views.console import Output
 from ground.errors import BadInput
 from ground.quantity import BATCH, JOBS, SHARE
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, model_options
-from .options import (
-    DIRECTORY,
-    FILE,
-    Paths,
-    explicit_options,
-    output_options,
-    usage_errors,
-)
+from .command import command, some
+from .model_choice import ModelChoice
+from .options import DIRECTORY, FILE, Paths, explicit_options, usage_errors
 from .repeat import words_again
 from .sweep_choice import SweepChoice
 from .sweep_jobs import ALONE, run_jobs
@@ -60,22 +52,16 @@ class TrialsChoice(Record, heading="Trials"):
     batch_size: int = option(BATCH, 32, help="Images in one forward pass.")
 
 
-@click.command(
-    "sweep", cls=Command, first="model weights moments images output sparsity macs preset bench min-agreement"
-)
-@model_options
+LABELS = "Class indices of the images, for accuracy."
+
+
+@command(first="model weights moments images output sparsity macs preset bench min-agreement")
 @click.option(
     "--moments",
     type=Paths(FILE),
     required=True,
     help="Moments of this model, written by calibrate; several, with commas, such as those of --snapshots, also "
     "show how many images are enough.",
-)
-@record_options(
-    "inputs",
-    RequiredInputs,
-    *(*KINDS, "labels", "samples", "seed"),
-    labels="Class indices of the images, for accuracy.",
 )
 @click.option(
     "--output",
@@ -85,14 +71,10 @@ class TrialsChoice(Record, heading="Trials"):
     help="Directory for sweep.json, sweep.csv, sweep.html, sweep.svg and the trials, from which the same command "
     "resumes.",
 )
-@record_options("sweep", SweepChoice)
-@record_options("speed", SweepSpeedChoice)
-@record_options("trials", TrialsChoice)
-@output_options
 def sweep_command(
     model: ModelChoice,
     moments: tuple[Path, ...],
-    inputs: RequiredInputs,
+    inputs: Annotated[RequiredInputs, some(*KINDS, "labels", "samples", "seed", labels=LABELS)],
     output: Path,
     sweep: SweepChoice,
     speed: SweepSpeedChoice,
