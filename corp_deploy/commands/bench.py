@@ -1,4 +1,4 @@
-"""corp-deploy bench."""
+"""corp-deploy bench and corp-deploy bench compare."""
 
 import sys
 from pathlib import Path
@@ -10,12 +10,12 @@ from corp_deploy.invocation.decoding import DecoderLoad
 from corp_deploy.invocation.running import BenchFiles, BenchOptions, FedOptions
 from corp_deploy.invocation.table import BENCH_OF
 from corp_deploy.views.console import Output
-from ground.errors import EXIT_INCONCLUSIVE
+from ground.errors import EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE
 
 from .command import command, some
 from .decoder import bench_graphs
 from .model_choice import as_directory
-from .options import ANY_PATH, explicit_options, trust_engine_option, trust_option, usage_errors
+from .options import ANY_PATH, FILE, explicit_options, trust_engine_option, trust_option, usage_errors
 
 
 @command(first="output batch backend device provider threads time-limit half-width images names")
@@ -80,3 +80,24 @@ def bench(
         out.warn(warning)
     out.result(speed_record(measured), speed_table(measured), *repeat_lines(measured), *best_batch(measured))
     return 0 if measured.is_timed else EXIT_INCONCLUSIVE
+
+
+@command("bench compare")
+@click.argument("before", type=FILE)
+@click.argument("after", type=FILE)
+def compare(before: Path, after: Path, out: Output) -> int:
+    """Put two bench records side by side.
+
+    Differences of the machines come first, then the figures. Exit codes: 0, or 5 if machines or settings differ so that
+    the figures are not comparable.
+
+    Example: corp-deploy bench compare last-week.json bench.json
+    """
+    from corp_deploy.proof.gate import comparison_as_json
+    from perf.record.runs import load_bench
+    from perf.stats.compare import compare as compare_records
+    from perf.stats.compare import markdown_from_comparison
+
+    comparison = compare_records(load_bench(before), load_bench(after))
+    out.result(comparison_as_json(comparison), markdown_from_comparison(comparison))
+    return 0 if comparison.comparable else EXIT_NOT_COMPARABLE

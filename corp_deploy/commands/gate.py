@@ -1,4 +1,4 @@
-"""corp-deploy gate and corp-deploy bench compare."""
+"""corp-deploy gate."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ import click
 from corp_deploy.invocation.gate import GateOptions
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
-from ground.errors import EXIT_NOT_COMPARABLE
 
 from .command import command
 from .options import FILE
@@ -108,24 +107,3 @@ def gate(
         out.note(f"{path}: {record} is the baseline now")
     out.result(json.loads(gate_as_json(judged)), *gate_shown(judged), f"gate {judged.verdict}")
     return judged.exit_code
-
-
-@command("bench compare")
-@click.argument("before", type=FILE)
-@click.argument("after", type=FILE)
-def compare(before: Path, after: Path, out: Output) -> int:
-    """Put two bench records side by side.
-
-    Differences of the machines come first, then the figures. Exit codes: 0, or 5 if machines or settings differ so that
-    the figures are not comparable.
-
-    Example: corp-deploy bench compare last-week.json bench.json
-    """
-    from corp_deploy.proof.gate import comparison_as_json
-    from perf.record.runs import load_bench
-    from perf.stats.compare import compare as compare_records
-    from perf.stats.compare import markdown_from_comparison
-
-    comparison = compare_records(load_bench(before), load_bench(after))
-    out.result(comparison_as_json(comparison), markdown_from_comparison(comparison))
-    return 0 if comparison.comparable else EXIT_NOT_COMPARABLE
