@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.gate import GateOptions
+from corp_deploy.invocation.proof import GateOptions
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
 

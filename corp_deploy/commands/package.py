@@ -137,17 +137,15 @@ def serve_version(repository: Path, options: RollOptions, out: Output) -> int:
 
     expected = None if options.samples is None else samples_of_release(options.samples, options.max_error)
     rolled = roll(repository, options.name, version, TritonServer(address=server, timeout_s=options.timeout), expected)
-    served = rolled.served
-    more = {"idle": list(rolled.idle), "sample_errors": dict(rolled.errors), "failure": rolled.failure}
-    lines = [
-        f"{server}: {model} serves version {served.version}{_errors_text(rolled.errors, model)}"
-        for model in served.models
-    ]
-    lines += [
-        f"{repository}: {model} is not loaded there, its config names version {served.version}" for model in rolled.idle
-    ]
+    served, errors, lines = rolled.served, rolled.errors, list[str]()
+    for model in served.models:
+        said = f"relative error on the samples {errors[model]:.1e}" if model in errors else "answers not compared"
+        lines.append(f"{server}: {model} serves version {served.version}; {said}")
+    for model in rolled.idle:
+        lines.append(f"{repository}: {model} is not loaded there, its config names version {served.version}")
     lines += _lines_of_unchanged(repository, served)
     lines += [] if rolled.failure is None else [f"{server}: {rolled.failure}"]
+    more = {"idle": list(rolled.idle), "sample_errors": dict(errors), "failure": rolled.failure}
     out.result(asdict(served) | more, *lines)
     return 0 if rolled.failure is None else EXIT_FAILED
 
@@ -155,7 +153,3 @@ def serve_version(repository: Path, options: RollOptions, out: Output) -> int:
 def _lines_of_unchanged(repository: Path, served: "ServedVersion") -> list[str]:
     """Of the variants that stay as they are."""
     return [f"{repository}: {model} lacks version {served.version} and stays as it is" for model in served.unchanged]
-
-
-def _errors_text(errors: Mapping[str, float], model: str) -> str:
-    return f"; relative error on the samples {errors[model]:.1e}" if model in errors else "; answers not compared"

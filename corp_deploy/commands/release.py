@@ -22,7 +22,7 @@ from .signing_choice import SigningChoice, VerifyingChoice
 
 if TYPE_CHECKING:
     from corp_deploy.release.incremental import StageStatus
-    from corp_deploy.release.run import Job, Released
+    from corp_deploy.release.run import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,7 @@ def release(
     if signing.sign is not None and (new.init_model or run.non_default):
         raise click.UsageError("--sign signs a whole release; leave out --init, --dry-run, --plan-only and --only")
     if new.init_model is not None:
-        _init(recipe, new.init_model, new, out)
-        return 0
+        return _init(recipe, new.init_model, new, out)
     if output is None:
         raise click.UsageError("give the directory of the release with --output, or write a recipe with --init")
     job = Job(
@@ -133,7 +132,7 @@ def release(
     return 0
 
 
-def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
+def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> int:
     from corp_deploy.release.starter import require_named, starter
     from ground.files import write_text
 
@@ -145,9 +144,10 @@ def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
     outside = any(path and not path.resolve().is_relative_to(recipe.parent.resolve()) for path in sources)
     trust = " --trust-paths, as it names files beyond its directory" * outside
     out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR{trust}")
+    return 0
 
 
-def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
+def _rows(planned: "Sequence[StageStatus]", out: Output, note: str) -> None:
     from rich.table import Table
 
     from corp_deploy.views.console import reason_cell, reasons_below
@@ -156,7 +156,7 @@ def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
     for row in planned:
         table.add_row(row.stage, row.state, reason_cell(row.why))
     below = reasons_below((row.stage, row.why) for row in planned)
-    out.result({"stages": [asdict(row) for row in planned], "notes": list(notes)}, table, *below, *notes)
+    out.result({"stages": [asdict(row) for row in planned], "notes": [note]}, table, *below, note)
 
 
 def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
@@ -201,16 +201,12 @@ def make(job: "Job", out: Output, *closing: str) -> int:
         out.result(record, "stages are left for another machine; --plan-only writes them as a script", *closing)
         return EXIT_MISSING
     signature = "" if released.signature is None else f"; {SIGNATURES[released.signature]}"
+    done, kept = len(outcome.finished), len(outcome.cached)
+    summary = f"{done} stages done, {kept} kept as they were"
+    summary = summary if done else f"nothing to do: all {kept} stages are up to date"
     judged = gate_shown(load_gate(output / GATE))
-    out.result(record, _summary(released), *judged, f"{output}: gate {released.verdict}{signature}", *closing)
+    out.result(record, summary, *judged, f"{output}: gate {released.verdict}{signature}", *closing)
     return released.exit_code
-
-
-def _summary(released: "Released") -> str:
-    finished, cached = released.outcome.finished, released.outcome.cached
-    if not finished:
-        return f"nothing to do: all {len(cached)} stages are up to date"
-    return f"{len(finished)} stages done, {len(cached)} kept as they were"
 
 
 @command()

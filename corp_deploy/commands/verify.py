@@ -116,10 +116,7 @@ def verify(
         )
     proof = meter.beside(proof)
     again: list[str] = []
-    if options.polygraphy is not None:
-        there = options.polygraphy
-        again = [
-            f"in {there}:",
-            *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(options.batches)),
-        ]
+    if (there := options.polygraphy) is not None:
+        written = write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(options.batches))
+        again = [f"in {there}:", *written]
     return keep_proof(proof, output, out, *again)
