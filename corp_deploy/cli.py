@@ -22,17 +22,16 @@ from ground.errors import (
 from ground.signals import Terminated, raising_on_signals
 from ground.text import message_line
 
-from .commands.bench import bench
+from .commands.bench import bench, compare
 from .commands.build import audit, build
-from .commands.calibrate import calibrate
+from .commands.calibrate import calibrate, merge_moments
 from .commands.decoder import export_decoder_command
 from .commands.demo import demo
 from .commands.doctor import completion, doctor, print_versions
 from .commands.export import export_command
-from .commands.gate import compare, gate
-from .commands.inspect import inspect
+from .commands.gate import gate
+from .commands.inspect import inspect, redundancy
 from .commands.latency import latency_table
-from .commands.moments import merge_moments, redundancy
 from .commands.package import lint_repo, package, serve_version
 from .commands.perplexity import perplexity
 from .commands.reduce import reduce_command
@@ -69,27 +68,21 @@ def _failure_from_os(error: OSError) -> Failure:
     return Failure(f"{where}{error.strerror or error}", EXIT_BAD_INPUT)
 
 
-def _out_of_memory(error: Exception) -> Failure:
-    reason = f" ({str(error)[:150]})" if str(error) else ""
-    return Failure(
-        f"this machine has too little memory for that{reason}; take a smaller batch or fewer images", EXIT_MISSING
-    )
-
-
 def _unforeseen(error: Exception) -> Failure:
     """What no room worded: the machine's memory, the system's errors, or a bug of ours."""
+    said = str(error)[:150]
     if is_out_of_memory(error):
-        return _out_of_memory(error)
+        words = f"this machine has too little memory for that{f' ({said})' if said else ''}"
+        return Failure(f"{words}; take a smaller batch or fewer images", EXIT_MISSING)
     if str(error).startswith("DataLoader worker"):  # raised by a signal's handler of torch's, anywhere
         return Failure(
-            f"a process that decodes images died ({str(error)[:150]}): (a) memory ran out and the system killed it: "
+            f"a process that decodes images died ({said}): (a) memory ran out and the system killed it: "
             "take fewer --workers or a smaller batch, or (b) a library crashed on an image: --workers 0 shows on which",
             EXIT_MISSING,
         )
-    if (message := os_error_from(error)) is not None:
-        return _failure_from_os(message)
-    if isinstance(error, OSError):
-        return _failure_from_os(error)
+    of_system = os_error_from(error) or error
+    if isinstance(of_system, OSError):
+        return _failure_from_os(of_system)
     traceback.print_exception(error)
     return Failure("this is a bug in corp-deploy; the lines above say where", EXIT_BUG)
 
@@ -169,9 +162,9 @@ class Commands(click.Group):
         except Missing as error:
             raise Failure(str(error), EXIT_MISSING) from error
         except (KeyboardInterrupt, click.Abort) as error:
-            how, code = (
-                (error.name, error.exit_code) if isinstance(error, Terminated) else ("interrupted", EXIT_INTERRUPTED)
-            )
+            how, code = "interrupted", EXIT_INTERRUPTED
+            if isinstance(error, Terminated):
+                how, code = error.name, error.exit_code
             raise Failure(f"{how}; finished files are whole, nothing half-written is left", code) from error
         except Exception as error:
             raise _unforeseen(error) from error

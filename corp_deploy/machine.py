@@ -92,7 +92,7 @@ def _package(name: str, *, disables: str = "", extra: str = "") -> Capability:
     found, floor = _version(name), FLOORS[name]
     if not found:
         words = f"'corp-deploy[{extra}]'" if extra else "corp-deploy"
-        return Capability(what=name, found="", disables=disables or "everything", remedy=f"pip install {words}")
+        return _lacks(name, disables or "everything", f"pip install {words}")
     holes = described(vulnerabilities_of(name, found))
     if version_numbers(found) >= version_numbers(floor):
         return Capability(what=name, found=found, disables=holes)
@@ -112,24 +112,17 @@ def _python() -> Capability:
     return Capability(what="python", found=found, disables=described(holes), remedy=remedy)
 
 
-def _runtimes() -> Iterator[Capability]:
-    """The ONNX Runtime that is installed, of the two there are."""
-    for name in ("onnxruntime", "onnxruntime-gpu"):
-        if _version(name):
-            yield _package(name)
+def _lacks(what: str, disables: str, remedy: str) -> Capability:
+    return Capability(what=what, found="", disables=disables, remedy=remedy)
 
 
 def _providers() -> Capability:
+    what = "ONNX Runtime providers"
     try:
         import onnxruntime
     except ImportError:
-        return Capability(
-            what="ONNX Runtime providers",
-            found="",
-            disables="verify and bench of ONNX files",
-            remedy="pip install 'corp-deploy[cpu]'",
-        )
-    return Capability(what="ONNX Runtime providers", found=", ".join(onnxruntime.get_available_providers()))
+        return _lacks(what, "verify and bench of ONNX files", "pip install 'corp-deploy[cpu]'")
+    return Capability(what=what, found=", ".join(onnxruntime.get_available_providers()))
 
 
 def _vnni() -> Iterator[Capability]:
@@ -138,57 +131,36 @@ def _vnni() -> Iterator[Capability]:
     if found:
         yield Capability(what="VNNI", found="sums of INT8 products in 32 bits")
     elif found is False:
-        yield Capability(
-            what="VNNI",
-            found="",
-            disables="INT8 graphs in ONNX Runtime on this CPU, whose sums saturate",
-            remedy="export them with --weight-bits 7",
-        )
+        saturated = "INT8 graphs in ONNX Runtime on this CPU, whose sums saturate"
+        yield _lacks("VNNI", saturated, "export them with --weight-bits 7")
 
 
 def _gpu() -> Capability:
     import torch
 
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        return Capability(
-            what="GPU", found=f"{torch.cuda.get_device_name()}, SM {major}{minor}, CUDA {torch.version.cuda}"
-        )
-    return Capability(
-        what="GPU",
-        found="",
-        disables="measuring on a GPU; building a full TensorRT engine",
-        remedy="run those steps on a machine with one",
-    )
+    if not torch.cuda.is_available():
+        disables = "measuring on a GPU; building a full TensorRT engine"
+        return _lacks("GPU", disables, "run those steps on a machine with one")
+    major, minor = torch.cuda.get_device_capability()
+    found = f"{torch.cuda.get_device_name()}, SM {major}{minor}, CUDA {torch.version.cuda}"
+    return Capability(what="GPU", found=found)
 
 
 def _driver() -> Capability:
+    what, disables = "NVIDIA driver", "whatever needs a GPU"
     command = shutil.which("nvidia-smi")
     if command is None:
-        return Capability(
-            what="NVIDIA driver", found="", disables="whatever needs a GPU", remedy="install the driver of the GPU"
-        )
+        return _lacks(what, disables, "install the driver of the GPU")
     query = [command, "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit", "--format=csv,noheader"]
     result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     if result.returncode != 0:
-        return Capability(
-            what="NVIDIA driver",
-            found="",
-            disables="whatever needs a GPU",
-            remedy=result.stdout.strip() or result.stderr.strip(),
-        )
-    return Capability(what="NVIDIA driver", found=f"{result.stdout.strip()} (driver, SM clock, highest, power limit)")
+        return _lacks(what, disables, result.stdout.strip() or result.stderr.strip())
+    return Capability(what=what, found=f"{result.stdout.strip()} (driver, SM clock, highest, power limit)")
 
 
 def _memory() -> Capability:
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Capability(
-        what="memory", found=f"{pages * size / 2**30:.1f} GiB, {os.cpu_count()} CPUs, {platform.machine()}"
-    )
-
-
-def _disk(where: Path) -> Capability:
-    return Capability(what="free disk", found=f"{shutil.disk_usage(where).free / 2**30:.1f} GiB")
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return Capability(what="memory", found=f"{size:.1f} GiB, {os.cpu_count()} CPUs, {platform.machine()}")
 
 
 def findings() -> list[Capability]:
@@ -197,7 +169,7 @@ def findings() -> list[Capability]:
         Capability(what="corp-deploy", found=__version__),
         _python(),
         *map(_package, _REQUIRED),
-        *_runtimes(),
+        *(_package(name) for name in ("onnxruntime", "onnxruntime-gpu") if _version(name)),
         _providers(),
         *_vnni(),
         _package("openvino", disables="bench, verify and release targets in OpenVINO", extra="openvino"),
@@ -208,7 +180,7 @@ def findings() -> list[Capability]:
         _gpu(),
         _driver(),
         _memory(),
-        _disk(Path.cwd()),
+        Capability(what="free disk", found=f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB"),
     ]
 
 

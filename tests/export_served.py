@@ -1,6 +1,8 @@
 """Artefacts small enough for tests of packaging: a linear classifier as ONNX, a stand-in for its plan with a record."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -46,6 +48,19 @@ def write_onnx(
     return path
 
 
+def engine_record(plan: bytes = b"plan", graph: bytes = b"graph", **changes: Any) -> EngineRecord:
+    """What a build of this graph for an SM 86 would have left beside this plan, or with changes."""
+    port = GraphPort(name="images", dtype="float32", shape=("batch", *SHAPE))
+    facts: dict[str, Any] = {
+        "backend": "tensorrt", "library_version": "10.14.1.48", "command": "", "onnx_sha256": sha256_of(graph),
+        "onnx_bytes": len(graph), "plan_sha256": sha256_of(plan), "plan_bytes": len(plan), "precision": "fp16",
+        "half_weight_share": 1.0, "half_kernel_share": None, "targets": ("86",), "gpu": None, "profiles": ("1:4:16",),
+        "inputs": (port,), "outputs": (replace(port, name="logits", shape=("batch", CLASSES)),), "kernels": None,
+        "kernel_kinds": {}, "attention_sites": (), "fused_attention_sites": None, "build_seconds": 1.0, "options": {},
+    }  # fmt: skip
+    return EngineRecord(**facts | changes)
+
+
 def write_plan(
     path: Path,
     onnx_path: Path,
@@ -58,15 +73,14 @@ def write_plan(
     compatible: bool = False,
 ) -> Path:
     """Some bytes in place of a plan, and what a build would have left: the record beside them, and its note."""
-    path.write_bytes(b"plan for " + target.encode())
-    record_built_engine(sha256_of(path.read_bytes()))
-    record = EngineRecord(
-        backend=backend, library_version=version, command="", onnx_sha256=sha256_of(onnx_path.read_bytes()),
-        onnx_bytes=onnx_path.stat().st_size, plan_sha256=sha256_of(path.read_bytes()), plan_bytes=path.stat().st_size,
-        precision="fp16", half_weight_share=1.0, half_kernel_share=None, targets=(target,), gpu=None,
-        profiles=profiles, inputs=(GraphPort(name="images", dtype="float32", shape=(batch, *SHAPE)),),
-        outputs=(GraphPort(name="logits", dtype="float32", shape=(batch, CLASSES)),), kernels=None, kernel_kinds={},
-        attention_sites=(), fused_attention_sites=None, build_seconds=1.0, options={"version_compatible": compatible},
+    plan = b"plan for " + target.encode()
+    path.write_bytes(plan)
+    record_built_engine(sha256_of(plan))
+    record = engine_record(
+        plan, onnx_path.read_bytes(), backend=backend, library_version=version, targets=(target,), profiles=profiles,
+        inputs=(GraphPort(name="images", dtype="float32", shape=(batch, *SHAPE)),),
+        outputs=(GraphPort(name="logits", dtype="float32", shape=(batch, CLASSES)),),
+        options={"version_compatible": compatible},
     )  # fmt: skip
     record_path(path).write_text(record.to_json())
     return path

@@ -1,8 +1,22 @@
 """A vision transformer small enough for tests, with heads as they come out of a reduction."""
 
+from typing import Any
+
+import onnx
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+
+from export.graph.to_onnx import onnx_from_model
+from ground.ports import LOGITS, Port, image_port
+
+SHAPE = (3, 32, 32)
+
+
+def export(model: nn.Module, precision: str = "fp32", port: Port | None = None, **options: Any) -> onnx.ModelProto:
+    """The graph of a classifier of such images, or of another input."""
+    given = {"metadata": {}, **options}
+    return onnx_from_model(model, [port or image_port(SHAPE)], [LOGITS], precision=precision, **given)
 
 
 class Attention(nn.Module):

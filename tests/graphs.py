@@ -44,9 +44,9 @@ def require_as_torch(
         assert np.linalg.norm(got.astype(np.float64) - exact) < bound * np.linalg.norm(exact), count
 
 
-def built(graph: Path, batches: str) -> EngineRecord:
+def built(graph: Path, batches: str, target: str = "86") -> EngineRecord:
     """The record of its engine by TensorRT-RTX."""
-    options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text(batches),), sms=("86",))
+    options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text(batches),), sms=(target,))
     return build_engine(graph, options).record
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import pytest
@@ -14,8 +14,7 @@ from click.testing import CliRunner
 
 import corp_deploy
 from corp_deploy.cli import main
-from corp_deploy.commands.declared import record_options
-from corp_deploy.commands.options import usage_errors, value_options
+from corp_deploy.commands.command import command, some
 from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateOptions
 from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.inputs import InputOptions
@@ -121,34 +120,24 @@ def test_the_rules_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-def test_options_become_one_value() -> None:
-    def choice_of(model: str, size: int, loud: bool) -> dict[str, object]:
-        return {"model": model, "size": size, "loud": loud}
+def test_options_become_values() -> None:
+    """In the order of the parameters; what is a command's own stands among them, and the exit code is returned."""
 
-    own = (click.option("--size", type=int), click.option("--loud", is_flag=True))
-
-    @click.command()
-    @click.argument("model")
-    @value_options("choice", choice_of, *own, argument="model")
-    @record_options("inputs", InputOptions, "images", "samples", "seed")
+    @command()
+    @click.option("--size", type=int)
+    @click.option("--loud", is_flag=True, expose_value=False)
     @click.option("--other", default="o")
-    def command(choice: dict[str, object], inputs: InputOptions, other: str) -> None:
+    def shown(size: int, inputs: Annotated[InputOptions, some("images", "samples", seed="N.")], other: str) -> int:
         """Help of its own."""
-        click.echo(f"{choice} {asdict(inputs)} {other}")
+        click.echo(f"{size} {asdict(inputs)} {other}")
+        return 3
 
-    shown = CliRunner().invoke(command, ["m", "--size", "3", "--images", ".", "--seed", "5"])
-    drawn = asdict(InputOptions(images=Path("."), seed=5))
-    assert shown.stdout == f"{{'model': 'm', 'size': 3, 'loud': False}} {drawn} o\n"
-    help_text = CliRunner().invoke(command, ["--help"]).stdout
+    done = CliRunner().invoke(shown, ["--size", "3", "--images", "."])
+    assert (done.exit_code, done.stdout) == (3, f"3 {asdict(InputOptions(images=Path('.')))} o\n")
+    help_text = CliRunner().invoke(shown, ["--help"]).stdout
     assert "Help of its own." in help_text
-    options = ("--size", "--loud", "--images", "--samples", "--seed", "--other")
-    places = [help_text.index(option) for option in options]
+    places = [help_text.index(each) for each in ("--size", "--images", "--samples", "--loud", "--other")]
     assert places == sorted(places)
-
-
-def test_what_a_value_refuses_is_a_usage_error() -> None:
-    with pytest.raises(click.UsageError, match="several"), usage_errors():
-        raise BadInput("several")
 
 
 # What is declared once: each option of a record is one of its command, of Python and of recipes, and refuses alike.

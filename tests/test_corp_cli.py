@@ -269,7 +269,7 @@ def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
 
 # What a reader sees first: the commands by what they are of, the options used first, and all of them when asked.
 
-LONG = {name: command for name, command in main.commands.items() if isinstance(command, Command)}
+LONG = {name: command for name, command in main.commands.items() if isinstance(command, Command) and command.first}
 MOMENTS = ROOT / "tests" / "golden" / "0.1" / "moments"
 
 

@@ -150,7 +150,7 @@ def test_an_engine_has_the_outputs_and_its_attention_stays_fused(home: Path) -> 
     (audit,) = audit_fusion(home / "d.onnx", home / "reduced" / "model.fp16.onnx", batch=batch)
     assert audit.passed
     assert not audit.lost
-    assert len(audit.reduced.fusion.fused_sites) == 2
+    assert audit.reduced.fused_attention == 2
 
 
 # Limits and sweeps of models with several outputs: what is said is of the worst one, and each is listed.

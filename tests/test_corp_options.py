@@ -1,5 +1,6 @@
 """Options that would be ignored are refused, and those that are honoured arrive: every pair of way and option."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from corp_deploy.commands.options import typed_name
 from corp_deploy.invocation import reduction_table
 from corp_deploy.invocation import table as option_table
 from corp_deploy.invocation.option_support import Axis, words_of
-from corp_deploy.invocation.reduction_table import IMAGES, LOOP, POLISH, PRESET, WIDTHS
+from corp_deploy.invocation.reduction_table import ATTENTION, IMAGES, LOOP, POLISH, PRESET, WIDTHS
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, VERIFY
 from corp_deploy.proof import speed as side_by_side
@@ -29,6 +30,8 @@ from ground.errors import Missing
 from perf.timing.laps import Plan
 from tests import tiny
 from tests.command import invoked, refuses, run
+from tests.export_served import engine_record
+from tests.refusals import rejects
 
 REACHED = "reached what does the work"
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -41,12 +44,7 @@ SETTLED = {"backend", "device", "provider"}  # to give another value of these is
 
 def record_of(backend: str) -> EngineRecord:
     port = GraphPort(name="images", dtype="float32", shape=("batch", 3, 32, 32))
-    return EngineRecord(
-        backend=backend, library_version="1", command="", onnx_sha256="0" * 64, onnx_bytes=1,
-        plan_sha256=sha256_of(b"plan"), plan_bytes=4, precision="fp16", half_weight_share=1.0, half_kernel_share=None,
-        targets=("86",), gpu=None, profiles=("1:2:4",), inputs=(port,), outputs=(port,), kernels=None, kernel_kinds={},
-        attention_sites=(), fused_attention_sites=None, build_seconds=0.0, options={},
-    )  # fmt: skip
+    return engine_record(backend=backend, inputs=(port,), outputs=(port,), profiles=("1:2:4",))
 
 
 @pytest.fixture(scope="module")
@@ -161,13 +159,9 @@ def test_bench_of_graphs_in_fp16_compiled_on_a_gpu_is_refused(home: Path, tmp_pa
     result = run("bench", *graphs, "--device", "cuda", "--dtype", "fp16", "--mode", "compiled", "-o", tmp_path / "b")
     refused(result, BENCH, "device", "cuda")
     assert "--provider cuda" in result.stderr
-    refused(run("bench", *graphs, "--dtype", "fp16", "-o", tmp_path / "b"), BENCH, "dtype", "fp16")
-    refused(
-        run("bench", home / "dense", home / "dense", "--dtype", "fp16", "-o", tmp_path / "b"), BENCH, "dtype", "fp16"
-    )
-    refused(
-        run("bench", home / "dense", home / "dense", "--device", "cuda", "-o", tmp_path / "b"), BENCH, "device", "cuda"
-    )
+    models = [home / "dense", home / "dense"]
+    for both, option, value in ((graphs, "dtype", "fp16"), (models, "dtype", "fp16"), (models, "device", "cuda")):
+        refused(run("bench", *both, f"--{option}", value, "-o", tmp_path / "b"), BENCH, option, value)
 
 
 def test_what_picks_a_backend_may_be_about_one_of_the_two(home: Path, tmp_path: Path, seen: Seen) -> None:
@@ -200,10 +194,8 @@ def test_an_optimised_graph_named_plan_is_no_engine(home: Path, tmp_path: Path) 
 
 
 def test_the_python_verb_refuses_as_the_command_does(home: Path) -> None:
-    from ground.errors import BadInput
-
-    with pytest.raises(BadInput, match="--dtype fp16 is not honoured"):
-        measure(home / "dense.onnx", home / "dense.onnx", batches=[1], plan=Plan(), running=RunOptions(dtype="fp16"))
+    both, asked = (home / "dense.onnx", home / "dense.onnx"), RunOptions(dtype="fp16")
+    rejects("--dtype fp16 is not honoured", measure, *both, batches=[1], plan=Plan(), running=asked)
 
 
 # Build
@@ -285,13 +277,6 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.runners.protocol.TorchAllocator", lambda: None)
 
 
-def checked(result: Result, axis: Axis, way: str, option: str, value: object) -> None:
-    if axis.variants[way].supports(option, value):
-        assert REACHED in result.stderr, result.output
-    else:
-        refused(result, axis, option, value)
-
-
 EXPORT_ASKED: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "fp16": {"precision": "fp16"},
@@ -311,14 +296,6 @@ EXPORT_VALUES = {
 
 
 @pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(("option", "value"), EXPORT_VALUES.items())
-@pytest.mark.parametrize("way", EXPORT.variants)
-def test_export_refuses_what_only_a_mixed_graph_uses(tmp_path: Path, way: str, option: str, value: object) -> None:
-    result = run("export", "--model", "m", *words_of(EXPORT_ASKED[way] | {option: value}), "-o", tmp_path / "m.onnx")
-    checked(result, EXPORT, way, option, value)
-
-
-@pytest.mark.usefixtures("unloaded")
 def test_export_of_several_precisions_takes_what_one_of_them_uses(tmp_path: Path) -> None:
     words = ["export", "--model", "m", "-o", tmp_path / "m.onnx", "--precision", "fp32,mixed"]
     assert REACHED in run(*words, "--keep-fp32", "blocks.1").stderr
@@ -331,123 +308,120 @@ def test_export_has_no_heads_to_replace_where_all_widths_are_one(home: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-VERIFY_ASKED: dict[str, dict[str, Any]] = {"images": {"images": "images.npy"}, "random": {"random": 4}, "none": {}}
-VERIFY_VALUES = {"labels": "labels.npy", "moments": "m.safetensors", "samples": 3, "seed": 1}
-
-
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(("option", "value"), VERIFY_VALUES.items())
-@pytest.mark.parametrize("way", VERIFY.variants)
-def test_verify_refuses_what_random_inputs_do_not_have(tmp_path: Path, way: str, option: str, value: object) -> None:
-    result = run("verify", "m", "m", *words_of(VERIFY_ASKED[way] | {option: value}), "-o", tmp_path / "p.json")
-    checked(result, VERIFY, way, option, value)
-
-
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "tf32"])
-@pytest.mark.parametrize("device", CALIBRATE.variants)
-def test_calibrate_has_tf32_on_a_gpu_only(tmp_path: Path, device: str, dtype: str) -> None:
-    words = ["--images", "images.npy", "-o", tmp_path / "m.safetensors", "--device", device, "--dtype", dtype]
-    checked(run("calibrate", "--model", "m", *words), CALIBRATE, device, "dtype", dtype)
-
-
 REDUCE = ["reduce", "--model", "m", "--moments", "m.safetensors", "-o", "r"]
-PRESET_VALUES = [
-    {"attn": 0.5},
-    *({"heads": heads, "mlp": 0.5} for heads in ("padded", "square", "ragged", "auto")),
-    {"macs": 0.5},
-    {"params": 0.5},
-    {"latency": 0.5, "latency_tables": "tables"},
+SWEEP = ["sweep", "--model", "m", "--moments", "m.safetensors", "--images", "images.npy", "-o", "s"]
+Asked = Iterable[tuple[str, dict[str, Any]]]
+ASKED_OF: list[tuple[list[str], Axis, Asked, Iterable[tuple[str, Any]]]] = [
+    (["export", "--model", "m", "-o", "m.onnx"], EXPORT, EXPORT_ASKED.items(), EXPORT_VALUES.items()),
+    (
+        ["verify", "m", "m", "-o", "p.json"],
+        VERIFY,
+        [("images", {"images": "images.npy"}), ("random", {"random": 4}), ("none", {})],
+        [("labels", "labels.npy"), ("moments", "m.safetensors"), ("samples", 3), ("seed", 1)],
+    ),
+    (
+        ["calibrate", "--model", "m", "--images", "images.npy", "-o", "m.safetensors"],
+        CALIBRATE,
+        [(device, {"device": device}) for device in CALIBRATE.variants],
+        [("dtype", dtype) for dtype in ("float32", "bfloat16", "tf32")],
+    ),
+    (
+        REDUCE,
+        WIDTHS,
+        [
+            ("sparsities", {"mlp": 0.5}),
+            ("macs", {"macs": 0.5}),
+            ("params", {"params": 0.5}),
+            ("latency", {"latency": 0.5, "latency_tables": "tables"}),
+            ("within", {"within": "accuracy -1"}),
+        ],
+        [("latency_tables", "tables"), ("batch", 4), ("judge", "others.npy"), ("labels", "labels.npy")],
+    ),
+    (
+        REDUCE,
+        IMAGES,
+        [
+            ("none", {"mlp": 0.5}),
+            ("images", {"macs": 0.5}),
+            ("images", {"mlp": 0.5, "closed_loop": True}),
+            ("images", {"mlp": 0.5, "preset": "grail-fold"}),
+        ],
+        [("images", "images.npy"), ("samples", 3), ("seed", 1)],
+    ),
+    (
+        [*REDUCE, "--mlp", "0.5"],
+        LOOP,
+        [
+            ("open", {}),
+            ("asymmetric", {"closed_loop": True}),
+            ("asymmetric", {"closed_loop": "asymmetric"}),
+            ("symmetric", {"closed_loop": "symmetric"}),
+        ],
+        [("reads", "all"), ("reads", "pooled")],
+    ),
+    (
+        [*REDUCE, "--mlp", "0.5"],
+        POLISH,
+        [(way, {"polish": None if way == "none" else way}) for way in POLISH.variants],
+        [("polish_steps", 3), ("polish_time", 2.5)],
+    ),
+    (
+        SWEEP,
+        PRESET,
+        [
+            (name, {"preset": name, "calibration_images": "i.npy" if preset.merges else None})
+            for name, preset in PRESETS.items()
+        ],
+        [("parts", "joint"), ("parts", "mlp"), ("parts", "attn")],
+    ),
+]
+CASES = [
+    (words, axis, way, asked, option, value)
+    for words, axis, ways, values in ASKED_OF
+    for way, asked in ways
+    for option, value in values
 ]
 
 
 @pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize("given", PRESET_VALUES, ids=str)
+@pytest.mark.parametrize(("words", "axis", "way", "asked", "option", "value"), CASES)
+def test_what_a_way_would_ignore_is_refused(
+    words: list[str], axis: Axis, way: str, asked: dict[str, Any], option: str, value: object
+) -> None:
+    result = run(*words, *words_of(asked | {option: value}))
+    if axis.variants[way].supports(option, value):
+        assert REACHED in result.stderr, result.output
+    else:
+        refused(result, axis, option, value)
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"attn": 0.5}, *({"heads": heads, "mlp": 0.5} for heads in ("padded", "square", "ragged", "auto")),
+        {"macs": 0.5}, {"params": 0.5}, {"latency": 0.5, "latency_tables": "tables"},
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("preset", PRESETS)
 def test_reduce_refuses_what_a_preset_leaves_alone(preset: str, given: dict[str, Any]) -> None:
-    option, value = next(iter(given.items()))
-    more = {"attn": 0.5} if option == "heads" and PRESET.variants[preset].supports("attn", 0.5) else {}
+    way, (option, value) = PRESET.variants[preset], next(iter(given.items()))
+    more = {"attn": 0.5} if option == "heads" and way.supports("attn", 0.5) else {}
     result = run(*REDUCE, "--preset", preset, *words_of(given | more))
-    checked(result, PRESET, preset, option, value)
+    if way.supports(option, value):
+        assert REACHED in result.stderr, result.output
+    else:
+        refused(result, PRESET, option, value)
 
 
 @pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(
-    ("option", "value"), [("latency_tables", "tables"), ("batch", 4), ("judge", "others.npy"), ("labels", "labels.npy")]
-)
-@pytest.mark.parametrize("way", WIDTHS.variants)
-def test_reduce_refuses_what_belongs_to_a_budget_of_latency_or_to_a_limit(way: str, option: str, value: object) -> None:
-    settled: dict[str, dict[str, Any]] = {
-        "sparsities": {"mlp": 0.5},
-        "latency": {"latency": 0.5, "latency_tables": "tables"},
-        "within": {"within": "accuracy -1"},
-    }
-    asked = settled.get(way, {way: 0.5})
-    checked(run(*REDUCE, *words_of(asked | {option: value})), WIDTHS, way, option, value)
-
-
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(("option", "value"), [("images", "images.npy"), ("samples", 3), ("seed", 1)])
-@pytest.mark.parametrize(
-    ("way", "asked"),
-    [
-        ("none", {"mlp": 0.5}),
-        ("images", {"macs": 0.5}),
-        ("images", {"mlp": 0.5, "closed_loop": True}),
-        ("images", {"mlp": 0.5, "preset": "grail-fold"}),
-    ],
-)
-def test_reduce_refuses_images_that_nothing_looks_at(
-    way: str, asked: dict[str, Any], option: str, value: object
-) -> None:
-    checked(run(*REDUCE, *words_of(asked | {option: value})), IMAGES, way, option, value)
-
-
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize("reads", ["all", "pooled"])
-@pytest.mark.parametrize(
-    ("way", "asked"),
-    [
-        ("open", {}),
-        ("asymmetric", {"closed_loop": True}),
-        ("asymmetric", {"closed_loop": "asymmetric"}),
-        ("symmetric", {"closed_loop": "symmetric"}),
-    ],
-)
-def test_reduce_refuses_tokens_for_a_loop_that_is_open(way: str, asked: dict[str, Any], reads: str) -> None:
-    checked(run(*REDUCE, *words_of({"mlp": 0.5, "reads": reads} | asked)), LOOP, way, "reads", reads)
-
-
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(("option", "value"), [("polish_steps", 3), ("polish_time", 2.5)])
-@pytest.mark.parametrize("way", POLISH.variants)
-def test_reduce_refuses_what_belongs_to_a_polish(way: str, option: str, value: object) -> None:
-    asked = {"mlp": 0.5, option: value} | ({} if way == "none" else {"polish": way})
-    checked(run(*REDUCE, *words_of(asked)), POLISH, way, option, value)
-
-
-@pytest.mark.usefixtures("unloaded")
-def test_a_geometry_without_a_reduced_head_is_refused() -> None:
-    refused(run(*REDUCE, "--mlp", 0.5, "--heads", "ragged"), reduction_table.ATTENTION, "heads", "ragged")
+def test_a_geometry_is_of_presets_and_parts_that_have_a_reduced_head() -> None:
+    refused(run(*REDUCE, "--mlp", 0.5, "--heads", "ragged"), ATTENTION, "heads", "ragged")
     assert REACHED in run(*REDUCE, "--mlp", 0.5, "--attn", 0.5, "--heads", "ragged").stderr
-
-
-SWEEP = ["sweep", "--model", "m", "--moments", "m.safetensors", "--images", "images.npy", "-o", "s"]
-
-
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize("parts", ["joint", "mlp", "attn"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_sweep_refuses_parts_that_a_preset_leaves_alone(preset: str, parts: str) -> None:
-    needed = ("--calibration-images", "i.npy") if PRESETS[preset].merges else ()
-    checked(run(*SWEEP, "--preset", preset, "--parts", parts, *needed), PRESET, preset, "parts", parts)
-
-
-@pytest.mark.usefixtures("unloaded")
-def test_sweep_takes_a_geometry_for_the_presets_that_have_one() -> None:
     assert REACHED in run(*SWEEP, "--preset", "best,grail", "--heads", "square").stderr
     refused(run(*SWEEP, "--preset", "grail", "--heads", "square"), PRESET, "heads", "square")
-    refused(run(*SWEEP, "--parts", "mlp", "--heads", "square"), reduction_table.ATTENTION, "heads", "square")
+    refused(run(*SWEEP, "--parts", "mlp", "--heads", "square"), ATTENTION, "heads", "square")
 
 
 def test_what_is_of_decoders_is_refused_of_models(home: Path, tmp_path: Path) -> None:
@@ -459,17 +433,20 @@ def test_what_is_of_decoders_is_refused_of_models(home: Path, tmp_path: Path) ->
     assert "--length 8 is not honoured by a model as REFERENCE" in told.stderr
 
 
-EVERY_AXIS = [
-    each for table in (option_table, reduction_table) for each in vars(table).values() if isinstance(each, Axis)
+AXES = [
+    (name, each)
+    for table in (option_table, reduction_table)
+    for name, each in vars(table).items()
+    if isinstance(each, Axis)
 ]
+COMMANDS = {"INPUTS": ("calibrate", "sweep", "verify"), "CALIBRATE": ("calibrate", "sweep")}
 
 
-@pytest.mark.parametrize("axis", EVERY_AXIS, ids=lambda axis: f"{axis.command}-{next(iter(axis.variants))}")
-def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
-    commands = {"reduce": ("reduce", "sweep"), "calibrate": ("calibrate", "sweep", "verify")}.get(
-        axis.command, (axis.command,)
-    )
-    every = [each for name in commands for each in main.commands[name].params if isinstance(each, click.Option)]
+@pytest.mark.parametrize(("name", "axis"), AXES)
+def test_every_option_of_the_table_is_one_of_its_command(name: str, axis: Axis) -> None:
+    of_reduction = ("reduce", "sweep") if name in vars(reduction_table) else (name.partition("_")[0].lower(),)
+    commands = [main.commands[each] for each in COMMANDS.get(name, of_reduction)]
+    every = [each for command in commands for each in command.params if isinstance(each, click.Option)]
     assert set(axis.options) <= set(map(typed_name, every))
     assert axis.picks <= set(axis.options)
 

@@ -62,6 +62,6 @@ def test_why_sites_stay_is_told_reason_by_reason() -> None:
 
 @pytest.mark.parametrize("one", ["dense", "a"])
 def test_noise_is_told_below_its_table(one: str) -> None:
-    table = Table("batch", "speed-up of all that is", "A/A noise of all that is there", caption=noise_told(one))
+    table = Table("batch", "speed-up of all that is", "A/A noise of all that is there", **noise_told(one))
     table.add_row("1", "1.2", "1.0")
     assert f"A/A noise: {one} against itself" in " ".join(" ".join(lines_of(table)).split())

@@ -183,7 +183,7 @@ def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:
     batch = BatchProfile(smallest=1, tuned=4, largest=8)
     (audit,) = audit_fusion(home / "dense.fp16.onnx", home / "small.fp16.onnx", batch=batch)
     assert audit.passed
-    assert audit.reduced.fusion.fused_sites == ("blocks.0.attn", "blocks.1.attn")
+    assert audit.reduced.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
     assert audit.reduced.plan_bytes <= audit.dense.plan_bytes
     alone = reduced_by(home, "alone", "--whole-heads", "0.9")
     assert "a single head left loses the fused attention" in " ".join(alone.stderr.split())

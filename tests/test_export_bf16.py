@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from export.graph.check import check_onnx
 from export.graph.operator_types import unsupported_nodes
 from export.graph.precision import typed_copy
-from export.graph.to_onnx import onnx_from_model
 from export.graph.weights import element_types, weight_shares
-from ground.ports import LOGITS, Port, image_port
+from ground.ports import Port
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32, FloatType, precision_by_name, precision_of_shares
-from tests.export_vit import Vit
+from tests.export_vit import Vit, export
 from tests.refusals import rejects
-
-IMAGES = image_port((3, 32, 32))
 
 
 class Words(nn.Module):
@@ -54,11 +51,6 @@ class Convolutions(nn.Module):
         return logits
 
 
-def export(model: nn.Module, precision: str = "bf16", port: Port = IMAGES, **options: object) -> onnx.ModelProto:
-    torch.manual_seed(0)
-    return onnx_from_model(model.eval(), [port], [LOGITS], precision=precision, metadata={}, **options)  # type: ignore[arg-type]
-
-
 def input_types(proto: onnx.ModelProto, operator: str) -> set[int | None]:
     types = element_types(shape_inference.infer_shapes(proto).graph)
     return {types.get(node.input[0]) for node in proto.graph.node if node.op_type == operator}
@@ -66,7 +58,7 @@ def input_types(proto: onnx.ModelProto, operator: str) -> set[int | None]:
 
 @pytest.fixture(scope="module")
 def vit() -> onnx.ModelProto:
-    return export(Vit(depth=1))
+    return export(Vit(depth=1), "bf16")
 
 
 @pytest.mark.slow("graph")
@@ -83,19 +75,19 @@ def test_a_vit_is_bfloat16_but_for_its_ports_norms_and_softmax(vit: onnx.ModelPr
 
 def test_its_weights_are_torchs_own_bfloat16() -> None:
     model = Vit(depth=1).eval()
-    proto = export(model)
+    proto = export(model, "bf16")
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
     rounded = model.patch.weight.detach().bfloat16()
     assert np.array_equal(stored["patch.weight"].view(np.int16), rounded.view(torch.int16).numpy())
 
 
 def test_an_operator_set_in_which_conv_is_none_of_bfloat16_is_refused_by_its_name() -> None:
-    rejects(r"Conv takes no bfloat16 before opset 22 \(first at patch/Conv\)", export, Vit(depth=1), opset=20)
-    assert export(Vit(depth=1), opset=23).opset_import[0].version == 23
+    rejects(r"Conv takes no bfloat16 before opset 22 \(first at patch/Conv\)", export, Vit(depth=1), "bf16", opset=20)
+    assert export(Vit(depth=1), "bf16", opset=23).opset_import[0].version == 23
 
 
 def test_without_a_convolution_the_first_operator_set_does() -> None:
-    proto = export(Words(), port=Port(name="tokens", shape=(7,), dtype="int64"))
+    proto = export(Words().eval(), "bf16", Port(name="tokens", shape=(7,), dtype="int64"))
     assert (proto.opset_import[0].version, weight_shares(proto)) == (20, {"bfloat16": 1.0})
 
 
@@ -104,7 +96,7 @@ def test_a_convolutional_network_is_typed_throughout(norm: Callable[[int], nn.Mo
     model = Convolutions(norm).eval()
     with torch.no_grad():
         model.bn.weight.uniform_(0.5, 2.0)
-    proto = export(model)
+    proto = export(model, "bf16")
     assert proto.opset_import[0].version == 22
     assert weight_shares(proto) == {"bfloat16": 1.0}
     assert input_types(proto, "Conv") == {TensorProto.BFLOAT16}
@@ -119,7 +111,7 @@ def test_mixed_keeps_what_it_is_told_and_bfloat16_holds_what_float16_does_not() 
     with torch.no_grad():
         model.get_parameter("blocks.0.mlp.fc1.weight")[0, 0] = 1e6
     rejects(r"1e\+06, float16 ends at 65504; use precision mixed with", export, model, "fp16")
-    assert weight_shares(export(model)) == {"bfloat16": 1.0}
+    assert weight_shares(export(model, "bf16")) == {"bfloat16": 1.0}
     proto = export(model, "mixed-bf16", keep_fp32=["blocks.1"])
     assert set(weight_shares(proto)) == {"bfloat16", "float32"}
     assert input_types(proto, "Gelu") == {TensorProto.BFLOAT16, TensorProto.FLOAT}
@@ -155,7 +147,7 @@ def test_an_operator_that_never_takes_bfloat16_is_named() -> None:
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 4])],
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
-    assert [(node.operator, node.first) for node in unsupported_nodes(proto)] == [("Einsum", None)]
+    assert [(node.op_type, first) for node, first in unsupported_nodes(proto)] == [("Einsum", None)]
     wide = copy.deepcopy(proto)
     wide.graph.node[0].attribute[0].i = TensorProto.FLOAT
     assert unsupported_nodes(wide) == []

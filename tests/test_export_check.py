@@ -10,21 +10,20 @@ import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from export.graph.check import check_onnx, load_onnx, require_onnx
-from export.graph.to_onnx import onnx_bytes, onnx_from_model
-from export.graph.weights import matmul_weights, sparse_matrices, weight_shares
-from ground.ports import LOGITS, image_port
-from tests.export_vit import Vit
+from export.graph.to_onnx import onnx_bytes
+from export.graph.weights import matmul_weights, sparse_matrices
+from tests.export_vit import Vit, export
 from tests.refusals import rejects
 
 
 @pytest.fixture(scope="module")
 def fp32() -> ModelProto:
-    return onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp32", metadata={})
+    return export(Vit(depth=1))
 
 
 @pytest.fixture(scope="module")
 def fp16() -> ModelProto:
-    return onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp16", metadata={})
+    return export(Vit(depth=1), "fp16")
 
 
 def copied(proto: ModelProto) -> ModelProto:
@@ -68,11 +67,12 @@ def relabel(proto: ModelProto) -> None:
     next(entry for entry in proto.metadata_props if entry.key == "export.precision").value = "fp16"
 
 
-def set_opset(version: int) -> Callable[[ModelProto], None]:
-    def change(proto: ModelProto) -> None:
-        proto.opset_import[0].version = version
+def older(proto: ModelProto) -> None:
+    proto.opset_import[0].version = 13
 
-    return change
+
+def newer(proto: ModelProto) -> None:
+    proto.opset_import[0].version = 99
 
 
 def half_input(proto: ModelProto) -> None:
@@ -113,8 +113,8 @@ def foreign_operator(proto: ModelProto) -> None:
     ("change", "says"),
     [
         (relabel, "called fp16 but none of its 6 weight matrices is float16"),
-        (set_opset(13), "opset 13 is outside 17 to 23"),
-        (set_opset(99), "opset 99 is outside 17 to 23"),
+        (older, "opset 13 is outside 17 to 23"),
+        (newer, "opset 99 is outside 17 to 23"),
         (half_input, "images must be float32, got float16"),
         (external, "1 weights lie in another file"),
         (leak, "1 notes hold a local path \\(first 'doc_string': /home/me...\\)"),
@@ -210,24 +210,16 @@ def test_a_norm_is_spelled_out_only_where_its_sum_is_in_float16() -> None:
 
 def test_files_that_are_no_model_are_refused(fp32: ModelProto, tmp_path: Path) -> None:
     whole = onnx_bytes(fp32)
-    files = {
-        "cut.onnx": whole[: len(whole) // 2],
-        "empty.onnx": b"",
-        "text.onnx": b"not a model\n" * 9,
-        "zip.onnx": b"PK",
-    }
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-        rejects(name, load_onnx, tmp_path / name)
-        assert len(check_onnx(tmp_path / name)) == 1
+    for name, content in (("cut", whole[: len(whole) // 2]), ("empty", b""), ("text", b"not one\n"), ("zip", b"PK")):
+        (tmp_path / f"{name}.onnx").write_bytes(content)
+        rejects(name, load_onnx, tmp_path / f"{name}.onnx")
     rejects("no such ONNX file", require_onnx, tmp_path / "absent.onnx")
     (tmp_path / "whole.onnx").write_bytes(whole)
     assert require_onnx(tmp_path / "whole.onnx", precision="fp32").graph.node
     rejects("will not do for tensorrt", require_onnx, tmp_path / "whole.onnx", precision="fp16")
 
 
-def test_half_share_counts_elements(fp32: ModelProto, fp16: ModelProto) -> None:
-    assert (weight_shares(fp32), weight_shares(fp16)) == ({"float32": 1.0}, {"float16": 1.0})
+def test_weights_are_counted_by_element(fp16: ModelProto) -> None:
     by_hand = 64 * 3 * 64 + 64 * 192 + 64 * 64 + 2 * 64 * 128 + 64 * 10
     assert sum(weight.elements for weight in matmul_weights(fp16)) == by_hand
 

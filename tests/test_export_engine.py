@@ -19,11 +19,11 @@ from export.engine.build import Engine, build_engine, write_engine
 from export.engine.options import RTX_TARGETS, BatchProfile, BuildOptions
 from export.engine.record import record_of_plan, record_path, sha256_of
 from export.engine.session import open_library
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import save
 from ground.errors import BadInput, Missing
-from ground.ports import LOGITS, image_port
+from ground.ports import image_port
 from ground.vulnerabilities import version_numbers
-from tests.export_vit import Attention, Vit
+from tests.export_vit import Attention, Vit, export
 from tests.graphs import needs_rtx
 from tests.refusals import rejects
 
@@ -73,11 +73,8 @@ class Graphs:
         path = self.folder / f"{kind}-{precision}-{keep}-{batch}.onnx"
         if not path.exists():
             size, kept = 32 if kind == "tiny" else 224, [keep] if keep else []
-            proto = onnx_from_model(
-                MODELS[kind](), [image_port((3, size, size))], [LOGITS], precision=precision, keep_fp32=kept,
-                batch=batch, metadata={},
-            )  # fmt: skip
-            save(proto, path)
+            port = image_port((3, size, size))
+            save(export(MODELS[kind](), precision, port, keep_fp32=kept, batch=batch), path)
         return path
 
     def engine(self, kind: str, precision: str = "fp16", keep: str = "") -> Engine:
@@ -147,10 +144,8 @@ def test_static_batch_needs_no_profile_and_refuses_another(graphs: Graphs) -> No
 
 
 def test_several_profiles_are_all_fused(graphs: Graphs) -> None:
-    engine = build(graphs.path("tiny"), profiles=(BatchProfile.from_text("1"), *BATCHES))
-    assert (engine.record.profiles, engine.record.fused_attention) == (("1:1:1", "1:8:64"), 2)
-    assert engine.fusion is not None
-    assert sum(kernel.is_fused_attention for kernel in engine.fusion.kernels) == 4
+    record = build(graphs.path("tiny"), profiles=(BatchProfile.from_text("1"), *BATCHES)).record
+    assert (record.profiles, record.fused_attention) == (("1:1:1", "1:8:64"), 2)
 
 
 @pytest.mark.slow("engine")
@@ -191,7 +186,7 @@ def test_audit_names_the_blocks_that_lost_their_kernel(graphs: Graphs) -> None:
     passed = audit_fusion(dense, graphs.path("padded"), sms=("80", "portable"), batch=BATCHES[0])
     assert [(audit.target, audit.lost, audit.passed) for audit in passed] == [("80", (), True), ("portable", (), True)]
     (static,) = audit_fusion(graphs.path("tiny"), graphs.path("tiny", "fp16", "", 4))
-    assert (static.dense.fusion.fused_attention, static.reduced.fusion.fused_attention) == (2, 2)
+    assert (static.dense.fused_attention, static.reduced.fused_attention) == (2, 2)
     content = json.loads(audit_to_json([failed], dense="dense.onnx", reduced="ragged.onnx"))
     assert (content["version"], content["kind"]) == (1, "fusion-audit")
     assert content["targets"][0]["lost"] == list(SMALL_SITES)
@@ -215,7 +210,7 @@ class SdpaAttention(Attention):
 def test_the_attention_operator_builds_with_equal_widths_only(qk: int, v: int, tmp_path: Path) -> None:
     model = Vit(depth=1)
     model.blocks[0].attn = SdpaAttention(64, 2, qk, v, padded=False)
-    proto = onnx_from_model(model, [image_port((3, 32, 32))], [LOGITS], precision="fp16", opset=23, metadata={})
+    proto = export(model, "fp16", opset=23)
     assert [node.name for node in proto.graph.node if node.op_type == "Attention"] == ["blocks.0.attn/Attention"]
     save(proto, tmp_path / "attention.onnx")
     if qk == v:

@@ -10,10 +10,10 @@ import pytest
 from export.engine.build import write_engine
 from export.engine.ort_artifact import build_ort_artifact
 from export.engine.record import record_of_plan, sha256_of
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import save
 from ground.errors import Missing
-from ground.ports import LOGITS, image_port
-from tests.export_vit import Vit
+from tests.export_vit import Vit, export
+from tests.graphs import session_of
 from tests.refusals import rejects
 
 
@@ -21,8 +21,7 @@ from tests.refusals import rejects
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("graphs")
     for precision in ("fp32", "fp16"):
-        proto = onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision=precision, metadata={})
-        save(proto, folder / f"{precision}.onnx")
+        save(export(Vit(depth=1), precision), folder / f"{precision}.onnx")
     return folder
 
 
@@ -31,10 +30,7 @@ def test_the_artefact_gives_the_graphs_logits_and_is_smaller_in_nodes(folder: Pa
     engine = build_ort_artifact(source, command="build fp32.onnx")
     write_engine(engine, tmp_path / "model.ort.onnx")
     images = np.random.default_rng(0).standard_normal((3, 3, 32, 32)).astype(np.float32)
-    logits = [
-        ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"images": images})[0]
-        for path in (source, tmp_path / "model.ort.onnx")
-    ]
+    logits = [session_of(path).run(None, {"images": images})[0] for path in (source, tmp_path / "model.ort.onnx")]
     np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
     record = record_of_plan(tmp_path / "model.ort.onnx")
     assert record == engine.record

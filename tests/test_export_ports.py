@@ -18,7 +18,8 @@ from export.engine.ort_artifact import build_ort_artifact
 from export.engine.record import record_of_plan
 from export.graph.check import check_onnx
 from export.graph.ports import GraphPort, noted_inputs, noted_outputs, roles_of_graph
-from export.graph.to_onnx import example_inputs, onnx_bytes, onnx_from_model
+from export.graph.to_onnx import onnx_bytes, onnx_from_model
+from export.graph.weights import notes_of, write_notes
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.pbtxt import Message, parse
@@ -43,15 +44,12 @@ from tests.refusals import rejects
 from tests.test_export_check import copied
 
 NAMES = ["input_ids", "attention_mask"]
-
-
-def exported(precision: str = "fp32", **options: object) -> ModelProto:
-    return onnx_from_model(TextEncoder(), INPUTS, [EMBEDDING], **{"precision": precision, "metadata": {}, **options})  # type: ignore[arg-type]
+OTHER_BATCH = "got 'batch', 'masks' and 'batch'"
 
 
 @pytest.fixture(scope="module")
 def text() -> ModelProto:
-    return exported()
+    return onnx_from_model(TextEncoder(), INPUTS, [EMBEDDING], precision="fp32", metadata={})
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +75,9 @@ def test_the_graph_says_what_torch_says_at_every_batch(graphs: dict[str, Path], 
 def test_the_notes_tell_the_ports_and_images_have_none(text: ModelProto) -> None:
     assert (noted_inputs(text), noted_outputs(text)) == ([*INPUTS], [EMBEDDING])
     assert roles_of_graph(text) == {"embedding": "embedding"}
-    notes = {entry.key: entry.value for entry in text.metadata_props}
-    assert json.loads(notes["export.outputs"]) == [{"name": "embedding", "role": "embedding"}]
+    assert json.loads(notes_of(text)["export.outputs"]) == [{"name": "embedding", "role": "embedding"}]
     images = onnx_from_model(Pooled(), [image_port((3, 4, 4))], [LOGITS], precision="fp32", metadata={})
-    assert not {"export.inputs", "export.outputs"} & {entry.key for entry in images.metadata_props}
+    assert not {"export.inputs", "export.outputs"} & notes_of(images).keys()
     assert (noted_inputs(images), noted_outputs(images)) == (None, [LOGITS])
 
 
@@ -132,21 +129,6 @@ def test_several_outputs_and_a_fixed_batch() -> None:
         np.testing.assert_allclose(answer, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_examples_are_zeros_ones_for_masks_or_what_is_handed_over() -> None:
-    samples = example_inputs((*INPUTS, Port(name="x", shape=(2, 3))), 4, {"x": torch.full((2, 3), 5.0)})
-    assert {name: (tuple(sample.shape), sample.dtype) for name, sample in samples.items()} == {
-        "input_ids": ((4, TOKENS), torch.int64),
-        "attention_mask": ((4, TOKENS), torch.int64),
-        "x": ((4, 2, 3), torch.float32),
-    }
-    assert [int(samples[name].sum()) for name in ("input_ids", "attention_mask", "x")] == [0, 4 * TOKENS, 4 * 6 * 5]
-    for example, says in (
-        ({"ids": torch.zeros(6)}, "'ids' is no input; the inputs are input_ids, attention_mask"),
-        ({"input_ids": torch.zeros(TOKENS)}, r"input_ids must be int64 \[6\], without a batch, got float32 \[6\]"),
-    ):
-        rejects(says, example_inputs, INPUTS, 2, example)
-
-
 def rename_input(proto: ModelProto) -> None:
     proto.graph.input[0].name = "ids"
     for node in proto.graph.node:
@@ -154,15 +136,8 @@ def rename_input(proto: ModelProto) -> None:
 
 
 def swap_inputs(proto: ModelProto) -> None:
-    first, second = copied_value(proto, 0), copied_value(proto, 1)
-    proto.graph.input[0].CopyFrom(second)
-    proto.graph.input[1].CopyFrom(first)
-
-
-def copied_value(proto: ModelProto, index: int) -> onnx.ValueInfoProto:
-    value = onnx.ValueInfoProto()
-    value.CopyFrom(proto.graph.input[index])
-    return value
+    for value, other in zip(proto.graph.input, copied(proto).graph.input[::-1], strict=True):
+        value.CopyFrom(other)
 
 
 def narrow_mask(proto: ModelProto) -> None:
@@ -188,16 +163,12 @@ def open_tokens(proto: ModelProto) -> None:
     del proto.graph.value_info[:]
 
 
-def note_other_role(proto: ModelProto) -> None:
-    set_note(proto, "export.outputs", '[{"name":"embedding","role":"token logits"}]')
+def note_other_role(proto: ModelProto, role: str = "token logits") -> None:
+    write_notes(proto, {"export.outputs": f'[{{"name":"embedding","role":"{role}"}}]'} | notes_of_inputs(proto))
 
 
-def note_nonsense(proto: ModelProto) -> None:
-    set_note(proto, "export.outputs", '[{"name":"embedding","role":"poem"}]')
-
-
-def set_note(proto: ModelProto, key: str, value: str) -> None:
-    next(entry for entry in proto.metadata_props if entry.key == key).value = value
+def notes_of_inputs(proto: ModelProto) -> dict[str, str]:
+    return {key: text for key, text in notes_of(proto).items() if key == "export.inputs"}
 
 
 def drop_notes(proto: ModelProto) -> None:
@@ -210,13 +181,7 @@ def drop_notes(proto: ModelProto) -> None:
         (rename_input, ["expected the inputs 'input_ids', 'attention_mask', found ids, attention_mask"]),
         (swap_inputs, ["expected the inputs 'input_ids', 'attention_mask', found attention_mask, input_ids"]),
         (narrow_mask, ["attention_mask must be int64, got int32"]),
-        (
-            other_batch,
-            [
-                "input_ids, attention_mask and embedding must share one batch dimension, "
-                "got 'batch', 'masks' and 'batch'"
-            ],
-        ),
+        (other_batch, [f"{', '.join(NAMES)} and embedding must share one batch dimension, {OTHER_BATCH}"]),
         (fewer_tokens, [f"{name} must have the sizes [6] behind the batch, got [5]" for name in NAMES]),
         (open_tokens, ["input_ids must have rank 2 with a fixed size behind the batch, got ['batch', 'tokens']"]),
         (note_other_role, ["embedding must have rank 3 with a fixed size behind the batch, got ['batch', 8]"]),
@@ -239,7 +204,7 @@ def test_each_fault_of_a_border_is_named(
 
 def test_a_note_that_can_not_be_read_is_named(text: ModelProto) -> None:
     broken = copied(text)
-    note_nonsense(broken)
+    note_other_role(broken, "poem")
     (reason,) = check_onnx(broken)
     assert reason.startswith("the note export.outputs can't be read")
 

@@ -18,14 +18,13 @@ from export.graph.number_format import BINS, FORMATS, Histogram, clipped_at, for
 from export.graph.observe import largest_by_channel, session_of
 from export.graph.quantised import layers, quantised, quantised_layers
 from export.graph.quantiser import Quantiser, balance_, balanceable, quantiser, strengths
-from export.graph.to_onnx import onnx_from_model
+from export.graph.weights import notes_of
 from ground.errors import BadInput
 from ground.ports import LOGITS, image_port
 from perf.timing.watch import has_vnni
-from tests.export_vit import Vit
+from tests.export_vit import SHAPE, Vit, export
 from tests.refusals import rejects
 
-SHAPE = (3, 32, 32)
 INPUTS, OUTPUTS = [image_port(SHAPE)], [LOGITS]
 Array = NDArray[np.float32]
 
@@ -92,8 +91,8 @@ def test_each_form_is_near_the_model(precision: str, most: float, rest_precision
     assert error(run(proto, batch), run(own.fp32_graph, batch)) < most
     stored = {tensor.name: tensor for tensor in proto.graph.initializer}
     kinds = [stored[node.input[0]].data_type for node in proto.graph.node if node.input[0] in stored]
-    assert kinds.count(FORMATS[precision].onnx_type) == len(layers(own.fp32_graph)) == 10
-    notes = {entry.key: entry.value for entry in proto.metadata_props}
+    assert kinds.count(FORMATS[precision].float_type.onnx) == len(layers(own.fp32_graph)) == 10
+    notes = notes_of(proto)
     assert (notes["export.precision"], notes["export.quantised_layers"]) == (precision, "10")
     names = [node.name for node in proto.graph.node]
     assert "blocks.0.attn.qkv/QuantizeLinear" in names
@@ -134,7 +133,7 @@ def test_seven_bits_are_of_weights_of_int8_alone() -> None:
         for proto in (eight, seven)
     ]
     assert activations[0] == activations[1]
-    notes = [{entry.key: entry.value for entry in proto.metadata_props} for proto in (eight, seven)]
+    notes = [notes_of(proto) for proto in (eight, seven)]
     assert "export.weight_bits" not in notes[0]
     assert notes[1].pop("export.weight_bits") == "7"
     assert notes[0] == notes[1]
@@ -249,7 +248,7 @@ def test_balancing_changes_ranges_and_nothing_else() -> None:
     model = Vit()
     with torch.no_grad():
         model.blocks[0].norm1.weight[3] = 40.0  # type: ignore[union-attr, operator]
-    proto = onnx_from_model(model, INPUTS, OUTPUTS, precision="fp32", metadata={})
+    proto = export(model)
     places = balanceable(proto, model)
     assert [place.norm for place in places] == [f"blocks.{at}.norm{one}" for at in (0, 1) for one in (1, 2)]
     largest = largest_by_channel(proto, [place.value for place in places], batches())
@@ -259,7 +258,7 @@ def test_balancing_changes_ranges_and_nothing_else() -> None:
         balance_(model, places, largest)
         after = model(torch.from_numpy(batch)).numpy()
     assert error(after, before) < 1e-5
-    new = onnx_from_model(model, INPUTS, OUTPUTS, precision="fp32", metadata={})
+    new = export(model)
     spread = [sizes.max() / np.median(sizes) for sizes in (
         largest[places[0].value], largest_by_channel(new, [places[0].value], batches())[places[0].value]
     )]  # fmt: skip

@@ -21,11 +21,10 @@ from export.engine.build import Engine, build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.engine.record import record_of_plan
 from export.engine.session import Library, open_library
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import save
 from ground.errors import BadInput, Missing
-from ground.ports import LOGITS, image_port
 from tests.export_text import INPUTS, write_text_onnx
-from tests.export_vit import Vit
+from tests.export_vit import Vit, export
 from tests.refusals import rejects
 
 # Introspected from tensorrt 11.4.0.106; a `memory_pool_limit` there stands for its getter and setter.
@@ -254,7 +253,7 @@ class Tensorrt:
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("graph") / "tiny.onnx"
-    save(onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp16", metadata={}), path)
+    save(export(Vit(depth=1), "fp16"), path)
     return path
 
 
@@ -507,5 +506,3 @@ def test_old_and_absent_tensorrt_are_missing(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Tensorrt, "__version__", "10.16.0.72")
     with pytest.raises(Missing, match=r"version 10\.16\.1 or newer is needed, 10\.16\.0\.72 is installed"):
         open_library("tensorrt")
-    monkeypatch.undo()
-    rejects("'tvm' is unknown", open_library, "tvm")

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 import pytest
 
-import export.engine.options
 from corp_deploy.cli import main
 from corp_deploy.commands.options import Paths, Value
 from corp_deploy.invocation.engine import PROFILE
@@ -16,6 +15,8 @@ from corp_deploy.invocation.method_choice import MULTIPLES
 from corp_deploy.invocation.source import JSON, OUTPUT_NAMES
 from corp_deploy.invocation.values import ListOf, Values
 from corp_deploy.release.recipe_file import SECTIONS, keys_of, load_recipe, schema_of, typed_value
+from export.engine.options import LARGEST_BATCH
+from export.graph.to_onnx import OPSETS
 from ground import errors
 from ground import quantity as quantities
 from ground.errors import BadInput
@@ -102,8 +103,9 @@ def test_bounds_belong_to_their_side() -> None:
     assert not quantities.ERROR.holds(10**400)
 
 
-def test_the_rooms_agree_on_the_largest_batch() -> None:
-    assert BATCH.high == export.engine.options.LARGEST_BATCH
+def test_the_rooms_agree_on_the_largest_batch_and_the_operator_sets() -> None:
+    assert BATCH.high == LARGEST_BATCH
+    assert (quantities.OPSET.low, quantities.OPSET.high) == (OPSETS[0], OPSETS[-1])
 
 
 @pytest.mark.parametrize(

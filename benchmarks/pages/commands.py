@@ -67,12 +67,13 @@ def _paragraph(text: str) -> str:
 def command(name: str) -> str:
     """A command's section: what it does, an example, its arguments, and its options as a list: `--help` as Markdown."""
     shown = main.commands[name]
+    assert isinstance(shown, Command), name
     context = click.Context(shown, info_name=f"corp-deploy {name}", **shown.context_settings)
     parts = [f"## corp-deploy {name}"]
     parts += map(_paragraph, (shown.help or "").split("\n\n"))
     parts.append("```text\n" + shown.get_usage(context).removeprefix("Usage: ") + "\n```")
     for heading, options in by_heading(shown.get_params(context)).items():
-        parts += [f"**{heading}**"] * isinstance(shown, Command)
+        parts += [f"**{heading}**"] * bool(shown.first)
         for record in filter(None, (option.get_help_record(context) for option in options)):
             spelled = ", ".join(f"`{each.strip()}`" for each in record[0].split(" / "))
             parts.append(f"{spelled}\n:   {_prose(record[1])}")

@@ -1,6 +1,5 @@
 """corp_deploy.calibrate."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,31 +10,23 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateOptions
 from corp_deploy.invocation.inputs import Decoded, Drawn
 from corp_deploy.planning.merging import merging_checkpoint
-from corp_deploy.reduction.moments_files import (
-    CalibrationRun,
-    held_out_path,
-    write_moments,
-)
+from corp_deploy.reduction.moments_files import CalibrationRun, held_out_path, write_moments
 from ground.gpu import require_device
 
+from .in_python import verb
 from .inputs import InputsLike, opened_inputs
-from .source import OfModel, opened
-from .verb import verb
+from .source import OfModel, Written, opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class Calibration(Written):
     """A file of moments: `path`, which `os.fspath` gives too; `held_out`, the moments of the inputs left out; how many
     `inputs` were fitted to; `record`, what the command prints of the file as JSON.
     """
 
-    path: Path
     held_out: Path | None
     inputs: int
     record: Mapping[str, Any]
-
-    def __fspath__(self) -> str:
-        return os.fspath(self.path)
 
     @property
     def moments(self) -> Moments:

@@ -1,6 +1,5 @@
 """corp_deploy.export."""
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,27 +12,23 @@ from corp_deploy.store.onnx_file import facts_of_onnx
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 
+from .in_python import verb
 from .inputs import InputsLike, opened_inputs
-from .source import ModelLike, OfModel, opened
-from .verb import verb
+from .source import ModelLike, OfModel, Written, opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graph:
+class Graph(Written):
     """An ONNX file: `path`, which `os.fspath` gives too, its precision and operator set, its digest and bytes, the
     multiply-adds of one input, and the modules that were kept in more bits than its precision has.
     """
 
-    path: Path
     precision: str
     opset: int
     sha256: str
     size_bytes: int
     macs: int | None
     kept: tuple[str, ...] = ()
-
-    def __fspath__(self) -> str:
-        return os.fspath(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +61,7 @@ def export(call: ExportCall) -> Graph:
         dense = None if call.dense is None else stack.enter_context(opened(call.dense, call.inputs))
         feeds = None
         if call.inputs is not None:
-            opening = opened_inputs(own.model, call.inputs, **call.drawn)
-            feeds = inputs_from_set(stack.enter_context(opening)).feeds
+            feeds = inputs_from_set(stack.enter_context(opened_inputs(own.model, call.inputs, **call.drawn))).feeds
         graphs = Graphs(own, call, feeds, dense=dense)
         (name,) = graphs.paths(path)
         kept = graphs.write(name, path)

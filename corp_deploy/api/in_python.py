@@ -1,8 +1,13 @@
-"""What messages say of options, said in Python: they are worded for commands, and functions raise them too."""
+"""A public function of what a record declares, its parameters with their types, defaults and help; and what messages
+say of options, said in Python: they are worded for commands, and functions raise them too.
+"""
 
+import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.export_choice import ExportOptions
@@ -15,6 +20,9 @@ from corp_deploy.invocation.source import Source
 from corp_deploy.invocation.values import FLAG, ByKind, OneOf, Values
 from ground.errors import BadInput, Missing
 
+P = ParamSpec("P")
+R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 FUNCTIONS: Mapping[str, tuple[type[Record], ...]] = {
     "calibrate": (CalibrateOptions, Drawn),
     "reduce": (ReduceOptions, HoldOutOptions, Drawn),
@@ -119,3 +127,41 @@ def speaking_python(*records: type[Record], parameters: Collection[str] = ()) ->
     except (BadInput, Missing) as error:
         error.args = (in_python(str(error), *records, parameters=parameters),)
         raise
+
+
+def verb(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]:
+    """A decorator of a function that takes a record alone: what is called takes the record's fields in its place.
+
+    It raises TypeError for what is no parameter, as a function does, and BadInput for what would be ignored, in words
+    of parameters.
+    """
+    signature = inspect.signature(record)
+    assert isinstance(record, type), record
+    helps = {name: each.help for name, each in options_of(record).items()}
+
+    def decorate(function: Callable[[R], T]) -> Callable[P, T]:
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                arguments: dict[str, Any] = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                words = f"{function.__name__}() {error}; its options are {', '.join(signature.parameters)}"
+                raise TypeError(words) from None
+            with speaking_python(record, parameters=signature.parameters):
+                call = record(*args, **kwargs)
+                kept = call.values
+                call.refuse_ignored({name: kept[name] for name in kept if arguments.get(name) is not None})
+                return function(call)
+
+        hints = {name: each.annotation for name, each in signature.parameters.items()}
+        called.__annotations__ = hints | {"return": inspect.signature(function).return_annotation}
+        called.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            return_annotation=called.__annotations__["return"]
+        )
+        lines = (
+            f"`{name}`: {in_python(help, record, parameters=signature.parameters)}" for name, help in helps.items()
+        )
+        called.__doc__ = "\n\n".join((inspect.getdoc(function) or "", *lines))
+        return called
+
+    return decorate

@@ -22,10 +22,9 @@ from corp_deploy.store.inputs import labels_from_path
 from ground.errors import BadInput
 from perf.parity.parity import Parity
 
-from .in_python import in_python
+from .in_python import in_python, verb
 from .inputs import Array, InputsLike, on_disk, opened_inputs
 from .source import ModelLike, PathLike, beside, opened
-from .verb import verb
 
 
 def _candidates(
@@ -82,8 +81,7 @@ def verify(call: VerifyCall) -> Parity:
         dense = stack.enter_context(opened(call.reference, call.inputs))
         stack.enter_context(beside(call.candidates))
         steps = _candidates(call.candidates, dense, call.runtimes)
-        opening = opened_inputs(dense.model, call.inputs, **call.drawn)
-        input_set = stack.enter_context(opening)
+        input_set = stack.enter_context(opened_inputs(dense.model, call.inputs, **call.drawn))
         proof_inputs = _proof_inputs(dense, call.proving(input_set, call.seed), call.labels)
         for sentence in limits.unreachable(proof_inputs.images):
             warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)

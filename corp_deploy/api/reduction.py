@@ -19,15 +19,14 @@ from corp_deploy.planning.judging import judges_from_choice
 from corp_deploy.planning.lineage import record_of_reduction
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.report import SiteReport
-from corp_deploy.store.checkpoint import Checkpoint, on_device
+from corp_deploy.store.checkpoint import on_device
 from corp_deploy.traced.models.module import is_reduced
 from ground.errors import BadInput
 from ground.gpu import require_device
 
-from .in_python import in_python, speaking_python
+from .in_python import in_python, speaking_python, verb
 from .inputs import InputsLike, opened_inputs
 from .source import Directory, OfModel, in_memory, opened
-from .verb import verb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +61,6 @@ class ReduceCall(HoldOutOptions, Drawn, reduction.ReduceOptions, reduction.Reduc
     inputs: InputsLike | None = None
 
 
-def _refuse_reduced_in_memory(dense: Checkpoint) -> None:
-    """Raise BadInput for a model of which no directory can say what it was before."""
-    if dense.architecture.family == MEMORY and is_reduced(dense.model):
-        raise BadInput("model is a reduced one in memory, and a directory names the dense one; give its directory")
-
-
-def _needs(module: nn.Module | None) -> tuple[str, ...]:
-    if module is None:
-        return ()
-    return (
-        f"the directory needs the module beside it, as no library makes {type(module).__name__}: "
-        "corp_deploy.Source(DIR, module=MODULE); commands take it of a function: module:PATH.py:FUNCTION",
-    )
-
-
 @verb(ReduceCall)
 def reduce(call: ReduceCall) -> Reduced:
     """Remove channels, dimensions and heads of a model, repair the loss in closed form, and write it to `output`.
@@ -94,10 +78,10 @@ def reduce(call: ReduceCall) -> Reduced:
     example = call.moments if call.inputs is None or isinstance(call.inputs, str | os.PathLike) else call.inputs
     with ExitStack() as stack:
         dense, input_set = on_device(stack.enter_context(opened(call.model, example)), call.device), None
-        _refuse_reduced_in_memory(dense)
+        if dense.architecture.family == MEMORY and is_reduced(dense.model):
+            raise BadInput("model is a reduced one in memory, and a directory names the dense one; give its directory")
         if call.inputs is not None:
-            opening = opened_inputs(dense.model, call.inputs, **call.drawn)
-            opened_set = stack.enter_context(opening)
+            opened_set = stack.enter_context(opened_inputs(dense.model, call.inputs, **call.drawn))
             input_set = call.split(opened_set, call.seed).fitted
         result, planned = reduce_checkpoint(
             dense,
@@ -108,13 +92,19 @@ def reduce(call: ReduceCall) -> Reduced:
             judges=judges_from_choice(dense.model, input_set, call),
             held_out=None if call.held_out is None else load_moments(Path(call.held_out)),
         )
-    module = in_memory(call.model) if dense.architecture.family == MEMORY else None
+    module, notes = None, [in_python(each, ReduceCall) for each in result.notes]
+    if dense.architecture.family == MEMORY:
+        module = in_memory(call.model)
+        notes.append(
+            f"the directory needs the module beside it, as no library makes {type(module).__name__}: "
+            "corp_deploy.Source(DIR, module=MODULE); commands take it of a function: module:PATH.py:FUNCTION"
+        )
     return Reduced(
         path=Path(call.output),
         module=module,
         model=result.model.eval(),
         sites=result.sites,
-        notes=(*(in_python(each, ReduceCall) for each in result.notes), *_needs(module)),
+        notes=tuple(notes),
         macs=(macs(dense.model), macs(result.model)),
         parameters=(parameters(dense.model), parameters(result.model)),
         record=record_of_reduction(result, planned),

@@ -60,16 +60,20 @@ class OfModel(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Directory:
-    """A model's directory `path`, which `os.fspath` gives too; `module`: what it needs beside it, where that was in
-    memory and no library makes it.
-    """
+class Written:
+    """What a function wrote: `path`, which `os.fspath` gives too."""
 
     path: Path
-    module: nn.Module | None = None
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory(Written):
+    """A model's; `module`: what it needs beside it, where that was in memory and no library makes it."""
+
+    module: nn.Module | None = None
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

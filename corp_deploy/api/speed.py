@@ -16,9 +16,9 @@ from perf.record.runs import Bench, save_bench
 from perf.stats.stats import Interval
 from perf.stats.summary import Summary, summarise
 
+from .in_python import verb
 from .inputs import InputsLike, on_disk
 from .source import PathLike, beside
-from .verb import verb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""corp-deploy bench."""
+"""corp-deploy bench and corp-deploy bench compare."""
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import click
 
@@ -9,37 +10,28 @@ from corp_deploy.invocation.decoding import DecoderLoad
 from corp_deploy.invocation.running import BenchFiles, BenchOptions, FedOptions
 from corp_deploy.invocation.table import BENCH_OF
 from corp_deploy.views.console import Output
-from ground.errors import EXIT_INCONCLUSIVE
+from ground.errors import EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE
 
-from .declared import record_options
+from .command import command, some
 from .decoder import bench_graphs
-from .help import Command
 from .model_choice import as_directory
-from .options import ANY_PATH, explicit_options, output_options, trust_engine_option, trust_option, usage_errors
+from .options import ANY_PATH, FILE, explicit_options, trust_engine_option, trust_option, usage_errors
 
 
-@click.command(
-    cls=Command,
-    first="output batch backend device provider threads time-limit half-width images names",
-)
+@command(first="output batch backend device provider threads time-limit half-width images names")
 @click.argument("dense", type=ANY_PATH)
 @click.argument("reduced", type=ANY_PATH)
-@record_options("files", BenchFiles, needed="output")
-@record_options("options", BenchOptions)
-@record_options("of_decoders", DecoderLoad)
-@record_options("fed", FedOptions)
 @trust_option
 @trust_engine_option
-@output_options
 def bench(
     dense: Path,
     reduced: Path,
-    files: BenchFiles,
+    files: Annotated[BenchFiles, some(needed="output")],
     options: BenchOptions,
     of_decoders: DecoderLoad,
     fed: FedOptions,
     out: Output,
-) -> None:
+) -> int:
     """Time DENSE against REDUCED, interleaved in one process. DENSE against itself (A/A) shows the noise.
 
     Both are .onnx files, .plan engines, model directories, or .pt2 packages of AOTInductor, which are code (they need
@@ -64,7 +56,7 @@ def bench(
         BENCH_OF.refuse([("", "decoders" if of_graphs else "models")], explicit_options())
     if of_graphs:
         timed = bench_graphs(dense, reduced, output, options, of_decoders, out)
-        click.get_current_context().exit(0 if timed else EXIT_INCONCLUSIVE)
+        return 0 if timed else EXIT_INCONCLUSIVE
     with (
         as_directory(dense, out) as dense_run,
         as_directory(reduced, out) as reduced_run,
@@ -87,5 +79,25 @@ def bench(
     for warning in measured.warnings:
         out.warn(warning)
     out.result(speed_record(measured), speed_table(measured), *repeat_lines(measured), *best_batch(measured))
-    if not measured.is_timed:
-        click.get_current_context().exit(EXIT_INCONCLUSIVE)
+    return 0 if measured.is_timed else EXIT_INCONCLUSIVE
+
+
+@command("bench compare")
+@click.argument("before", type=FILE)
+@click.argument("after", type=FILE)
+def compare(before: Path, after: Path, out: Output) -> int:
+    """Put two bench records side by side.
+
+    Differences of the machines come first, then the figures. Exit codes: 0, or 5 if machines or settings differ so that
+    the figures are not comparable.
+
+    Example: corp-deploy bench compare last-week.json bench.json
+    """
+    from corp_deploy.proof.gate import comparison_as_json
+    from perf.record.runs import load_bench
+    from perf.stats.compare import compare as compare_records
+    from perf.stats.compare import markdown_from_comparison
+
+    comparison = compare_records(load_bench(before), load_bench(after))
+    out.result(comparison_as_json(comparison), markdown_from_comparison(comparison))
+    return 0 if comparison.comparable else EXIT_NOT_COMPARABLE

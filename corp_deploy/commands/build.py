@@ -11,9 +11,8 @@ from corp_deploy.invocation.engine import AuditOptions, EngineOptions
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
 
-from .declared import record_options
-from .help import Command
-from .options import FILE, command_line, output_options
+from .command import command
+from .options import FILE, command_line
 from .stopwatch import keep_effort, stopwatch_on
 
 if TYPE_CHECKING:
@@ -35,9 +34,7 @@ def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], Non
     return build_engine(graph, options.of_engine(command_line()), progress=progress)
 
 
-@click.command(
-    cls=Command, first="output backend batch sm precision sparse timing-cache compatibility version-compatible device"
-)
+@command(first="output backend batch sm precision sparse timing-cache compatibility version-compatible device")
 @click.argument("graph", type=FILE)
 @click.option(
     "--output",
@@ -46,8 +43,6 @@ def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], Non
     required=True,
     help="Plan (or optimised graph) to write; its record is written beside it.",
 )
-@record_options("options", EngineOptions)
-@output_options
 def build(graph: Path, output: Path, options: EngineOptions, out: Output) -> None:
     """Build an engine from a typed ONNX graph. Its record is written beside it.
 
@@ -70,16 +65,11 @@ def build(graph: Path, output: Path, options: EngineOptions, out: Output) -> Non
     out.result(record, engine_table(built.record), f"{output}: written", *lines, *watch.lines)
 
 
-@click.command()
+@command()
 @click.argument("dense", type=FILE)
 @click.argument("reduced", type=FILE)
-@record_options("options", AuditOptions)
 @click.option("--output", "-o", type=FILE, default=None, help="Also write the audit as JSON.")
-@output_options
-@click.pass_context
-def audit(
-    ctx: click.Context, dense: Path, reduced: Path, options: AuditOptions, output: Path | None, out: Output
-) -> None:
+def audit(dense: Path, reduced: Path, options: AuditOptions, output: Path | None, out: Output) -> int:
     """Count attention kernels that stay fused, dense and reduced.
 
     Exit code 1 when a block lost its own.
@@ -90,12 +80,10 @@ def audit(
     from export.engine.audit import audit_fusion, audit_to_json
     from ground.files import write_text
 
-    targets = options.sm if options.backend == "tensorrt-rtx" else ()
     with out.progress("auditing", None, unit="steps"):
-        audits = audit_fusion(dense, reduced, backend=options.backend, sms=targets, command=command_line())
+        audits = audit_fusion(dense, reduced, backend=options.backend, sms=options.sm, command=command_line())
     text = audit_to_json(audits, dense=dense.name, reduced=reduced.name)
     if output is not None:
         write_text(output, text)
     out.result(json.loads(text), audit_table(audits), *lost_lines(audits))
-    if not all(each.passed for each in audits):
-        ctx.exit(EXIT_FAILED)
+    return 0 if all(each.passed for each in audits) else EXIT_FAILED

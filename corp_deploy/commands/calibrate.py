@@ -1,34 +1,32 @@
-"""corp-deploy calibrate."""
+"""corp-deploy calibrate and corp-deploy calibrate --merge."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateRun
-from corp_deploy.invocation.inputs import KINDS, RequiredInputs
+from corp_deploy.invocation.inputs import KINDS, InputOptions, RequiredInputs
 from corp_deploy.views.console import Output
+from ground.errors import BadInput
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, model_options
-from .options import FILE, explicit_options, output_options
+from .command import command, some
+from .model_choice import ModelChoice
+from .options import FILE, explicit_options
 from .repeat import command_again
-from .sequential import calibrate_by_block, tell_moments
 from .stopwatch import keep_effort, stopwatch_on
 
+if TYPE_CHECKING:
+    from corp_deploy.store.checkpoint import Checkpoint
+    from ground.effort import Stopwatch
 
-@click.command(
-    cls=Command, first="model weights images output samples attention-system hold-out batch-size device text"
-)
-@model_options
-@record_options("inputs", RequiredInputs, *KINDS, "samples", "seed", "workers", "max_bad")
-@record_options("files", CalibrateFiles)
-@record_options("options", CalibrateRun)
+
+@command(first="model weights images output samples attention-system hold-out batch-size device text")
 @click.option("--summary", type=FILE, default=None, help="Also write a JSON summary of OUTPUT, with its digest.")
-@output_options
 def calibrate(
     model: ModelChoice,
-    inputs: RequiredInputs,
+    inputs: Annotated[RequiredInputs, some(*KINDS, "samples", "seed", "workers", "max_bad")],
     files: CalibrateFiles,
     options: CalibrateRun,
     summary: Path | None,
@@ -83,7 +81,7 @@ def calibrate(
     require_device(options.device)
     output = Path(files.output)
     if options.sequential:
-        return calibrate_by_block(model, inputs, output, options, summary, out)
+        return _by_block(model, inputs, output, options, summary, out)
     with stopwatch_on(options.device) as watch, ranks_of_this_run(options.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = merging_checkpoint(model.load(out), options)
@@ -109,4 +107,86 @@ def calibrate(
     if summaries:
         keep_effort(watch, output, step="calibrate", device=options.device, resumed=resumed)
         more = [f"{model_file}: the model, for --model of the next commands"] * writes_model
-        tell_moments(summaries, checkpoint, source.noun, summary, watch, out, *more)
+        _tell(summaries, checkpoint, source.noun, summary, watch, out, *more)
+
+
+def _tell(
+    summaries: Sequence[dict[str, Any]],
+    checkpoint: "Checkpoint",
+    noun: str,
+    summary: Path | None,
+    watch: "Stopwatch",
+    out: Output,
+    *more: str,
+) -> None:
+    """What was made of a calibration, in words and, where that is asked for, in the file `summary`."""
+    from corp_deploy.reduction.summary import reference_of_summary
+    from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
+    from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
+    from ground.files import write_json
+
+    record, *held_out = summaries
+    if summary is not None:
+        write_json(summary, reference_of_summary(record, str(record["moments"])))
+    lines = [line_of_moments(each, noun) for each in (*record.get("snapshots", []), *summaries)]
+    lines += [*lines_of_overfitting(record), *more, preprocessing_line(checkpoint), *watch.lines]
+    record |= preprocessing_record(checkpoint) | ({"held_out": held_out[0]} if held_out else {})
+    out.result(record | {"effort": watch.as_json()}, *lines)
+
+
+def _by_block(
+    model: ModelChoice,
+    inputs: InputOptions,
+    output: Path,
+    options: CalibrateRun,
+    summary: Path | None,
+    out: Output,
+) -> None:
+    """The moments of a decoder of a directory of transformers, of which no more than a block is held at once."""
+    from calib.distributed import under_torchrun
+    from corp_deploy.reduction.sequential import SequentialRun, write_moments_by_block
+    from corp_deploy.store.decoder_layers import open_layers
+    from corp_deploy.store.hub_snapshot import PREFIX
+
+    if under_torchrun():
+        raise BadInput("--sequential: one process takes block after block; start it without torchrun")
+    if not model.model.startswith(PREFIX):
+        raise BadInput(f"--sequential: --model {model.model} is no directory of a decoder; give --model hf:DIR")
+    with stopwatch_on(options.device) as watch:
+        layers = open_layers(Path(model.model.removeprefix(PREFIX)), model.kwargs or {})
+        source = inputs.open(layers.checkpoint)
+        blocks = layers.arguments.decoder.layers
+        with out.progress(f"calibrating {output.stem}", blocks, unit="blocks") as bar, watch.measure("calibrate"):
+            run = SequentialRun(
+                statistics=options.statistics,
+                batch_size=options.batch_size,
+                device=options.device,
+                on_bytes_needed=lambda size: out.note(f"a block with all streams will take {size / 2**20:,.0f} MiB"),
+                on_progress=bar,
+            )
+            summaries = write_moments_by_block(layers, source, run, output, hold_out=options.hold_out, seed=inputs.seed)
+    keep_effort(watch, output, step="calibrate", device=options.device)
+    _tell(summaries, layers.checkpoint, source.noun, summary, watch, out)
+
+
+@command("calibrate --merge")
+@click.argument("parts", nargs=-1, required=True, type=FILE)
+@click.option("--output", "-o", type=FILE, required=True, help="Moments file to write.")
+def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
+    """Add the moments of separate calibrations.
+
+    Refuses other models, other preprocessing and overlapping images.
+
+    Example: corp-deploy calibrate --merge monday.safetensors tuesday.safetensors -o both.safetensors
+    """
+    from functools import reduce
+
+    from calib.combination import merge
+    from calib.store import load, save
+    from corp_deploy.reduction.summary import summary_of_moments
+
+    if len(parts) < 2:
+        raise click.UsageError("one file is nothing to merge; give two or more")
+    merged = reduce(merge, (load(path) for path in parts))
+    save(merged, output)
+    out.result(summary_of_moments(merged, output), f"{output}: {merged.images} images of {len(parts)} calibrations")

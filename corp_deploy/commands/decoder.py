@@ -12,17 +12,15 @@ from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
 
-from .declared import record_options
-from .options import DIRECTORY, output_options
+from .command import command
+from .options import DIRECTORY
 from .proof_input_choice import ProofInputChoice
 from .verify_run import VerifyRun
 
 
-@click.command("export-decoder")
+@command("export-decoder")
 @click.argument("directory", type=DIRECTORY)
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory for the graph and its settings.")
-@record_options("options", DecoderExport)
-@output_options
 def export_decoder_command(directory: Path, output: Path, options: DecoderExport, out: Output) -> None:
     """Write a decoder's ONNX graph with a key/value cache. The builder of onnxruntime-genai makes it.
 

@@ -6,10 +6,11 @@ import click
 
 from corp_deploy.views.console import Output
 
-from .options import DIRECTORY, output_options
+from .command import command
+from .options import DIRECTORY
 
 
-@click.command()
+@command()
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory for everything the demo makes.")
 @click.option(
     "--example",
@@ -19,7 +20,6 @@ from .options import DIRECTORY, output_options
     help="The model: a vision transformer of 6 blocks or a ResNet of 6, both trained on the digits.",
 )
 @click.option("--inputs-only", is_flag=True, help="Write the example's model and images, to start from, and no more.")
-@output_options
 def demo(output: Path, example: str, inputs_only: bool, out: Output) -> None:
     """Run every step on digits, without a GPU, in three minutes.
 

@@ -5,8 +5,7 @@ from click.shell_completion import get_completion_class
 
 from corp_deploy.views.console import Output
 
-from .help import Above
-from .options import output_options
+from .command import command
 
 SOURCES = {
     "bash": 'bash: eval "$(corp-deploy doctor completion bash)" in ~/.bashrc',
@@ -15,8 +14,7 @@ SOURCES = {
 }
 
 
-@click.command(cls=Above)
-@output_options
+@command()
 def doctor(out: Output) -> None:
     """Show what this machine has, and what it lacks.
 
@@ -29,17 +27,18 @@ def doctor(out: Output) -> None:
     out.result(record, machine_table(record))
 
 
-@click.command("doctor completion", epilog="Where it goes. " + ". ".join(SOURCES.values()) + ".")
+@command("doctor completion", epilog="Where it goes. " + ". ".join(SOURCES.values()) + ".")
 @click.argument("shell", type=click.Choice(list(SOURCES)))
-@click.pass_context
-def completion(ctx: click.Context, shell: str) -> None:
+def completion(shell: str) -> None:
     """Print what completes commands and options in a shell.
 
     Example: corp-deploy doctor completion fish > ~/.config/fish/completions/corp-deploy.fish
     """
     script = get_completion_class(shell)
     assert script is not None, shell
-    click.echo(script(ctx.find_root().command, {}, "corp-deploy", "_CORP_DEPLOY_COMPLETE").source())
+    click.echo(
+        script(click.get_current_context().find_root().command, {}, "corp-deploy", "_CORP_DEPLOY_COMPLETE").source()
+    )
 
 
 def print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> None:

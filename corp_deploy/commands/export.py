@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
@@ -11,10 +11,9 @@ from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.views.console import Output
 from ground.precision import PRECISIONS, QUANTISED
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, model_options
-from .options import command_line, output_options
+from .command import command, some
+from .model_choice import ModelChoice
+from .options import command_line
 from .stopwatch import keep_effort, stopwatch_on
 
 
@@ -33,27 +32,23 @@ def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
     return {**record, "sha256": sha256_of_file(path), "size_bytes": path.stat().st_size}
 
 
-@click.command("export", cls=Command, first="model weights output precision opset batch input images auto keep-fp32")
-@model_options
-@record_options("files", ExportFiles)
-@record_options("options", ExportOptions)
-@record_options(
-    "inputs",
-    InputOptions,
+LOOKED_AT = some(
     *("images", "text", "arrays", "samples", "seed"),
     images="Images for --auto, and for the ranges of int8 and fp8.",
     text="Texts for the same, a line each, of a text encoder.",
     arrays="Arrays for the same, of a model of arrays.",
 )
+
+
+@command(first="model weights output precision opset batch input images auto keep-fp32")
 @click.option(
     "--dense", default=None, help="For --auto: the dense model's directory; errors are compared with its own error."
 )
-@output_options
 def export_command(
     model: ModelChoice,
     files: ExportFiles,
     options: ExportOptions,
-    inputs: InputOptions,
+    inputs: Annotated[InputOptions, LOOKED_AT],
     dense: str | None,
     out: Output,
 ) -> None:

@@ -1,35 +1,25 @@
-"""corp-deploy gate and corp-deploy bench compare."""
+"""corp-deploy gate."""
 
 from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.gate import GateOptions
+from corp_deploy.invocation.proof import GateOptions
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
-from ground.errors import EXIT_NOT_COMPARABLE
 
-from .declared import record_options
-from .options import FILE, output_options
+from .command import command
+from .options import FILE
 
 
-@click.command()
+@command()
 @click.argument("records", nargs=-1, required=True, type=FILE)
-@record_options("options", GateOptions)
-@record_options("baseline", Baseline)
 @click.option(
     "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
 )
-@output_options
-@click.pass_context
 def gate(
-    ctx: click.Context,
-    records: tuple[Path, ...],
-    options: GateOptions,
-    baseline: Baseline,
-    output: tuple[Path, ...],
-    out: Output,
-) -> None:
+    records: tuple[Path, ...], options: GateOptions, baseline: Baseline, output: tuple[Path, ...], out: Output
+) -> int:
     """Judge records of bench and verify by rules.
 
     PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
@@ -116,28 +106,4 @@ def gate(
     for path, record in baseline.start(files, exit_code=judged.exit_code).items():
         out.note(f"{path}: {record} is the baseline now")
     out.result(json.loads(gate_as_json(judged)), *gate_shown(judged), f"gate {judged.verdict}")
-    ctx.exit(judged.exit_code)
-
-
-@click.command("bench compare")
-@click.argument("before", type=FILE)
-@click.argument("after", type=FILE)
-@output_options
-@click.pass_context
-def compare(ctx: click.Context, before: Path, after: Path, out: Output) -> None:
-    """Put two bench records side by side.
-
-    Differences of the machines come first, then the figures. Exit codes: 0, or 5 if machines or settings differ so that
-    the figures are not comparable.
-
-    Example: corp-deploy bench compare last-week.json bench.json
-    """
-    from corp_deploy.proof.gate import comparison_as_json
-    from perf.record.runs import load_bench
-    from perf.stats.compare import compare as compare_records
-    from perf.stats.compare import markdown_from_comparison
-
-    comparison = compare_records(load_bench(before), load_bench(after))
-    out.result(comparison_as_json(comparison), markdown_from_comparison(comparison))
-    if not comparison.comparable:
-        ctx.exit(EXIT_NOT_COMPARABLE)
+    return judged.exit_code

@@ -35,8 +35,19 @@ HELP_ALL = click.Option(
 )
 
 
-class Above(click.Command):
-    """Its help tells of the commands of two words that begin with its own."""
+class Command(click.Command):
+    """`first` are the options that --help tells of, in that order and as typed, and --help-all tells of all; where none
+    is named, --help does. Help tells of the commands of two words that begin with its own. What the function returns is
+    the exit code.
+    """
+
+    def __init__(self, *args: Any, first: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.first = first.split()
+
+    def invoke(self, ctx: click.Context) -> None:
+        if code := super().invoke(ctx):
+            ctx.exit(code)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         group = ctx.parent and ctx.parent.command
@@ -45,16 +56,8 @@ class Above(click.Command):
         _write(formatter, "See also", below)
         super().format_epilog(ctx, formatter)
 
-
-class Command(Above):
-    """`first` are the options that --help tells of, in that order and as typed; --help-all tells of all."""
-
-    def __init__(self, *args: Any, first: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.first = first.split()
-
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        return [*super().get_params(ctx), HELP_ALL]
+        return [*super().get_params(ctx), *[HELP_ALL] * bool(self.first)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """What is named as an argument, as other commands take it, is looked for where an option is missing."""
@@ -69,7 +72,7 @@ class Command(Above):
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The first paragraph and the example, where not all is asked for."""
-        if __name__ in ctx.meta:
+        if __name__ in ctx.meta or not self.first:
             return super().format_help_text(ctx, formatter)
         first, *others = cleandoc(self.help or "").split("\n\n")
         for text in (first, *(each for each in others if each.startswith(("Example:", "Exit codes:")))):
@@ -78,6 +81,8 @@ class Command(Above):
                 formatter.write(_filled(formatter, text.split()))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if not self.first:
+            return super().format_options(ctx, formatter)
         options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
         by_name = {each.opts[0]: each for each in options}
         first = [*(by_name[f"--{name}"] for name in self.first), *options[-2:]]

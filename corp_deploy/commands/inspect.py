@@ -1,26 +1,22 @@
-"""corp-deploy inspect."""
+"""corp-deploy inspect and corp-deploy inspect redundancy."""
+
+from pathlib import Path
+from typing import Annotated
 
 import click
 
 from corp_deploy.invocation.budget_choice import MACS, MOST_CUT, BudgetChoice
 from corp_deploy.views.console import Output
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, model_options
-from .options import output_options
+from .command import command, some
+from .model_choice import ModelChoice
+from .options import FILE
+
+PLANNED = f"Share of the MACs to keep, of which the plan tells what it takes of every site; default: {MACS}."
 
 
-@click.command(cls=Command, first="model macs weights outputs trust-code json")
-@model_options
-@record_options(
-    "budget",
-    BudgetChoice,
-    "macs",
-    macs=f"Share of the MACs to keep, of which the plan tells what it takes of every site; default: {MACS}.",
-)
-@output_options
-def inspect(model: ModelChoice, budget: BudgetChoice, out: Output) -> None:
+@command(first="model macs weights outputs trust-code json")
+def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", macs=PLANNED)], out: Output) -> None:
     """Show what of a model can be reduced, and what a budget takes.
 
     Why the rest can't; its sites with their widths, parameters, MACs and preprocessing. No weights are needed.
@@ -49,3 +45,31 @@ def inspect(model: ModelChoice, budget: BudgetChoice, out: Output) -> None:
     about = (*refusal_lines(record), *output_lines(record), *merging_lines(record), *stay_lines(record))
     lines = (*about, size_line(record), preprocessing_line(checkpoint), *plan_lines(plan))
     out.result(record, inspection_table(record), *lines)
+
+
+@command("inspect redundancy")
+@click.option("--moments", type=FILE, required=True, help="Moments written by calibrate.")
+@click.option("--output", "-o", type=FILE, default=None, help="Also write the record (.json) or its plot (.svg).")
+def redundancy(moments: Path, output: Path | None, out: Output) -> None:
+    """Show how far a model can go before anything is pruned.
+
+    It shows effective ranks and how many dimensions hold the energy.
+
+    Example: corp-deploy inspect redundancy --moments moments.safetensors -o redundancy.svg
+    """
+    from calib.redundancy import record_from_redundancy
+    from calib.redundancy import redundancy as redundancy_of
+    from calib.store import load
+    from corp_deploy.views.moments import redundancy_plot, redundancy_tables
+    from ground.files import write_json, write_text
+
+    if output is not None and output.suffix not in (".json", ".svg"):
+        raise click.BadParameter(f"{output}: expected .json or .svg", param_hint="--output")
+    loaded = load(moments)
+    entries = redundancy_of(loaded)
+    record = record_from_redundancy(entries, loaded.lineage)
+    if output is not None and output.suffix == ".json":
+        write_json(output, record)
+    elif output is not None:
+        write_text(output, redundancy_plot(entries))
+    out.result(record, *redundancy_tables(entries))

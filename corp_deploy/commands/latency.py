@@ -13,10 +13,9 @@ from corp_deploy.invocation.values import ListOf
 from corp_deploy.views.console import Output
 from ground.quantity import BATCH, THREADS
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, model_options
-from .options import DIRECTORY, output_options
+from .command import command
+from .model_choice import ModelChoice
+from .options import DIRECTORY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +27,8 @@ class LatencyOptions(GeometryOptions, heading="What is timed"):
     threads: int | None = option(THREADS, help="CPU threads; default: the runtime's choice.")
 
 
-@click.command("latency-table", cls=Command, first="model weights output batch backend heads align threads")
-@model_options
+@command("latency-table", first="model weights output batch backend heads align threads")
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory that keeps the tables of this machine.")
-@record_options("options", LatencyOptions)
-@output_options
 def latency_table(model: ModelChoice, output: Path, options: LatencyOptions, out: Output) -> None:
     """Measure blocks at each width here, for reduce --latency.
 

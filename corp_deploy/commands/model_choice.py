@@ -7,16 +7,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from corp_deploy.invocation.source import Source
 from corp_deploy.views.console import Output
 
-from .declared import options_from
-from .options import Command, trust_option, usage_errors, value_options
+from .options import usage_errors
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
+
+MODEL_HELP = (
+    "A timm name (with --weights), a directory written by corp-deploy, a snapshot of a timm repository, hf:DIR, a "
+    "vision transformer, text encoder or decoder of transformers, torchvision:vit_b_16 and its like "
+    "(with --weights), module:PATH.py:FUNCTION (with --trust-code), or a .toml file with [model] that says all of "
+    "it: a recipe, or what calibrate writes beside its moments."
+)
 
 
 class ModelChoice(Source):
@@ -43,7 +47,8 @@ class ModelChoice(Source):
         return checkpoint
 
 
-def _model_choice(model: str | Path, **options: Any) -> ModelChoice:
+def chosen_model(model: str | Path, **options: Any) -> ModelChoice:
+    """What is named, or what a file says that is named."""
     from corp_deploy.release.recipe_file import as_named
 
     with usage_errors():
@@ -60,23 +65,5 @@ def as_directory(path: Path, out: Output) -> Iterator[Path]:
     from corp_deploy.store.checkpoint import save
 
     with TemporaryDirectory() as scratch:
-        save(_model_choice(path).load(out), Path(scratch) / path.stem)
+        save(chosen_model(path).load(out), Path(scratch) / path.stem)
         yield Path(scratch) / path.stem
-
-
-def dense_options(command: Command) -> Command:
-    """Add what a model's name needs beside it, and hand the command a `ModelChoice` as `model` in place of the name."""
-    return trust_option(value_options("model", _model_choice, *options_from(Source), argument="model")(command))
-
-
-MODEL_HELP = (
-    "A timm name (with --weights), a directory written by corp-deploy, a snapshot of a timm repository, hf:DIR, a "
-    "vision transformer, text encoder or decoder of transformers, torchvision:vit_b_16 and its like "
-    "(with --weights), module:PATH.py:FUNCTION (with --trust-code), or a .toml file with [model] that says all of "
-    "it: a recipe, or what calibrate writes beside its moments."
-)
-
-
-def model_options(command: Command) -> Command:
-    """Add --model and what goes with it, and hand the command a `ModelChoice` as `model`."""
-    return click.option("--model", required=True, help=MODEL_HELP)(dense_options(command))

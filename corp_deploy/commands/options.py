@@ -1,11 +1,10 @@
-"""What the options of all commands are made of: their types, the values that groups of them become, the output."""
+"""What the options of all commands are made of: their types, whom they trust, and what was typed of them."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -13,10 +12,7 @@ from click.core import ParameterSource
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.invocation.values import Values
 from corp_deploy.store.hub_snapshot import PREFIX
-from corp_deploy.views.console import Output
 from ground.errors import BadInput
-
-from .help import Headed
 
 WRITTEN = ("output", "summary")
 BESIDE = {"verify": ".npz"}  # what is written beside the output, by its suffix
@@ -48,10 +44,6 @@ def refuse_own_inputs(context: click.Context) -> None:
         for own in read:
             if path.exists() and own.exists() and path.samefile(own):
                 raise click.UsageError(f"{path}: the result would replace what it is made from; give --output another")
-
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class RegularPath(click.Path):
@@ -109,31 +101,32 @@ class Value(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
-def _trust(name: str, trusting: Callable[[], Any], help: str) -> Callable[[Command], Command]:
-    """`trusting`: what imports and gives the context that the command is at work in."""
-
-    def entered(context: click.Context, _: click.Parameter, trust: bool) -> None:
-        if trust:
-            context.with_resource(trusting()(True))
-
-    return click.option(name, is_flag=True, expose_value=False, callback=entered, help=help)
+def _trust_code(context: click.Context, _: click.Parameter, trust: bool) -> None:
+    if trust:
+        context.with_resource(trusting_code(True))
 
 
-def _trusting_engines() -> Any:
-    from corp_deploy.proof.engine_trust import trusting_engines
+def _trust_engine(context: click.Context, _: click.Parameter, trust: bool) -> None:
+    if trust:
+        from corp_deploy.proof.engine_trust import trusting_engines
 
-    return trusting_engines
+        context.with_resource(trusting_engines(True))
 
 
-trust_option = _trust(
-    "--trust-code",
-    lambda: trusting_code,
-    "Run the code of models (module:PATH.py:FUNCTION and models reduced from it) and of measures.",
-)
-trust_engine_option = _trust(
+TRUST_CODE: dict[str, Any] = {
+    "is_flag": True,
+    "expose_value": False,
+    "callback": _trust_code,
+    "help": "Run the code of models (module:PATH.py:FUNCTION and models reduced from it) and of measures.",
+}
+trust_option = click.option("--trust-code", **TRUST_CODE)
+trust_engine_option = click.option(
     "--trust-engine",
-    _trusting_engines,
-    "Load .plan files that you did not build on this machine: an engine may contain code, and no check detects it.",
+    is_flag=True,
+    expose_value=False,
+    callback=_trust_engine,
+    help="Load .plan files that you did not build on this machine: an engine may contain code, and no check detects "
+    "it.",
 )
 
 
@@ -171,46 +164,3 @@ def usage_errors() -> Iterator[None]:
         yield
     except BadInput as error:
         raise click.UsageError(str(error)) from None
-
-
-def value_options(
-    name: str, make: Callable[..., Any], *options: Option, argument: str | None = None
-) -> Callable[[Command], Command]:
-    """A decorator that adds these options and hands the command one value as `name`, made of them by their names.
-
-    `argument` is what else the value is made of: a parameter that the command has already.
-    """
-
-    def decorate(command: Command) -> Command:
-        names = [] if argument is None else [argument]
-
-        @wraps(command)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            values = {each: kwargs.pop(each) for each in names}
-            return command(*args, **{name: make(**values)}, **kwargs)
-
-        decorated: Any = wrapped
-        for option in reversed(options):
-            decorated = option(decorated)
-            names.append(decorated.__click_params__[-1].name)
-        return decorated  # type: ignore[no-any-return]
-
-    return decorate
-
-
-def _output(as_json: bool, quiet: bool) -> Output:
-    refuse_own_inputs(click.get_current_context())
-    return Output(json=as_json, quiet=quiet)
-
-
-def _flag(*names: str, help: str) -> Option:
-    return click.option(*names, cls=Headed, heading="Output", is_flag=True, help=help)
-
-
-output_options = value_options(
-    "out",
-    _output,
-    _flag("--json", "as_json", help="Print the result as JSON on stdout."),
-    _flag("--quiet", "-q", help="No progress, no table; errors and warnings still show."),
-)
-"""Adds --json and --quiet and hands the command an `Output` as `out`."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
@@ -16,30 +16,18 @@ from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, BadInput
 from ground.quantity import ERROR, MODEL_VERSION, SECONDS
 
-from .declared import record_options
-from .help import Command
-from .options import DIRECTORY, output_options
+from .command import command, some
+from .options import DIRECTORY
 from .signing_choice import SigningChoice
 
 if TYPE_CHECKING:
     from export.triton.versions import ServedVersion
 
 
-@click.command(
-    cls=Command, first="output name model-version labels server max-batch policy instances queue-delay-us sign"
-)
+@command(first="output name model-version labels server max-batch policy instances queue-delay-us sign")
 @click.argument("directory", type=DIRECTORY)
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Triton model repository, created or extended.")
-@record_options("options", ServingOptions)
-@record_options("signing", SigningChoice)
-@output_options
-def package(
-    directory: Path,
-    output: Path,
-    options: ServingOptions,
-    signing: SigningChoice,
-    out: Output,
-) -> None:
+def package(directory: Path, output: Path, options: ServingOptions, signing: SigningChoice, out: Output) -> None:
     """Write a Triton model repository from a directory of results.
 
     --sign signs the whole repository, with its older versions, under --name and --model-version, if `package lint`
@@ -68,12 +56,12 @@ def package(
     out.result(record, f"{output}: version {options.model_version} of {', '.join(written.models)}{signed}")
 
 
-@click.command("package lint")
+COMPARED = some("server", server="Server release such as 26.07, to compare versions with.")
+
+
+@command("package lint")
 @click.argument("repository", type=DIRECTORY)
-@record_options("options", ServingOptions, "server", server="Server release such as 26.07, to compare versions with.")
-@output_options
-@click.pass_context
-def lint_repo(ctx: click.Context, repository: Path, options: ServingOptions, out: Output) -> None:
+def lint_repo(repository: Path, options: Annotated[ServingOptions, COMPARED], out: Output) -> int:
     """Check a Triton repository without a server.
 
     Configs are compared with their artefacts; exit code 1 if one would not load.
@@ -88,8 +76,7 @@ def lint_repo(ctx: click.Context, repository: Path, options: ServingOptions, out
         for f in findings
     ]
     out.result({"findings": rows}, *(str(each) for each in findings), f"{repository}: {len(findings)} findings")
-    if any(each.severity == "error" for each in findings):
-        ctx.exit(EXIT_FAILED)
+    return EXIT_FAILED if any(each.severity == "error" for each in findings) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +107,9 @@ class RollOptions(Record):
             raise BadInput("--max-error is of answers to samples: give --samples")
 
 
-@click.command("package serve")
+@command("package serve")
 @click.argument("repository", type=DIRECTORY)
-@record_options("options", RollOptions)
-@output_options
-@click.pass_context
-def serve_version(ctx: click.Context, repository: Path, options: RollOptions, out: Output) -> None:
+def serve_version(repository: Path, options: RollOptions, out: Output) -> int:
     """Roll back or forward: every variant serves one version.
 
     Without --server only the repository changes, for the next load. With it no request is dropped: the version is
@@ -146,33 +130,26 @@ def serve_version(ctx: click.Context, repository: Path, options: RollOptions, ou
         verb = "serves" if len(changed.models) == 1 else "serve"
         line = f"{repository}: {', '.join(changed.models)} {verb} version {changed.version}"
         out.result(asdict(changed), line, *_lines_of_unchanged(repository, changed))
-        return
+        return 0
     from corp_deploy.release.samples import samples_of_release
     from export.triton.rolling import roll
     from export.triton.server import TritonServer
 
     expected = None if options.samples is None else samples_of_release(options.samples, options.max_error)
     rolled = roll(repository, options.name, version, TritonServer(address=server, timeout_s=options.timeout), expected)
-    served = rolled.served
-    more = {"idle": list(rolled.idle), "sample_errors": dict(rolled.errors), "failure": rolled.failure}
-    lines = [
-        f"{server}: {model} serves version {served.version}{_errors_text(rolled.errors, model)}"
-        for model in served.models
-    ]
-    lines += [
-        f"{repository}: {model} is not loaded there, its config names version {served.version}" for model in rolled.idle
-    ]
+    served, errors, lines = rolled.served, rolled.errors, list[str]()
+    for model in served.models:
+        said = f"relative error on the samples {errors[model]:.1e}" if model in errors else "answers not compared"
+        lines.append(f"{server}: {model} serves version {served.version}; {said}")
+    for model in rolled.idle:
+        lines.append(f"{repository}: {model} is not loaded there, its config names version {served.version}")
     lines += _lines_of_unchanged(repository, served)
     lines += [] if rolled.failure is None else [f"{server}: {rolled.failure}"]
+    more = {"idle": list(rolled.idle), "sample_errors": dict(errors), "failure": rolled.failure}
     out.result(asdict(served) | more, *lines)
-    if rolled.failure is not None:
-        ctx.exit(EXIT_FAILED)
+    return 0 if rolled.failure is None else EXIT_FAILED
 
 
 def _lines_of_unchanged(repository: Path, served: "ServedVersion") -> list[str]:
     """Of the variants that stay as they are."""
     return [f"{repository}: {model} lacks version {served.version} and stays as it is" for model in served.unchanged]
-
-
-def _errors_text(errors: Mapping[str, float], model: str) -> str:
-    return f"; relative error on the samples {errors[model]:.1e}" if model in errors else "; answers not compared"

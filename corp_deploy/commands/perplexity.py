@@ -1,6 +1,7 @@
 """corp-deploy perplexity."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
@@ -9,32 +10,25 @@ from corp_deploy.invocation.proof import LanguageOptions
 from corp_deploy.views.console import Output
 from ground.quantity import BATCH
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, dense_options
-from .options import ANY_PATH, FILE, Value, output_options
+from .command import command, some
+from .model_choice import ModelChoice
+from .options import ANY_PATH, FILE, Value
 
 
-@click.command(cls=Command, first="weights text tokens samples batch max-ratio min-agreement max-kl confidence output")
+@command(first="weights text tokens samples batch max-ratio min-agreement max-kl confidence output")
 @click.argument("model", metavar="DENSE")
 @click.argument("candidates", nargs=-1, type=ANY_PATH)
-@dense_options
-@record_options("inputs", RequiredInputs, "text", "tokens", "samples", "seed")
 @click.option("--batch", type=Value(BATCH), default=1, show_default=True, help="Sequences run at once.")
-@record_options("options", LanguageOptions)
 @click.option("--output", "-o", type=FILE, default=None, help="Record to write (.json).")
-@output_options
-@click.pass_context
 def perplexity(
-    ctx: click.Context,
     model: ModelChoice,
     candidates: tuple[Path, ...],
-    inputs: RequiredInputs,
+    inputs: Annotated[RequiredInputs, some("text", "tokens", "samples", "seed")],
     batch: int,
     options: LanguageOptions,
     output: Path | None,
     out: Output,
-) -> None:
+) -> int:
     """Measure how well decoders predict a held-out text. CANDIDATES are compared with DENSE, token by token.
 
     DENSE is hf:DIR or a directory written by corp-deploy, CANDIDATES are such directories and their graphs. No labels
@@ -68,4 +62,4 @@ def perplexity(
     if output is not None:
         write_json(output, record)
     out.result(record, perplexity_table(proof), *reason_lines(proof), perplexity_line(proof))
-    ctx.exit(EXIT_CODES[proof.verdict] if limits.some else 0)
+    return EXIT_CODES[proof.verdict] if limits.some else 0

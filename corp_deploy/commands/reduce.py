@@ -2,39 +2,31 @@
 
 from contextlib import nullcontext
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from corp_deploy.invocation.inputs import KINDS, InputOptions
 from corp_deploy.invocation.passes import CLOSED_LOOP, cost
 from corp_deploy.invocation.reduction import ReduceFiles, ReduceOptions
 from corp_deploy.views.console import Output
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, model_options
-from .options import output_options
+from .command import command, some
+from .model_choice import ModelChoice
 from .stopwatch import keep_effort, stopwatch_on
 
-
-@click.command("reduce", cls=Command, first="model weights moments output mlp attn macs preset closed-loop images")
-@model_options
-@record_options("files", ReduceFiles)
-@record_options("reduction", ReduceOptions)
-@record_options(
-    "inputs",
-    InputOptions,
+LOOKED_AT = some(
     *(*KINDS, "samples", "seed", "workers", "max_bad", "hold_out", "groups"),
     images="Calibration images: for a budget, auto, the closed loop, --rescale, a polish, --sparse, and presets that "
     "merge channels or heads.",
     text="Calibration texts, a line each, for the same on a text encoder.",
 )
-@output_options
+
+
+@command(first="model weights moments output mlp attn macs preset closed-loop images")
 def reduce_command(
     model: ModelChoice,
     files: ReduceFiles,
     reduction: ReduceOptions,
-    inputs: InputOptions,
+    inputs: Annotated[InputOptions, LOOKED_AT],
     out: Output,
 ) -> None:
     """Narrow a model and repair the loss in closed form. MLP channels, query/key dimensions, whole heads and channels

@@ -16,14 +16,13 @@ from corp_deploy.release.pace import Pace
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_MISSING, BadInput
 
-from .declared import record_options
-from .help import Command
-from .options import DIRECTORY, FILE, output_options, trust_engine_option, trust_option
+from .command import command
+from .options import DIRECTORY, FILE, trust_engine_option, trust_option
 from .signing_choice import SigningChoice, VerifyingChoice
 
 if TYPE_CHECKING:
     from corp_deploy.release.incremental import StageStatus
-    from corp_deploy.release.run import Job, Released
+    from corp_deploy.release.run import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +64,15 @@ class RunChoice(Record, heading="How much is done"):
             raise BadInput("--dry-run, --plan-only and --only exclude one another")
 
 
-@click.command(cls=Command, first="output init weights images dry-run only baseline init-baseline sign trust-code")
+@command(first="output init weights images dry-run only baseline init-baseline sign trust-code")
 @click.argument("recipe", type=FILE)
 @click.option("--output", "-o", type=DIRECTORY, default=None, help="Directory of the release.")
-@record_options("new", StarterChoice)
-@record_options("run", RunChoice)
-@record_options("baseline", Baseline)
-@record_options("signing", SigningChoice)
 @trust_option
 @trust_engine_option
 @click.option(
     "--trust-paths", is_flag=True, help="Follow paths of RECIPE that lead out of its directory, and write to them."
 )
-@output_options
-@click.pass_context
 def release(
-    ctx: click.Context,
     recipe: Path,
     output: Path | None,
     new: StarterChoice,
@@ -89,7 +81,7 @@ def release(
     signing: SigningChoice,
     trust_paths: bool,
     out: Output,
-) -> None:
+) -> int:
     """Make a whole release from a recipe. Its model is reduced, exported, proved, measured and judged; finished stages
     are kept.
 
@@ -110,8 +102,7 @@ def release(
     if signing.sign is not None and (new.init_model or run.non_default):
         raise click.UsageError("--sign signs a whole release; leave out --init, --dry-run, --plan-only and --only")
     if new.init_model is not None:
-        _init(recipe, new.init_model, new, out)
-        return
+        return _init(recipe, new.init_model, new, out)
     if output is None:
         raise click.UsageError("give the directory of the release with --output, or write a recipe with --init")
     job = Job(
@@ -137,10 +128,11 @@ def release(
         message = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
         out.result({"made": outcome.finished, "cached": outcome.cached}, message)
     else:
-        ctx.exit(make(job, out))
+        return make(job, out)
+    return 0
 
 
-def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
+def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> int:
     from corp_deploy.release.starter import require_named, starter
     from ground.files import write_text
 
@@ -152,9 +144,10 @@ def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
     outside = any(path and not path.resolve().is_relative_to(recipe.parent.resolve()) for path in sources)
     trust = " --trust-paths, as it names files beyond its directory" * outside
     out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR{trust}")
+    return 0
 
 
-def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
+def _rows(planned: "Sequence[StageStatus]", out: Output, note: str) -> None:
     from rich.table import Table
 
     from corp_deploy.views.console import reason_cell, reasons_below
@@ -163,7 +156,7 @@ def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
     for row in planned:
         table.add_row(row.stage, row.state, reason_cell(row.why))
     below = reasons_below((row.stage, row.why) for row in planned)
-    out.result({"stages": [asdict(row) for row in planned], "notes": list(notes)}, table, *below, *notes)
+    out.result({"stages": [asdict(row) for row in planned], "notes": [note]}, table, *below, note)
 
 
 def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
@@ -208,24 +201,17 @@ def make(job: "Job", out: Output, *closing: str) -> int:
         out.result(record, "stages are left for another machine; --plan-only writes them as a script", *closing)
         return EXIT_MISSING
     signature = "" if released.signature is None else f"; {SIGNATURES[released.signature]}"
+    done, kept = len(outcome.finished), len(outcome.cached)
+    summary = f"{done} stages done, {kept} kept as they were"
+    summary = summary if done else f"nothing to do: all {kept} stages are up to date"
     judged = gate_shown(load_gate(output / GATE))
-    out.result(record, _summary(released), *judged, f"{output}: gate {released.verdict}{signature}", *closing)
+    out.result(record, summary, *judged, f"{output}: gate {released.verdict}{signature}", *closing)
     return released.exit_code
 
 
-def _summary(released: "Released") -> str:
-    finished, cached = released.outcome.finished, released.outcome.cached
-    if not finished:
-        return f"nothing to do: all {len(cached)} stages are up to date"
-    return f"{len(finished)} stages done, {len(cached)} kept as they were"
-
-
-@click.command()
+@command()
 @click.argument("directory", type=DIRECTORY)
-@record_options("verifying", VerifyingChoice)
-@output_options
-@click.pass_context
-def check(ctx: click.Context, directory: Path, verifying: VerifyingChoice, out: Output) -> None:
+def check(directory: Path, verifying: VerifyingChoice, out: Output) -> int:
     """Verify a release by its digests and sample inputs. Those are replayed in ONNX Runtime; exit code 1 naming what
     differs.
 
@@ -249,5 +235,4 @@ def check(ctx: click.Context, directory: Path, verifying: VerifyingChoice, out: 
         named = f"{checked.name} {checked.version}, signed by {checked.signed_by}"
         line = f"{line}; {named}" if checked.signed_by else f"{directory}: not verified"
     out.result(asdict(checked), *checked.differs, line)
-    if checked.differs:
-        ctx.exit(EXIT_FAILED)
+    return EXIT_FAILED if checked.differs else 0

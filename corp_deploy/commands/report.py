@@ -6,14 +6,14 @@ import click
 
 from corp_deploy.views.console import Output
 
-from .options import DIRECTORY, FILE, output_options
+from .command import command
+from .options import DIRECTORY, FILE
 
 
-@click.command()
+@command()
 @click.argument("directory", type=DIRECTORY)
 @click.option("--output", "-o", type=FILE, required=True, help="Report to write: .html, .md, .csv, or .xml for JUnit.")
 @click.option("--title", default=None, help="Its heading; default: the directory's name.")
-@output_options
 def report(directory: Path, output: Path, title: str | None, out: Output) -> None:
     """Write the report of a directory's records. These are bench.json, parity.json, the records of the reduced model,
     and the effort records beside files.

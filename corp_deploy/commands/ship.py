@@ -1,6 +1,7 @@
 """corp-deploy ship."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
@@ -13,34 +14,26 @@ from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, dense_options
-from .options import DIRECTORY, output_options, trust_engine_option
+from .command import command, some
+from .model_choice import ModelChoice
+from .options import DIRECTORY, trust_engine_option
 from .release import make
 
 
-@click.command(cls=Command, first="weights images held-out macs params target precision batch samples output")
+@command(first="weights images held-out macs params target precision batch samples output")
 @click.argument("model")
-@dense_options
-@record_options("options", ShipOptions)
-@record_options("budget", BudgetChoice, "macs", "params", "latency", "latency_tables")
-@record_options("drawn", Drawn)
-@record_options("run", PassOptions, "device", device="Where the calibration runs.")
-@record_options("timed", BenchOptions, "batches", "time_limit")
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory of the release, and of its recipe.toml.")
 @trust_engine_option
-@output_options
 def ship(
     model: ModelChoice,
     options: ShipOptions,
-    budget: BudgetChoice,
+    budget: Annotated[BudgetChoice, some("macs", "params", "latency", "latency_tables")],
     drawn: Drawn,
-    run: PassOptions,
-    timed: BenchOptions,
+    run: Annotated[PassOptions, some("device", device="Where the calibration runs.")],
+    timed: Annotated[BenchOptions, some("batches", "time_limit")],
     output: Path,
     out: Output,
-) -> None:
+) -> int:
     """Make a release of a model and a folder of images. MODEL is calibrated, reduced, exported, proved, timed beside
     what it was, judged, and packed for a server.
 
@@ -64,8 +57,7 @@ def ship(
     recipe, path = recipe_to_ship(request, output), output / RECIPE
     closing = f"to change anything: edit {path}, then run {again(recipe, output)}; it does only what changed"
     try:
-        code = make(Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn), out, closing)
+        return make(Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn), out, closing)
     except BadInput as error:
         # What is refused before any work is so of options: the recipe was not written.
         raise BadInput(str(error) if path.exists() else str(error).replace(f"{path.resolve()}: ", "")) from error
-    click.get_current_context().exit(code)

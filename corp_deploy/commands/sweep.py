@@ -1,9 +1,9 @@
 """corp-deploy sweep."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
@@ -15,17 +15,9 @@ from corp_deploy.views.console import Output
 from ground.errors import BadInput
 from ground.quantity import BATCH, JOBS, SHARE
 
-from .declared import record_options
-from .help import Command
-from .model_choice import ModelChoice, model_options
-from .options import (
-    DIRECTORY,
-    FILE,
-    Paths,
-    explicit_options,
-    output_options,
-    usage_errors,
-)
+from .command import command, some
+from .model_choice import ModelChoice
+from .options import DIRECTORY, FILE, Paths, explicit_options, usage_errors
 from .repeat import words_again
 from .sweep_choice import SweepChoice
 from .sweep_jobs import ALONE, run_jobs
@@ -60,22 +52,16 @@ class TrialsChoice(Record, heading="Trials"):
     batch_size: int = option(BATCH, 32, help="Images in one forward pass.")
 
 
-@click.command(
-    "sweep", cls=Command, first="model weights moments images output sparsity macs preset bench min-agreement"
-)
-@model_options
+LABELS = "Class indices of the images, for accuracy."
+
+
+@command(first="model weights moments images output sparsity macs preset bench min-agreement")
 @click.option(
     "--moments",
     type=Paths(FILE),
     required=True,
     help="Moments of this model, written by calibrate; several, with commas, such as those of --snapshots, also "
     "show how many images are enough.",
-)
-@record_options(
-    "inputs",
-    RequiredInputs,
-    *(*KINDS, "labels", "samples", "seed"),
-    labels="Class indices of the images, for accuracy.",
 )
 @click.option(
     "--output",
@@ -85,14 +71,10 @@ class TrialsChoice(Record, heading="Trials"):
     help="Directory for sweep.json, sweep.csv, sweep.html, sweep.svg and the trials, from which the same command "
     "resumes.",
 )
-@record_options("sweep", SweepChoice)
-@record_options("speed", SweepSpeedChoice)
-@record_options("trials", TrialsChoice)
-@output_options
 def sweep_command(
     model: ModelChoice,
     moments: tuple[Path, ...],
-    inputs: RequiredInputs,
+    inputs: Annotated[RequiredInputs, some(*KINDS, "labels", "samples", "seed", labels=LABELS)],
     output: Path,
     sweep: SweepChoice,
     speed: SweepSpeedChoice,
@@ -140,21 +122,18 @@ def sweep_command(
             with out.progress(f"{len(requests)} trials by {trials.jobs} processes", None):
                 without = (*ALONE, *(() if speed.engine else ("batch",)))
                 run_jobs(words_again(without=without, keep_models=True), trials.jobs)
-        run = SweepRun(
-            folder=output,
-            speed=speed,
-            ranks=ranks,
-            keep_models=trials.keep_models,
-            command=tuple(words_again()),
-        )
         alone = nullcontext() if ranks.rank else sweep_folder(output)
         with alone, out.progress("sweeping", len(requests), unit="trials") as bar:
-
-            def show_progress(phase: str, count: int) -> None:
-                bar.renamed(phase, count, len(requests), "trials")
-
+            run = SweepRun(
+                folder=output,
+                speed=speed,
+                ranks=ranks,
+                keep_models=trials.keep_models,
+                command=tuple(words_again()),
+                on_progress=lambda phase, count: bar.renamed(phase, count, len(requests), "trials"),
+            )
             size = _size(swept, requests, trials.held_out, bar)
-            points = sweep_of(swept, requests, replace(run, on_progress=show_progress))
+            points = sweep_of(swept, requests, run)
     if ranks.rank:
         return
     _tell(sweep, swept, points, size, trials.min_agreement, inputs, output, out)
@@ -180,9 +159,8 @@ def _tell(
 
     if refused := max(point.sites_refused for point in points):
         out.warn(f"{refused} sites can't be reduced as asked and stay as they are; inspect says why")
-    disturbed = [point for point in points if any(each.disturbed for each in point.speeds)]
-    if disturbed:
-        out.warn(f"{len(disturbed)} trials were timed while other programs had the machine; see sweep.json")
+    if disturbed := sum(any(each.disturbed for each in point.speeds) for point in points):
+        out.warn(f"{disturbed} trials were timed while other programs had the machine; see sweep.json")
     dense = swept.scored.of_dense(swept.dense.model)
     agrees = least is not None and any((point.agreement or 0.0) >= least for point in points)
     fitted = swept.fitted
@@ -191,10 +169,9 @@ def _tell(
     if any(point.budget is not None for point in points) and swept.calibration is None:
         out.note(f"budgets were shared out by the judging {swept.source.noun}; --calibration-images keeps them apart")
     record = record_of_sweep(points, smallest(points, least) if least is not None and agrees else None, dense, fitted)
-    write_text(output / "sweep.csv", csv_of_sweep(points))
-    write_text(output / "sweep.svg", sweep_plot(points))
-    title = f"Sweep: {output.resolve().name}"
-    write_text(output / "sweep.html", sweep_page(points, dense, title=title, size=size, fitted=fitted))
+    page = sweep_page(points, dense, title=f"Sweep: {output.resolve().name}", size=size, fitted=fitted)
+    for suffix, text in (("csv", csv_of_sweep(points)), ("svg", sweep_plot(points)), ("html", page)):
+        write_text(output / f"sweep.{suffix}", text)
     lines = [sentence_of_sweep(points)]
     if size is not None:
         write_json(output / SIZE_FILE, size.as_json())

@@ -97,17 +97,17 @@ class SweepChoice(GeometryOptions, heading="Trials"):
     @property
     def knobs(self) -> Sequence[Knobs]:
         """What is tried otherwise than presets say, each with each; one of nothing where nothing is."""
-        every = [(name, getattr(self, name)) for name in KNOBS if getattr(self, name)]
-        return [
-            dict(zip((name for name, _ in every), hows, strict=True))
-            for hows in product(*(values for _, values in every))
-        ]
+        every = {name: hows for name in KNOBS if (hows := self.values[name])}
+        return [dict(zip(every, hows, strict=True)) for hows in product(*every.values())]
 
-    def touches_attention(self, preset: str, knobs: Knobs = NO_KNOBS) -> bool:
-        return self._tries("attn") and _takes(preset, knobs, "attn")
+    @property
+    def _ways(self) -> list[tuple[str, Knobs]]:
+        """Every preset with all that is tried otherwise than it says."""
+        return [(preset, knobs) for preset in self.preset for knobs in self.knobs]
 
-    def touches_convolutions(self, preset: str, knobs: Knobs = NO_KNOBS) -> bool:
-        return self._tries("conv") and _takes(preset, knobs, "conv")
+    def _touches(self, part: str, preset: str, knobs: Knobs) -> bool:
+        """Whether shares are removed from such parts, which a preset may leave alone."""
+        return self._tries(part) and _takes(preset, knobs, part)
 
     def _tries(self, part: str) -> bool:
         """Whether shares are removed from such parts, as far as the model has them."""
@@ -117,11 +117,10 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         """Raise BadInput for one of these options that no preset of the sweep honours."""
         names = ("parts", "heads", "qk", *(() if self.macs else FITTED))  # budgets are shared out by what is fitted to
         about = {name: value for name, value in options.items() if name in names}
-        ways = [_choice(preset, knobs).of_preset for preset in self.preset for knobs in self.knobs]
+        ways = [_choice(*each).of_preset for each in self._ways]
         axis = replace(PRESET, variants={name: way for each, _ in ways for name, way in each.variants.items()})
         axis.refuse([("", name) for _, name in ways], about)
-        every = [(preset, knobs) for preset in self.preset for knobs in self.knobs]
-        touching = any(self.touches_attention(*each) for each in every) or bool(self.macs)
+        touching = any(self._touches("attn", *each) for each in self._ways) or bool(self.macs)
         if self.parts == "attn" and (self.select or self.repair):
             option = "--select" if self.select else "--repair"
             raise BadInput(f"{option} selects channels, which --parts attn doesn't reduce; leave out one of the two")
@@ -135,8 +134,8 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         choice = replace(
             _choice(preset, knobs),
             mlp=share if self._tries("mlp") else None,
-            attn=share if self.touches_attention(preset, knobs) else None,
-            conv=share if self.touches_convolutions(preset, knobs) else None,
+            attn=share if self._touches("attn", preset, knobs) else None,
+            conv=share if self._touches("conv", preset, knobs) else None,
             heads=self.heads,
             align=self.align,
         )
@@ -161,24 +160,23 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
     def requests(self, moments: int = 1) -> "list[SweepRequest]":
         """In the order in which they are tried and shown, of each of so many moments."""
-        every = [(preset, knobs) for preset in self.preset for knobs in self.knobs]
         return [
             request
             for place in range(moments)
             for request in (
-                *(self._request(*each, share, moments=place) for each in every for share in self.sparsity),
+                *(self._request(*each, share, moments=place) for each in self._ways for share in self.sparsity),
                 *(self._request("best", NO_KNOBS, None, budget, moments=place) for budget in self.macs),
             )
         ]
 
     def words_of(self, point: "SweepPoint", inputs: InputOptions, options: dict[str, Any]) -> str:
         """What to add to reduce for the model of this point; `options` are those that were typed."""
-        touches = point.budget is not None or self.touches_attention(point.preset, point.knobs)
+        touches = point.budget is not None or self._touches("attn", point.preset, point.knobs)
         chosen: dict[str, Any] = {"preset": point.preset, **point.knobs}
         if point.budget is not None:
             chosen |= {"macs": point.budget, "most_cut": None if self.most_cut == MOST_CUT else self.most_cut}
         else:
-            convolutions = self.touches_convolutions(point.preset, point.knobs)
+            convolutions = self._touches("conv", point.preset, point.knobs)
             chosen |= {
                 "mlp": point.mlp_sparsity if self._tries("mlp") else None,
                 "attn": point.attention_sparsity if touches else None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
@@ -10,11 +10,10 @@ from corp_deploy.invocation.inputs import KINDS
 from corp_deploy.invocation.table import VERIFY_REFERENCE
 from corp_deploy.views.console import Output
 
-from .declared import record_options
+from .command import command, some
 from .decoder import verify_graph
-from .help import Command
-from .model_choice import ModelChoice, dense_options
-from .options import ANY_PATH, explicit_options, output_options, trust_engine_option
+from .model_choice import ModelChoice
+from .options import ANY_PATH, explicit_options, trust_engine_option
 from .proof_input_choice import ProofInputChoice
 from .verify_run import VerifyRun, keep_proof
 
@@ -32,27 +31,17 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
             )
 
 
-@click.command(cls=Command, first="weights images random labels samples output batch min-agreement max-error hold-out")
+@command(first="weights images random labels samples output batch min-agreement max-error hold-out")
 @click.argument("model", metavar="REFERENCE")
 @click.argument("candidates", nargs=-1, type=ANY_PATH)
-@dense_options
-@record_options(
-    "inputs",
-    ProofInputChoice,
-    *(*KINDS, "random", "labels", "samples", "seed", "hold_out", "groups"),
-)
-@record_options("options", VerifyRun)
 @trust_engine_option
-@output_options
-@click.pass_context
 def verify(
-    ctx: click.Context,
     model: ModelChoice,
     candidates: tuple[Path, ...],
-    inputs: ProofInputChoice,
+    inputs: Annotated[ProofInputChoice, some(*KINDS, "random", "labels", "samples", "seed", "hold_out", "groups")],
     options: VerifyRun,
     out: Output,
-) -> None:
+) -> int:
     """Prove on real inputs how far CANDIDATES are from REFERENCE. Name REFERENCE as you name --model of other commands.
 
     Link by link; exit code 1 when one fails. A link without a limit is measured, not passed: set --min-agreement or
@@ -97,10 +86,10 @@ def verify(
     way = "engine" if of_engines else "decoder" if of_graph else "model"
     VERIFY_REFERENCE.refuse([(model.model, way)], explicit_options())
     if of_engines:
-        ctx.exit(options.compare(Path(model.model), candidates, inputs, limits, out))
+        return options.compare(Path(model.model), candidates, inputs, limits, out)
     if of_graph:
         directory, output = Path(model.model.removeprefix(PREFIX)), options.record_of(candidates)
-        ctx.exit(verify_graph(directory, candidates[0], output, options, inputs, out))
+        return verify_graph(directory, candidates[0], output, options, inputs, out)
     inputs.require()
     output = options.record_of(candidates)
     require_runnable(options.metrics)
@@ -127,10 +116,7 @@ def verify(
         )
     proof = meter.beside(proof)
     again: list[str] = []
-    if options.polygraphy is not None:
-        there = options.polygraphy
-        again = [
-            f"in {there}:",
-            *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(options.batches)),
-        ]
-    ctx.exit(keep_proof(proof, output, out, *again))
+    if (there := options.polygraphy) is not None:
+        written = write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(options.batches))
+        again = [f"in {there}:", *written]
+    return keep_proof(proof, output, out, *again)

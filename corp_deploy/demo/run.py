@@ -2,14 +2,15 @@
 report out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from calib.store import load as load_moments
@@ -58,6 +59,7 @@ def itself(example: Example) -> Invocation:
 
 def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
     """Every command of the demo by the files that it makes, all in the demo's directory."""
+    held_out = "images/held-out.npz"
     calibrate = {
         "model": "dense",
         "images": "images/calibration.npz",
@@ -74,36 +76,29 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
         "output": "reduced",
     }
     verify = {
-        "images": "images/held-out.npz",
-        "labels": "images/held-out.npz",
+        "images": held_out,
+        "labels": held_out,
         "moments": "moments.safetensors",
         "min_agreement": 0.98,
         "max_error": example.max_error,
         "output": "parity.json",
     }
-    bench = {
-        "batch": scale.batches,
-        "images": "images/held-out.npz",
-        "time_limit": scale.time_limit,
-        "output": "bench.json",
-    }
+    timing = {"batch": scale.batches, "images": held_out, "time_limit": scale.time_limit, "output": "bench.json"}
+    report = {"title": example.title, "output": "report.html"}
     names = ("model.onnx", *(f"model.{each}.onnx" for each in scale.types))
-    graphs = {model: tuple(f"{model}/{name}" for name in names) for model in ("dense", "reduced")}
-    calls: dict[tuple[str, ...], Invocation] = {
+    dense, reduced = (tuple(f"{model}/{name}" for name in names) for model in ("dense", "reduced"))
+    calls = {
         ("moments.safetensors", "moments.held-out.safetensors"): Invocation(command="calibrate", options=calibrate),
         ("reduced/config.json", "reduced/model.safetensors"): Invocation(command="reduce", options=reduce),
     }
-    for name, files in graphs.items():
-        export = {"model": name, "precision": ("fp32", *scale.types), "output": files[0]}
+    for files in (dense, reduced):
+        export = {"model": files[0].partition("/")[0], "precision": ("fp32", *scale.types), "output": files[0]}
         calls[files] = Invocation(command="export", options=export)
-    chain = ("dense", "reduced", *graphs["reduced"])
-    pair = (graphs["dense"][0], graphs["reduced"][0])
+    chain, pair = ("dense", "reduced", *reduced), (dense[0], reduced[0])
     return calls | {
         ("parity.json", "parity.npz"): Invocation(command="verify", arguments=chain, options=verify),
-        ("bench.json",): Invocation(command="bench", arguments=pair, options=bench),
-        ("report.html",): Invocation(
-            command="report", arguments=(".",), options={"title": example.title, "output": "report.html"}
-        ),
+        ("bench.json",): Invocation(command="bench", arguments=pair, options=timing),
+        ("report.html",): Invocation(command="report", arguments=(".",), options=report),
     }
 
 
@@ -162,34 +157,26 @@ def write_inputs(directory: Path, example: Example = VIT) -> Checkpoint:
     return dense
 
 
-def _effect(
-    preset: str, model: nn.Module, dense: NDArray[np.float32], pixels: torch.Tensor, labels: NDArray[np.int64]
-) -> dict[str, Any]:
-    with torch.inference_mode():
-        logits = model(pixels).numpy()
-    errors = measures(dense, logits)
-    return {
-        "preset": preset,
-        "relative_error": errors.relative_error,
-        "agreement": errors.top1_agreement,
-        "accuracy": float((logits.argmax(1) == labels).mean()),
-    }
-
-
 def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.Module) -> list[dict[str, Any]]:
     """The same widths by the presets beside and by the demo's own, on the held-out images."""
     path = directory / "images" / "held-out.npz"
     held_out = images_for_model(dense.model, path)
     labels, pixels = labels_from_path(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))
     moments = load_moments(directory / "moments.safetensors")
-    models = {
-        preset: reduce(dense.model, moments, method_from_preset(preset, **example.method)).model
-        for preset in example.beside
-    }
+    methods = {preset: method_from_preset(preset, **example.method) for preset in example.beside}
+    models = {preset: reduce(dense.model, moments, method).model for preset, method in methods.items()}
     with torch.inference_mode():
-        reference = dense.model(pixels).numpy()
-    pairs = (*models.items(), ("best", reduced))
-    return [_effect(preset, model, reference, pixels, labels) for preset, model in pairs]
+        exact = dense.model(pixels).numpy()
+        answers = {preset: model(pixels).numpy() for preset, model in (*models.items(), ("best", reduced))}
+    return [
+        {
+            "preset": preset,
+            "relative_error": measures(exact, logits).relative_error,
+            "agreement": measures(exact, logits).top1_agreement,
+            "accuracy": float((logits.argmax(1) == labels).mean()),
+        }
+        for preset, logits in answers.items()
+    ]
 
 
 def run_demo(
@@ -210,38 +197,33 @@ def run_demo(
     for run in invocations(example, scale).values():
         of_command.setdefault(run.command, []).append(run)
 
-    note("writing the example's images and model")
-    dense = write_inputs(directory, example)
-    step(1)
+    done = count(1)
 
-    note("calibrating on unlabelled images")
-    steps.write_moments(place, *of_command["calibrate"])
-    step(2)
+    @contextmanager
+    def stage(words: str) -> Iterator[None]:
+        note(words)
+        yield
+        step(next(done))
 
-    note(example.narrower)
-    steps.write_reduced(place, *of_command["reduce"])
-    reduced = load_checkpoint(directory / "reduced")
-    step(3)
-
-    note("exporting typed ONNX graphs")
-    for run in of_command["export"]:
-        steps.write_graphs(place, run)
-    step(4)
-
-    note("proving parity on held-out images")
-    parity = steps.write_parity(place, *of_command["verify"])
-    effects = _effects(directory, example, dense, reduced.model)
-    write_json(directory / "effects.json", {"kind": EFFECTS_KIND, "version": 1, "rows": effects})
-    step(5)
-
-    note("timing dense against reduced")
-    bench = steps.write_bench(place, *of_command["bench"])
-    step(6)
-
-    note("writing the report")
-    # Once for the report to tell of, once more with the report in it.
-    write_manifest(directory, made_by(example, scale), command=str(itself(example)))
-    steps.write_report(place, *of_command["report"])
-    write_manifest(directory, made_by(example, scale), command=str(itself(example)))
-    step(7)
+    with stage("writing the example's images and model"):
+        dense = write_inputs(directory, example)
+    with stage("calibrating on unlabelled images"):
+        steps.write_moments(place, *of_command["calibrate"])
+    with stage(example.narrower):
+        steps.write_reduced(place, *of_command["reduce"])
+        reduced = load_checkpoint(directory / "reduced")
+    with stage("exporting typed ONNX graphs"):
+        for run in of_command["export"]:
+            steps.write_graphs(place, run)
+    with stage("proving parity on held-out images"):
+        parity = steps.write_parity(place, *of_command["verify"])
+        effects = _effects(directory, example, dense, reduced.model)
+        write_json(directory / "effects.json", {"kind": EFFECTS_KIND, "version": 1, "rows": effects})
+    with stage("timing dense against reduced"):
+        bench = steps.write_bench(place, *of_command["bench"])
+    with stage("writing the report"):
+        # Once for the report to tell of, once more with the report in it.
+        write_manifest(directory, made_by(example, scale), command=str(itself(example)))
+        steps.write_report(place, *of_command["report"])
+        write_manifest(directory, made_by(example, scale), command=str(itself(example)))
     return Demo(dense=dense, reduced=reduced, parity=parity, bench=bench, effects=effects)

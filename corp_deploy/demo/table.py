@@ -5,7 +5,6 @@ from typing import Any
 from rich.table import Table
 
 from corp_deploy.families.counting import macs, parameters
-from corp_deploy.store.checkpoint import Checkpoint
 from perf.stats.summary import summarise
 
 from .run import Demo
@@ -13,27 +12,18 @@ from .run import Demo
 EFFECTS = {"none": "without repair (none)", "grail": "repaired as GRAIL does (grail)", "best": "repaired (best)"}
 
 
-def _cost(checkpoint: Checkpoint) -> tuple[int, int]:
-    return parameters(checkpoint.model), macs(checkpoint.model)
-
-
 def demo_record(demo: Demo) -> dict[str, Any]:
     """The table's figures."""
-    accuracy = [row.accuracy for row in demo.parity.accuracy]
     links = {link.kind: link for link in demo.parity.links}
+    models = {"dense": (demo.dense, 1.0), "reduced": (demo.reduced, links["reduced"].measures.agreement)}
     rows = {
-        "dense": {
-            "parameters": _cost(demo.dense)[0],
-            "macs": _cost(demo.dense)[1],
-            "accuracy": accuracy[0],
-            "agreement": 1.0,
-        },
-        "reduced": {
-            "parameters": _cost(demo.reduced)[0],
-            "macs": _cost(demo.reduced)[1],
-            "accuracy": accuracy[1],
-            "agreement": links["reduced"].measures.agreement,
-        },
+        name: {
+            "parameters": parameters(checkpoint.model),
+            "macs": macs(checkpoint.model),
+            "accuracy": right.accuracy,
+            "agreement": agreement,
+        }
+        for (name, (checkpoint, agreement)), right in zip(models.items(), demo.parity.accuracy[:2], strict=True)
     }
     speed = [
         {
@@ -50,37 +40,32 @@ def demo_record(demo: Demo) -> dict[str, Any]:
         }
         for row in summarise(demo.bench).rows
     ]
-    return {
-        "verdict": demo.parity.verdict,
-        "line": demo.parity.line,
-        "models": rows,
-        "speed": speed,
-        "effects": demo.effects,
-    }
-
-
-def _compared(table: Table, name: str, dense: float, reduced: float, form: str, *, change: bool = True) -> None:
-    difference = f"{reduced / dense - 1:+.1%}" if change else ""
-    table.add_row(name, form.format(dense), form.format(reduced), difference)
+    told = {"verdict": demo.parity.verdict, "line": demo.parity.line}
+    return told | {"models": rows, "speed": speed, "effects": demo.effects}
 
 
 def demo_tables(record: dict[str, Any]) -> tuple[Table, Table]:
     """Dense beside reduced, and what the repair changed."""
     table = Table("", "dense", "reduced", "change")
+
+    def compare(name: str, dense: float, reduced: float, form: str, *, change: bool = True) -> None:
+        table.add_row(name, f"{dense:{form}}", f"{reduced:{form}}", f"{reduced / dense - 1:+.1%}" if change else "")
+
     dense, reduced = record["models"]["dense"], record["models"]["reduced"]
-    _compared(table, "parameters", dense["parameters"], reduced["parameters"], "{:,}")
-    _compared(table, "MACs per image", dense["macs"], reduced["macs"], "{:,}")
-    _compared(table, "accuracy, held out", dense["accuracy"], reduced["accuracy"], "{:.1%}", change=False)
-    _compared(table, "top-1 agreement", dense["agreement"], reduced["agreement"], "{:.1%}", change=False)
+    compare("parameters", dense["parameters"], reduced["parameters"], ",")
+    compare("MACs per image", dense["macs"], reduced["macs"], ",")
+    compare("accuracy, held out", dense["accuracy"], reduced["accuracy"], ".1%", change=False)
+    compare("top-1 agreement", dense["agreement"], reduced["agreement"], ".1%", change=False)
     for row in record["speed"]:
-        for key, words, form in (
-            ("p50_ms", "p50, batch {} (ms)", "{:.2f}"),
-            ("images_per_s", "images/s, batch {}", "{:,.0f}"),
+        one, other, batch = row["dense"], row["reduced"], row["batch"]
+        for key, name, form in (
+            ("p50_ms", f"p50, batch {batch} (ms)", ".2f"),
+            ("images_per_s", f"images/s, batch {batch}", ",.0f"),
         ):
-            if row["dense"][key] is not None and row["reduced"][key] is not None:
-                _compared(table, words.format(row["batch"]), row["dense"][key], row["reduced"][key], form)
+            if one[key] is not None and other[key] is not None:
+                compare(name, one[key], other[key], form)
             else:
-                table.add_row(words.format(row["batch"]), row["dense"]["status"], row["reduced"]["status"], "")
+                table.add_row(name, one["status"], other["status"], "")
     repair = Table("same widths", "relative logit error", "agreement", "accuracy")
     for effect in record["effects"]:
         figures = f"{effect['relative_error']:.4f}", f"{effect['agreement']:.1%}", f"{effect['accuracy']:.1%}"

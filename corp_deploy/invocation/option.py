@@ -1,7 +1,7 @@
 """An option that is declared once: a field of a frozen record, with what it may be, its default, and what it does.
 
-Of the record commands/declared.py makes the options of a command, release/recipe_record.py the keys of a recipe's
-table, and api/verb.py the parameters of a function; its constructor takes values as any of the three write them.
+Of the record commands/command.py makes the options of a command, release/recipe_record.py the keys of a recipe's
+table, and api/in_python.py the parameters of a function; its constructor takes values as any of the three write them.
 """
 
 import os

@@ -47,7 +47,6 @@ def variant(
 class Axis:
     """The ways of one command. Of several at work at once each must honour an option, or one where it `picks`."""
 
-    command: str
     variants: Mapping[str, Variant]
     picks: frozenset[str] = frozenset()
 

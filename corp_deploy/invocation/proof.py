@@ -1,4 +1,4 @@
-"""Options of a proof: limits, batch sizes, runtimes, heads and measures. No torch."""
+"""Options of a proof: limits, batch sizes, runtimes, heads and measures; and of `gate`, which judges it. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ground.quantity import BATCH, CONFIDENCE, ERROR, FACTOR, LEVEL, NATS, RATIO
 
 from .option import PathLike, Record, option
 from .table import VERIFY_HEADS
-from .values import FILE, ListOf, OneOf, Repeated, text_of
+from .values import DIRECTORY, FILE, ListOf, OneOf, Repeated, text_of
 
 Runtime = Literal["openvino", "openvino-fp16", "openvino-bf16"]
 
@@ -155,3 +155,26 @@ class MetricOptions(Record, heading="Proof"):
         super().refuse_ignored(options)
         if "metric_time_limit" in options and not self.metric:
             raise BadInput("--metric-time-limit is for --metric; give that too, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions(Record):
+    """By what records are judged, and what is kept of it."""
+
+    rules: Sequence[str] = option(
+        Repeated(),
+        (),
+        typed="fail_if",
+        in_recipe="fail_if",
+        help="What must not happen, such as 'p50@b1 > baseline*1.03'; may be given several times.",
+    )
+    confidence: float = confidence_option()
+    history: Path | None = option(
+        DIRECTORY,
+        help="Judge bench.json against the releases kept in this directory, then add it; nothing there is overwritten.",
+    )
+    track: Path | None = option(DIRECTORY, in_recipe=False, help="Write files for benchmark tracking here.")
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        if "confidence" in options and not self.rules:
+            raise BadInput("--confidence is of the intervals that rules are judged by: give one with --fail-if")

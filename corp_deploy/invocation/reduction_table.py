@@ -23,14 +23,12 @@ def preset_way(name: str, method: Method) -> Variant:
 
 # By preset; a sweep has several at work, and the geometry is of those that touch attention.
 PRESET = Axis(
-    command="reduce",
     picks=frozenset({"heads", *FITTED}),
     variants={name: preset_way(name, method) for name, method in PRESETS.items()},
 )
 
 # By what happens to attention.
 ATTENTION = Axis(
-    command="reduce",
     variants={
         "kept": variant("a reduction that leaves attention alone", "--mlp or --conv alone"),
         "reduced": variant(
@@ -41,7 +39,6 @@ ATTENTION = Axis(
 
 # By what settles the widths.
 WIDTHS = Axis(
-    command="reduce",
     variants={
         "sparsities": variant("--mlp, --attn and --conv", "--mlp 0.5 --attn 0.5"),
         "macs": variant("a budget of MACs", "--macs 0.6", "most_cut"),
@@ -53,7 +50,6 @@ WIDTHS = Axis(
 
 # By whether anything looks at images.
 IMAGES = Axis(
-    command="reduce",
     variants={
         "none": variant("a reduction from the moments alone", "--mlp 0.5 --attn 0.5"),
         "images": variant(
@@ -67,7 +63,6 @@ IMAGES = Axis(
 
 # By which streams a block is repaired on.
 LOOP = Axis(
-    command="reduce",
     variants={
         "open": variant("the open loop", "no --closed-loop", "rescale"),
         "asymmetric": variant(
@@ -87,7 +82,6 @@ LOOP = Axis(
 
 # By whether weights are set to zero.
 SPARSE = Axis(
-    command="reduce",
     variants={
         "none": variant("a reduction that sets no weights to zero", "no --sparse"),
         "sparse": variant("sparse weights", "--sparse 2:4", "sparse_pattern sparse_permute"),
@@ -96,7 +90,6 @@ SPARSE = Axis(
 
 # By what of the reduced model is fitted by gradients.
 POLISH = Axis(
-    command="reduce",
     variants={"none": variant("a reduction that is not polished", "no --polish")}
     | {
         name: variant(f"a polish of the {name}", f"--polish {name}", "polish_steps polish_time")
@@ -107,7 +100,6 @@ POLISH = Axis(
 
 # By what becomes of tokens.
 MERGING = Axis(
-    command="reduce",
     variants={
         "none": variant("a model that keeps its tokens", "no --merge-tokens"),
         "merge": variant("merged tokens", "--merge-tokens 12", "merge_metric merge_how merge_outputs"),

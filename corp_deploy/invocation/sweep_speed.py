@@ -13,7 +13,6 @@ from .values import ListOf, Repeated
 
 _TIMED = "batch time_limit half_width"
 BENCH = Axis(
-    command="sweep",
     variants={
         "none": variant("a sweep that times nothing", "no --bench"),
         "built": variant("a sweep that builds engines", "--engine tensorrt-rtx", "batch"),

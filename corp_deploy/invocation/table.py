@@ -28,7 +28,6 @@ def _engine(backend: str, words: str) -> Variant:
 
 # By what runs the two models; `picks`: a model directory beside an engine needs its backend named.
 BENCH = Axis(
-    command="bench",
     picks=frozenset({"backend", "provider"}),
     variants={
         "torch-cpu": variant(
@@ -71,7 +70,6 @@ BENCH = Axis(
 
 # By what is timed; how models are run is above.
 BENCH_OF = Axis(
-    command="bench",
     variants={
         "models": variant(
             "models",
@@ -125,7 +123,6 @@ def _graph_optimiser(device: str, words: str) -> Variant:
 
 
 BUILD = Axis(
-    command="build",
     variants={
         "tensorrt": _engine_builder("tensorrt", "TensorRT"),
         "tensorrt-rtx": _engine_builder("tensorrt-rtx", "TensorRT-RTX"),
@@ -135,7 +132,6 @@ BUILD = Axis(
 )
 
 AUDIT = Axis(
-    command="audit",
     variants={
         "tensorrt": variant("TensorRT", "--backend tensorrt", instead={"sm": REFUSALS["tensorrt"]["sms"]}),
         "tensorrt-rtx": variant("TensorRT-RTX", "--backend tensorrt-rtx", "sm"),
@@ -164,7 +160,6 @@ def _of_float(name: str) -> Variant:
 
 # By precision; several may be at work at once.
 EXPORT = Axis(
-    command="export",
     picks=frozenset(f"keep_fp32 {_SEARCHED} {_DRAWN} {_OF_RANGES} {_OF_INT8}".split()),
     variants={
         **{name: _of_float(name) for name in PRECISIONS},
@@ -183,7 +178,6 @@ EXPORT = Axis(
 
 # By the head geometry of the model itself.
 EXPORT_HEADS = Axis(
-    command="export",
     variants={
         "even": variant("a model whose queries and values have one width", "as trained, or square"),
         "uneven": variant("a model with queries narrower than its values", "reduce --attn", "heads"),
@@ -191,7 +185,6 @@ EXPORT_HEADS = Axis(
 )
 
 VERIFY = Axis(
-    command="verify",
     variants={
         "images": variant("real images", "--images P or --text FILE", "labels moments samples seed hold_out groups"),
         "random": variant("random inputs", "--random N", "seed"),
@@ -206,7 +199,6 @@ _OF_MODELS = (
 )
 # By what everything is held against.
 VERIFY_REFERENCE = Axis(
-    command="verify",
     variants={
         "model": variant("a model as REFERENCE", "verify DIR", f"{_OF_NAMES} {_OF_MODELS} {_OF_BOTH}"),
         "engine": variant(
@@ -223,7 +215,6 @@ VERIFY_REFERENCE = Axis(
 )
 
 VERIFY_HEADS = Axis(
-    command="verify",
     variants={
         "none": variant("no head", "no --head"),
         "some": variant("a head", "--head HEAD.onnx", "map_threshold max_map_error min_iou min_pixels"),
@@ -231,7 +222,6 @@ VERIFY_HEADS = Axis(
 )
 
 CALIBRATE = Axis(
-    command="calibrate",
     variants={
         "cpu": variant("the CPU", "--device cpu", "dtype=float32,bfloat16"),
         "cuda": variant("a GPU", "--device cuda", "dtype=float32,bfloat16,tf32"),
@@ -240,7 +230,6 @@ CALIBRATE = Axis(
 
 # By how much of the model is held.
 CALIBRATE_BY = Axis(
-    command="calibrate",
     variants={
         "whole": variant(
             "calibration in one pass",
@@ -255,7 +244,6 @@ CALIBRATE_BY = Axis(
 
 # By what the model takes.
 INPUTS = Axis(
-    command="calibrate",
     variants={
         "images": variant("images", "--images P", "images workers max_bad labels calibration_images"),
         "text": variant("text", "--text FILE", "text tokens calibration_text"),

@@ -12,9 +12,9 @@ from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.invocation.calibration import CalibrateRun
 from corp_deploy.invocation.engine import EngineOptions
 from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
-from corp_deploy.invocation.gate import GateOptions
 from corp_deploy.invocation.inputs import Decoded, Drawn, InputOptions
 from corp_deploy.invocation.option import NEEDED, option, options_of
+from corp_deploy.invocation.proof import GateOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, PlanOptions
 from corp_deploy.invocation.serving import ServingOptions

@@ -93,22 +93,17 @@ class Output:
         click.echo(printable(f"warning: {text}"), err=True)
 
     @contextmanager
-    def progress(self, title: str, total: int | None, *, unit: str = "") -> "Iterator[Bar]":
+    def progress(self, title: str, total: int | None, *, unit: str = "") -> Iterator[Bar]:
         """A bar on stderr; yields a function that is told how many units are done."""
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             _Count(),
             TextColumn("{task.fields[unit]}", markup=False),
-        )
-        with Progress(
-            *columns,
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=_console(stderr=True),
-            disable=self.quiet,
-            transient=False,
-        ) as bar:
+        )
+        with Progress(*columns, console=_console(stderr=True), disable=self.quiet) as bar:
             yield Bar(progress=bar, task=bar.add_task(printable(title), total=total, unit=unit))
 
 

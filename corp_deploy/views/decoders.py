@@ -3,6 +3,7 @@ and what was made of it tell of a text.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -11,9 +12,9 @@ from corp_deploy.proof.decoder_parity import DecoderParity
 from corp_deploy.proof.perplexity import LanguageProof
 from perf.parity.perplexity import Range
 from perf.record.decoders import DecoderBench, KvCache
-from perf.stats.summary import Side, SummaryRow, summarise
+from perf.stats.summary import summarise
 
-from .speed import compared, figures, interval, noise_told, p50, ratios
+from .speed import compared, interval, noise_told, p50, ratios, throughputs
 
 
 def bytes_in_words(size: float) -> str:
@@ -27,16 +28,8 @@ def bytes_in_words(size: float) -> str:
 
 def cache_record(cache: KvCache, *, length: int, batch: int) -> dict[str, Any]:
     """What a cache is made of, what it takes a token, and in all."""
-    return {
-        "layers": cache.layers,
-        "groups": cache.groups,
-        "head": cache.head,
-        "value_bytes": cache.value_bytes,
-        "token_bytes": cache.token_bytes,
-        "length": length,
-        "batch": batch,
-        "size_bytes": cache.size_bytes(length=length, batch=batch),
-    }
+    own = asdict(cache) | {"token_bytes": cache.token_bytes, "length": length, "batch": batch}
+    return own | {"size_bytes": cache.size_bytes(length=length, batch=batch)}
 
 
 def cache_table(caches: Mapping[str, KvCache], *, length: int, batch: int) -> Table:
@@ -44,15 +37,9 @@ def cache_table(caches: Mapping[str, KvCache], *, length: int, batch: int) -> Ta
     table = Table("cache", "layers", "groups", "head", "a token", f"{batch} x {length} tokens", "share")
     first = next(iter(caches.values()))
     for name, cache in caches.items():
-        table.add_row(
-            name,
-            str(cache.layers),
-            str(cache.groups),
-            str(cache.head),
-            bytes_in_words(cache.token_bytes),
-            bytes_in_words(cache.size_bytes(length=length, batch=batch)),
-            f"{cache.token_bytes / first.token_bytes:.2f}",
-        )
+        sizes = (cache.token_bytes, cache.size_bytes(length=length, batch=batch))
+        shape, share = (cache.layers, cache.groups, cache.head), cache.token_bytes / first.token_bytes
+        table.add_row(name, *map(str, shape), *map(bytes_in_words, sizes), f"{share:.2f}")
     return table
 
 
@@ -71,18 +58,13 @@ def _scientific(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.1e}"
 
 
-def _rates(row: SummaryRow) -> dict[str, list[float | None] | None]:
-    """Tokens a second: a call gives one of each sequence."""
-    return {name: figures(side.throughput) for name, side in row.sides.items()}
-
-
 def decoder_record(record: DecoderBench) -> dict[str, Any]:
     """The tables' figures for machines: value, low, high; the raw samples are in the file."""
-    decode = summarise(record.decode).rows
+    decode = summarise(record.decode).rows  # a call gives one token of each sequence
     return {
         "prefill": [{"length": each.length, **compared(summarise(each.bench).rows[0])} for each in record.prefill],
         "cached": record.cached,
-        "decode": [{"batch": row.batch, **compared(row), "tokens_per_s": _rates(row)} for row in decode],
+        "decode": [{"batch": row.batch, **compared(row), "tokens_per_s": throughputs(row)} for row in decode],
         "cache_token_bytes": {name: cache.token_bytes for name, cache in record.caches.items()},
         "warnings": list(record.warnings),
     }
@@ -91,8 +73,7 @@ def decoder_record(record: DecoderBench) -> dict[str, Any]:
 def prefill_table(record: DecoderBench) -> Table:
     """One row a length of prompts; 95 % intervals in brackets."""
     one, other = (subject.name for subject in record.decode.subjects)
-    table = Table("prompt", f"{one} p50 ms", f"{other} p50 ms", "speed-up", "A/A noise")
-    table.caption, table.caption_justify = noise_told(one), "left"
+    table = Table("prompt", f"{one} p50 ms", f"{other} p50 ms", "speed-up", "A/A noise", **noise_told(one))
     for each in record.prefill:
         row = summarise(each.bench).rows[0]
         table.add_row(f"{each.length} tokens", p50(row.sides[one]), p50(row.sides[other]), *ratios(row))
@@ -102,16 +83,13 @@ def prefill_table(record: DecoderBench) -> Table:
 def decode_table(record: DecoderBench) -> Table:
     """One row a batch size."""
     one, other = (subject.name for subject in record.decode.subjects)
-    table = Table("decoding", "cached", f"{one} tokens/s", f"{other} tokens/s", "speed-up", "A/A noise")
-    table.caption, table.caption_justify = noise_told(one), "left"
+    rates = (f"{one} tokens/s", f"{other} tokens/s")
+    table = Table("decoding", "cached", *rates, "speed-up", "A/A noise", **noise_told(one))
     for row in summarise(record.decode).rows:
-        rates = [_rate(row.sides[name]) for name in (one, other)]
-        table.add_row(f"batch {row.batch}", str(record.cached), *rates, *ratios(row))
+        sides = [row.sides[name] for name in (one, other)]
+        cells = [interval(side.throughput, ",.0f") if side.status == "ok" else side.status for side in sides]
+        table.add_row(f"batch {row.batch}", str(record.cached), *cells, *ratios(row))
     return table
-
-
-def _rate(side: Side) -> str:
-    return interval(side.throughput, ",.0f") if side.status == "ok" else side.status
 
 
 def _shown(value: Range, form: str) -> str:
@@ -124,14 +102,11 @@ def perplexity_table(proof: LanguageProof) -> Table:
     """One row a model, with intervals over sequences."""
     table = Table("model", "perplexity", "of the dense one's", "token agreement", "KL, nats a token", "verdict")
     for row in proof.rows:
-        verdict, _ = proof.verdicts.get(row.model, ("", ""))
-        against = (_shown(row.ratio, ".4f"), _shown(row.agreement, ".2%"), _shown(row.kl, ".3g"))
-        table.add_row(
-            row.model,
-            _shown(row.perplexity, ".4g"),
-            *(against if row.model in proof.verdicts else ("", "", "")),
-            verdict,
-        )
+        against = [""] * 4
+        if row.model in proof.verdicts:
+            against = [_shown(row.ratio, ".4f"), _shown(row.agreement, ".2%"), _shown(row.kl, ".3g")]
+            against.append(proof.verdicts[row.model][0])
+        table.add_row(row.model, _shown(row.perplexity, ".4g"), *against)
     return table
 
 

@@ -1,11 +1,12 @@
 """Exported graphs, and records and audits of engines, on the terminal."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rich.table import Table
 
-from export.engine.audit import Audit, AuditedEngine
+from export.engine.audit import Audit
 from export.engine.record import CompatibilityPrice, EngineRecord
 from ground.ports import FUSION_BREAK
 from ground.precision import PRECISIONS, QUANTISED
@@ -14,17 +15,17 @@ from ground.precision import PRECISIONS, QUANTISED
 def engine_table(record: EngineRecord) -> Table:
     """What the engine is and what it holds."""
     table = Table("", "")
-    fused = "unknown" if record.fused_attention is None else str(record.fused_attention)
+    sites, fused = len(record.attention_sites), record.fused_attention
     rows = {
         "backend": f"{record.backend} {record.library_version}",
         "precision": f"{record.precision} ({_share_in_fewer_bits(record)})",
         "targets": ", ".join(record.targets) or "-",
         "profiles": ", ".join(record.profiles) or "-",
-        "kernels": "unknown" if record.kernels is None else str(record.kernels),
-        "fused attention": f"{fused} of {len(record.attention_sites)}" if _may_attend(record) else "the graph has none",
+        "kernels": _known(record.kernels),
+        "fused attention": f"{_known(fused)} of {sites}" if sites or fused is None else "the graph has none",
         "plan": f"{record.plan_bytes / 1e6:.2f} MB, built in {record.build_seconds:.1f} s",
+        "device memory": _memory(record),
     }
-    rows["device memory"] = _memory(record)
     if record.fusion_breaks:
         broken = ", ".join(port.name.removeprefix(FUSION_BREAK) for port in record.fusion_breaks)
         rows["fusion breaks"] = f"{len(record.fusion_breaks)} ({broken})"
@@ -36,6 +37,10 @@ def engine_table(record: EngineRecord) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _known(count: int | None) -> str:
+    return "unknown" if count is None else str(count)
 
 
 def _price(price: CompatibilityPrice) -> dict[str, str]:
@@ -88,20 +93,13 @@ def _sparse_kernels(record: EngineRecord) -> str:
     return f"sparse kernels for {record.sparse_layers} layers{eligible}"
 
 
-def _may_attend(record: EngineRecord) -> bool:
-    """Whether the graph has attention, as far as it is known."""
-    return bool(record.attention_sites) or record.fused_attention is None
-
-
 def audit_table(audits: Sequence[Audit]) -> Table:
     """Dense beside reduced, one row a target."""
     heads = ("fused, dense", "reduced", "kernels, dense", "reduced", "plan MB, dense", "reduced")
     table = Table("target", *heads, "memory MB, dense", "reduced", "")
     for audit in audits:
-        cells: list[str] = []
-        for one, other in zip(_cells(audit.dense), _cells(audit.reduced), strict=True):
-            cells += [one, other]
-        table.add_row(f"{audit.backend} {audit.target}", *cells, "kept" if audit.passed else "LOST")
+        cells = chain.from_iterable(zip(_cells(audit.dense), _cells(audit.reduced), strict=True))
+        table.add_row(f"{audit.dense.backend} {audit.target}", *cells, "kept" if audit.passed else "LOST")
     return table
 
 
@@ -110,12 +108,12 @@ def lost_lines(audits: Sequence[Audit]) -> list[str]:
     return [f"{each.target}: {', '.join(each.lost)} lost the fused attention kernel" for each in audits if each.lost]
 
 
-def _cells(audited: AuditedEngine) -> tuple[str, str, str, str]:
-    fusion = audited.fusion
-    fused = f"{fusion.fused_attention} of {len(fusion.attention_sites)}" if fusion.attention_sites else "-"
-    peak = max(audited.memory_bytes.values(), default=None)
+def _cells(record: EngineRecord) -> tuple[str, str, str, str]:
+    sites = len(record.attention_sites)
+    fused = f"{record.fused_attention} of {sites}" if sites else "-"
+    peak = max(record.device_memory_bytes.values(), default=None)
     memory = "-" if peak is None else f"{peak / 1e6:.1f}"
-    return fused, str(len(fusion.kernels)), f"{audited.plan_bytes / 1e6:.2f}", memory
+    return fused, str(record.kernels), f"{record.plan_bytes / 1e6:.2f}", memory
 
 
 def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequence[str]]) -> list[str]:
@@ -123,14 +121,12 @@ def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequenc
     lines = [
         f"{row['path']}: {row['precision']}, opset {row['opset']}, {row['size_bytes'] / 1e6:.2f} MB" for row in rows
     ]
-    lines += [
-        f"{row['path']}: takes uint8 pixels, normalised {_where(row['normalised'])}"
-        for row in rows
-        if row.get("normalised")
-    ]
-    lines += [
-        f"{row['path']}: fusion broken at {', '.join(row['fusion_breaks'])}" for row in rows if row.get("fusion_breaks")
-    ]
+    for row in rows:
+        if place := row.get("normalised"):  # a module by its path, or ahead of all
+            lines.append(f"{row['path']}: takes uint8 pixels, normalised {place if ' ' in place else f'in {place}'}")
+    for row in rows:
+        if breaks := row.get("fusion_breaks"):
+            lines.append(f"{row['path']}: fusion broken at {', '.join(breaks)}")
     for name, sites in kept.items():
         of_several = f" in {name}" if len(kept) > 1 else ""
         if sites:
@@ -139,8 +135,3 @@ def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequenc
             pure = PRECISIONS[name].pure
             lines.append(f"nothing had to be kept in FP32 on these images, so the graph is {pure}, not {name}")
     return lines
-
-
-def _where(place: str) -> str:
-    """A module by its path, or ahead of all."""
-    return place if " " in place else f"in {place}"

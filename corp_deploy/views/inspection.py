@@ -98,11 +98,8 @@ def plan_lines(plan: "FirstPlan") -> list[str]:
     have = f"plan: {sites} that a budget may cut have {plan.offered:.0%} of the MACs"
     stays = [f"plan: the rest can't be cut: {'; '.join(rest)}"] if rest else []
     if plan.cut is None:
-        return [
-            have,
-            *stays,
-            f"plan: --macs {plan.macs:g} is out of reach, as {plan.most_cut:g} of each is the most{_least(plan)}",
-        ]
+        never = f"plan: --macs {plan.macs:g} is out of reach, as {plan.most_cut:g} of each is the most{_least(plan)}"
+        return [have, *stays, never]
     takes = f"plan: --macs {plan.macs:g} takes {plan.cut:.2f} of each of them, evenly"
     more = "" if plan.holds else f", where reduce takes {plan.most_cut:g} at most{_least(plan)} (or --most-cut)"
     return [have, *stays, f"{takes}{more}"]

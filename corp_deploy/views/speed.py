@@ -9,7 +9,6 @@ from rich.table import Table
 
 from corp_deploy.planning.latency import Tables
 from corp_deploy.planning.latency_of_tokens import MERGE
-from perf.bench.latency_table import LatencyTable
 from perf.record.runs import Bench
 from perf.stats.stats import Interval
 from perf.stats.summary import Side, SummaryRow, summarise
@@ -32,28 +31,18 @@ def p50(side: Side) -> str:
     return interval(side.p50_ms) if side.status == "ok" else side.status
 
 
-def noise_told(one: str) -> str:
+def noise_told(one: str) -> dict[str, Any]:
     """What stands below a table with the column."""
-    return f"95 % intervals in brackets; A/A noise: {one} against itself, 1 on a quiet machine"
+    caption = f"95 % intervals in brackets; A/A noise: {one} against itself, 1 on a quiet machine"
+    return {"caption": caption, "caption_justify": "left"}
 
 
 def speed_table(bench: Bench) -> Table:
     """One row a batch size; 95 % intervals in brackets."""
     summary = summarise(bench)
     one, other = summary.reference, summary.candidate
-    table = Table(
-        "batch",
-        f"{one} p50 ms",
-        f"{other} p50 ms",
-        f"{one} p90",
-        f"{other} p90",
-        f"{one} img/s",
-        f"{other} img/s",
-        "speed-up",
-        "A/A noise",
-        caption=noise_told(one),
-        caption_justify="left",
-    )
+    names = (f"{name} {figure}" for figure in ("p50 ms", "p90", "img/s") for name in (one, other))
+    table = Table("batch", *names, "speed-up", "A/A noise", **noise_told(one))
     for row in summary.rows:
         sides = row.sides[one], row.sides[other]
         tails = (
@@ -67,6 +56,11 @@ def speed_table(bench: Bench) -> Table:
 def figures(value: Interval | None) -> list[float | None] | None:
     """Value, low, high; bounds are null where there were too few rounds."""
     return None if value is None else list(value.figures)
+
+
+def throughputs(row: SummaryRow) -> dict[str, list[float | None] | None]:
+    """What each gives a second, as figures."""
+    return {name: figures(side.throughput) for name, side in row.sides.items()}
 
 
 def compared(row: SummaryRow) -> dict[str, Any]:
@@ -88,7 +82,7 @@ def speed_record(bench: Bench) -> dict[str, Any]:
             {
                 "batch": row.batch,
                 **compared(row),
-                "images_per_s": {name: figures(side.throughput) for name, side in row.sides.items()},
+                "images_per_s": throughputs(row),
                 "repeats": {name: figures(gain) for name, gain in row.repeats.items()},
                 "realised_share": row.realised_share,
             }
@@ -118,15 +112,12 @@ def best_batch(bench: Bench) -> list[str]:
 DENSE, ALL_TOKENS = "dense model", "dense model with all tokens"
 
 
-def _whole(tables: Tables) -> list[tuple[str, LatencyTable]]:
-    return [] if tables.all_tokens is None else [(ALL_TOKENS, tables.all_tokens)]
-
-
 def latency_rows(tables: Tables, batches: Sequence[int]) -> list[dict[str, Any]]:
     """Median milliseconds by block and width at every batch size, the dense model last."""
+    named = {**tables.by_name, DENSE: tables.dense} | ({ALL_TOKENS: tables.all_tokens} if tables.all_tokens else {})
     return [
         {"block": name, "width": width, "p50_ms": {str(size): table.latency_ms(width, size) for size in batches}}
-        for name, table in (*tables.by_name.items(), (DENSE, tables.dense), *_whole(tables))
+        for name, table in named.items()
         for width in table.widths
     ]
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from rich.table import Table
 
-from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, batches_of
+from corp_deploy.planning.sweep_points import EngineFigures, SpeedAtBatch, SweepPoint, batches_of
 from ground.text import csv_text
 from perf.report.plots import Spot, scatter
 from perf.stats.stats import Interval
@@ -38,8 +38,7 @@ def sweep_table(trials: Sequence[SweepPoint]) -> Table:
     counts = len({trial.images for trial in trials}) > 1
     top5 = any(trial.top5 is not None for trial in trials)
     names = ("preset", *["images"] * counts, *sites, "budget", *["heads"] * linear, "MACs", "parameters")
-    accuracies = ["accuracy", *["Top-5"] * top5]
-    table = Table(*names, "relative error", *several, "agreement", *accuracies, "")
+    table = Table(*names, "relative error", *several, "agreement", "accuracy", *["Top-5"] * top5, "")
     for trial in trials:
         knobs = "".join(f"\n{name} {how}" for name, how in trial.knobs.items())
         table.add_row(
@@ -85,22 +84,21 @@ def sweep_speeds(trials: Sequence[SweepPoint]) -> Table | None:
         for batch in batches:
             figures += [*_figures(trial.speed_at(batch)), "*" if batch in trial.fronts else ""]
         engine = trial.engine
-        built = ["-", "-"] if engine is None else [f"{engine.plan_bytes / 1e6:.1f}", _fused(trial)]
+        built = ["-", "-"] if engine is None else [f"{engine.plan_bytes / 1e6:.1f}", fused_of(engine)]
         table.add_row(trial.describe, *figures, *(built if engines else ()))
     return table
 
 
-def _fused(trial: SweepPoint) -> str:
-    engine = trial.engine
-    if engine is None or engine.fused_attention is None:
-        return "-"
-    return f"{engine.fused_attention} of {engine.attention_sites}"
+def fused_of(engine: EngineFigures) -> str:
+    """How many attentions are fused, as far as the builder tells."""
+    return "-" if engine.fused_attention is None else f"{engine.fused_attention} of {engine.attention_sites}"
 
 
-def _at(prefix: str, figure: Interval | None, batch: int) -> dict[str, object]:
-    """A value and its interval as columns."""
+def _at(speed: SpeedAtBatch | None, name: str, batch: int) -> dict[str, object]:
+    """A figure at a batch size as columns, with its interval."""
+    figure: Interval | None = None if speed is None else getattr(speed, name)
     values = (None, None, None) if figure is None else figure.figures
-    return {f"{prefix}{end}@b{batch}": value for end, value in zip(("", "_low", "_high"), values, strict=True)}
+    return {f"{name}{end}@b{batch}": value for end, value in zip(("", "_low", "_high"), values, strict=True)}
 
 
 def _row(trial: SweepPoint, batches: Sequence[int]) -> dict[str, object]:
@@ -111,11 +109,10 @@ def _row(trial: SweepPoint, batches: Sequence[int]) -> dict[str, object]:
     row |= {f"relative_error {score.name}": score.relative_error for score in trial.outputs}
     for batch in batches:
         speed = trial.speed_at(batch)
-        row |= _at("p50_ms", None if speed is None else speed.p50_ms, batch)
+        row |= _at(speed, "p50_ms", batch)
         row[f"p90_ms@b{batch}"] = None if speed is None else speed.p90_ms
-        row |= _at("images_per_s", None if speed is None else speed.images_per_s, batch)
-        row |= _at("dense_p50_ms", None if speed is None else speed.dense_p50_ms, batch)
-        row |= _at("speedup", None if speed is None else speed.speedup, batch)
+        for name in ("images_per_s", "dense_p50_ms", "speedup"):
+            row |= _at(speed, name, batch)
         row[f"disturbed@b{batch}"] = None if speed is None else speed.disturbed
         row[f"on_front@b{batch}"] = batch in trial.fronts
     if trial.engine is not None:

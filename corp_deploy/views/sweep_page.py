@@ -12,23 +12,16 @@ from perf.report.plots import Spot, scatter
 from perf.report.svg import Figure
 from perf.stats.stats import Interval
 
+from .sweep import fused_of
+
 LEAST = 1e-5
 HOLLOW = "Hollow spots are beaten by another trial in both."
 Across = Callable[[SweepPoint], float | None]
-
-
-def _cloud_name(point: SweepPoint) -> str:
-    return " ".join([point.preset, *point.knobs.values()])
+Front = Callable[[SweepPoint], bool]
 
 
 def _figure(
-    points: Sequence[SweepPoint],
-    *,
-    title: str,
-    unit: str,
-    across: tuple[str, Across],
-    value: Across,
-    filled: Callable[[SweepPoint], bool],
+    points: Sequence[SweepPoint], what: str, across: tuple[str, Across], unit: str, value: Across, filled: Front
 ) -> Figure | None:
     """Spots of the trials that have both values; none without two of them."""
     clouds: dict[str, list[Spot]] = {}
@@ -38,9 +31,11 @@ def _figure(
         if x is None or y is None:
             continue
         tip = f"{point.describe}: {name} {x:.4g}, {unit} {y:.4g}"
-        clouds.setdefault(_cloud_name(point), []).append(Spot(x=x, value=y, filled=filled(point), tip=tip))
+        cloud = clouds.setdefault(" ".join([point.preset, *point.knobs.values()]), [])
+        cloud.append(Spot(x=x, value=y, filled=filled(point), tip=tip))
     if sum(map(len, clouds.values())) < 2:
         return None
+    title = f"{unit[0].upper()}{unit[1:]} against {what}"
     return Figure(caption=HOLLOW, drawing=scatter(clouds, title=title, unit=unit, x_label=name, least=LEAST))
 
 
@@ -48,40 +43,18 @@ def _disagreement(point: SweepPoint) -> float | None:
     return None if point.agreement is None else 1.0 - point.agreement
 
 
-def _error(point: SweepPoint) -> float | None:
-    return point.relative_error
-
-
-VALUES: tuple[tuple[str, Across], ...] = (("error", _error), ("share that disagrees", _disagreement))
-
-
-def _p50(batch: int) -> Across:
-    def value(point: SweepPoint) -> float | None:
-        speed = point.speed_at(batch)
-        return None if speed is None or speed.p50_ms is None else speed.p50_ms.value
-
-    return value
-
-
-def _against(
-    points: Sequence[SweepPoint], what: str, across: tuple[str, Across], filled: Callable[[SweepPoint], bool]
-) -> list[Figure]:
-    figures = [
-        _figure(
-            points,
-            title=f"{unit[0].upper()}{unit[1:]} against {what}",
-            unit=unit,
-            across=across,
-            value=value,
-            filled=filled,
-        )
-        for unit, value in VALUES
-    ]
+def _against(points: Sequence[SweepPoint], what: str, across: tuple[str, Across], filled: Front) -> list[Figure]:
+    values: dict[str, Across] = {"error": lambda point: point.relative_error, "share that disagrees": _disagreement}
+    figures = (_figure(points, what, across, unit, value, filled) for unit, value in values.items())
     return [figure for figure in figures if figure is not None]
 
 
 def _against_latency(points: Sequence[SweepPoint], batch: int) -> list[Figure]:
-    across = (f"p50 at batch {batch}, ms", _p50(batch))
+    def p50(point: SweepPoint) -> float | None:
+        speed = point.speed_at(batch)
+        return None if speed is None or speed.p50_ms is None else speed.p50_ms.value
+
+    across = (f"p50 at batch {batch}, ms", p50)
     return _against(points, f"latency, batch {batch}", across, lambda point: batch in point.fronts)
 
 
@@ -149,7 +122,7 @@ def engines_table(points: Sequence[SweepPoint]) -> Table | None:
             ", ".join(engine.targets) or "portable",
             f"{engine.plan_bytes / 1e6:.2f}",
             "-" if engine.kernels is None else str(engine.kernels),
-            "-" if engine.fused_attention is None else f"{engine.fused_attention} of {engine.attention_sites}",
+            fused_of(engine),
         )
         for point, engine in built
     )
@@ -201,14 +174,12 @@ def sweep_page(
     if (engines := engines_table(points)) is not None:
         sections.append(Section(title="Engines", tables=(engines,)))
     if size is not None:
-        sections.append(_of_size(size))
+        sections.append(
+            Section(
+                title="Calibration images",
+                remarks=(Remark(text=_as_sentence(size.sentence)),),
+                figures=(images_figure(size.points),),
+                tables=(images_table(size.points, sentence=""),),
+            )
+        )
     return html_from_sections(title, _lead(points, dense), sections)
-
-
-def _of_size(size: CalibrationSize) -> Section:
-    return Section(
-        title="Calibration images",
-        remarks=(Remark(text=_as_sentence(size.sentence)),),
-        figures=(images_figure(size.points),),
-        tables=(images_table(size.points, sentence=""),),
-    )

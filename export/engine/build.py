@@ -6,22 +6,22 @@ Precision is in the graph's types: networks are strongly typed and no precision 
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from onnx import ModelProto
 
 from export.graph.check import require_onnx
 from export.graph.fusion_breaks import breaks_of_graph
 from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
-from export.graph.weights import element_types, sparse_matrices, weight_shares
+from export.graph.weights import element_types, notes_of, sparse_matrices, weight_shares
 from ground.built_engines import record_built_engine
 from ground.errors import BadInput
 from ground.files import replacing, write_text
 from ground.precision import BFLOAT16, half_share, precision_of_shares
 
-from .fusion import Fusion, fusion_of
+from .fusion import UNLISTED, Fusion, fusion_of
 from .messages import Progress, sparse_layers_from_log
 from .options import BatchProfile, BuildOptions
 from .record import EngineRecord, record_path, sha256_of
@@ -51,11 +51,10 @@ FIRST_BF16_SM = FIRST_AMPERE_SM = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A serialised plan, its record, and the kernels it was listed to run (None when the library did not say)."""
+    """A serialised plan with its record."""
 
     plan: bytes
     record: EngineRecord
-    fusion: Fusion | None
 
     def __post_init__(self) -> None:
         assert len(self.plan) > 0, "empty plan"
@@ -82,10 +81,60 @@ def build_engine(
     started = time.perf_counter()
     plan = interruptible(lambda: session.build(profiles, progress), session.messages.stop)
     seconds = time.perf_counter() - started
-    details = session.inspected(plan, max(len(profiles), 1))
-    fusion = fusion_of(details.kernels, proto, len(profiles))
-    record = _record(session, plan, profiles, fusion, seconds, sparse_share)
-    return Engine(plan=plan, fusion=fusion, record=replace(record, memory=details.memory))
+    kernels, memory = session.inspected(plan, max(len(profiles), 1))
+    gpu, own_target = (None, None) if library.is_rtx else _gpu()
+    options = {
+        "timing_cache": session.cache_state,
+        "sparse": choices.sparse,
+        "sparse_share": sparse_share,
+        "version_compatible": choices.version_compatible,
+        "compatibility": choices.compatibility,
+        "optimization_level": choices.optimization_level,
+        "workspace_bytes": choices.workspace_bytes,
+    }
+    return engine_of(
+        onnx_path,
+        proto,
+        plan,
+        fusion_of(kernels, proto, len(profiles)),
+        weights=proto,
+        backend=library.name,
+        library_version=library.version,
+        command=choices.command,
+        targets=(choices.sms or ("portable",)) if library.is_rtx else (own_target or "unknown",),
+        gpu=gpu,
+        profiles=tuple(map(str, profiles)),
+        build_seconds=seconds,
+        options={name: value for name, value in options.items() if value is not None},
+        **sparse_layers_from_log(session.messages.text),
+        fusion_breaks=breaks_of_graph(proto),
+        notes={key: value for key, value in notes_of(proto).items() if not key.startswith("export.")},
+        memory=memory,
+    )
+
+
+def engine_of(
+    onnx_path: Path, proto: ModelProto, plan: bytes, fusion: Fusion | None, *, weights: ModelProto, **own: Any
+) -> Engine:
+    """A plan with what its graph, its kernels and the graph that has its `weights` tell of it; `own` fields of the
+    record go before those.
+    """
+    content, shares = onnx_path.read_bytes(), weight_shares(weights)
+    inputs, outputs = ports_of_graph(proto)
+    facts: dict[str, Any] = {
+        "onnx_sha256": sha256_of(content),
+        "onnx_bytes": len(content),
+        "plan_sha256": sha256_of(plan),
+        "plan_bytes": len(plan),
+        "precision": precision_of_shares(shares),
+        "half_weight_share": half_share(shares),
+        "weight_types": shares,
+        "inputs": inputs,
+        "outputs": outputs,
+        "roles": roles_of_graph(proto),
+        **(UNLISTED if fusion is None else fusion.recorded),
+    }
+    return Engine(plan=plan, record=EngineRecord(**facts | own))
 
 
 def write_engine(engine: Engine, plan_path: Path) -> None:
@@ -146,63 +195,6 @@ def _sparse_share(proto: ModelProto, onnx_path: Path) -> float:
             f"{len(sparse)} does; leave --sparse out"
         )
     return sum(sparse.values()) / len(sparse)
-
-
-def _record(
-    session: Session,
-    plan: bytes,
-    profiles: tuple[BatchProfile, ...],
-    fusion: Fusion | None,
-    seconds: float,
-    sparse_share: float | None,
-) -> EngineRecord:
-    layers = sparse_layers_from_log(session.messages.text)
-    choices, content = session.choices, session.onnx_path.read_bytes()
-    inputs, outputs = ports_of_graph(session.proto)
-    shares = weight_shares(session.proto)
-    gpu, own_target = (None, None) if session.library.is_rtx else _gpu()
-    targets = (choices.sms or ("portable",)) if session.library.is_rtx else (own_target or "unknown",)
-    options: dict[str, str | int | float | bool] = {"timing_cache": session.cache_state, "sparse": choices.sparse}
-    if sparse_share is not None:
-        options["sparse_share"] = sparse_share
-    options["version_compatible"] = choices.version_compatible
-    if choices.compatibility is not None:
-        options["compatibility"] = choices.compatibility
-    if choices.optimization_level is not None:
-        options["optimization_level"] = choices.optimization_level
-    if choices.workspace_bytes is not None:
-        options["workspace_bytes"] = choices.workspace_bytes
-    return EngineRecord(
-        backend=session.library.name,
-        library_version=session.library.version,
-        command=choices.command,
-        onnx_sha256=sha256_of(content),
-        onnx_bytes=len(content),
-        plan_sha256=sha256_of(plan),
-        plan_bytes=len(plan),
-        precision=precision_of_shares(shares),
-        half_weight_share=half_share(shares),
-        half_kernel_share=None if fusion is None else fusion.half_kernel_share,
-        targets=targets,
-        gpu=gpu,
-        profiles=tuple(map(str, profiles)),
-        inputs=inputs,
-        outputs=outputs,
-        kernels=None if fusion is None else len(fusion.kernels),
-        kernel_kinds={} if fusion is None else fusion.kinds,
-        attention_sites=() if fusion is None else fusion.attention_sites,
-        fused_attention_sites=None if fusion is None else fusion.fused_sites,
-        build_seconds=seconds,
-        options=options,
-        roles=roles_of_graph(session.proto),
-        weight_types=shares,
-        kernel_types={} if fusion is None else fusion.kernel_types,
-        sparse_eligible=layers.eligible,
-        sparse_layers=layers.selected,
-        sparse_names=layers.names,
-        fusion_breaks=breaks_of_graph(session.proto),
-        notes={each.key: each.value for each in session.proto.metadata_props if not each.key.startswith("export.")},
-    )
 
 
 def _gpu() -> tuple[str | None, str | None]:

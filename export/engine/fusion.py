@@ -2,11 +2,15 @@
 
 import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from onnx import ModelProto, NodeProto
 
+from export.graph.weights import module_of, readers_by_value
 from ground.errors import BadInput
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32, HALVES
 
@@ -80,14 +84,33 @@ class Fusion:
             site
             for kernel in self.kernels
             if kernel.is_fused_attention
-            for site in {site_of(node) for node in kernel.nodes}
+            for site in {node.rpartition("/")[0] for node in kernel.nodes}
         )
         return tuple(site for site in self.attention_sites if fused[site] >= self.profiles)
 
     @property
-    def fused_attention(self) -> int:
-        """How many attention sites are fused."""
-        return len(self.fused_sites)
+    def recorded(self) -> dict[str, Any]:
+        """As an engine's record has it."""
+        return {
+            "kernels": len(self.kernels),
+            "kernel_kinds": self.kinds,
+            "kernel_types": self.kernel_types,
+            "half_kernel_share": self.half_kernel_share,
+            "attention_sites": self.attention_sites,
+            "fused_attention_sites": self.fused_sites,
+        }
+
+
+UNLISTED: Mapping[str, Any] = MappingProxyType(
+    {
+        "kernels": None,
+        "kernel_kinds": {},
+        "half_kernel_share": None,
+        "attention_sites": (),
+        "fused_attention_sites": None,
+    }
+)
+"""The same where the library listed no kernels."""
 
 
 def fusion_of(kernels: tuple[Kernel, ...], proto: ModelProto, profiles: int) -> Fusion | None:
@@ -101,22 +124,14 @@ def attention_sites(proto: ModelProto) -> tuple[str, ...]:
     """Sites of Attention operators and of softmaxes, in graph order; a softmax whose shares a mean reads ranks tokens
     (token merging drops those of little attention) and mixes none.
     """
-    readers: dict[str, list[NodeProto]] = defaultdict(list)
-    for node in proto.graph.node:
-        for name in node.input:
-            readers[name].append(node)
+    readers = readers_by_value(proto.graph)
 
     def is_averaged(node: NodeProto) -> bool:
         users = readers[node.output[0]]
         return any(user.op_type == "ReduceMean" or (user.op_type == "Cast" and is_averaged(user)) for user in users)
 
     nodes = [node for node in proto.graph.node if node.op_type in ("Softmax", "Attention")]
-    return tuple(dict.fromkeys(site_of(node.name) for node in nodes if not is_averaged(node)))
-
-
-def site_of(node: str) -> str:
-    """`blocks.3.attn/MatMul_1` -> `blocks.3.attn`."""
-    return node.rpartition("/")[0]
+    return tuple(dict.fromkeys(module_of(node) for node in nodes if not is_averaged(node)))
 
 
 def kernels_from_log(text: str) -> tuple[Kernel, ...]:
@@ -147,16 +162,18 @@ def kernels_from_inspector(text: str) -> tuple[Kernel, ...]:
             name=layer["Name"],
             kind=layer["LayerType"],
             tactic=layer.get("TacticName", ""),
-            types=_types([_tensor_type(tensor) for key in ("Inputs", "Outputs") for tensor in layer.get(key, ())]),
+            types=_types(
+                [
+                    tensor.get("Datatype") or tensor.get("Format/Datatype", "")
+                    for key in ("Inputs", "Outputs")
+                    for tensor in layer.get(key, ())
+                ]
+            ),
             nodes=tuple(_ONNX_NODE.findall(layer.get("Metadata", ""))),
         )
         for layer in layers
         if layer["LayerType"] not in _NO_KERNEL
     )
-
-
-def _tensor_type(tensor: dict[str, str]) -> str:
-    return tensor.get("Datatype") or tensor.get("Format/Datatype", "")
 
 
 def _types(type_names: list[str]) -> frozenset[str] | None:

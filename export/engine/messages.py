@@ -4,7 +4,6 @@ many layers it has sparse kernels for and took them.
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
@@ -94,36 +93,27 @@ def with_sites(errors: list[str], nodes: Collection[str]) -> list[str]:
     return with_names
 
 
-_LINES = {
-    "eligible": re.compile(
-        r"\(Sparsity\) (?:Layers eligible for sparse math|"
-        r"Found (?P<count>\d+) layer\(s\) eligible to use sparse tactics):?(?P<names>.*)"
-    ),
-    "picked": re.compile(
-        r"\(Sparsity\) (?:TRT inference plan picked sparse implementation for layers|"
-        r"Chose (?P<count>\d+) layer\(s\) using sparse tactics):?(?P<names>.*)"
-    ),
-}
+_LINES = tuple(
+    re.compile(rf"\(Sparsity\) (?:{names}|{count} layer\(s\) {of}):?(?P<names>.*)")
+    for names, count, of in (
+        ("Layers eligible for sparse math", r"Found (?P<count>\d+)", "eligible to use sparse tactics"),
+        (
+            "TRT inference plan picked sparse implementation for layers",
+            r"Chose (?P<count>\d+)",
+            "using sparse tactics",
+        ),
+    )
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseLayers:
-    """Layers that the builder could run sparse and those that it does, None where it says nothing; the latter's names
-    where it tells them.
-    """
-
-    eligible: int | None
-    selected: int | None
-    names: tuple[str, ...]
-
-
-def sparse_layers_from_log(text: str) -> SparseLayers:
-    """From a builder's lines, as TensorRT 8 (names alone) and later ones (counts) have them.
+def sparse_layers_from_log(text: str) -> dict[str, Any]:
+    """From a builder's lines, as TensorRT 8 (names alone) and later ones (counts) have them: how many layers it could
+    run sparse and how many it does, None where it says nothing, and the latter's names, as an engine's record has them.
 
     They come once for each time that it chooses kernels; the last ones are of the engine.
     """
-    (eligible, _), (selected, names) = (_layers_of_line(line, text) for line in _LINES.values())
-    return SparseLayers(eligible=eligible, selected=selected, names=names)
+    (eligible, _), (selected, names) = (_layers_of_line(line, text) for line in _LINES)
+    return {"sparse_eligible": eligible, "sparse_layers": selected, "sparse_names": names}
 
 
 def _layers_of_line(line: re.Pattern[str], text: str) -> tuple[int | None, tuple[str, ...]]:

@@ -8,16 +8,14 @@ from pathlib import Path
 import onnx
 
 from export.graph.check import require_onnx
-from export.graph.ports import ports_of_graph, roles_of_graph
 from export.graph.to_onnx import onnx_bytes
 from export.graph.weights import weight_shares
 from ground.errors import BadInput, Missing
 from ground.onnx_file import read_onnx
 from ground.precision import half_share, precision_of_shares
 
-from .build import Engine
+from .build import Engine, engine_of
 from .fusion import Fusion, Kernel, attention_sites
-from .record import EngineRecord, sha256_of
 from .session import missing_message
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -46,7 +44,26 @@ def build_ort_artifact(
     started = time.perf_counter()
     optimised = _optimised(onnx_path, device, command)
     seconds = time.perf_counter() - started
-    return _engine(onnx_path, proto, optimised, device=device, command=command, seconds=seconds)
+    kernels = tuple(
+        Kernel(name=node.name, kind=node.op_type, tactic="", types=None, nodes=(node.name,))
+        for node in optimised.graph.node
+    )
+    return engine_of(
+        onnx_path,
+        proto,
+        onnx_bytes(optimised),
+        Fusion(kernels=kernels, attention_sites=attention_sites(proto)),
+        weights=optimised,
+        half_kernel_share=None,
+        backend="onnxruntime",
+        library_version=importlib.metadata.version("onnxruntime" if device == "cpu" else "onnxruntime-gpu"),
+        command=command,
+        targets=(device,),
+        gpu=None,
+        profiles=(),
+        build_seconds=seconds,
+        options={"optimization": "extended"},
+    )
 
 
 def _optimised(onnx_path: Path, device: str, command: str) -> onnx.ModelProto:
@@ -70,42 +87,3 @@ def _optimised(onnx_path: Path, device: str, command: str) -> onnx.ModelProto:
             reason = f"{provider} could not start here; the session fell back to {session.get_providers()[0]}"
             raise Missing(missing_message("onnxruntime", reason, command, "the NVIDIA driver, CUDA and cuDNN"))
         return read_onnx(saved)
-
-
-def _engine(
-    onnx_path: Path, proto: onnx.ModelProto, optimised: onnx.ModelProto, *, device: str, command: str, seconds: float
-) -> Engine:
-    content, plan = onnx_path.read_bytes(), onnx_bytes(optimised)
-    shares = weight_shares(optimised)
-    kernels = tuple(
-        Kernel(name=node.name, kind=node.op_type, tactic="", types=None, nodes=(node.name,))
-        for node in optimised.graph.node
-    )
-    fusion = Fusion(kernels=kernels, attention_sites=attention_sites(proto))
-    inputs, outputs = ports_of_graph(proto)
-    record = EngineRecord(
-        backend="onnxruntime",
-        library_version=importlib.metadata.version("onnxruntime" if device == "cpu" else "onnxruntime-gpu"),
-        command=command,
-        onnx_sha256=sha256_of(content),
-        onnx_bytes=len(content),
-        plan_sha256=sha256_of(plan),
-        plan_bytes=len(plan),
-        precision=precision_of_shares(shares),
-        half_weight_share=half_share(shares),
-        half_kernel_share=None,
-        targets=(device,),
-        gpu=None,
-        profiles=(),
-        inputs=inputs,
-        outputs=outputs,
-        kernels=len(kernels),
-        kernel_kinds=fusion.kinds,
-        attention_sites=fusion.attention_sites,
-        fused_attention_sites=fusion.fused_sites,
-        build_seconds=seconds,
-        options={"optimization": "extended"},
-        roles=roles_of_graph(proto),
-        weight_types=shares,
-    )
-    return Engine(plan=plan, fusion=fusion, record=record)

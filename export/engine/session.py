@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from onnx import ModelProto, TensorProto
 
+from export.graph.weights import module_of
 from ground.errors import BadInput, Missing
 from ground.files import regular_file, replacing
 from ground.vulnerabilities import version_numbers
@@ -47,49 +48,35 @@ class Library:
 
 def open_library(name: str, *, command: str = "") -> Library:
     """The bindings of `tensorrt` or `tensorrt-rtx`; Missing when absent or too old, with `command` to run elsewhere."""
-    if name not in _MODULES:
-        raise BadInput(f"backend {name!r} is unknown; choose one of {', '.join(_MODULES)}")
     try:
         module = importlib.import_module(_MODULES[name])
     except (ImportError, OSError) as error:
         raise Missing(missing_message(name, f"its Python package can't be loaded ({error})", command)) from error
     version = str(module.__version__)
-    oldest = _OLDEST[name]
-    if version_numbers(version) < oldest:
-        needed = ".".join(map(str, oldest))
+    if version_numbers(version) < _OLDEST[name]:
+        needed = ".".join(map(str, _OLDEST[name]))
         raise Missing(missing_message(name, f"version {needed} or newer is needed, {version} is installed", command))
     return Library(name=name, version=version, module=module)
 
 
 def missing_message(backend: str, what: str, command: str, install: str = "") -> str:
     """One message: what is missing, the command that installs it, the command line to run on another machine."""
-    lines = [f"{backend} can't build here: {what}"]
-    lines.append(f"  install: {install or f'pip install --upgrade {backend}'}")
-    if command:
-        lines.append(f"  or run on a machine that has it: {command}")
-    return "\n".join(lines)
+    message = f"{backend} can't build here: {what}\n  install: {install or f'pip install --upgrade {backend}'}"
+    return f"{message}\n  or run on a machine that has it: {command}" if command else message
 
 
 # 1.5.0.114 and 1.6.1.120 fail a check of types in each of them, for every GPU; 1.7.1.116 builds them.
 _RTX_WITH_INT8_CONVOLUTIONS = (1, 7)
 
 
-def int8_convolutions(proto: ModelProto) -> list[str]:
-    """Modules whose convolution reads an INT8 weight, in the graph's order."""
-    small = {tensor.name for tensor in proto.graph.initializer if tensor.data_type == TensorProto.INT8}
-    read = {
-        node.output[0] for node in proto.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in small
-    }
-    return [
-        node.name.rpartition("/")[0] for node in proto.graph.node if node.op_type == "Conv" and node.input[1] in read
-    ]
-
-
 def remedies(library: Library, proto: ModelProto) -> list[str]:
-    """What to do about what this version can't build in the graph."""
+    """What to do about what this version can't build in the graph: convolutions that read INT8 weights."""
     if not library.is_rtx or version_numbers(library.version) >= _RTX_WITH_INT8_CONVOLUTIONS:
         return []
-    modules = int8_convolutions(proto)
+    small = {tensor.name for tensor in proto.graph.initializer if tensor.data_type == TensorProto.INT8}
+    nodes = proto.graph.node
+    read = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear" and node.input[0] in small}
+    modules = [module_of(node) for node in nodes if node.op_type == "Conv" and node.input[1] in read]
     if not modules:
         return []
     kept = " ".join(f"--keep-rest {module}" for module in modules) if len(modules) <= 3 else "--precision fp16"
@@ -99,14 +86,6 @@ def remedies(library: Library, proto: ModelProto) -> list[str]:
 _NO_DRIVER = re.compile(r"CUDA driver|cudaError|no CUDA-capable device|CUDA initialization", re.IGNORECASE)
 _NEEDS_GPU = "an NVIDIA GPU and its driver are needed"
 _INSTALL_DRIVER = "the NVIDIA driver for this machine's GPU"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanDetails:
-    """What is known of a plan that was built."""
-
-    kernels: tuple[Kernel, ...]
-    memory: EngineMemory
 
 
 class Session:
@@ -135,14 +114,18 @@ class Session:
             raise KeyboardInterrupt
         if plan is None:
             self._raise_build_failure()
-        self._save_timing_cache(config)
+        if self.choices.timing_cache is not None:
+            with replacing(self.choices.timing_cache) as beside:
+                beside.write_bytes(bytes(config.get_timing_cache().serialize()))
         return bytes(plan)
 
-    def inspected(self, plan: bytes, profiles: int) -> PlanDetails:
-        """From the builder's log for TensorRT-RTX, which needs no GPU; else from the engine itself."""
+    def inspected(self, plan: bytes, profiles: int) -> tuple[tuple[Kernel, ...], EngineMemory]:
+        """A plan's kernels and memory: from the builder's log for TensorRT-RTX, which needs no GPU; else from the
+        engine itself.
+        """
         logged = memory_from_log(self.messages.text, profiles)
         if self.library.is_rtx:
-            return PlanDetails(kernels=kernels_from_log(self.messages.text), memory=logged)
+            return kernels_from_log(self.messages.text), logged
         runtime = self.trt.Runtime(self.logger)
         runtime.engine_host_code_allowed = self.choices.version_compatible
         engine = runtime.deserialize_cuda_engine(plan)
@@ -150,7 +133,7 @@ class Session:
             raise Missing(self._refusal("built a plan that it can't load again", self.messages.errors))
         inspector = engine.create_engine_inspector()
         kernels = kernels_from_inspector(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
-        return PlanDetails(kernels=kernels, memory=memory_of_engine(engine, logged, profiles))
+        return kernels, memory_of_engine(engine, logged, profiles)
 
     def _builder(self) -> Any:
         try:
@@ -207,10 +190,6 @@ class Session:
             )
         return levels[name]
 
-    def _save_timing_cache(self, config: Any) -> None:
-        if self.choices.timing_cache is not None:
-            _write_atomically(self.choices.timing_cache, bytes(config.get_timing_cache().serialize()))
-
     def _raise_build_failure(self) -> NoReturn:
         errors = with_sites(self.messages.errors, {node.name for node in self.proto.graph.node})
         if any(_NO_DRIVER.search(error) for error in errors):
@@ -234,8 +213,3 @@ def _set_targets(trt: Any, config: Any, sms: tuple[str, ...]) -> None:
         if f"SM{sm}" not in capabilities:
             raise BadInput(f"--sm {sm}: this TensorRT-RTX knows only {', '.join(capabilities)}; install a newer one")
         config.set_compute_capability(capabilities[f"SM{sm}"], index)
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    with replacing(path) as beside:
-        beside.write_bytes(content)

@@ -1,7 +1,7 @@
 """Reasons why an ONNX graph will not do for an engine, found before any builder is started."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from ground.precision import FLOAT32, HALVES, QUANTISED, FloatType, Precision, m
 
 from .operator_types import OPSETS, unsupported_nodes
 from .ports import port_mismatches
-from .weights import MatmulWeight, element_types, matmul_weights
+from .weights import MatmulWeight, attribute_of, element_types, matmul_weights, name_of, notes_of
 
 MAX_BYTES = 2_000_000_000
 _LOCAL_PATH = re.compile(r"""(^|[\s'"=:(,\[])(/[\w.+-]+/[\w.+-]+|~/[\w.+-]+|[A-Za-z]:\\[\w.+-]+)""")
@@ -41,7 +41,7 @@ def require_onnx(path: Path, *, precision: str | None = None, backend: str = "te
 
 
 def check_onnx(
-    source: Path | ModelProto,
+    proto: ModelProto,
     *,
     precision: str | None = None,
     backend: str = "tensorrt",
@@ -53,22 +53,16 @@ def check_onnx(
     `precision` is what the caller calls the graph, one of ground.precision.WORDS, `inputs` and `outputs` what it must
     take and give; None takes the graph's own word, and one without any is a classifier of images.
     """
-    if isinstance(source, Path):
-        try:
-            source = load_onnx(source)
-        except BadInput as error:
-            return [str(error)]
-    reasons = [*_storage_reasons(source), *_opset_reasons(source, backend)]
-    if not reasons:
-        reasons += [*_operator_reasons(source)] or [*_validity_reasons(source)]
+    reasons = [*_storage_reasons(proto), *_opset_reasons(proto, backend)] or [*_operator_reasons(proto)]
+    if not reasons and (invalid := checker_error(proto, full=True)):
+        reasons = [f"onnx.checker: {invalid}"]
     if reasons:
         return reasons  # what follows reads shapes and types, which only a valid graph has
-    labels = {entry.key: entry.value for entry in source.metadata_props}
     return [
-        *port_mismatches(source, inputs, outputs),
-        *_name_reasons(source),
-        *_typing_reasons(source, precision or labels.get(_PRECISION_KEY)),
-        *(_attention_reasons(source) if backend != "onnxruntime" else ()),
+        *port_mismatches(proto, inputs, outputs),
+        *_name_reasons(proto),
+        *_typing_reasons(proto, precision or notes_of(proto).get(_PRECISION_KEY)),
+        *(_attention_reasons(proto) if backend != "onnxruntime" else ()),
     ]
 
 
@@ -92,11 +86,6 @@ def _opset_reasons(proto: ModelProto, backend: str) -> Iterator[str]:
         yield "no opset of the standard operators is named"
 
 
-def _validity_reasons(proto: ModelProto) -> Iterator[str]:
-    if reason := checker_error(proto, full=True):
-        yield f"onnx.checker: {reason}"
-
-
 def _name_reasons(proto: ModelProto) -> Iterator[str]:
     counts = Counter(node.name for node in proto.graph.node if node.name)
     twice = [name for name, count in counts.items() if count > 1]
@@ -113,16 +102,16 @@ def _name_reasons(proto: ModelProto) -> Iterator[str]:
 
 def _operator_reasons(proto: ModelProto) -> Iterator[str]:
     """Operators that don't take the types that they are given, each once."""
-    nodes = unsupported_nodes(proto)
-    for first in sorted({node.first for node in nodes if node.first is not None}):
-        named = [node for node in nodes if node.first == first]
-        operators = ", ".join(dict.fromkeys(node.operator for node in named))
-        at = named[0].node
-        yield f"{operators} takes no bfloat16 before opset {first} (first at {at}); export with opset {first} or newer"
-    never = [node for node in nodes if node.first is None]
-    if never:
-        operators = ", ".join(dict.fromkeys(node.operator for node in never))
-        yield f"{operators} takes no bfloat16 up to opset {OPSETS[-1]} (first at {never[0].node}); keep it in float32"
+    by_first: dict[int | None, list[NodeProto]] = defaultdict(list)
+    for node, first in unsupported_nodes(proto):
+        by_first[first].append(node)
+    for first, nodes in sorted(by_first.items(), key=lambda each: each[0] or OPSETS.stop):
+        operators, at = ", ".join(dict.fromkeys(node.op_type for node in nodes)), name_of(nodes[0])
+        if first is None:
+            yield f"{operators} takes no bfloat16 up to opset {OPSETS[-1]} (first at {at}); keep it in float32"
+        else:
+            remedy = f"export with opset {first} or newer"
+            yield f"{operators} takes no bfloat16 before opset {first} (first at {at}); {remedy}"
 
 
 def _typing_reasons(proto: ModelProto, precision_name: str | None) -> Iterator[str]:
@@ -182,7 +171,7 @@ def _norm_reasons(proto: ModelProto) -> Iterator[str]:
         if spelled_out:
             yield (
                 f"{len(spelled_out)} {SPELLED_OUT} {float_type.name} (ReduceMean, Sqrt; first at "
-                f"{_node_name(spelled_out[0])}); export them as one operator (LayerNormalization, or RMSNormalization "
+                f"{name_of(spelled_out[0])}); export them as one operator (LayerNormalization, or RMSNormalization "
                 "from opset 23), or keep them in float32"
             )
 
@@ -198,10 +187,6 @@ def _decomposed_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]
     for node in proto.graph.node:
         if node.op_type == "Sqrt" and (mean := _mean_below(node, producers)) is not None:
             yield node, mean
-
-
-def _node_name(node: NodeProto) -> str:
-    return node.name or node.output[0]
 
 
 def _mean_below(root: NodeProto, producers: Mapping[str, NodeProto]) -> NodeProto | None:
@@ -222,7 +207,7 @@ def _attention_reasons(proto: ModelProto) -> Iterator[str]:
     types = element_types(inferred.graph)
     for node in inferred.graph.node:
         if node.op_type == "Attention":
-            where = node.name or node.output[0]
+            where = name_of(node)
             widths = _key_value_widths(inferred, node)
             if widths is None or widths[0] != widths[1]:
                 yield (
@@ -238,7 +223,7 @@ def _key_value_widths(proto: ModelProto, node: NodeProto) -> tuple[int, int] | N
         value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in proto.graph.value_info
     }
     keys, values = (shapes.get(name, []) for name in node.input[1:3])
-    heads = next((attribute.i for attribute in node.attribute if attribute.name == "kv_num_heads"), 0) or 1
+    heads = attribute_of(node, "kv_num_heads") or 1
     if not keys or not values or 0 in (keys[-1], values[-1]):
         return None
     return (keys[-1] // heads, values[-1] // heads) if len(keys) == 3 else (keys[-1], values[-1])

@@ -14,6 +14,7 @@ from ground.errors import BadInput
 from ground.ports import FUSION_BREAK
 
 from .ports import GraphPort, graph_inputs, ports_of_graph
+from .weights import module_of
 
 NOTE = "export.fusion_breaks"
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -65,7 +66,7 @@ def breaks_of_graph(proto: ModelProto) -> tuple[GraphPort, ...]:
 
 def modules_of_graph(proto: ModelProto) -> tuple[str, ...]:
     """Every module that has nodes, and those around it, in the order of the graph."""
-    paths = dict.fromkeys(node.name.rpartition("/")[0] for node in proto.graph.node)
+    paths = dict.fromkeys(map(module_of, proto.graph.node))
     found: dict[str, None] = {}
     for path in paths:
         parts = path.split(".")
@@ -97,17 +98,12 @@ def _marked(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
 
 def _last_value(proto: ModelProto, module: str) -> str | None:
     """The last value that is read outside of a module, and that a builder could hide: a float."""
-    inside = [node for node in proto.graph.node if _within(node.name, module)]
+    inside = [node for node in proto.graph.node if f"{module_of(node)}.".startswith(f"{module}.")]
     names = {node.name for node in inside}
     read = {name for node in proto.graph.node if node.name not in names for name in node.input}
     read |= {value.name for value in proto.graph.output}
     leaving = [name for node in inside for name in node.output if name in read]
     return leaving[-1] if leaving else None
-
-
-def _within(node: str, module: str) -> bool:
-    path = node.rpartition("/")[0]
-    return path == module or path.startswith(f"{module}.")
 
 
 def _unfit(proto: ModelProto, value: ValueInfoProto | None) -> str | None:

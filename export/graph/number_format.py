@@ -6,7 +6,7 @@ counts as all at once.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -33,23 +33,16 @@ class NumberFormat:
         """What the end of a range becomes."""
         return self.float_type.largest if self.bits == 8 else 2.0 ** (self.bits - 1) - 1
 
-    @property
-    def onnx_type(self) -> int:
-        return self.float_type.onnx
-
     def stored(self, values: NDArray[np.floating[Any]], scale: NDArray[Any] | float) -> NDArray[Any]:
         """The numbers that stand for `values`, which are those times the scale: rounded to even and clipped."""
-        ratio = np.clip(np.asarray(values, dtype=np.float32) / np.asarray(scale, np.float32), *self.ends)
+        ratio = np.asarray(values, dtype=np.float32) / np.asarray(scale, np.float32)
+        ratio = np.clip(ratio, -self.largest, self.largest)
         return (np.rint(ratio) if self.dtype == np.int8 else ratio).astype(self.dtype)
 
     def rounded(self, values: NDArray[np.floating[Any]], scale: NDArray[Any] | float) -> NDArray[np.float32]:
         """What is left of `values`."""
         kept: NDArray[np.float32] = self.stored(values, scale).astype(np.float32) * np.asarray(scale, np.float32)
         return kept
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        return -self.largest, self.largest
 
 
 FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
@@ -120,12 +113,9 @@ def clipped_at(histogram: Histogram, form: NumberFormat, choice: Clipping) -> fl
     """
     if histogram.largest == 0.0:
         return 1.0
-    chosen: dict[Clipping, Callable[[Histogram, NumberFormat], float]] = {
-        "mse": _by_mse,
-        "entropy": _by_entropy,
-        "max": lambda histogram, _: histogram.largest,
-    }
-    return chosen[choice](histogram, form)
+    if choice == "max":
+        return histogram.largest
+    return _by_mse(histogram, form) if choice == "mse" else _by_entropy(histogram)
 
 
 def _by_mse(histogram: Histogram, form: NumberFormat) -> float:
@@ -136,7 +126,7 @@ def _by_mse(histogram: Histogram, form: NumberFormat) -> float:
     return float(ends[int(np.argmin(losses))])
 
 
-def _by_entropy(histogram: Histogram, form: NumberFormat) -> float:
+def _by_entropy(histogram: Histogram) -> float:
     from onnxruntime.quantization.calibrate import HistogramCollector
 
     counts = histogram.counts.reshape(_ENTROPY_BINS, -1).sum(axis=1)

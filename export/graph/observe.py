@@ -12,7 +12,8 @@ from ground.errors import Missing
 from .number_format import Histogram
 
 Feeds = Mapping[str, NDArray[Any]]
-_RUNTIME = "onnxruntime is not installed, and ranges are taken by running the graph; pip install 'corp-deploy[cpu]'"
+Batches = Callable[[], Iterable[Feeds]]
+"""The same inputs again at every call."""
 
 
 def observed(proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]) -> Iterator[dict[str, NDArray[Any]]]:
@@ -38,7 +39,9 @@ def session_of(proto: ModelProto) -> Any:
     try:
         import onnxruntime as ort
     except ImportError as error:
-        raise Missing(_RUNTIME) from error
+        raise Missing(
+            "onnxruntime is not installed, and ranges are taken by running the graph; pip install 'corp-deploy[cpu]'"
+        ) from error
     options = ort.SessionOptions()
     options.log_severity_level = 3
     # Its optimisations hand FP8 values to operators that take none.
@@ -73,7 +76,3 @@ def largest_by_channel(
             sizes = np.abs(value).reshape(-1, value.shape[-1]).max(axis=0)
             found[name] = np.maximum(found.get(name, sizes), sizes)
     return found
-
-
-Batches = Callable[[], Iterable[Feeds]]
-"""The same inputs again at every call."""

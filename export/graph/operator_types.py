@@ -1,7 +1,6 @@
 """From which operator set on a graph's operators take the types that it holds."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, shape_inference
@@ -13,19 +12,9 @@ from .weights import element_types
 OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is not read by the parsers in use
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnsupportedNode:
-    """An operator that does not take bfloat16 in a graph's operator set; `first` is the first set in which it does,
-    None where none of OPSETS does.
-    """
-
-    node: str
-    operator: str
-    first: int | None
-
-
-def unsupported_nodes(proto: ModelProto) -> list[UnsupportedNode]:
-    """Every node that holds bfloat16 where its operator, in the graph's operator set, takes other types alone.
+def unsupported_nodes(proto: ModelProto) -> list[tuple[NodeProto, int | None]]:
+    """Every node that holds bfloat16 where its operator, in the graph's operator set, takes other types alone; with the
+    first of OPSETS in which it does, None where none does.
 
     onnx.checker compares no types with an operator's own, and builders name them one by one.
     """
@@ -37,14 +26,10 @@ def unsupported_nodes(proto: ModelProto) -> list[UnsupportedNode]:
     if BFLOAT16.onnx not in types.values():
         return []
     return [
-        UnsupportedNode(node=node.name or node.output[0], operator=node.op_type, first=_first_opset(node, types))
+        (node, next((newer for newer in OPSETS if _supports_bfloat16(node, types, newer)), None))
         for node in proto.graph.node
         if node.domain in ("", "ai.onnx") and not _supports_bfloat16(node, types, version)
     ]
-
-
-def _first_opset(node: NodeProto, types: dict[str, int]) -> int | None:
-    return next((version for version in OPSETS if _supports_bfloat16(node, types, version)), None)
 
 
 def _supports_bfloat16(node: NodeProto, types: dict[str, int], version: int) -> bool:

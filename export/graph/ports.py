@@ -6,7 +6,7 @@ A graph without a note is a classifier of images: one input `images`, one output
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from onnx import ModelProto, ValueInfoProto
@@ -15,6 +15,8 @@ from ground.errors import BadInput
 from ground.onnx_types import dtype_of
 from ground.ports import LOGITS, OutputPort, Port, Role, image_port, is_fusion_break
 from ground.records import Positive, record_from_text
+
+from .weights import notes_of
 
 T = TypeVar("T")
 INPUTS_KEY, OUTPUTS_KEY = "export.inputs", "export.outputs"
@@ -62,13 +64,13 @@ def port_notes(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> dict[st
 
 def noted_inputs(proto: ModelProto) -> list[Port] | None:
     """The inputs by the graph's own note; None for images of a size that no note tells."""
-    text = _note(proto, INPUTS_KEY)
+    text = notes_of(proto).get(INPUTS_KEY)
     return None if text is None else _read(text, list[Port], INPUTS_KEY)
 
 
 def noted_outputs(proto: ModelProto) -> list[OutputPort]:
     """The outputs by the graph's own note, the logits alone without one."""
-    text = _note(proto, OUTPUTS_KEY)
+    text = notes_of(proto).get(OUTPUTS_KEY)
     return [LOGITS] if text is None else _read(text, list[OutputPort], OUTPUTS_KEY)
 
 
@@ -81,10 +83,6 @@ def _graph_port(value: ValueInfoProto) -> GraphPort:
 def _is_images(inputs: Sequence[Port]) -> bool:
     shape = inputs[0].shape
     return len(shape) == 3 and list(inputs) == [image_port((shape[0], shape[1], shape[2]))]
-
-
-def _note(proto: ModelProto, key: str) -> str | None:
-    return next((entry.value for entry in proto.metadata_props if entry.key == key), None)
 
 
 def _read(text: str, kind: type[T], key: str) -> T:
@@ -101,73 +99,58 @@ _RANKS: Mapping[Role, int | None] = {
 _POOLED = ("logits", "embedding")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedPort:
-    """What one input or output has to show. `rank` counts the batch, `sizes` do not; None where any will do.
-
-    `pooled` says that it holds one vector for each input, so that a rank of 3 means vectors that were not pooled.
-    """
-
-    name: str
-    dtype: str
-    rank: int | None
-    sizes: tuple[int, ...] | None = None
-    pooled: bool = False
-
-
 def port_mismatches(
     proto: ModelProto, inputs: Sequence[Port] | None, outputs: Sequence[OutputPort] | None
 ) -> Iterator[str]:
     """Every way in which the graph's borders are not these ports; None takes what the graph's own notes say."""
     try:
-        expected_inputs = _expected_inputs(noted_inputs(proto) if inputs is None else inputs)
-        expected_outputs = _expected_outputs(noted_outputs(proto) if outputs is None else outputs)
+        inputs = noted_inputs(proto) if inputs is None else inputs
+        outputs = noted_outputs(proto) if outputs is None else outputs
     except BadInput as error:
         yield str(error)
         return
     values_in, values_out = graph_inputs(proto), graph_outputs(proto)
-    yield from _side_reasons("input", values_in, expected_inputs)
-    yield from _side_reasons("output", values_out, expected_outputs)
-    if (len(values_in), len(values_out)) == (len(expected_inputs), len(expected_outputs)):
+    takes = {
+        port.name: {"dtype": port.dtype, "rank": 1 + len(port.shape), "sizes": port.shape} for port in inputs or ()
+    }
+    gives = {
+        port.name: {"dtype": "float32", "rank": _RANKS[port.role], "pooled": port.role in _POOLED} for port in outputs
+    }
+    if inputs is None:
+        takes = {"images": {"dtype": "float32", "rank": 4}}
+    yield from _side_reasons("input", values_in, takes)
+    yield from _side_reasons("output", values_out, gives)
+    if (len(values_in), len(values_out)) == (len(takes), len(gives)):
         yield from _batch_reasons([*values_in, *proto.graph.output])
 
 
-def _expected_inputs(ports: Sequence[Port] | None) -> list[ExpectedPort]:
-    if ports is None:
-        return [ExpectedPort(name="images", dtype="float32", rank=4)]
-    return [
-        ExpectedPort(name=port.name, dtype=port.dtype, rank=1 + len(port.shape), sizes=port.shape) for port in ports
-    ]
-
-
-def _expected_outputs(ports: Sequence[OutputPort]) -> list[ExpectedPort]:
-    return [
-        ExpectedPort(name=port.name, dtype="float32", rank=_RANKS[port.role], pooled=port.role in _POOLED)
-        for port in ports
-    ]
-
-
-def _side_reasons(side: str, values: Sequence[ValueInfoProto], ports: Sequence[ExpectedPort]) -> Iterator[str]:
-    names = [port.name for port in ports]
+def _side_reasons(side: str, values: Sequence[ValueInfoProto], expected: Mapping[str, Any]) -> Iterator[str]:
+    """`expected`: by name what _tensor_reasons holds a value to."""
+    names = list(expected)
     if [value.name for value in values] != names:
-        expected = f"one {side} named {names[0]!r}" if len(names) == 1 else f"the {side}s {', '.join(map(repr, names))}"
-        yield f"expected {expected}, found {', '.join(value.name for value in values) or 'none'}"
+        wanted = f"one {side} named {names[0]!r}" if len(names) == 1 else f"the {side}s {', '.join(map(repr, names))}"
+        yield f"expected {wanted}, found {', '.join(value.name for value in values) or 'none'}"
         return
-    for value, port in zip(values, ports, strict=True):
-        yield from _tensor_reasons(value, port)
+    for value in values:
+        yield from _tensor_reasons(value, **expected[value.name])
 
 
-def _tensor_reasons(value: ValueInfoProto, port: ExpectedPort) -> Iterator[str]:
-    if dtype_of(value) != port.dtype:
-        yield f"{port.name} must be {port.dtype}, got {dtype_of(value)}"
+def _tensor_reasons(
+    value: ValueInfoProto, *, dtype: str, rank: int | None, sizes: tuple[int, ...] | None = None, pooled: bool = False
+) -> Iterator[str]:
+    """`rank` counts the batch, `sizes` do not; None where any will do. `pooled`: it holds one vector for each input, so
+    that a rank of 3 means vectors that were not pooled.
+    """
+    if dtype_of(value) != dtype:
+        yield f"{value.name} must be {dtype}, got {dtype_of(value)}"
     dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
     fixed = len(dims) > 1 and all(isinstance(dim, int) and dim > 0 for dim in dims[1:])
-    if not fixed or port.rank not in (None, len(dims)):
-        rank = "" if port.rank is None else f"rank {port.rank} with "
-        hint = "; export a model whose output is pooled" if port.pooled and len(dims) == 3 else ""
-        yield f"{port.name} must have {rank}a fixed size behind the batch, got {dims}{hint}"
-    elif port.sizes is not None and tuple(dims[1:]) != port.sizes:
-        yield f"{port.name} must have the sizes {list(port.sizes)} behind the batch, got {dims[1:]}"
+    if not fixed or rank not in (None, len(dims)):
+        ranked = "" if rank is None else f"rank {rank} with "
+        hint = "; export a model whose output is pooled" if pooled and len(dims) == 3 else ""
+        yield f"{value.name} must have {ranked}a fixed size behind the batch, got {dims}{hint}"
+    elif sizes is not None and tuple(dims[1:]) != sizes:
+        yield f"{value.name} must have the sizes {list(sizes)} behind the batch, got {dims[1:]}"
 
 
 def _batch_reasons(values: Sequence[ValueInfoProto]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """How a model is typed: a copy in float32, float16 or bfloat16, or mixed with float32, whose ports stay float32."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -71,8 +71,6 @@ def kept_modules(model: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 def _refuse_odd_choice(precision: Precision, keep_fp32: Sequence[str]) -> None:
-    if isinstance(keep_fp32, str):
-        raise BadInput(f"keep_fp32 takes a list of patterns, got the string {keep_fp32!r}")
     if precision.mixed and not keep_fp32:
         raise BadInput(
             f"precision {precision.name} needs at least one keep_fp32 pattern, such as 'blocks.7.*'; else choose "
@@ -86,15 +84,10 @@ def _refuse_odd_choice(precision: Precision, keep_fp32: Sequence[str]) -> None:
 
 def _refuse_non_finite(model: nn.Module) -> None:
     """Buffers may hold Inf, as bounds that nothing is clipped by do."""
-    for name, tensor in _floating_state(model):
-        is_weight = isinstance(tensor, nn.Parameter)
-        if not bool((torch.isfinite(tensor) if is_weight else ~tensor.isnan()).all()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        fits = torch.isfinite(tensor) if isinstance(tensor, nn.Parameter) else ~tensor.isnan()
+        if not bool(fits.all()):
             raise BadInput(f"{name} holds NaN or Inf; the weights can't be exported")
-
-
-def _floating_state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    state: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return [(name, tensor) for name, tensor in state.items() if tensor.is_floating_point()]
 
 
 def _narrow_outside_(model: nn.Module, islands: set[str], precision: Precision) -> None:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from ground.errors import BadInput
 
 from .number_format import FORMATS, NumberFormat, format_of_weights
-from .weights import READERS, element_types, read_matrices
+from .weights import READERS, attribute_of, drop_unread, element_types, module_of, read_matrices
 
 _NAMES = ("linear", "conv1d", "conv2d", "conv3d")
 LAYERS = frozenset(
@@ -125,13 +125,12 @@ def layers(proto: ModelProto) -> tuple[Layer, ...]:
     single number: little is saved there, and what is divided by it, as by the mean of a norm, would lose all.
     """
     stored = {tensor.name for tensor in proto.graph.initializer}
-    found = []
-    for node, index, weight in read_matrices(proto):
-        activation = node.input[1 - index]
-        gives_one = weight.dims[0] == 1 if node.op_type == "Conv" else 1 in weight.dims[-2:]
-        if activation not in stored and not gives_one:
-            found.append(Layer(node=node.name, activation=activation))
-    return tuple(found)
+    return tuple(
+        Layer(node=node.name, activation=node.input[1 - index])
+        for node, index, weight in read_matrices(proto)
+        if node.input[1 - index] not in stored
+        and not (weight.dims[0] == 1 if node.op_type == "Conv" else 1 in weight.dims[-2:])
+    )
 
 
 def quantised_layers(proto: ModelProto, keep: Sequence[str]) -> tuple[Layer, ...]:
@@ -178,10 +177,7 @@ def quantised(
     del graph.node[:]
     graph.node.extend(nodes)
     graph.initializer.extend(writer.stored_tensors)
-    read = {name for node in graph.node for name in node.input}
-    for index in reversed(range(len(graph.initializer))):
-        if graph.initializer[index].name not in read:
-            del graph.initializer[index]
+    drop_unread(graph)
     return new
 
 
@@ -214,7 +210,7 @@ class _Writer:
         scales = self._typed(np.abs(values).max(axis=others) / self._weights.largest, tensor.data_type)
         wide = scales.astype(np.float32)
         stored = self._weights.stored(values, np.expand_dims(wide, others))
-        self._keep(stored, f"{name}.{self._form.name}", self._form.onnx_type)
+        self._keep(stored, f"{name}.{self._form.name}", self._form.float_type.onnx)
         self._keep(scales, f"{name}.scale", tensor.data_type)
         self._read[name, axis] = f"{name}.dequantized"
         reads = [f"{name}.{self._form.name}", f"{name}.scale"]
@@ -225,7 +221,7 @@ class _Writer:
         scale = self._typed(np.asarray(end / self._form.largest, dtype=np.float32), kind)
         stem = f"{node.name}.input"
         self._keep(scale, f"{stem}.scale", kind)
-        self._keep(np.zeros((), self._form.dtype), f"{stem}.zero", self._form.onnx_type)
+        self._keep(np.zeros((), self._form.dtype), f"{stem}.zero", self._form.float_type.onnx)
         small, self._read[name, end] = f"{stem}.{self._form.name}", f"{stem}.dequantized"
         reads = [f"{stem}.scale", f"{stem}.zero"]
         yield self._node("QuantizeLinear", node, [name, *reads], small)
@@ -233,7 +229,7 @@ class _Writer:
 
     def _node(self, kind: str, reader: NodeProto, reads: Sequence[str], gives: str, **attributes: Any) -> NodeProto:
         """Named after the module that reads it, as all nodes are."""
-        stem = "/".join(filter(None, (reader.name.rpartition("/")[0], kind)))
+        stem = "/".join(filter(None, (module_of(reader), kind)))
         name = f"{stem}_{self._name_counts[stem]}" if self._name_counts[stem] else stem
         self._name_counts[stem] += 1
         return helper.make_node(kind, reads, [gives], name=name, **attributes)
@@ -257,6 +253,6 @@ def _output_axis(node: NodeProto, index: int, rank: int) -> int:
     if node.op_type == "Conv":
         return 0
     if node.op_type == "Gemm":
-        flag = next((each.i for each in node.attribute if each.name == ("transB" if index else "transA")), 0)
-        return int(flag == 0) if index else int(flag)
+        flag = attribute_of(node, ("transA", "transB")[index])
+        return int(flag == 0) if index else flag
     return rank - 1 if index else rank - 2

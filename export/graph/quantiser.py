@@ -7,8 +7,8 @@ and weights share the burden.
 """
 
 import copy
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto
 from torch import Tensor, nn
 
 from ground.errors import BadInput
@@ -28,7 +28,7 @@ from .observe import Batches, histograms, largest_by_channel, observed_outputs
 from .precision import NORMS, Norms
 from .quantised import Layer, quantised, quantised_layers
 from .to_onnx import PREFIX, onnx_from_model
-from .weights import read_matrices
+from .weights import module_of, notes_of, read_matrices, readers_by_value, write_notes
 
 STRENGTH = 0.5
 _NORMS = ("LayerNormalization", "RMSNormalization")
@@ -49,33 +49,22 @@ def balanceable(proto: ModelProto, model: nn.Module) -> tuple[Balanced, ...]:
     """Every norm over channels, with a weight of its own, that linear layers alone read."""
     modules = dict(model.named_modules())
     matrices = {node.name: index for node, index, _ in read_matrices(proto)}
-    readers: dict[str, list[NodeProto]] = defaultdict(list)
-    for node in proto.graph.node:
-        for name in node.input:
-            readers[name].append(node)
-    return tuple(_balanceable(proto, modules, matrices, readers))
-
-
-def _balanceable(
-    proto: ModelProto,
-    modules: Mapping[str, nn.Module],
-    matrices: Mapping[str, int],
-    readers: Mapping[str, list[NodeProto]],
-) -> Iterator[Balanced]:
+    readers, places = readers_by_value(proto.graph), list[Balanced]()
     # Who holds each parameter: one that several modules share can't change for one of them.
     weight_uses = Counter(id(weight) for each in modules.values() for weight in each.parameters(recurse=False))
     output_names = {value.name for value in proto.graph.output}
     for node in proto.graph.node:
         if node.op_type not in _NORMS or node.output[0] in output_names:
             continue
-        norm, own = node.name.rpartition("/")[0], readers[node.output[0]]
-        paths = tuple(each.name.rpartition("/")[0] for each in own)
+        norm, own = module_of(node), readers[node.output[0]]
+        paths = tuple(map(module_of, own))
         linear = [isinstance(modules.get(path), nn.Linear) for path in paths]
         if not own or not all(linear) or any(matrices.get(each.name) != 1 for each in own):
             continue
         weights = [getattr(modules.get(path), "weight", None) for path in (norm, *paths)]
         if all(weight_uses[id(weight)] == 1 for weight in weights):
-            yield Balanced(norm=norm, readers=paths, value=node.output[0])
+            places.append(Balanced(norm=norm, readers=paths, value=node.output[0]))
+    return tuple(places)
 
 
 @torch.no_grad()
@@ -145,7 +134,7 @@ class Quantiser:
             "quantised_layers": str(len(layers)),
             "weight_bits": str(weight_bits) if fewer else "",
         }
-        _note(proto, own)
+        write_notes(proto, notes_of(proto) | {f"{PREFIX}{key}": value for key, value in own.items() if value})
         reasons = check_onnx(proto, precision=precision, backend="onnxruntime")
         if reasons:
             raise BadInput("the quantised graph will not do:\n" + "\n".join(f"  {reason}" for reason in reasons))
@@ -225,12 +214,3 @@ def _distance(new: Mapping[str, NDArray[np.float32]], exact: Mapping[str, NDArra
     """Relative, the largest over the outputs."""
     sizes = {name: max(float(np.linalg.norm(values)), 1e-30) for name, values in exact.items()}
     return max(float(np.linalg.norm(new[name] - values)) / sizes[name] for name, values in exact.items())
-
-
-def _note(proto: ModelProto, own: Mapping[str, str]) -> None:
-    """Among the graph's notes, in place of what they said of the same."""
-    entries = {entry.key: entry.value for entry in proto.metadata_props}
-    entries |= {f"{PREFIX}{key}": value for key, value in own.items() if value}
-    del proto.metadata_props[:]
-    for key in sorted(entries):
-        proto.metadata_props.add(key=key, value=entries[key])

@@ -4,6 +4,7 @@ import ast
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping
+from itertools import takewhile
 
 import numpy as np
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
@@ -11,7 +12,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from ground.errors import BadInput
 from ground.precision import BY_ONNX, HALVES, FloatType
 
-from .weights import element_types
+from .weights import drop_unread, element_types, readers_by_value
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's list of module paths, the last entry is the traced operator
 
@@ -42,15 +43,11 @@ def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[
 def node_sites(graph: GraphProto, modules: Collection[str]) -> dict[str, str]:
     """Module path per node, keyed by its first output; a node without a path lies where its neighbours meet."""
     sites = {node.output[0]: site for node in graph.node if (site := _traced_site(node, modules)) is not None}
-    readers: dict[str, list[str]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node.output[0])
+    readers = readers_by_value(graph)
     for node in graph.node:
         if node.output[0] not in sites:
-            near = [sites[name] for name in node.input if name in sites]
-            near += [sites[name] for output in node.output for name in readers.get(output, ()) if name in sites]
-            sites[node.output[0]] = _common_path(near)
+            near = [*node.input, *(reader.output[0] for output in node.output for reader in readers[output])]
+            sites[node.output[0]] = _common_path([sites[name] for name in near if name in sites])
     return sites
 
 
@@ -133,10 +130,7 @@ def merge_initializers(graph: GraphProto) -> None:
     for node in graph.node:
         for index, name in enumerate(node.input):
             node.input[index] = merged.get(name, name)
-    read = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
-    for index in reversed(range(len(graph.initializer))):
-        if graph.initializer[index].name not in read:
-            del graph.initializer[index]
+    drop_unread(graph)
 
 
 def name_by_site(graph: GraphProto, sites: Mapping[str, str], parameters: Collection[str]) -> None:
@@ -183,13 +177,8 @@ def _traced_site(node: NodeProto, modules: Collection[str]) -> str | None:
 
 
 def _common_path(paths: list[str]) -> str:
-    split = [path.split(".") if path else [] for path in paths]
-    shared: list[str] = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    levels = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))
 
 
 def _rename_values(graph: GraphProto, renamed: Mapping[str, str]) -> None:

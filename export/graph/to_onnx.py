@@ -4,7 +4,6 @@ import importlib.metadata
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import onnx
 import torch
@@ -20,6 +19,7 @@ from .operator_types import unsupported_nodes
 from .operators import OWN, FourAxes
 from .ports import port_notes
 from .precision import NORMS, Norms, typed_copy
+from .weights import write_notes
 
 DTYPES = {
     "float32": torch.float32,
@@ -30,35 +30,14 @@ DTYPES = {
 }
 
 
-def example_inputs(ports: Sequence[Port], batch: int, examples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By name one tensor [batch, *shape] for each port, in their order.
-
-    `examples` holds one item of a port [*shape] by its name, which is repeated over the batch. A port without one gets
-    zeros: every embedding has a row 0. Masks, ports of integers or bools whose name ends with `mask`, get ones.
-
-    Raises BadInput for an example of no port, or of another type or shape than its port.
+def _samples(ports: Sequence[Port], batch: int) -> dict[str, Tensor]:
+    """By name one tensor [batch, *shape] for each port, in their order: zeros, as every embedding has a row 0, and ones
+    for masks, which are ports of integers or bools whose name ends with `mask`.
     """
-    unknown = sorted(examples.keys() - {port.name for port in ports})
-    if unknown:
-        raise BadInput(f"examples: {unknown[0]!r} is no input; the inputs are {', '.join(port.name for port in ports)}")
-    items = {
-        port.name: _checked(examples[port.name], port) if port.name in examples else _plain(port) for port in ports
+    masks = {port.name for port in ports if port.dtype != "float32" and port.name.endswith("mask")}
+    return {
+        port.name: torch.full((batch, *port.shape), int(port.name in masks), dtype=DTYPES[port.dtype]) for port in ports
     }
-    return {name: item.repeat(batch, *(1 for _ in item.shape)) for name, item in items.items()}
-
-
-def _plain(port: Port) -> Tensor:
-    mask = port.dtype != "float32" and port.name.endswith("mask")
-    return torch.full(port.shape, int(mask), dtype=DTYPES[port.dtype])
-
-
-def _checked(example: Tensor, port: Port) -> Tensor:
-    if (example.dtype, tuple(example.shape)) != (DTYPES[port.dtype], port.shape):
-        received = f"{str(example.dtype).removeprefix('torch.')} {list(example.shape)}"
-        raise BadInput(
-            f"examples: {port.name} must be {port.dtype} {list(port.shape)}, without a batch, got {received}"
-        )
-    return example.detach().cpu()
 
 
 OPSETS = range(20, 24)  # below 20 GELU is expanded into its formula; 23 is the last one that TensorRT parsers read here
@@ -76,7 +55,6 @@ def onnx_from_model(
     keep_fp32: Sequence[str] = (),
     opset: int | None = None,
     batch: int | None = None,
-    examples: Mapping[str, torch.Tensor] = MappingProxyType({}),
     metadata: Mapping[str, str],
     norms: Norms = NORMS,
 ) -> onnx.ModelProto:
@@ -85,19 +63,20 @@ def onnx_from_model(
     `model` is left as it is; it takes its inputs in the order of the ports and gives its outputs so. Inputs keep the
     type of their port in every precision. `opset` None takes the first of OPSETS in which every operator takes the
     types that it is given, or the last where the model has norms that only that has as operators. `batch` None keeps
-    the one batch of all ports symbolic, a number fixes it. `examples` are what the model is traced with (see
-    `example_inputs`). `metadata` goes into the model's metadata_props beside the entries `export.*` (precision, opset,
-    versions, and the ports where they are not those of a classifier of images). Softmax and modules of the types
-    `norms` are computed in float32 in every precision. Equal inputs give equal bytes (see `onnx_bytes`).
+    the one batch of all ports symbolic, a number fixes it. `metadata` goes into the model's metadata_props beside the
+    entries `export.*` (precision, opset, versions, and the ports where they are not those of a classifier of images).
+    Softmax and modules of the types `norms` are computed in float32 in every precision. Equal inputs give equal bytes
+    (see `onnx_bytes`).
 
     Raises BadInput when the model refuses the shapes, can't be traced or typed, or gives a graph that won't do.
     """
-    _refuse_odd_request(opset, batch, metadata)
+    assert opset is None or opset in OPSETS, opset
+    assert not any(key.startswith(PREFIX) for key in metadata), metadata
     _refuse_odd_ports(inputs, outputs)
     with torch.no_grad():
         typed = typed_copy(model, precision, keep_fp32, norms=norms)
     _refuse_large(typed)
-    samples = example_inputs(inputs, batch or 2, examples)
+    samples = _samples(inputs, batch or 2)
     names = [port.name for port in inputs] + [port.name for port in outputs]
 
     def exported(version: int) -> tuple[onnx.ModelProto, list[str]]:
@@ -107,17 +86,20 @@ def onnx_from_model(
         tidy.name_ports(proto.graph, dict(zip(_traced_names(len(inputs), len(outputs)), names, strict=True)))
         _refuse_other_shape(proto, version, batch)
         own = {"precision": precision, "opset": str(version), "keep_fp32": " ".join(keep_fp32)}
-        _describe(proto, {**metadata, **port_notes(inputs, outputs)}, own)
+        own |= {package: importlib.metadata.version(package) for package in ("torch", "onnx", "onnxscript")}
+        noted = {f"{PREFIX}{key}": value for key, value in own.items() if value}
+        write_notes(proto, {**metadata, **port_notes(inputs, outputs), **noted})
         return proto, check_onnx(proto, precision=precision, backend="onnxruntime", inputs=inputs, outputs=outputs)
 
     proto, reasons = exported(opset or OPSETS[0])
     hint = ""
-    if opset is None and (needed := _opset_of_types(proto)) is not None:
-        proto, reasons = exported(needed)
+    if opset is None and (newer_ones := [first for _, first in unsupported_nodes(proto) if first is not None]):
+        proto, reasons = exported(max(newer_ones))
     refused = any(SPELLED_OUT in reason for reason in reasons)
     if opset != OPSETS[-1] and (refused or (opset is None and has_decomposed_norms(proto))):
         newer, remaining = exported(OPSETS[-1])
-        if opset is None and not remaining and (refused or _has_operator(newer, "RMSNormalization")):
+        has_operators = any(node.op_type == "RMSNormalization" for node in newer.graph.node)
+        if opset is None and not remaining and (refused or has_operators):
             return newer
         hint = "" if remaining else _NEWER_HINT
     if reasons:
@@ -137,18 +119,6 @@ def onnx_bytes(proto: onnx.ModelProto) -> bytes:
 def save(proto: onnx.ModelProto, path: Path) -> None:
     """Writes one file with the weights inside; its size was checked to lie under 2 GB."""
     path.write_bytes(onnx_bytes(proto))
-
-
-def _refuse_odd_request(opset: int | None, batch: int | None, metadata: Mapping[str, str]) -> None:
-    if opset is not None and opset not in OPSETS:
-        raise BadInput(f"opset {opset} is not offered, choose one from {OPSETS[0]} to {OPSETS[-1]}")
-    if batch is not None and batch < 1:
-        raise BadInput(f"a static batch must be at least 1, got {batch}")
-    for key, value in metadata.items():
-        if key.startswith(PREFIX):
-            raise BadInput(f"metadata key {key!r}: keys that start with {PREFIX!r} are written by the exporter")
-        if not isinstance(value, str):
-            raise BadInput(f"metadata {key!r} must be a string, got {type(value).__name__}")
 
 
 def _refuse_odd_ports(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> None:
@@ -228,24 +198,6 @@ def _refuse_other_shape(proto: onnx.ModelProto, opset: int, batch: int | None) -
             raise BadInput(f"{value.name}: the batch came out fixed at {dim.dim_value}; the model's code depends on it")
         if batch is not None and dim.dim_value != batch:
             raise BadInput(f"{value.name}: the batch came out as {dim.dim_param or dim.dim_value}, asked for {batch}")
-
-
-def _opset_of_types(proto: onnx.ModelProto) -> int | None:
-    """The first opset in which all operators take bfloat16 where they are given it; None where they do already, or
-    never will.
-    """
-    return max((node.first for node in unsupported_nodes(proto) if node.first is not None), default=None)
-
-
-def _has_operator(proto: onnx.ModelProto, operator: str) -> bool:
-    return any(node.op_type == operator for node in proto.graph.node)
-
-
-def _describe(proto: onnx.ModelProto, metadata: Mapping[str, str], own: Mapping[str, str]) -> None:
-    versions = {package: importlib.metadata.version(package) for package in ("torch", "onnx", "onnxscript")}
-    entries = {**metadata, **{f"{PREFIX}{key}": value for key, value in {**own, **versions}.items() if value}}
-    for key in sorted(entries):
-        proto.metadata_props.add(key=key, value=entries[key])
 
 
 def _first_line(error: BaseException) -> str:

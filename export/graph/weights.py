@@ -1,7 +1,8 @@
 """The weight matrices of an ONNX graph: which node reads them, how they are typed, whether they are k:n sparse."""
 
-from collections import Counter
-from collections.abc import Iterator
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,24 +20,15 @@ class MatmulWeight:
     where the stored numbers are of another type.
     """
 
-    name: str
     node: str
     float_type: FloatType | None
     elements: int
-
-    def __post_init__(self) -> None:
-        assert self.elements > 0, self
 
 
 def matmul_weights(proto: ModelProto) -> list[MatmulWeight]:
     """Every stored operand of rank 2 and more of a MatMul, Gemm or Conv, in graph order."""
     return [
-        MatmulWeight(
-            name=tensor.name,
-            node=node.name or node.output[0],
-            float_type=BY_ONNX.get(tensor.data_type),
-            elements=int(np.prod(tensor.dims)),
-        )
+        MatmulWeight(node=name_of(node), float_type=BY_ONNX.get(tensor.data_type), elements=math.prod(tensor.dims))
         for node, _, tensor in read_matrices(proto)
     ]
 
@@ -58,10 +50,52 @@ def sparse_matrices(proto: ModelProto, kept: int = 2, of: int = 4) -> dict[str, 
     Of a convolution groups run along the input channels at each place of the kernel, as TensorRT counts them. Left out
     are matrices that sum over no multiple of `of`, as a patch embedding over three colours does.
     """
-    rows = {
-        node.name or node.output[0]: _summed_last(node, index, tensor) for node, index, tensor in read_matrices(proto)
-    }
+    rows = {name_of(node): _summed_last(node, index, tensor) for node, index, tensor in read_matrices(proto)}
     return {name: _holds(matrix, kept, of) for name, matrix in rows.items() if not matrix.shape[-1] % of}
+
+
+def name_of(node: NodeProto) -> str:
+    """As messages and records call it."""
+    return node.name or node.output[0]
+
+
+def module_of(node: NodeProto) -> str:
+    """`blocks.3.attn/MatMul_1` -> `blocks.3.attn`, the path of its module."""
+    return node.name.rpartition("/")[0]
+
+
+def attribute_of(node: NodeProto, name: str, default: int = 0) -> int:
+    """A whole number that a node carries."""
+    return next((each.i for each in node.attribute if each.name == name), default)
+
+
+def readers_by_value(graph: GraphProto) -> dict[str, list[NodeProto]]:
+    """The nodes that read each value, in graph order."""
+    readers: dict[str, list[NodeProto]] = defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            readers[name].append(node)
+    return readers
+
+
+def notes_of(proto: ModelProto) -> dict[str, str]:
+    """What a graph says of itself."""
+    return {entry.key: entry.value for entry in proto.metadata_props}
+
+
+def write_notes(proto: ModelProto, notes: Mapping[str, str]) -> None:
+    """In place of all that a graph says of itself, in the order of their keys."""
+    del proto.metadata_props[:]
+    for key in sorted(notes):
+        proto.metadata_props.add(key=key, value=notes[key])
+
+
+def drop_unread(graph: GraphProto) -> None:
+    """Remove the stored tensors that nothing reads."""
+    read = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in read:
+            del graph.initializer[index]
 
 
 def element_types(graph: GraphProto) -> dict[str, int]:
@@ -88,7 +122,7 @@ def _summed_last(node: NodeProto, index: int, tensor: TensorProto) -> NDArray[np
     if node.op_type == "Conv":
         return np.moveaxis(matrix, 1, -1)
     if node.op_type == "Gemm":
-        transposed = any(each.name == ("transA", "transB")[index] and each.i for each in node.attribute)
+        transposed = bool(attribute_of(node, ("transA", "transB")[index]))
         return np.moveaxis(matrix, int(transposed == bool(index)), -1)
     return np.moveaxis(matrix, -1 if index == 0 else -2, -1)
 

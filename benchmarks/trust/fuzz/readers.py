@@ -176,7 +176,7 @@ def _read_config_pbtxt(home: Path) -> Callable[[Path], object]:
 
 def _read_graph(path: Path) -> object:
     proto = read_onnx(path)
-    return check_onnx(path), ports_of_graph(proto)
+    return check_onnx(proto), ports_of_graph(proto)
 
 
 def _round_graph(path: Path) -> object:

@@ -1,0 +1,144 @@
+"""A command as its function is written: of each parameter that is a record the command has the options that the record
+declares (invocation/option.py), and hands the record over; the function returns the exit code, None for 0.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Annotated, Any, get_args, get_origin
+
+import click
+
+from corp_deploy.invocation.option import NEEDED, Record, options_of
+from corp_deploy.invocation.option import Option as Declared
+from corp_deploy.invocation.option_support import spelled
+from corp_deploy.invocation.source import Source
+from corp_deploy.invocation.values import FLAG, OneOf, Repeated, Values
+from corp_deploy.views.console import Output
+
+from .help import Command, Headed
+from .model_choice import MODEL_HELP, ModelChoice, chosen_model
+from .options import ANY_PATH, DIRECTORY, FILE, TRUST_CODE, Value, explicit_options, refuse_own_inputs, usage_errors
+
+PLACES: dict[str, click.ParamType[Any]] = {"FILE": FILE, "DIRECTORY": DIRECTORY, "PATH": ANY_PATH}
+Callback = Callable[..., int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Some:
+    """Which of a record's options a command has, of all where none is named; one that the record leaves open may be
+    `needed`, and `helps` say what some are for here.
+    """
+
+    only: tuple[str, ...] = ()
+    needed: str = ""
+    helps: Mapping[str, str] = field(default_factory=dict)
+
+
+def some(*only: str, needed: str = "", **helps: str) -> Some:
+    """Beside a parameter's record, in Annotated."""
+    return Some(only=only, needed=needed, helps=helps)
+
+
+def _type(values: Values | None) -> click.ParamType[Any]:
+    if values is None:
+        return click.STRING
+    return click.Choice(values.words) if isinstance(values, OneOf) else PLACES.get(values.span) or Value(values)
+
+
+def _option(declared: Declared, *, needed: bool) -> click.Option:
+    name, of, default = spelled(declared.typed), declared.of, declared.default
+    names, shown = [name, declared.name], declared.unset or default not in (None, (), NEEDED)
+    default = None if default is NEEDED else default
+    arguments: dict[str, Any] = {"type": _type(of), "default": default, "show_default": shown, "required": needed}
+    if of is FLAG:
+        names[0] = name if default is False else f"{name}/--no{name[1:]}"
+        arguments = {"default": default, "is_flag": True}
+    elif isinstance(of, Repeated):
+        arguments |= {"type": _type(of.each), "default": default or None, "multiple": True}
+    elif isinstance(default, tuple):
+        arguments["default"] = ",".join(map(str, default)) or None
+    if declared.flag_value is not None:
+        arguments |= {"is_flag": False, "flag_value": declared.flag_value}
+    names += ["-o"] * (name == "--output")
+    return Headed(names, heading=declared.heading, help=declared.help, **arguments)
+
+
+def _options_from(record: type[Record], which: Some) -> list[click.Option]:
+    return [
+        _option(
+            replace(each, help=which.helps.get(name, each.help)),
+            needed=each.default is NEEDED or name == which.needed,
+        )
+        for name, each in options_of(record, *which.only).items()
+    ]
+
+
+def _built(record: type[Record], **values: Any) -> Record:
+    with usage_errors():
+        value = record(**values)
+    value.refuse_ignored(explicit_options())
+    return value
+
+
+def _output(as_json: bool, quiet: bool) -> Output:
+    refuse_own_inputs(click.get_current_context())
+    return Output(json=as_json, quiet=quiet)
+
+
+def _flag(*names: str, help: str) -> click.Option:
+    return Headed(names, heading="Output", is_flag=True, help=help)
+
+
+Made = tuple[Callable[..., Any], list[click.Parameter]]
+
+
+def _made(parameter: Parameter, *, named: bool) -> Made | None:
+    """What makes the value of a parameter and the options that it is made of; None for a parameter that has one of its
+    own. `named`: the model is an argument that the command has already.
+    """
+    annotation, which = parameter.annotation, Some()
+    if get_origin(annotation) is Annotated:
+        annotation, which = get_args(annotation)
+    if annotation is Output:
+        as_json = _flag("--json", "as_json", help="Print the result as JSON on stdout.")
+        return _output, [as_json, _flag("--quiet", "-q", help="No progress, no table; errors and warnings still show.")]
+    if annotation is ModelChoice:
+        model = [] if named else [click.Option(["--model"], required=True, help=MODEL_HELP)]
+        return chosen_model, [*model, click.Option(["--trust-code"], **TRUST_CODE), *_options_from(Source, which)]
+    if isinstance(annotation, type) and issubclass(annotation, Record):
+        return (lambda **values: _built(annotation, **values)), [*_options_from(annotation, which)]
+    return None
+
+
+def command(name: str | None = None, *, first: str = "", **attributes: Any) -> Callable[[Callback], Command]:
+    """A decorator that makes a command of a function, with options in the order of its parameters; those that it hands
+    over to nobody stand where they are given, or last. `first` as for Command.
+    """
+
+    def decorate(function: Callback) -> Command:
+        own: list[click.Parameter] = getattr(function, "__click_params__", [])[::-1]
+        makers, parameters = dict[str, tuple[Callable[..., Any], list[str]]](), list[click.Parameter]()
+        for parameter in signature(function).parameters.values():
+            names = [each.name for each in own]
+            is_own = parameter.name in names
+            until = names.index(parameter.name) + 1 if is_own else len(own) * (parameter.annotation is Output)
+            parameters += own[:until]
+            del own[:until]
+            if (made := _made(parameter, named=is_own)) is not None:
+                make, options = made
+                parameters += options
+                named = [parameter.name] * is_own
+                makers[parameter.name] = make, named + [str(each.name) for each in options if each.expose_value]
+
+        @wraps(function)
+        def called(**values: Any) -> int | None:
+            for each, (make, names) in makers.items():
+                values[each] = make(**{name: values.pop(name) for name in names})
+            return function(**values)
+
+        called.__click_params__ = parameters[::-1]  # type: ignore[attr-defined]
+        return click.command(name, cls=Command, first=first, **attributes)(called)
+
+    return decorate
