@@ -13,7 +13,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.streams import Pair, embedded
 from corp_deploy.traced.models.segments import TokenRows
-from corp_deploy.traced.models.steps import Merge, SegmentStep, Step, Unmerge
+from corp_deploy.traced.models.steps import Merge, SegmentStep, Unmerge
 
 from .newton import AlternatingFit, Newton
 from .parts import Parts
@@ -47,11 +47,10 @@ def fitted_steps(dense: nn.Module, model: nn.Module) -> list[str]:
     segments.
     """
     narrower = set(reduced_sites(dense, model))
-    return [step.name for step in traced_model.steps(model) if not narrower.isdisjoint(_sites(step))]
-
-
-def _sites(step: Step) -> tuple[str, ...]:
-    return step.sites if isinstance(step, SegmentStep) and isinstance(step.module, TokenRows) else ()
+    segments = [step for step in traced_model.steps(model) if isinstance(step, SegmentStep)]
+    return [
+        step.name for step in segments if isinstance(step.module, TokenRows) and not narrower.isdisjoint(step.sites)
+    ]
 
 
 def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], fit: Fit) -> None:
