@@ -80,18 +80,6 @@ BLOCK_ENTRIES = 2**23  # of what a block of queries is multiplied by: 64 MiB
 PLANE_QUERIES = 64  # of an input, whose attention is looked at
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CausalSums:
-    """What one input adds: see HeadMoments."""
-
-    q_sum_HD: Tensor
-    k_sum_HD: Tensor
-    qq_HDD: Tensor
-    kk_HDD: Tensor
-    kk_centred_HDD: Tensor
-    energy_HD: Tensor
-
-
 def inputs_apart(q_BHND: Tensor, k_BHND: Tensor, weights: Weights | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Queries and keys [H,N,D] of each input, of tokens that are there, float64; an input without any is left out.
 
@@ -112,8 +100,8 @@ def inputs_apart(q_BHND: Tensor, k_BHND: Tensor, weights: Weights | None) -> Ite
             yield q_HND.double(), k_HND.double()
 
 
-def sums_of_pairs(q_HND: Tensor, k_HND: Tensor) -> CausalSums:
-    """Of one input."""
+def sums_of_pairs(q_HND: Tensor, k_HND: Tensor) -> dict[str, Tensor]:
+    """What one input adds, by the fields of HeadMoments."""
     count = q_HND.shape[1]
     seen_N = torch.arange(1, count + 1, dtype=torch.float64, device=q_HND.device)
     scale = 2.0 / (count + 1)
@@ -121,14 +109,14 @@ def sums_of_pairs(q_HND: Tensor, k_HND: Tensor) -> CausalSums:
     c_HND = k_HND - k_HND.mean(dim=1, keepdim=True)  # the same centred, and without cancellation
     prefix_HND = c_HND.cumsum(dim=1)
     of_means_HDD = (prefix_HND * (scale / seen_N).unsqueeze(1)).mT @ prefix_HND
-    return CausalSums(
-        q_sum_HD=(q_HND * of_query_N1).sum(dim=1),
-        k_sum_HD=(k_HND * of_key_N1).sum(dim=1),
-        qq_HDD=(q_HND * of_query_N1).mT @ q_HND,
-        kk_HDD=(k_HND * of_key_N1).mT @ k_HND,
-        kk_centred_HDD=(c_HND * of_key_N1).mT @ c_HND - of_means_HDD,
-        energy_HD=(q_HND.square() * k_HND.square().cumsum(dim=1)).sum(dim=1),
-    )
+    return {
+        "q_sum_HD": (q_HND * of_query_N1).sum(dim=1),
+        "k_sum_HD": (k_HND * of_key_N1).sum(dim=1),
+        "qq_HDD": (q_HND * of_query_N1).mT @ q_HND,
+        "kk_HDD": (k_HND * of_key_N1).mT @ k_HND,
+        "kk_centred_HDD": (c_HND * of_key_N1).mT @ c_HND - of_means_HDD,
+        "energy_HD": (q_HND.square() * k_HND.square().cumsum(dim=1)).sum(dim=1),
+    }
 
 
 def _blocks(count: int, entries: int) -> Iterator[slice]:

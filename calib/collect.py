@@ -99,7 +99,11 @@ class Collector:
         self._to_the_end = False
         self._outputs: list[Tensor] = []
         self._stack = ExitStack()
-        _refuse_other_device(model, self.device)
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != self.device.type:
+                raise BadInput(
+                    f"{name}: the model is on {parameter.device}, expected {self.device}; move it there first"
+                )
 
     def __enter__(self) -> Self:
         if self.kernel is None:
@@ -264,12 +268,6 @@ def new_sums(sites: Sequence[Site], options: Options = PLAIN) -> dict[str, SiteS
         "convolution": lambda site: PatchSums(site, eps=options.eps),
     }
     return {site.name: empty[site.kind](site) for site in sites}
-
-
-def _refuse_other_device(model: nn.Module, device: torch.device) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != device.type:
-            raise BadInput(f"{name}: the model is on {parameter.device}, expected {device}; move it there first")
 
 
 def collect(

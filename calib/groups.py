@@ -5,7 +5,7 @@ Inputs of a group are alike: a fit that is judged on others of its own group loo
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
@@ -78,10 +78,6 @@ def _labels(inputs: InputSet, by: str) -> list[str]:
     return [labels[place] for place in inputs.places]
 
 
-def _id(label: str) -> int:
-    return int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "little", signed=True)
-
-
 def merged_labels(labels: Iterable[int], ids: Iterable[int]) -> list[int]:
     """The label of each input, where labels that share a content are one: the least of them."""
     labels, parent = list(labels), dict[int, int]()
@@ -106,16 +102,9 @@ def group_ids(inputs: InputSet, by: str) -> Tensor:
     Copies of an input are of one group, and so are groups that share one. Raises BadInput where inputs have no such
     groups and for a file that doesn't fit.
     """
-    return torch.tensor(merged_labels(map(_id, _labels(inputs, by)), inputs.ids.tolist()), dtype=torch.int64)
-
-
-def _groups_by_size(groups_B: Tensor, seed: int) -> tuple[list[int], dict[int, int]]:
-    """Groups, larger ones first and those of a size in an order drawn by the seed, and the size of each."""
-    groups, sizes = groups_B.unique(return_counts=True)
-    order = np.random.default_rng(seed).permutation(len(groups)).tolist()
-    size_of = dict(zip(groups.tolist(), sizes.tolist(), strict=True))
-    shuffled = [groups.tolist()[at] for at in order]
-    return sorted(shuffled, key=lambda group: -size_of[group]), size_of
+    digests = (hashlib.sha256(label.encode()).digest()[:8] for label in _labels(inputs, by))
+    labels = (int.from_bytes(digest, "little", signed=True) for digest in digests)
+    return torch.tensor(merged_labels(labels, inputs.ids.tolist()), dtype=torch.int64)
 
 
 def second_half_mask(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Tensor:
@@ -123,13 +112,14 @@ def second_half_mask(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Te
 
     Raises BadInput for fewer than two groups.
     """
-    order, size_of = _groups_by_size(groups_B, seed)
-    if len(order) < 2:
+    groups, sizes = groups_B.unique(return_counts=True)
+    if len(groups) < 2:
         raise BadInput(f"groups: all {len(groups_B)} {noun} are of one group, expected two groups or more")
+    drawn = np.random.default_rng(seed).permutation(list(zip(groups.tolist(), sizes.tolist(), strict=True)))
     counts, second = [0, 0], list[int]()
-    for group in order:
+    for group, size in sorted(drawn.tolist(), key=lambda each: -each[1]):  # larger ones first, else as drawn
         side = int(counts[1] < counts[0])
-        counts[side] += size_of[group]
+        counts[side] += size
         if side:
             second.append(group)
     return torch.isin(groups_B, torch.tensor(second, dtype=torch.int64))
@@ -140,16 +130,11 @@ def held_out_groups(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int)
 
     Raises BadInput unless both have a group.
     """
-    groups = groups_B.unique()
-    shuffled = groups[torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))]
-    held_out = list[int]()
-    is_held_out = torch.zeros(len(groups_B), dtype=torch.bool)
-    for group in shuffled.tolist():
-        if int(is_held_out.sum()) >= count:
-            break
-        held_out.append(group)
-        is_held_out = torch.isin(groups_B, torch.tensor(held_out, dtype=torch.int64))
-    if bool(is_held_out.all()) or not held_out:
+    groups, sizes = groups_B.unique(return_counts=True)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))
+    before = sizes[order].cumsum(0) - sizes[order]
+    is_held_out = torch.isin(groups_B, groups[order[before < count]])
+    if bool(is_held_out.all()) or not bool(is_held_out.any()):
         raise BadInput(
             f"hold out: {count} of {inputs.count} {inputs.noun} in {len(groups)} groups, expected at least 1, and a "
             "group that is left"
@@ -159,14 +144,8 @@ def held_out_groups(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int)
 
 def split_by_mask(inputs: SomeSet, second_B: Tensor) -> tuple[SomeSet, SomeSet]:
     """The inputs where the mask is false, and those where it is true."""
-    first, second = (true_positions(second_B == side) for side in (False, True))
+    first, second = ((second_B == side).nonzero().squeeze(1).tolist() for side in (False, True))
     return inputs.subset(first), inputs.subset(second)
-
-
-def true_positions(mask_B: Tensor) -> Sequence[int]:
-    """Where a mask is true."""
-    out: list[int] = mask_B.nonzero().squeeze(1).tolist()
-    return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

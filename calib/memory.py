@@ -129,8 +129,9 @@ def shapes_of_sites(
         run_model(model, to_device(example, device))
     shapes: dict[str, Shape] = {}
     for site in sites:
+        own = {role: size for (name, role), size in observed.items() if name == site.name}
         try:
-            shapes[site.name] = _SHAPES[site.kind](site, lambda role, name=site.name: observed[name, role])
+            shapes[site.name] = _SHAPES[site.kind](site, own.__getitem__)
         except KeyError as error:
             raise BadInput(f"{site.name}: its modules never ran in a forward pass of this model") from error
     return shapes

@@ -16,13 +16,14 @@ from torch.nn import functional
 
 from ground.errors import BadInput
 
+from .moments import SiteMoments
 from .patch_moments import PatchMoments
 from .products import CPU_ROWS, TERMS, Kernel, Weights, add_gram_
 from .running_sums import RunningSums
-from .sites import Edges, PatchTaps, Role
+from .sites import PatchTaps, Role
 
 
-def edges_of(conv: nn.Conv2d) -> Edges:
+def _edges(conv: nn.Conv2d) -> tuple[int, int, int, int]:
     """Zeros that it puts left, right, above and below the map. Raises BadInput where it puts anything else."""
     if conv.padding_mode != "zeros":
         raise BadInput(f"a convolution pads by {conv.padding_mode!r}; only zero padding is supported")
@@ -35,11 +36,10 @@ def edges_of(conv: nn.Conv2d) -> Edges:
     return columns, columns, rows, rows
 
 
-def padded(x_BCHW: Tensor, conv: nn.Conv2d, edges: Edges | None) -> Tensor:
+def padded(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
     """The map with the zeros around it, float32, float64 where it was."""
-    own = edges_of(conv)
-    x_BCHW = x_BCHW if x_BCHW.dtype == torch.float64 else x_BCHW.float()
-    return functional.pad(x_BCHW, own if edges is None else edges).contiguous()
+    edges, x_BCHW = _edges(conv), x_BCHW if x_BCHW.dtype == torch.float64 else x_BCHW.float()
+    return functional.pad(x_BCHW, edges).contiguous()
 
 
 def grid_of(x_BCHW: Tensor, conv: nn.Conv2d) -> tuple[int, int]:
@@ -75,12 +75,12 @@ def patches_of_rows(x_BCHW: Tensor, conv: nn.Conv2d, rows: range) -> Tensor:
     return u_GUBN.permute(2, 3, 0, 1)
 
 
-def patches(x_BCHW: Tensor, conv: nn.Conv2d, edges: Edges | None = None) -> Tensor:
-    """Patches [B,N,G,U] as `conv` reads them, or with `edges` of zeros (left, right, above, below) for its own.
+def patches(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Patches [B,N,G,U] as `conv` reads them.
 
     patches @ conv.weight of the group, plus the bias, is what it gives. Raises BadInput unless it pads by zeros.
     """
-    x_BCHW = padded(x_BCHW, conv, edges)
+    x_BCHW = padded(x_BCHW, conv)
     return patches_of_rows(x_BCHW, conv, range(grid_of(x_BCHW, conv)[0]))
 
 
@@ -156,9 +156,13 @@ class PatchSums(RunningSums[PatchMoments]):
 
     def _add_patches(self, x_BCHW: Tensor, y_BOHW: Tensor) -> None:
         conv = self.site.output
-        x_BCHW = padded(self._chosen(x_BCHW), conv, self.site.edges)
+        x_BCHW = padded(self._chosen(x_BCHW), conv)
         rows, columns = grid_of(x_BCHW, conv)
-        self._refuse_grid((rows, columns), tuple(y_BOHW.shape[2:]))
+        if y_BOHW.shape[2:] != (rows, columns):
+            raise BadInput(
+                f"{self.site.name}: gives a map of {list(y_BOHW.shape[2:])}, expected {[rows, columns]} with its "
+                f"padding of {conv.padding}: it puts zeros around its input in another way; leave this site out"
+            )
         most = PATCH_BYTES // (FLOAT32_BYTES * x_BCHW.shape[1] * self.site.places)
         if x_BCHW.device.type == "cpu":
             most = min(most, TERMS)
@@ -183,14 +187,8 @@ class PatchSums(RunningSums[PatchMoments]):
         first_G1 = torch.arange(len(channels_GR), device=x_BCHW.device)[:, None] * self.site.group_width
         return x_BCHW[:, (channels_GR + first_G1).flatten()]
 
-    def _refuse_grid(self, expected: tuple[int, ...], received: tuple[int, ...]) -> None:
-        if received != expected:
-            raise BadInput(
-                f"{self.site.name}: gives a map of {list(received)}, expected {list(expected)} with edges of "
-                f"{self.site.edges or self.site.output.padding} zeros; tell the zeros that are put around its input"
-            )
-
-    def load(self, moments: PatchMoments, device: torch.device) -> None:
+    def load(self, moments: SiteMoments, device: torch.device) -> None:
+        assert isinstance(moments, PatchMoments), moments
         own, theirs = self.site.channels_GR, moments.channels_GR
         if (None if own is None else own.tolist()) != (None if theirs is None else theirs.tolist()):
             raise BadInput(f"{self.site.name}: the sums so far have patches of other channels; start afresh")

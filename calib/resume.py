@@ -19,6 +19,16 @@ STATE, VERSION = "calib.resume", 1
 _REMEDY = "remove the file to start afresh"
 
 
+def refuse_other_run(where: str, saved: Mapping[str, str], run: Mapping[str, str]) -> None:
+    """Raises BadInput, beginning with `where`, for a state that another run than this one has saved."""
+    for key in sorted({*run, *saved}):
+        if run.get(key) != saved.get(key):
+            raise BadInput(
+                f"{where}: {key} was {saved.get(key)!r}, now {run.get(key)!r}; {_REMEDY}, or repeat the interrupted "
+                "run's options"
+            )
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a calibration came: the next position of the images, the images that could not be read, and the kernel
     whose rounding the rest is to have; `run` holds all that must be equal to go on.
@@ -71,12 +81,7 @@ class ResumeFile:
             version=VERSION,
             remedy=_REMEDY,
         )
-        for key in sorted({*run, *state.run}):
-            if run.get(key) != state.run.get(key):
-                raise BadInput(
-                    f"{self.path}: checkpoint of another run: {key} was {state.run.get(key)!r}, now "
-                    f"{run.get(key)!r}; {_REMEDY}, or repeat the interrupted run's options"
-                )
+        refuse_other_run(f"{self.path}: checkpoint of another run", state.run, run)
         return moments, state
 
     def clear(self) -> None:

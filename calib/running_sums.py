@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .axes import axes_of, shape_of, sums_of
-from .moments import OneKind
+from .moments import OneKind, SiteMoments
 from .packed import SYMMETRIC
 from .products import Kernel, Weights, mirror_
 from .sites import Role
@@ -51,7 +51,7 @@ class RunningSums(Generic[OneKind]):
         small = [each.diagonal(dim1=-2, dim2=-1) if name in SYMMETRIC else each for name, each in totals]
         return torch.stack([torch.isfinite(each).all() for each in small]).all()
 
-    def load(self, moments: OneKind, device: torch.device) -> None:
+    def load(self, moments: SiteMoments, device: torch.device) -> None:
         """Goes on from these, as copies on `device`."""
         assert isinstance(moments, self._kind), moments
         self.counts = {name: getattr(moments, name) for name in self.counts}
@@ -68,8 +68,8 @@ class RunningSums(Generic[OneKind]):
 
     def moments(self) -> OneKind:
         """Those so far, on the CPU; there they share memory with the sums."""
-        fields_beside: dict[str, Any] = {**self.beside(), **self.counts}
-        return self._kind(**fields_beside, **on_host(self.totals))
+        values: dict[str, Any] = {**self.beside(), **self.counts, **on_host(self.totals)}
+        return self._kind(**values)
 
     def copied(self) -> Self:
         """The same sums of their own, between two batches."""

@@ -20,8 +20,6 @@ from ground.errors import BadInput
 
 Role = Literal["x", "q", "k", "z", "y"]
 SiteKind = Literal["mlp", "attention", "convolution"]
-Edges = tuple[int, int, int, int]
-"""As files name it."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -138,7 +136,6 @@ class HeadTaps:
 class PatchTaps:
     """x is the map [B,C,H,W] that enters `output`, a convolution, and y [B,O,H',W'] the map that it gives.
 
-    `edges`: zeros put left, right, above and below the map where that is not output.padding (TensorFlow's SAME).
     `channels_GR`: int64, sorted, those of each group whose patches are summed; None for all.
     """
 
@@ -148,7 +145,6 @@ class PatchTaps:
     merge: ClassVar[nn.Module | None] = None
     name: str
     output: nn.Conv2d
-    edges: Edges | None = None
     channels_GR: Tensor | None = None
 
     def with_patches_of(self, channels_GR: Tensor) -> "PatchTaps":
@@ -161,13 +157,9 @@ class PatchTaps:
                 f"{self.name}: pads by {self.output.padding_mode!r}; only zero padding is supported: leave this "
                 "site out"
             )
-        if self.edges is not None and min(self.edges) < 0:
-            raise BadInput(f"{self.name}: edges of {self.edges} zeros, expected none below 0")
-        if self.channels_GR is not None:
-            self._refuse_channels(self.channels_GR)
-
-    def _refuse_channels(self, channels_GR: Tensor) -> None:
-        groups, width = self.output.groups, self.group_width
+        if self.channels_GR is None:
+            return
+        channels_GR, groups, width = self.channels_GR, self.output.groups, self.group_width
         shape = list(channels_GR.shape)
         is_valid = channels_GR.dtype == torch.int64 and len(shape) == 2 and shape[0] == groups and shape[1] > 0
         inside_GR = (channels_GR >= 0) & (channels_GR < width)

@@ -4,7 +4,6 @@ Shapes: B images, W windows of an image, N tokens, F MLP channels, H heads, D qu
 z, T = D (D + 1) / 2.
 """
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -119,9 +118,8 @@ class HeadSums(RunningSums[HeadMoments]):
             return
         q_BHND, k_BHND = self._waiting.pop("q"), self._waiting.pop("k")
         for q_HND, k_HND in inputs_apart(q_BHND, k_BHND, weights):
-            sums = sums_of_pairs(q_HND, k_HND)
-            for each in fields(sums):
-                self.totals[each.name].add_(getattr(sums, each.name))
+            for name, of_pairs in sums_of_pairs(q_HND, k_HND).items():
+                self.totals[name].add_(of_pairs)
             if self.plane_scale is not None:
                 self.totals["plane_gram_HXX"].add_(gram_of_planes(q_HND, k_HND, self.plane_scale))
             if self.kept_HK is not None:

@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Texts(IndexedInputs):
-    """Documents, all `lines` that hold one; `first` is one encoded, `blank` the number of lines that hold none."""
+    """Documents, all `lines` that hold one; `first` is one encoded."""
 
     noun: ClassVar[str] = "documents"
 
@@ -39,7 +39,6 @@ class Texts(IndexedInputs):
     lines: tuple[Line, ...]
     encode: Encode
     first: Mapping[str, Tensor]
-    blank: int
 
     def example(self) -> Mapping[str, Tensor]:
         return self.first
@@ -112,7 +111,7 @@ def _lines(path: Path) -> tuple[list[Line], int]:
     return lines, blank
 
 
-def _opened(path: Path) -> tuple[list[Line], int]:
+def _opened(path: Path) -> list[Line]:
     try:
         lines, blank = _lines(path)
     except FileNotFoundError:
@@ -122,7 +121,7 @@ def _opened(path: Path) -> tuple[list[Line], int]:
     if not lines:
         holds = f"{blank} blank lines" if blank else "nothing"
         raise BadInput(f"{path}: holds {holds}, expected UTF-8 text, a line a document")
-    return lines, blank
+    return lines
 
 
 def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: int = 0) -> Texts:
@@ -131,8 +130,8 @@ def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: 
     Raises BadInput for a file that is missing, no regular one, empty, not UTF-8 or with a line beyond MOST_LINE_BYTES,
     for fewer documents than samples, and where `encode` gives no tensors with the batch in front.
     """
-    lines, blank = _opened(path)
-    opened = Texts(available=len(lines), path=path, lines=tuple(lines), encode=encode, first={}, blank=blank)
+    lines = _opened(path)
+    opened = Texts(available=len(lines), path=path, lines=tuple(lines), encode=encode, first={})
     texts = opened.sampled(samples, seed, where=path)
     first = encode([content.decode() for content in texts._contents(texts.places[:1])])
     if batch_size_of(first) != 1:

@@ -125,18 +125,20 @@ def _require_key(path: Path, key: str, names: Iterable[str]) -> None:
         raise BadInput(f"{path}: has no key {key!r}, only {', '.join(sorted(names))[:300] or 'none'}")
 
 
-def array_from_npz(path: Path, key: str) -> NDArray[Any]:
-    """One array of a .npz file. Raises BadInput as array_from_npy does, and where no array has this name."""
+def arrays_from_npz(path: Path, *, key: str | None = None) -> dict[str, NDArray[Any]]:
+    """Every array of a .npz file by its name, or the one of this name alone. Raises BadInput as array_from_npy does,
+    and where no array has the name.
+    """
     with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular_file(path)) as archive:
         members = _members(archive, path)
-        _require_key(path, key, members)
-        return _array_of(archive, members[key], path)
+        if key is not None:
+            _require_key(path, key, members)
+        return {name: _array_of(archive, each, path) for name, each in members.items() if key in (None, name)}
 
 
-def arrays_from_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Every array of a .npz file by its name. Raises BadInput as array_from_npz does."""
-    with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular_file(path)) as archive:
-        return {name: _array_of(archive, member, path) for name, member in _members(archive, path).items()}
+def array_from_npz(path: Path, key: str) -> NDArray[Any]:
+    """One array of a .npz file."""
+    return arrays_from_npz(path, key=key)[key]
 
 
 def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, NDArray[Any]]:

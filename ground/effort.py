@@ -36,6 +36,14 @@ class Effort:
         """The fields."""
         return asdict(self)
 
+    def and_then(self, other: "Effort") -> "Effort":
+        """Of one after the other."""
+        return Effort(
+            seconds=self.seconds + other.seconds,
+            peak_bytes=_higher(self.peak_bytes, other.peak_bytes),
+            device_peak_bytes=_higher(self.device_peak_bytes, other.device_peak_bytes),
+        )
+
     @property
     def describe(self) -> str:
         """For people."""
@@ -52,16 +60,6 @@ class Gauge(Protocol):
     def peak(self) -> int: ...
 
 
-@dataclass(slots=True)
-class _Interval:
-    """One that runs: what it took so far, without the turns inside it, and when its clock was last started."""
-
-    seconds: float = 0.0
-    peak_bytes: int | None = None
-    device_peak_bytes: int | None = None
-    started: float = 0.0
-
-
 class Stopwatch:
     """Parts of a process by name, added up where they run in turns; a peak is the highest of a part's turns.
 
@@ -73,7 +71,7 @@ class Stopwatch:
     ) -> None:
         self._host, self._device, self._clock = host, device, clock
         self._efforts: dict[str, Effort] = {}
-        self._running: list[_Interval] = []
+        self._running: list[Effort] = []  # those that run: what each took so far, without the turns inside it
         self._now = 0.0
 
     @property
@@ -94,39 +92,27 @@ class Stopwatch:
     def measure(self, name: str) -> Iterator[None]:
         """A turn of this part. One that fails is not counted: its time is that of the turn around it."""
         self._change()
-        own = _Interval(started=self._now)
-        self._running.append(own)
+        self._running.append(_NOTHING)
         try:
             yield
             self._change()
-            self._count(name, own)
+            self._efforts[name] = self._efforts.get(name, _NOTHING).and_then(self._running[-1])
         finally:
             self._running.pop()
-            for outer in self._running[-1:]:
-                outer.started = self._now
 
     def _change(self) -> None:
-        """Another turn begins or the innermost one ends: that one is given what it took since it was last started."""
-        self._now = self._clock()
+        """Another turn begins or the innermost one ends: that one is given what it took since the last change."""
+        before, self._now = self._now, self._clock()
         if self._running:
-            self._take(self._running[-1])
+            host, device = (None if gauge is None else gauge.peak() for gauge in (self._host, self._device))
+            since = Effort(seconds=self._now - before, peak_bytes=host, device_peak_bytes=device)
+            self._running[-1] = self._running[-1].and_then(since)
         for gauge in (self._host, self._device):
             if gauge is not None:
                 gauge.reset_peak()
 
-    def _take(self, running: _Interval) -> None:
-        running.seconds += self._now - running.started
-        host, device = (None if gauge is None else gauge.peak() for gauge in (self._host, self._device))
-        running.peak_bytes = _higher(running.peak_bytes, host)
-        running.device_peak_bytes = _higher(running.device_peak_bytes, device)
 
-    def _count(self, name: str, own: _Interval) -> None:
-        before = self._efforts.get(name, Effort(seconds=0.0, peak_bytes=None, device_peak_bytes=None))
-        self._efforts[name] = Effort(
-            seconds=before.seconds + own.seconds,
-            peak_bytes=_higher(before.peak_bytes, own.peak_bytes),
-            device_peak_bytes=_higher(before.device_peak_bytes, own.device_peak_bytes),
-        )
+_NOTHING = Effort(seconds=0.0, peak_bytes=None, device_peak_bytes=None)
 
 
 def measured(watch: Stopwatch | None, name: str) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -105,8 +105,10 @@ def _read(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
     return value
 
 
-def _refuse_kind(head: Head, *, kind: str, version: int, oldest: int, where: str, remedy: str) -> None:
+def _refuse_kind(head: Head, where: str, how: "How") -> None:
     """A version is a whole number: nothing is guessed from a record without one."""
+    kind, version, remedy = how["kind"], how.get("version", 1), how.get("remedy", MAKE_AGAIN)
+    oldest = how.get("oldest", version)
     if head.kind != kind:
         article = "an" if kind[0] in "aeiou" else "a"
         raise BadInput(f"{where}: expected {article} {kind} record, got {str(head.kind)[:100]!r}")
@@ -120,18 +122,19 @@ def _refuse_kind(head: Head, *, kind: str, version: int, oldest: int, where: str
     raise BadInput(f"{where}: {written}; this tool reads version{'s' * (oldest < version)} {read}: {mend}")
 
 
-def record_from_bytes(
-    data: bytes,
-    record: type[T],
-    *,
-    where: str,
-    kind: str | None = None,
-    version: int = 1,
-    oldest: int | None = None,
-    remedy: str = MAKE_AGAIN,
-) -> T:
-    """The value that a JSON text holds; of any kind and version where none is given, of `oldest` and those up to
-    `version` where both are.
+class How(TypedDict, total=False):
+    """Of which kind and version a record is to be, any where no kind is given; of `oldest` and those up to `version`
+    where both are; and what to do about one that isn't.
+    """
+
+    kind: str
+    version: int
+    oldest: int
+    remedy: str
+
+
+def record_from_bytes(data: bytes, record: type[T], *, where: str, **how: Unpack[How]) -> T:
+    """The value that a JSON text holds.
 
     Raises BadInput for what is no JSON, too large or too deep, another kind or version, and for the first entry of
     another type, naming `where` and the entry.
@@ -139,36 +142,18 @@ def record_from_bytes(
     if len(data) > MOST_BYTES:
         raise BadInput(f"{where}: {len(data)} bytes, a record has {MOST_BYTES} at most")
     _refuse_depth(data, where)
-    if kind is not None:
-        head = _read(data, Head, where=where, remedy=remedy)
-        _refuse_kind(head, kind=kind, version=version, oldest=oldest or version, where=where, remedy=remedy)
+    remedy = how.get("remedy", MAKE_AGAIN)
+    if "kind" in how:
+        _refuse_kind(_read(data, Head, where=where, remedy=remedy), where, how)
     return _read(data, record, where=where, remedy=remedy)
 
 
-def record_from_text(
-    text: str,
-    record: type[T],
-    *,
-    where: str,
-    kind: str | None = None,
-    version: int = 1,
-    oldest: int | None = None,
-    remedy: str = MAKE_AGAIN,
-) -> T:
+def record_from_text(text: str, record: type[T], *, where: str, **how: Unpack[How]) -> T:
     """As record_from_bytes, of a text that a header or an option carries."""
-    data = text.encode("utf-8", "backslashreplace")
-    return record_from_bytes(data, record, where=where, kind=kind, version=version, oldest=oldest, remedy=remedy)
+    return record_from_bytes(text.encode("utf-8", "backslashreplace"), record, where=where, **how)
 
 
-def record_from_file(
-    path: Path,
-    record: type[T],
-    *,
-    kind: str | None = None,
-    version: int = 1,
-    where: str | None = None,
-    remedy: str = MAKE_AGAIN,
-) -> T:
+def record_from_file(path: Path, record: type[T], *, where: str | None = None, **how: Unpack[How]) -> T:
     """As record_from_bytes, `where` being the path. Raises BadInput also for a missing file, and for no regular one."""
     try:
         size = regular_file(path).stat().st_size
@@ -179,16 +164,14 @@ def record_from_file(
         raise BadInput(f"{path}: cannot be read: no such file") from None
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
-    return record_from_bytes(data, record, where=where or str(path), kind=kind, version=version, remedy=remedy)
+    return record_from_bytes(data, record, where=where or str(path), **how)
 
 
-def record_from_value(
-    value: Any, record: type[T], *, where: str, kind: str | None = None, version: int = 1, remedy: str = MAKE_AGAIN
-) -> T:
+def record_from_value(value: Any, record: type[T], *, where: str, **how: Unpack[How]) -> T:
     """As record_from_bytes, of JSON values that are read already."""
-    if kind is not None:
-        head = record_from_value(value, Head, where=where, remedy=remedy)
-        _refuse_kind(head, kind=kind, version=version, oldest=version, where=where, remedy=remedy)
+    remedy = how.get("remedy", MAKE_AGAIN)
+    if "kind" in how:
+        _refuse_kind(record_from_value(value, Head, where=where, remedy=remedy), where, how)
     try:
         return msgspec.convert(value, record, dec_hook=_figure)
     except msgspec.ValidationError as error:

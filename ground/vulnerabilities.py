@@ -17,7 +17,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Vulnerability:
     """Versions of `package` from `introduced_in` on and below `fixed_in` are affected; `identifiers` are as published,
     `impact` is what a file or a caller can do.
@@ -25,8 +25,8 @@ class Vulnerability:
 
     package: str
     fixed_in: str
-    identifiers: tuple[str, ...]
     impact: str
+    identifiers: tuple[str, ...]
     introduced_in: str = "0"
 
     def affects(self, version: str) -> bool:
@@ -34,12 +34,8 @@ class Vulnerability:
         return version_numbers(self.introduced_in) <= version_numbers(version) < version_numbers(self.fixed_in)
 
 
-def _vulnerability(
-    package: str, fixed_in: str, impact: str, *identifiers: str, introduced_in: str = "0"
-) -> Vulnerability:
-    return Vulnerability(
-        package=package, fixed_in=fixed_in, identifiers=identifiers, impact=impact, introduced_in=introduced_in
-    )
+def _vulnerability(package: str, fixed_in: str, impact: str, *identifiers: str, since: str = "0") -> Vulnerability:
+    return Vulnerability(package, fixed_in, impact, identifiers, since)
 
 
 LIBRARIES = (
@@ -65,9 +61,9 @@ LIBRARIES = (
         "CVE-2026-24227", "CVE-2026-24238", "CVE-2026-24268", "CVE-2026-24272",
     ),
     _vulnerability("python", "3.13.4", "an archive unpacks anywhere", "CVE-2025-4138", "CVE-2025-4330", "CVE-2025-4517",
-          introduced_in="3.13"),
-    _vulnerability("python", "3.13.6", "a tar file is read without end", "CVE-2025-8194", introduced_in="3.13"),
-    _vulnerability("python", "3.13.16", "an archive unpacks anywhere", "CVE-2026-82049", introduced_in="3.13"),
+          since="3.13"),
+    _vulnerability("python", "3.13.6", "a tar file is read without end", "CVE-2025-8194", since="3.13"),
+    _vulnerability("python", "3.13.16", "an archive unpacks anywhere", "CVE-2026-82049", since="3.13"),
 )  # fmt: skip
 # By release of the container, 26.07 and so on.
 SERVER = (

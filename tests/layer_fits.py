@@ -21,7 +21,7 @@ def fit_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Newt
         fitted = AlternatingFit(segment_sublayer(model, step), both, how, StepBudget(steps=sweeps, seconds=None))
         position = fitted.start()
         fitted.run(position)
-        reports.append(fitted.report(name, position))
+        reports.append(position.report(name))
 
     walk_layers(dense, model, pairs, fit)
     return reports

@@ -3,8 +3,8 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,57 +22,24 @@ from calib.inputs import Inputs
 from calib.memory import ChannelShape, HeadShape
 from calib.moments import Moments
 from calib.resume import STATE, ResumeFile
-from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from calib.store import load, save
 from ground.errors import BadInput, RankLost
 from tests.ranks import exits_of
+from tests.sums import assert_equal, sums_of
+from tests.test_calib_collect import DIM, HEADS, HIDDEN, sites_of, tiny
 
-SHAPE = (3, 2, 8)
-HEADS, DIM, HIDDEN = 2, 8, 32
+SHAPE = (3, 2, 10)
 COUNT = 23
 SYSTEM = Options(attention_system=True)
 
 
 def brightness(images: Inputs) -> Tensor:
-    """Weights of the four tokens that are no whole numbers."""
+    """Weights of the five tokens that are no whole numbers."""
     assert isinstance(images, Tensor)
     return nn.functional.avg_pool2d(images, 2).mean(1).flatten(1).abs()
 
 
 WEIGHTED = replace(SYSTEM, token_weights=brightness)
-
-
-class Tiny(nn.Module):
-    """Four tokens of 16 channels; one attention without values' own head split, one MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, HEADS * DIM, 2, 2)
-        self.q, self.k, self.proj = (nn.Linear(HEADS * DIM, HEADS * DIM) for _ in range(3))
-        self.fc1, self.fc2 = nn.Linear(HEADS * DIM, HIDDEN), nn.Linear(HIDDEN, HEADS * DIM)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).mT
-        q, k, v = heads(self.q(x)), heads(self.k(x)), heads(x)
-        x = x + self.proj(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
-        out: Tensor = self.fc2(self.fc1(x).relu())
-        return out
-
-
-def heads(x: Tensor) -> Tensor:
-    split: Tensor = x.unflatten(2, (HEADS, DIM))
-    return split.transpose(1, 2)
-
-
-def tiny() -> Tiny:
-    torch.manual_seed(0)
-    return Tiny()
-
-
-def sites_of(model: Tiny) -> list[Site]:
-    queries, keys = Tap(module=model.q, take=heads), Tap(module=model.k, take=heads)
-    attention = HeadTaps(name="attn", queries=queries, keys=keys, output=model.proj)
-    return [attention, ChannelTaps(name="mlp", output=model.fc2)]
 
 
 def opened(path: Path, *, max_bad: int = 0) -> Images:
@@ -106,29 +73,6 @@ def calibrated(
     )  # fmt: skip
 
 
-def pairs(a: Moments, b: Moments) -> Iterator[tuple[str, object, object]]:
-    for name in a.sites:
-        for field in fields(a.sites[name]):
-            yield f"{name}.{field.name}", getattr(a.sites[name], field.name), getattr(b.sites[name], field.name)
-
-
-def assert_same_bits(a: Moments, b: Moments) -> None:
-    assert (a.images, dict(a.lineage), a.image_ids.tolist()) == (b.images, dict(b.lineage), b.image_ids.tolist())
-    for name, x, y in pairs(a, b):
-        assert torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y, name
-
-
-def assert_close(a: Moments, b: Moments) -> None:
-    """What several images share a float32 product for to its rounding, all else to float64's."""
-    assert (a.images, a.image_ids.tolist()) == (b.images, b.image_ids.tolist())
-    for name, x, y in pairs(a, b):
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            limit = 2e-7 if name in ("attn.zz_CC", "mlp.gram_FF") else 1e-9
-            assert float((x - y).norm()) <= limit * float(y.norm()), name
-        else:
-            assert (x, y) == (None, None) or x == pytest.approx(y, rel=1e-12), name
-
-
 class Interrupted(Exception):
     """Stands for Ctrl-C or a machine that goes away."""
 
@@ -149,7 +93,7 @@ def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(path: Path, tmp_pa
     heard: list[int] = []
     resumed = calibrated(path, checkpoint=checkpoint, progress=heard.append)
     assert heard[0] == stop // 8 * 8 + 4
-    assert_same_bits(resumed, calibrated(path))
+    assert_equal(resumed, calibrated(path), limit=0.0)
     checkpoint.clear()
     assert [entry.name for entry in tmp_path.iterdir()] == ["images.npy"]
 
@@ -163,13 +107,13 @@ def test_a_resumed_run_goes_on_with_the_kernel_it_began_with(
     with pytest.raises(Interrupted):
         calibrated(path, checkpoint=checkpoint, progress=interrupt_at(12))
     monkeypatch.setattr("calib.collect.kernel_for", lambda width: "blas")
-    assert_same_bits(calibrated(path, checkpoint=checkpoint), uninterrupted)
+    assert_equal(calibrated(path, checkpoint=checkpoint), uninterrupted, limit=0.0)
 
 
 def test_a_finished_checkpoint_is_not_counted_twice(path: Path, tmp_path: Path) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=1)
     calibrated(path, checkpoint=checkpoint)
-    assert_same_bits(calibrated(path, checkpoint=checkpoint), calibrated(path))
+    assert_equal(calibrated(path, checkpoint=checkpoint), calibrated(path), limit=0.0)
 
 
 def test_resuming_remembers_bad_images_and_kept_dims(path: Path, tmp_path: Path) -> None:
@@ -181,7 +125,7 @@ def test_resuming_remembers_bad_images_and_kept_dims(path: Path, tmp_path: Path)
     with pytest.raises(Interrupted):
         calibrated(path, max_bad=3, options=options, checkpoint=checkpoint, progress=interrupt_at(12))
     resumed = calibrated(path, max_bad=3, options=options, checkpoint=checkpoint)
-    assert_same_bits(resumed, calibrated(path, max_bad=3, options=options))
+    assert_equal(resumed, calibrated(path, max_bad=3, options=options), limit=0.0)
     assert resumed.images == COUNT - 3
     with pytest.raises(BadInput, match="at most 2 bad images"):
         calibrated(path, max_bad=2, options=options)
@@ -227,9 +171,9 @@ def test_forward_precisions_do_not_merge(path: Path) -> None:
 
 
 def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("calib.calibrate.bytes_available", lambda device: 30_000)
+    monkeypatch.setattr("calib.calibrate.bytes_available", lambda device: 360_000)
     heard: list[int] = []
-    with pytest.raises(BadInput, match=r"2 sites need 0\.00 GB.*largest is attn.*collect it for kept dims only"):
+    with pytest.raises(BadInput, match=r"2 sites need 0\.00 GB.*largest is mlp.*collect it for kept dims only"):
         calibrated(path, progress=heard.append)
     assert not heard
     calibrated(path, options=Options())
@@ -239,17 +183,15 @@ def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
     model = tiny()
     shapes = memory.shapes_of_sites(model, sites_of(model), example=torch.zeros(1, *SHAPE), device="cpu")
     assert shapes == {
-        "attn": HeadShape(tokens=4, heads=HEADS, dim=DIM, channels=HEADS * DIM),
-        "mlp": ChannelShape(tokens=4, hidden=HIDDEN),
+        "attn": HeadShape(tokens=5, heads=HEADS, dim=DIM, channels=HEADS * DIM),
+        "mlp": ChannelShape(tokens=5, hidden=HIDDEN),
     }
     for options in (Options(), SYSTEM, Options(kept={"attn": torch.tensor([[0, 3, 4], [1, 2, 7]])})):
         kept = {name: kept_HK.shape[1] for name, kept_HK in (options.kept or {}).items()}
         needed = memory.bytes_needed(shapes, attention_system=options.attention_system, kept=kept)
         moments = calibrated(path, options=options)
         for name, site in moments.sites.items():
-            sums = (getattr(site, field.name) for field in fields(site))
-            taken = sum(t.nbytes for t in sums if isinstance(t, Tensor) and t.is_floating_point())
-            assert taken == needed[name]
+            assert sum(each.nbytes for each in sums_of(site).values()) == needed[name]
 
 
 def test_one_head_of_64_dims_takes_the_system_size_of_the_paper() -> None:
@@ -274,7 +216,7 @@ def test_several_processes_give_the_moments_of_one(
     output = tmp_path / "moments.safetensors"
     exits = exits_of(__name__, size, path, output, fate)
     assert [code for code, _ in exits] == [0] * size, exits
-    assert_close(load(output), calibrated(path, options=options))
+    assert_equal(load(output), calibrated(path, options=options), shared=2e-7)
 
 
 @pytest.mark.slow("process")

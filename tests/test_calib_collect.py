@@ -13,9 +13,10 @@ from calib import products
 from calib.collect import Options, collect
 from calib.combination import merge
 from calib.inputs import Inputs
-from calib.moments import ChannelMoments, HeadMoments, Moments
+from calib.moments import ChannelMoments, Moments
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from ground.errors import BadInput
+from tests.sums import assert_equal, sums_of
 
 HEADS, DIM, WIDTH, HIDDEN, TOKENS = 2, 8, 16, 208, 5
 
@@ -81,25 +82,8 @@ def collected(images: Tensor, batch: int, **options: Any) -> Moments:
     return collect(model, sites_of(model), torch.split(images, batch), device="cpu", options=Options(**options))
 
 
-def relative(got: Tensor, expected: Tensor) -> float:
+def relative(got: Tensor, expected: Any) -> float:
     return float((got - expected).norm() / expected.norm())
-
-
-def tensors_of(moments: Moments) -> dict[str, Tensor]:
-    attention, mlp = moments.sites["attn"], moments.sites["mlp"]
-    assert isinstance(attention, HeadMoments)
-    assert isinstance(mlp, ChannelMoments)
-    named = ((name, getattr(site, name)) for site in (attention, mlp) for name in type(site).__slots__)
-    return {name: value for name, value in named if isinstance(value, Tensor) and value.is_floating_point()}
-
-
-PRODUCTS = ("gram_FF", "zz_CC")  # made of several images at once, in float32
-
-
-def assert_equal_to_rounding(got: Moments, expected: Moments) -> None:
-    """What is summed by image to float64 rounding, what images share a product for to float32 rounding."""
-    for name, value in tensors_of(expected).items():
-        assert relative(tensors_of(got)[name], value) < (2e-7 if name in PRODUCTS else 1e-9), name
 
 
 @settings(max_examples=15, deadline=None)
@@ -107,7 +91,7 @@ def assert_equal_to_rounding(got: Moments, expected: Moments) -> None:
 def test_batch_size_and_order_do_not_matter(batch: int, order: list[int]) -> None:
     images = images_of(13)
     whole = collected(images, 13, attention_system=True)
-    assert_equal_to_rounding(collected(images[order], batch, attention_system=True), whole)
+    assert_equal(collected(images[order], batch, attention_system=True), whole, shared=2e-7)
 
 
 @settings(max_examples=10, deadline=None)
@@ -117,8 +101,7 @@ def test_the_same_pieces_in_any_order_are_the_same_to_float64_rounding(order: li
     images = images_of(32)
     moved = torch.cat([images.split(8)[index] for index in order])
     whole, other = (collected(each, 8 * size, attention_system=True) for each, size in ((images, 4), (moved, pieces)))
-    for name, value in tensors_of(whole).items():
-        assert relative(tensors_of(other)[name], value) < 1e-12, name
+    assert_equal(other, whole, 1e-12)
 
 
 @settings(max_examples=10, deadline=None)
@@ -128,9 +111,10 @@ def test_merging_two_parts_equals_the_whole(cut: int) -> None:
     parts = [collected(part, 4, attention_system=True) for part in (images[:cut], images[cut:])]
     merged = merge(*parts)
     assert merged.images == 13
-    assert_equal_to_rounding(merged, collected(images, 4, attention_system=True))
-    for name, value in tensors_of(merged).items():
-        assert relative(value, tensors_of(parts[0])[name] + tensors_of(parts[1])[name]) < 1e-15, name
+    assert_equal(merged, collected(images, 4, attention_system=True), shared=2e-7)
+    for site, moments in merged.sites.items():
+        for name, value in sums_of(moments).items():
+            assert relative(value, sum(sums_of(part.sites[site])[name] for part in parts)) < 1e-15, name
 
 
 def float64_gram(x_BNF: Tensor) -> Tensor:

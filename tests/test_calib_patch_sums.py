@@ -3,7 +3,7 @@ convolutions read, and the memory that their sums take.
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from calib.redundancy import PatchRedundancy, redundancy
 from calib.sites import PatchTaps
 from calib.store import load, save
 from ground.errors import BadInput
+from tests.sums import assert_equal, sums_of
 
 from .tiny_maps import (
     CHANNELS_GR,
@@ -33,7 +34,6 @@ from .tiny_maps import (
     patch_moments,
     relative,
     sums_by_loops,
-    sums_of,
     taps_of,
     tiny_maps,
 )
@@ -60,19 +60,14 @@ def test_narrow_and_wide_groups_are_summed_alike(monkeypatch: pytest.MonkeyPatch
     images = images_of(9)
     narrow = collected(images, 9)
     monkeypatch.setattr(patch_sums, "CPU_ROWS", 0)
-    for name in NAMES:
-        for field, value in sums_of(patch_moments(collected(images, 9), name)).items():
-            assert relative(value, sums_of(patch_moments(narrow, name))[field]) < 1e-6, (name, field)
+    assert_equal(collected(images, 9), narrow, 1e-6)
 
 
 @pytest.mark.parametrize("patch_bytes", [1, 3000, 20_000])
 def test_how_many_rows_are_taken_at_a_time_changes_nothing(patch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = collected(images_of(9, whole_numbers=True), 9, whole_numbers=True)
     monkeypatch.setattr(patch_sums, "PATCH_BYTES", patch_bytes)
-    parts = collected(images_of(9, whole_numbers=True), 9, whole_numbers=True)
-    for name in NAMES:
-        for field, value in sums_of(patch_moments(parts, name)).items():
-            assert torch.equal(value, sums_of(patch_moments(whole, name))[field]), (name, field)
+    assert_equal(collected(images_of(9, whole_numbers=True), 9, whole_numbers=True), whole, 0.0)
 
 
 @settings(max_examples=50, deadline=None)
@@ -108,40 +103,11 @@ def test_derived_moments_are_per_place() -> None:
     assert not covariance_CC[:6, 6:].any()
 
 
-def test_cross_products_follow_from_the_weights_where_all_channels_are_there() -> None:
-    """y = W u + b: the restricted columns of W E[uu'] + b E[u]'."""
-    images, model = images_of(9), tiny_maps()
-    moments = collected(images, 9)
-    whole, some = patch_moments(moments, "grouped"), patch_moments(moments, "some")
-    assert some.cross_GPU is not None
-    weight_GPU = model.grouped.weight.detach().double().flatten(1).unflatten(0, (2, -1))
-    assert model.grouped.bias is not None
-    bias_GP1 = model.grouped.bias.detach().double().view(2, -1, 1)
-    cross_GPU = weight_GPU @ whole.gram_GUU + bias_GP1 * whole.sum_GU[:, None]
-    columns = [[int(c) * 6 + place for c in channels for place in range(6)] for channels in CHANNELS_GR]
-    expected = torch.stack([cross_GPU[group][:, chosen] for group, chosen in enumerate(columns)])
-    assert relative(some.cross_GPU, expected) < 1e-6
-
-
-def assert_equal_to_rounding(got: Moments, expected: Moments, limit: float = 2e-6) -> None:
-    for name in NAMES:
-        one, other = patch_moments(got, name), patch_moments(expected, name)
-        assert (one.tokens, one.map_tokens) == (other.tokens, other.map_tokens)
-        for field, value in sums_of(one).items():
-            assert relative(value, sums_of(other)[field]) < limit, (name, field)
-
-
 @settings(max_examples=8, deadline=None)
 @given(batch=st.integers(1, 13), order=st.permutations(range(13)))
 def test_batch_size_and_order_do_not_matter(batch: int, order: list[int]) -> None:
     images = images_of(13)
-    assert_equal_to_rounding(collected(images[order], batch), collected(images, 13))
-
-
-def test_the_same_pieces_in_any_order_are_the_same_to_float64_rounding() -> None:
-    images = images_of(24)
-    moved = torch.cat([images.split(8)[index] for index in (2, 0, 1)])
-    assert_equal_to_rounding(collected(moved, 16), collected(images, 8), 1e-12)
+    assert_equal(collected(images[order], batch), collected(images, 13), 2e-6)
 
 
 def with_ids(moments: Moments, first: int) -> Moments:
@@ -152,8 +118,8 @@ def test_two_calibrations_merge_into_one_and_come_apart_again() -> None:
     images = images_of(16)
     a, b = (with_ids(collected(part, 8), first) for part, first in ((images[:8], 0), (images[8:], 8)))
     both = merge(a, b)
-    assert_equal_to_rounding(both, collected(images, 8), 1e-12)
-    assert_equal_to_rounding(difference(both, b), a, 1e-9)
+    assert_equal(both, with_ids(collected(images, 8), 0), 1e-12)
+    assert_equal(difference(both, b), a)
     assert patch_moments(both, "some").taps == patch_moments(difference(both, b), "some").taps == 6
 
 
@@ -170,15 +136,8 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     moments = collected(images_of(3), 3)
     save(moments, tmp_path / "moments.safetensors")
     got = load(tmp_path / "moments.safetensors")
-    assert list(got.sites) == NAMES
-    for name in NAMES:
-        one, other = patch_moments(got, name), patch_moments(moments, name)
-        assert (one.taps, one.tokens, one.map_tokens, one.eps) == (other.taps, other.tokens, other.map_tokens, 1e-3)
-        assert all(torch.equal(value, sums_of(other)[field]) for field, value in sums_of(one).items())
-    chosen = patch_moments(got, "some").channels_GR
-    assert chosen is not None
-    assert torch.equal(chosen, CHANNELS_GR)
-    assert patch_moments(got, "grouped").channels_GR is None
+    assert_equal(got, moments, 0.0)
+    assert (patch_moments(got, "some").eps, patch_moments(got, "grouped").channels_GR) == (1e-3, None)
     save(got, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "moments.safetensors").read_bytes()
 
@@ -190,10 +149,7 @@ def test_going_on_from_moments_gives_the_same_bits() -> None:
         collector.resume_from(first, "blas")
         collector.add(images[8:])
         got = collector.moments({})
-    expected = collected(images, 8)
-    for name in NAMES:
-        for field, value in sums_of(patch_moments(got, name)).items():
-            assert torch.equal(value, sums_of(patch_moments(expected, name))[field]), (name, field)
+    assert_equal(got, collected(images, 8), 0.0)
 
 
 def test_going_on_with_other_channels_is_refused() -> None:
@@ -222,14 +178,14 @@ def test_weights_of_tokens_are_refused() -> None:
     collected(images_of(3), 3, token_weights=lambda images: None)
 
 
-def test_zeros_that_are_not_told_are_found() -> None:
-    model = tiny_maps()
-    sites = [PatchTaps(name="around", output=model.around, edges=edges) for edges in ((0, 1, 0, 1), (0, 2, 0, 3))]
-    collect(model, sites[:1], [images_of(2)], device="cpu")
-    with pytest.raises(
-        BadInput, match=r"^around: gives a map of \[3, 3\], expected \[4, 4\] with edges of \(0, 2, 0, 3\)"
-    ):
-        collect(model, sites[1:], [images_of(2)], device="cpu")
+def test_zeros_of_a_convolutions_own_way_are_found() -> None:
+    class Around(nn.Conv2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(functional.pad(input, (0, 1, 0, 1)))
+
+    model = Around(3, 6, 2, 2)
+    with pytest.raises(BadInput, match=r"^conv: gives a map of \[6, 7\], expected \[5, 6\] with its padding of"):
+        collect(model, [PatchTaps(name="conv", output=model)], [images_of(2)], device="cpu")
 
 
 def test_a_picture_without_a_batch_is_no_map() -> None:
@@ -311,20 +267,20 @@ sides = st.sampled_from([1, 2, 3, 4, 5, 7])
     stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     dilation=st.tuples(st.integers(1, 3), st.integers(1, 2)),
     groups=st.sampled_from([1, 2, 6]),
-    edges=st.tuples(*[st.integers(0, 3)] * 4),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )
 def test_patches_times_weights_are_the_convolution(
     kernel: tuple[int, int],
     stride: tuple[int, int],
     dilation: tuple[int, int],
     groups: int,
-    edges: tuple[int, int, int, int],
+    padding: tuple[int, int],
 ) -> None:
-    conv = nn.Conv2d(6, 12, kernel, stride, 0, dilation, groups, bias=False).double()
+    conv = nn.Conv2d(6, 12, kernel, stride, padding, dilation, groups, bias=False).double()
     x_BCHW = random(2, 6, 20, 15)
     with torch.no_grad():
-        expected = conv(functional.pad(x_BCHW, edges))
-        u_BNGU = patches(x_BCHW, conv, edges)
+        expected = conv(x_BCHW)
+        u_BNGU = patches(x_BCHW, conv)
         got = given_by(u_BNGU, conv)
     assert u_BNGU.shape == (2, expected[0, 0].numel(), groups, 6 // groups * kernel[0] * kernel[1])
     torch.testing.assert_close(got, expected.flatten(2).mT, rtol=1e-12, atol=1e-12)
@@ -342,12 +298,6 @@ def test_without_edges_the_convolution_pads_itself(
         expected = functional.conv2d(x_BCHW, conv.weight, padding=padding, dilation=(1, 2))
         got = given_by(patches(x_BCHW, conv), conv)
     torch.testing.assert_close(got, expected.flatten(2).mT, rtol=1e-12, atol=1e-12)
-
-
-def test_columns_are_by_channel_then_by_place() -> None:
-    conv = nn.Conv2d(2, 1, 2)
-    x_BCHW = torch.arange(8.0).view(1, 2, 2, 2)
-    assert patches(x_BCHW, conv).flatten().tolist() == list(range(8))
 
 
 def test_a_map_with_its_channels_last_has_the_same_patches() -> None:
@@ -382,20 +332,13 @@ def test_channels_that_are_not_of_the_groups_are_refused(channels_GR: Tensor) ->
         PatchTaps(name="conv", output=nn.Conv2d(6, 2, 3, groups=2), channels_GR=channels_GR)
 
 
-def test_edges_below_zero_are_refused() -> None:
-    with pytest.raises(BadInput, match=r"^conv: edges of \(0, -1, 0, 0\)"):
-        PatchTaps(name="conv", output=nn.Conv2d(2, 2, 3), edges=(0, -1, 0, 0))
-
-
 def test_memory_by_formula_is_what_the_moments_take() -> None:
     model = tiny_maps()
     shapes = shapes_of_sites(model, taps_of(model), example=images_of(1), device="cpu")
     assert shapes["some"] == PatchShape(tokens=6 * 6, groups=2, channels=6, chosen=3, taps=6, outputs=12)
     needed = bytes_needed(shapes, attention_system=True)
     for name, site in collected(images_of(2), 2).sites.items():
-        values = (getattr(site, field.name) for field in fields(site))
-        taken = sum(each.nbytes for each in values if isinstance(each, Tensor) and each.is_floating_point())
-        assert taken == needed[name], name
+        assert sum(each.nbytes for each in sums_of(site).values()) == needed[name], name
 
 
 def wide(channels: int, groups: int = 1) -> PatchShape:

@@ -56,17 +56,10 @@ def test_mlp_row_of_a_planted_spectrum() -> None:
     assert row.effective_rank_ratio == pytest.approx(row.effective_rank / 5)
 
 
-def test_equal_directions_have_full_rank() -> None:
-    row = only(mlp_with_spectrum([2.0] * 20, mean=0.0))
-    assert isinstance(row, ChannelRedundancy)
-    assert row.effective_rank == pytest.approx(20)
-    assert row.k95 == 19
-
-
-def test_a_constant_activation_has_no_rank() -> None:
-    row = only(mlp_with_spectrum([0.0] * 3, mean=0.0))
-    assert isinstance(row, ChannelRedundancy)
-    assert (row.effective_rank, row.k95) == (0.0, 0)
+@pytest.mark.parametrize(("spectrum", "rank", "k95"), [([2.0] * 20, 20.0, 19), ([0.0] * 3, 0.0, 0)])
+def test_equal_directions_have_full_rank_and_a_constant_none(spectrum: list[float], rank: float, k95: int) -> None:
+    row = only(mlp_with_spectrum(spectrum, mean=0.0))
+    assert (row.effective_rank, row.k95) == pytest.approx((rank, k95))
 
 
 def test_attention_row_uses_keys_centred_per_image() -> None:

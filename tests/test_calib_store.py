@@ -168,11 +168,6 @@ def test_triangles_of_no_matrix_are_refused(
         load(saved).sites["blocks.0.mlp"]
 
 
-def test_same_moments_same_bytes(saved: Path, tmp_path: Path) -> None:
-    save(load(saved), tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == saved.read_bytes()
-
-
 def test_sites_are_read_when_asked_for(saved: Path) -> None:
     """Damage in one site's bytes is found when that site is read, and only then."""
     damaged(saved, "blocks.0.mlp/gram_FF:upper")
@@ -226,14 +221,6 @@ def test_bad_files_are_refused(saved: Path, damage: Callable[[Path], object], me
     with pytest.raises(BadInput, match=message) as error:
         load(saved)
     assert str(saved) in str(error.value)
-
-
-def test_merge_adds_every_sum() -> None:
-    merged = merge(moments(0, ids=(5, 9)), moments(1, ids=(3, 7)))
-    got, a, b = merged.sites["blocks.0.mlp"], mlp(0), mlp(1)
-    assert isinstance(got, ChannelMoments)
-    assert torch.equal(got.gram_FF, a.gram_FF + b.gram_FF)
-    assert (got.tokens, got.eps, merged.images, merged.image_ids.tolist()) == (14, 0.01, 4, [3, 5, 7, 9])
 
 
 def test_merge_unites_data_lineage() -> None:

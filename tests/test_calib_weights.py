@@ -157,6 +157,7 @@ def test_every_statistic_equals_float64_loops(weights: TokenWeights | None) -> N
     require_equal(mlp, channel_loops(seen["x"], weight_BN), 1e-6)
     require_equal(head, channel_loops(seen["pooled"], np.ones((COUNT, 1))), 1e-6)
     assert attention.images == COUNT
+    assert isinstance(mlp.tokens, int) == (weights is not sizes_of)
 
 
 @pytest.mark.parametrize("weights", [None, sizes_of])
@@ -182,37 +183,6 @@ def test_weights_of_one_are_no_weights() -> None:
     for ones in (torch.ones(COUNT, LENGTH), torch.ones(COUNT, LENGTH, dtype=torch.bool)):
         moments_equal(collected(inputs, lambda piece, ones=ones: ones[: len(mask_of(piece))]), without, 1e-7)  # type: ignore[misc]
     moments_equal(collected(inputs, lambda _: None), without, 0.0)
-
-
-def test_twice_the_weight_is_twice_the_token() -> None:
-    """As if each token stood there twice: sums double, what is a product of two Grams is four times as much."""
-    inputs = ids_and_masks()
-    once, twice = (collected(inputs, weights) for weights in (mask_of, lambda piece: 2 * mask_of(piece)))
-    one, two = once.sites["attn"], twice.sites["attn"]
-    assert isinstance(one, HeadMoments)
-    assert isinstance(two, HeadMoments)
-    for name, factor in (("k_centred_HDD", 1), ("z_covariance_CC", 1), ("energy_HD", 4), ("system_HTT", 4)):
-        expected = factor * getattr(one, name)
-        assert float((getattr(two, name) - expected).norm()) < 1e-6 * float(expected.norm()), name
-
-
-def collected_texts(path: Path, length: int) -> Moments:
-    encoder = tiny_text.model()
-    return calibrate(
-        encoder, tiny_text.sites_of(encoder), open_texts(path, encode=tiny_text.encode_to(length)), batch_size=4,
-        device="cpu", options=Options(attention_system=True, token_weights=mask_of), lineage={"model": "m"},
-    )  # fmt: skip
-
-
-def test_how_far_documents_are_padded_does_not_matter(tmp_path: Path) -> None:
-    documents = ["a", "no more than this", "sixteen letters!"[:16], "and something", "x" * 12]
-    (tmp_path / "documents.txt").write_text("\n".join(document[:16] for document in documents))
-    short, long = (collected_texts(tmp_path / "documents.txt", length) for length in (16, 24))
-    moments_equal(short, long, 2e-6)
-    mlp = short.sites["mlp"]
-    assert isinstance(mlp, ChannelMoments)
-    assert mlp.tokens == sum(len(document[:16]) for document in documents)
-    assert isinstance(mlp.tokens, int)
 
 
 class Given(nn.Module):

@@ -19,7 +19,7 @@ from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.invocation.method_choice import RIDGE_OF_BEST
-from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
@@ -27,14 +27,11 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.release import calls as release_commands
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from examples.digits.images import load
 from tests import tiny
 from tests.command import invoked, refuses
 from tests.refusals import rejects
 from tests.small_models import error
 from tests.test_corp_whole_heads import HELD_OUT, planted
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
 
 
 @pytest.fixture(scope="module")
@@ -158,22 +155,6 @@ def test_planted_doubles_cost_nothing(images: Images, preset: str, ridge_rel: fl
     for site in reduce(checkpoint.model, moments, method, images=images).sites:
         assert site.width == 96
         assert max(site.error, site.error_uncompensated) < 1e-9 * site.energy
-
-
-@pytest.mark.slow("models")
-def test_refitting_the_digits_example_at_least_halves_the_error(tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(EXAMPLE)
-    source = tiny.opened(tmp_path / "images.npy", load("train").images[:96], checkpoint.model)
-    moments = calibrate(checkpoint, source, batch_size=32, statistics=Statistics(attention=False))
-    others = torch.from_numpy(load("held-out").images[:100])
-    with torch.inference_mode():
-        dense = checkpoint.model(others)
-        error = {}
-        for preset in ("grail-fold", "fold"):
-            method = method_from_preset(preset, mlp_sparsity=0.5, align_hidden=8)
-            reduction = reduce(checkpoint.model, moments, method, images=source)
-            error[preset] = float((reduction.model(others) - dense).norm() / dense.norm())
-    assert error["fold"] < 0.5 * error["grail-fold"], error
 
 
 @pytest.mark.parametrize("preset", ["grail-fold", "fold"])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from click.testing import Result
 
-from calib.memory import HeadShape
 from calib.moments import HeadMoments, Moments
 from calib.resume import ResumeFile
 from calib.store import load
@@ -251,9 +250,3 @@ def test_a_release_that_does_not_fit_says_what_a_recipe_may_ask(
     assert 'attention_system = "kept" under [calibration], where reduce.attn is 0.5 or more' in refused.stderr
     (folder / "recipe.toml").write_text(RECIPE.format(system='attention_system = "kept"'))
     invoked("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
-
-
-def test_deit_huge_fits_an_ordinary_machine_at_half_the_width() -> None:
-    shape = HeadShape(tokens=257, heads=16, dim=80, channels=1280)
-    assert 32 * shape.bytes_of_system() / 2**30 == pytest.approx(40.0, abs=0.1)
-    assert 32 * shape.bytes_of_system(kept=40) / 1e9 == pytest.approx(2.76, abs=0.02)

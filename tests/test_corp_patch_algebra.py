@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from corp_deploy.algebra import channels, scores
+from corp_deploy.algebra.block_obs import eliminate_blocks
 from corp_deploy.algebra.channels import ChannelRecovery
-from corp_deploy.algebra.patch_elimination import eliminate_channels
 from corp_deploy.algebra.patches import RECOVERIES, PatchStatistics, columns, rescaled_outputs
 
 Array = NDArray[np.floating[Any]]
@@ -78,22 +78,6 @@ def test_columns_are_those_of_flattened_weights() -> None:
     assert columns(kept, 4).dtype == torch.int64
     assert torch.equal(weight.flatten(1)[:, columns(kept, 4)], weight[:, kept].flatten(1))
     assert columns(kept[:0], 4).shape == (0,)
-
-
-def test_at_zero_padded_borders_patches_beat_the_channel_gram_and_that_beats_a_constant() -> None:
-    """8 x 8 maps, k = 3, padding 1, half of the channels: the folded W_P c of `affine` isn't there at the borders."""
-    fitted, held_out = maps_of(300, 12, side=8, seed=0), maps_of(100, 12, side=8, seed=1)
-    weight, bias = conv_of(8, 12, 3)
-    kept = torch.tensor([0, 2, 3, 5, 8, 10])
-    stats = statistics_of(fitted, F.unfold(fitted, 3, padding=1).transpose(1, 2).flatten(0, 1))
-    error: dict[str, float] = {}
-    for name, form in RECOVERIES.items():
-        result = form(stats, weight.flatten(1), bias, kept, ridge_rel=1e-6)
-        error[name] = error_of_conv(held_out, weight, bias, kept, result, 1)
-    assert error["im2col"] < 0.85 * error["gram"]
-    assert error["gram"] < 0.55 * error["affine"]
-    assert error["affine"] < 0.55 * error["none"]
-    assert error["bias"] < 0.7 * error["none"]
 
 
 SHAPES = [(3, 1, 1), (3, 1, 2), (1, 0, 1), (2, 0, 2), (3, 0, 1)]  # kernel, padding, stride
@@ -220,18 +204,6 @@ def test_im2col_is_least_squares_over_patches(ridge_rel: float, kind: str) -> No
         assert result.residual <= best * (1.0 + 1e-9) + 1e-9
 
 
-@pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("form", ["gram", "affine", "im2col"])
-def test_a_multiple_of_a_kept_channel_is_removed_at_no_loss(form: str, padding: int) -> None:
-    maps, (weight, bias) = maps_of(20, 6, side=6, seed=4), conv_of(4, 6, 3)
-    maps[:, 1], maps[:, 5] = 0.3 * maps[:, 2], 4.0 * maps[:, 0]
-    u, kept = patches_by_hand(maps, 3, padding), torch.tensor([0, 2, 3, 4])
-    result = RECOVERIES[form](statistics_of(maps, u), weight.flatten(1), bias, kept, ridge_rel=1e-9)
-    assert error_of_conv(maps, weight, bias, kept, result, padding) < 1e-5 * result.residual_uncompensated
-    short = RECOVERIES[form](statistics_of(maps, u), weight.flatten(1), bias, kept[1:], ridge_rel=1e-9)
-    assert short.residual > 0.01 * short.residual_uncompensated
-
-
 def test_a_shifted_multiple_is_lost_on_padding_alone() -> None:
     """x_j = a x_i + c is what `affine` takes for true, and at a padded border it isn't."""
     maps, (weight, bias) = maps_of(20, 6, side=6, seed=5), conv_of(4, 6, 3)
@@ -296,7 +268,7 @@ def test_a_channel_constant_on_the_map_is_not_constant_in_padded_patches() -> No
         stats = statistics_of(maps, patches_by_hand(maps, 3, padding))
         result = RECOVERIES["bias"](stats, weight.flatten(1), bias, kept, ridge_rel=0.0)
         assert (result.residual < 1e-12 * result.residual_uncompensated) == lossless
-        eliminated = eliminate_channels(stats.covariance_UU, weight.flatten(1), 9, ridge_rel=1e-6)
+        eliminated = eliminate_blocks(stats.covariance_UU, weight.flatten(1), 9, ridge_rel=1e-6)
         assert (2 in eliminated.order_F[:3].tolist() and eliminated.error_at(3) < 1e-9) == lossless
 
 

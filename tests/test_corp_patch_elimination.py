@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from corp_deploy.algebra.block_obs import eliminate_blocks
-from corp_deploy.algebra.obs import Elimination, obs
-from corp_deploy.algebra.patch_elimination import eliminate_channels, interleaved
+from corp_deploy.algebra.obs import Elimination, interleaved, obs
 
 Array = NDArray[np.floating[Any]]
 Blocks = list[list[int]]
@@ -91,7 +90,7 @@ def test_every_step_is_that_of_explicit_inverses(
     """Full rank, fewer places than columns, and a nearly flat input; few outputs and many."""
     u, weight = patches_of(channels, taps, places, rank=rank), weight_of(outputs, channels * taps)
     cov = covariance_of(u)
-    result = eliminate_channels(cov, weight, taps, ridge_rel=1e-3)
+    result = eliminate_blocks(cov, weight, taps, ridge_rel=1e-3)
     assert result.ridge == pytest.approx(1e-3 * float(cov.diagonal().mean()))
     assert result.order_F.tolist() == greedy(cov, weight, blocks_of(channels, taps), result.ridge)
     assert_errors(result, cov, weight, taps)
@@ -101,7 +100,7 @@ def test_many_removals_between_two_formings() -> None:
     """Wide enough for late removals to be applied, matrices to shrink and to be formed anew, several times."""
     u, weight = patches_of(72, 4, 2000, seed=2), weight_of(6, 288)
     cov = covariance_of(u)
-    result = eliminate_channels(cov, weight, 4, ridge_rel=1e-4)
+    result = eliminate_blocks(cov, weight, 4, ridge_rel=1e-4)
     assert result.order_F.tolist() == greedy(cov, weight, blocks_of(72, 4), result.ridge)
     assert_errors(result, cov, weight, 4, every=9)
 
@@ -109,8 +108,8 @@ def test_many_removals_between_two_formings() -> None:
 def test_one_tap_is_obs() -> None:
     u, weight = patches_of(60, 1, 500), weight_of(5, 60)
     cov = covariance_of(u)
-    alone, blocks = obs(cov, weight, ridge_rel=1e-3), eliminate_blocks(cov, weight, 1, ridge_rel=1e-3)
-    assert torch.equal(eliminate_channels(cov, weight, 1, ridge_rel=1e-3).order_F, alone.order_F)
+    alone = obs(cov, weight, ridge_rel=1e-3)
+    blocks = eliminate_blocks(cov, weight, 1, ridge_rel=1e-3, group_of_C=torch.zeros(60, dtype=torch.int64))
     assert torch.equal(blocks.order_F, alone.order_F)
     torch.testing.assert_close(blocks.error_F, alone.error_F)
 
@@ -121,9 +120,9 @@ def test_groups_lose_a_channel_each_in_every_round(taps: int, places: int) -> No
     u, weight = patches_of(12, taps, places, seed=3), weight_of(5, 12 * taps)
     group = [0, 1, 2, 2, 1, 0, 0, 1, 2, 0, 1, 2]
     cov = covariance_of(u)
-    result = eliminate_channels(cov, weight, taps, ridge_rel=1e-3, group_of_C=torch.tensor(group))
+    result = eliminate_blocks(cov, weight, taps, ridge_rel=1e-3, group_of_C=torch.tensor(group))
     assert result.order_F.tolist() == greedy(cov, weight, blocks_of(12, taps), result.ridge, group)
-    assert result.order_F.tolist() != eliminate_channels(cov, weight, taps, ridge_rel=1e-3).order_F.tolist()
+    assert result.order_F.tolist() != eliminate_blocks(cov, weight, taps, ridge_rel=1e-3).order_F.tolist()
     assert_errors(result, cov, weight, taps)
     for width in (3, 6, 9):
         kept = result.kept(width).tolist()
@@ -132,13 +131,13 @@ def test_groups_lose_a_channel_each_in_every_round(taps: int, places: int) -> No
 
 def test_groups_of_unlike_sizes_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"\[1, 3\]"):
-        eliminate_channels(torch.eye(4), weight_of(2, 4), 1, ridge_rel=1e-3, group_of_C=torch.tensor([0, 0, 1, 0]))
+        eliminate_blocks(torch.eye(4), weight_of(2, 4), 1, ridge_rel=1e-3, group_of_C=torch.tensor([0, 0, 1, 0]))
 
 
 def test_separate_eliminations_are_joined_round_by_round() -> None:
     """A convolution in groups: its covariance and its weights are block diagonal."""
     parts = [(covariance_of(patches_of(5, 4, 300, seed=seed)), weight_of(3, 20, seed=seed)) for seed in (6, 7, 8)]
-    alone = [eliminate_channels(cov, weight, 4, ridge_rel=1e-3) for cov, weight in parts]
+    alone = [eliminate_blocks(cov, weight, 4, ridge_rel=1e-3) for cov, weight in parts]
     result = interleaved(alone)
     assert sorted(result.order_F.tolist()) == list(range(15))
     for r in range(5):
@@ -158,7 +157,7 @@ def test_planted_multiples_leave_first_at_no_loss(taps: int) -> None:
         u[:, copy] = factor * u[:, of]
     flat, weight = u.flatten(1), weight_of(4, 10 * taps)
     cov = covariance_of(flat)
-    result = eliminate_channels(cov, weight, taps, ridge_rel=1e-9)
+    result = eliminate_blocks(cov, weight, taps, ridge_rel=1e-9)
     assert sorted(min(pair) for pair in ({7, 2}, {1, 4}, {9, 0}) if pair & set(result.order_F[:3].tolist())) == [
         0,
         1,
@@ -177,11 +176,11 @@ def test_dead_channels_leave_first_by_index_and_cost_nothing(taps: int) -> None:
     u[:, 2 * taps : 3 * taps] = 0.7
     u[:, 6 * taps : 7 * taps] = 0.0
     cov = covariance_of(u)
-    result = eliminate_channels(cov, weight, taps, ridge_rel=1e-2)
+    result = eliminate_blocks(cov, weight, taps, ridge_rel=1e-2)
     assert result.order_F[:3].tolist() == [2, 5, 6]
     assert result.error_F[:3].tolist() == [0.0, 0.0, 0.0]
     assert result.error_F[3] > 0.0
-    rounds = eliminate_channels(cov, weight, taps, ridge_rel=1e-2, group_of_C=torch.tensor([0, 0, 0, 1, 1, 1, 0, 1]))
+    rounds = eliminate_blocks(cov, weight, taps, ridge_rel=1e-2, group_of_C=torch.tensor([0, 0, 0, 1, 1, 1, 0, 1]))
     assert rounds.order_F[:2].tolist() == [2, 5]
     assert rounds.order_F[2] == 6
     assert rounds.error_F[2] == 0.0
@@ -193,7 +192,7 @@ def test_a_tap_that_never_sees_the_map_costs_nothing() -> None:
     u = torch.zeros(300, 6, 9, dtype=torch.float64)
     u[:, :, 4] = x
     weight = weight_of(4, 54)
-    result = eliminate_channels(covariance_of(u.flatten(1)), weight, 9, ridge_rel=9e-3)
+    result = eliminate_blocks(covariance_of(u.flatten(1)), weight, 9, ridge_rel=9e-3)
     alone = obs(covariance_of(x), weight.view(4, 6, 9)[:, :, 4], ridge_rel=1e-3)
     assert torch.equal(result.order_F, alone.order_F)
     torch.testing.assert_close(result.error_F, alone.error_F)
@@ -201,9 +200,9 @@ def test_a_tap_that_never_sees_the_map_costs_nothing() -> None:
 
 def test_where_nothing_varies_channels_leave_in_rounds_at_no_cost() -> None:
     zeros, weight = torch.zeros(16, 16, dtype=torch.float64), weight_of(2, 16)
-    result = eliminate_channels(zeros, weight, 4, ridge_rel=1e-3)
+    result = eliminate_blocks(zeros, weight, 4, ridge_rel=1e-3)
     assert (result.order_F.tolist(), result.error_F.tolist(), result.ridge) == ([0, 1, 2, 3], [0.0] * 4, 0.0)
-    result = eliminate_channels(zeros, weight, 4, ridge_rel=1e-3, group_of_C=torch.tensor([1, 1, 0, 0]))
+    result = eliminate_blocks(zeros, weight, 4, ridge_rel=1e-3, group_of_C=torch.tensor([1, 1, 0, 0]))
     assert result.order_F.tolist() == [0, 2, 1, 3]
 
 
@@ -212,7 +211,7 @@ def test_singular_patches_with_next_to_no_ridge(places: int) -> None:
     """More columns than places, and a ridge at the floor: only matrices formed anew keep the errors right."""
     u, weight = patches_of(40, 9, places, seed=12, rank=36), weight_of(8, 360)
     cov = covariance_of(u)
-    result = eliminate_channels(cov, weight, 9, ridge_rel=0.0)
+    result = eliminate_blocks(cov, weight, 9, ridge_rel=0.0)
     whole = ridge_loss(cov, weight, [], 0.0)
     assert result.error_at(0) == pytest.approx(whole, rel=5e-7)
     assert bool((result.error_F.diff() >= 0.0).all())

@@ -86,24 +86,6 @@ def system_of(q: Tensor, k: Tensor) -> ImageSystem:
     return whole_system(total, DIMS)
 
 
-def restricted(q: Tensor, k: Tensor, covered_HC: Tensor) -> ImageSystem:
-    covered_HS = planes.dims_of_planes(covered_HC, DIMS)
-    width = covered_HS.shape[1]
-    rows, columns = torch.triu_indices(width, width)
-    system = torch.zeros(HEADS, len(rows), len(rows), dtype=torch.float64)
-    target, energy = torch.zeros(HEADS, width, width, dtype=torch.float64), torch.zeros(HEADS, dtype=torch.float64)
-    for image in range(IMAGES):
-        for head in range(HEADS):
-            inside = covered_HS[head]
-            outside = torch.tensor([dim for dim in range(DIMS) if dim not in inside.tolist()])
-            q_S, q_P, k_S, k_P = (x[image, head][:, dims] for x in (q, k) for dims in (inside, outside))
-            kk, qq = k_S.T @ k_S, q_S.T @ q_S
-            system[head] += torch.outer(kk[rows, columns], qq[rows, columns])
-            target[head] += (q_S.T @ q_P) @ (k_P.T @ k_S)
-            energy[head] += (q_P @ k_P.T).square().sum()
-    return ImageSystem(head_dim=DIMS, covered_HS=covered_HS, system_HTT=system, target_HSS=target, energy_H=energy)
-
-
 def features(q: Tensor, k: Tensor, plane: int) -> tuple[Tensor, Tensor]:
     """What a plane gives to all logits of one image and head, by the real and by the imaginary part of its factor: the
     logit of c q and k is the real part of c q conj(k).
@@ -129,13 +111,6 @@ def least_squares(q: Tensor, k: Tensor, head: int, kept: list[int], lost: list[i
     return solved.view(-1, 2), float(left.square().sum())
 
 
-def test_turning_is_a_complex_product() -> None:
-    q, k = raw()
-    angle_HNP = angles()
-    expected = complex_of(q) * torch.polar(torch.ones_like(angle_HNP), angle_HNP)
-    assert torch.allclose(complex_of(turned_by(q, k, angle_HNP)[0]), expected, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["random", "ill-conditioned", "singular"])
 def test_factors_are_least_squares_over_images(kind: str) -> None:
     q, k = turned_by(*raw(kind), angles())
@@ -156,15 +131,6 @@ def test_factors_are_least_squares_over_images(kind: str) -> None:
         ]
         by_hand = sum(float((dense - one @ other.T).square().sum()) for dense, one, other in logits)
         assert by_hand == pytest.approx(left, rel=1e-5, abs=1e-9 * whole)
-
-
-def test_a_restricted_system_gives_what_the_whole_one_gives() -> None:
-    q, k = turned_by(*raw(), angles())
-    covered_HC, kept_HK = torch.tensor([[0, 1, 3], [1, 2, 3]]), torch.tensor([[1, 3], [1, 2]])
-    whole = planes.logit(system_of(q, k), kept_HK, ridge_rel=1e-6)
-    inside = planes.logit(restricted(q, k, covered_HC), kept_HK, ridge_rel=1e-6)
-    for name in ("q_map_HRD", "k_map_HRD", "residual_H", "residual_uncompensated_H"):
-        torch.testing.assert_close(getattr(inside, name), getattr(whole, name), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["random", "ill-conditioned", "singular"])
@@ -223,42 +189,11 @@ def test_the_elimination_removes_what_costs_least() -> None:
             kept.remove(removed)
 
 
-def test_planes_that_others_stand_for_go_at_no_loss() -> None:
-    """Planes 2 and 3 turn as 0 and 1 do, and q and k there are those times complex numbers."""
-    q, k = raw()
-    angle_HNP = angles()
-    angle_HNP[..., 2:] = angle_HNP[..., :2]
-    for x, factors in ((q, (0.7 + 0.4j, -1.2 + 0.3j)), (k, (0.2 - 1.1j, 0.5 + 0.5j))):
-        numbers = complex_of(x)
-        numbers[..., 2:] = numbers[..., :2] * torch.tensor(factors, dtype=torch.complex128)
-        x.copy_(torch.cat((numbers.real, numbers.imag), dim=-1))
-    q, k = turned_by(q, k, angle_HNP)
-    kept_HK = torch.tensor([[0, 1], [0, 1]])
-    energy_H = (second(q) * second(k)).sum(dim=(1, 2))
-    for recovery in (
-        planes.eliminated(second(q), second(k), 2, ridge_rel=1e-8),
-        planes.logit_v1(second(q), second(k), kept_HK, ridge_rel=1e-8),
-    ):
-        assert bool((recovery.residual_H < 1e-6 * energy_H).all())
-        assert bool((recovery.residual_uncompensated_H > 0.1 * energy_H).all())
-    assert planes.logit(system_of(q, k), kept_HK, ridge_rel=1e-8).r2 > 1.0 - 1e-8
-
-
 def test_a_head_of_zeros_is_no_trouble() -> None:
     nothing = torch.zeros(1, DIMS, DIMS, dtype=torch.float64)
     recovery = planes.eliminated(nothing, torch.eye(DIMS, dtype=torch.float64)[None], 2, ridge_rel=1e-4)
     assert float(recovery.residual_H) == 0.0
     assert bool(recovery.q_map_HRD.isfinite().all())
-
-
-def test_best_keeps_no_worse_planes_than_energy_does() -> None:
-    q, k = turned_by(*raw(), angles())
-    best = planes.eliminated(second(q), second(k), 2, ridge_rel=1e-9)
-    energy_HD = second(q).diagonal(dim1=1, dim2=2) * second(k).diagonal(dim1=1, dim2=2)
-    of_energy = planes.logit_v1(
-        second(q), second(k), kept_from_scores(planes.plane_scores(energy_HD), 2), ridge_rel=1e-9
-    )
-    assert float(best.residual_H.sum()) <= float(of_energy.residual_H.sum()) * (1.0 + 1e-9)
 
 
 # CORP's per-image system taken for some planes alone, and halves of the images that choose how strong its ridge is.

@@ -337,14 +337,6 @@ def test_what_is_not_asked_for_is_left_alone(moments: Moments) -> None:
     assert attention.sites[0].width == attention.sites[0].width_asked == 16
 
 
-def test_full_widths_one_by_one_are_the_dense_model_too(moments: Moments) -> None:
-    widths = {"blocks.0.mlp": 192, "blocks.1.attn.qk": 48, "blocks.1.attn.v": 48}
-    reduction = reduce(tiny.checkpoint().model, moments, method_from_preset("best", geometry="square"), widths=widths)
-    parts = dict(zip(widths, ("mlp", "qk", "v"), strict=True))
-    assert {site.site: site.part for site in reduction.sites} == parts
-    assert_identity(reduction.model)
-
-
 def test_the_command_keeps_everything_when_told_so(moments: Moments, tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     save_moments(moments, tmp_path / "m.safetensors")

@@ -107,8 +107,7 @@ def test_a_reduced_models_outputs_stay(geometry: str) -> None:
     assert torch.equal(*projections) != values_too
 
 
-@pytest.mark.parametrize("loop", [{}, {"align_inputs": True}])
-def test_a_closed_loop_fits_the_rotated_basis(loop: dict[str, bool]) -> None:
+def test_a_closed_loop_fits_the_rotated_basis() -> None:
     """Its last layer is fitted behind the rotation: the same model as without one."""
     asked = method(geometry="square", mlp_sparsity=0.5, align_hidden=8)
     models = [

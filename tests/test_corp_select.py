@@ -15,7 +15,8 @@ from corp_deploy.algebra import scores as select
 from corp_deploy.algebra.coupled import eliminate_coupled
 from corp_deploy.algebra.obs import Elimination, obs
 from corp_deploy.algebra.swap import swap
-from tests.test_corp_patch_elimination import covariance_of, ridge_loss
+from tests.test_corp_patch_elimination import blocks_of, covariance_of, ridge_loss
+from tests.test_corp_patch_elimination import greedy as explicit_greedy
 
 Array = NDArray[np.floating[Any]]
 
@@ -30,30 +31,8 @@ def layer(channels: int, outputs: int, tokens: int, *, seed: int = 0, rank: int 
     return torch.nn.functional.gelu(hidden), weight
 
 
-def greedy_by_inverse(cov: Tensor, weight: Tensor, ridge: float) -> list[int]:
-    """Textbook elimination: one dense update of the inverse and of the weights per channel."""
-    inverse: Array = np.linalg.inv(cov.numpy() + ridge * np.eye(len(cov)))
-    w: Array = weight.numpy().copy()
-    there = list(range(len(cov)))
-    order = []
-    while there:
-        pick = min(there, key=lambda j: float(np.square(w[:, j]).sum() / inverse[j, j]))
-        row = inverse[pick] / inverse[pick, pick]
-        w = w - np.outer(w[:, pick], row)
-        inverse = inverse - np.outer(inverse[pick], row)
-        there.remove(pick)
-        order.append(pick)
-    return order
-
-
-def test_scores_are_their_formulas() -> None:
-    samples, weight = layer(11, 5, 300)
-    x, w = samples.numpy(), weight.numpy()
-    second_F, norm_F = torch.from_numpy((x**2).mean(0)), np.sqrt((w**2).sum(0))
-    np.testing.assert_allclose(select.magnitude(weight), norm_F, rtol=1e-12)
-    np.testing.assert_allclose(select.combined(second_F, weight), (x**2).mean(0) * norm_F, rtol=1e-12)
-    by_hand = [sum(abs(w[o, i]) for o in range(5)) * np.sqrt((x[:, i] ** 2).mean()) for i in range(11)]
-    np.testing.assert_allclose(select.wanda(second_F, weight), by_hand, rtol=1e-12)
+def test_scores_of_rows_are_their_formulas() -> None:
+    w = layer(11, 5, 300)[1].numpy()
     first = torch.from_numpy(w.T.copy())  # any rows will do
     np.testing.assert_allclose(select.producer(first, 1), [sum(abs(v) for v in row) for row in w.T], rtol=1e-12)
     np.testing.assert_allclose(select.producer(first, 2), [sum(v**2 for v in row) ** 0.5 for row in w.T], rtol=1e-12)
@@ -100,21 +79,7 @@ def test_obs_equals_plain_greedy(block: int, tokens: int, rank: int | None) -> N
     samples, weight = layer(150, 20, tokens, seed=tokens, rank=rank)
     cov = covariance_of(samples)
     result = obs(cov, weight, ridge_rel=1e-4, block=block)
-    assert result.order_F.tolist() == greedy_by_inverse(cov, weight, result.ridge)
-
-
-def test_obs_curve_starts_at_nothing_and_ends_at_everything() -> None:
-    samples, weight = layer(40, 6, 500)
-    cov = covariance_of(samples)
-    result = obs(cov, weight, ridge_rel=1e-4)
-    assert result.error_at(40) == 0.0
-    curve = [result.error_at(width) for width in range(40, -1, -1)]
-    assert curve == sorted(curve)
-    for width in (31, 12, 3):
-        expected = ridge_loss(cov, weight, result.kept(width).tolist(), result.ridge)
-        assert result.error_at(width) == pytest.approx(expected, rel=1e-8)
-    whole = cov + result.ridge * torch.eye(40, dtype=torch.float64)
-    assert curve[-1] == pytest.approx(float(((weight @ whole) * weight).sum()), rel=1e-9)
+    assert result.order_F.tolist() == explicit_greedy(cov, weight, blocks_of(150, 1), result.ridge)
 
 
 def test_constant_and_unread_channels_go_first_for_nothing() -> None:

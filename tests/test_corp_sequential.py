@@ -1,17 +1,14 @@
 """Decoders calibrated block by block: the moments of a whole pass, one block held, interruptions, refusals."""
 
 import weakref
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import Result
-from torch import Tensor
 
 from calib.collect import Collector
-from calib.moments import ChannelMoments, Moments
 from calib.store import join, load, save
 from corp_deploy.families.text_decoder import DecoderBlock
 from corp_deploy.reduction import sequential
@@ -22,6 +19,8 @@ from ground.errors import BadInput
 from tests import decoders
 from tests.command import invoked, refuses
 from tests.refusals import rejects
+from tests.sums import assert_equal
+from tests.test_calib_store import mlp, moments
 
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
 
@@ -42,17 +41,6 @@ def calibrated(home: Path, kind: str, name: str, *options: Any, code: int = 0) -
     return invoked("calibrate", *own, *options, "-o", home / f"{name}.safetensors", code=code)
 
 
-def require_equal(one: Moments, other: Moments) -> None:
-    """Bit for bit."""
-    assert (one.lineage, list(one.sites), one.images) == (other.lineage, list(other.sites), other.images)
-    assert torch.equal(one.image_ids, other.image_ids)
-    for name in one.sites:
-        ours, theirs = one.sites[name], other.sites[name]
-        for each in fields(ours):
-            a, b = getattr(ours, each.name), getattr(theirs, each.name)
-            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, (name, each.name)
-
-
 @pytest.mark.parametrize("kind", ["sharded", "opt"])
 def test_block_by_block_gives_the_moments_of_a_whole_pass(home: Path, kind: str) -> None:
     options = ("--attention-system", "--hold-out", 5)
@@ -60,7 +48,7 @@ def test_block_by_block_gives_the_moments_of_a_whole_pass(home: Path, kind: str)
     calibrated(home, kind, f"{kind}-blocks", *options, "--sequential")
     for part in ("", ".held-out"):
         whole, blocks = (load(home / f"{kind}-{how}{part}.safetensors") for how in ("whole", "blocks"))
-        require_equal(blocks, whole)
+        assert_equal(blocks, whole, limit=0.0)
     assert not list(home.glob("*.partial.safetensors"))
 
 
@@ -109,7 +97,7 @@ def test_an_interrupted_run_goes_on_with_the_next_block(home: Path, monkeypatch:
     collected += [0, 0]
     calibrated(home, "llama", "goes-on", "--sequential")
     assert len(collected) == 2 + 2 + 2  # blocks 1 and 2 alone
-    require_equal(load(home / "goes-on.safetensors"), load(home / "straight.safetensors"))
+    assert_equal(load(home / "goes-on.safetensors"), load(home / "straight.safetensors"), limit=0.0)
     assert not list(home.glob("*.partial.safetensors"))
 
 
@@ -131,32 +119,15 @@ def test_no_other_model_goes_block_by_block(home: Path) -> None:
     refuses("give --model hf:DIR", "calibrate", "--model", home / "llama", *images, "--sequential")
 
 
-def channel(name: str, lineage: dict[str, str], count: int = 4) -> Moments:
-    x = torch.rand(count, 3, dtype=torch.float64)
-    own = ChannelMoments(tokens=count, eps=0.0, sum_F=x.sum(0), gram_FF=x.T @ x, active_F=x.sum(0))
-    return Moments(sites={name: own}, lineage=lineage, images=count, image_ids=torch.arange(count))
-
-
-def test_joined_files_hold_the_sites_of_all(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
-    moments = [channel(path.stem, {"model": "1"}) for path in paths]
-    for each, path in zip(moments, paths, strict=True):
-        save(each, path)
-    join(paths, tmp_path / "both.safetensors")
-    both = load(tmp_path / "both.safetensors")
-    for each in moments:
-        for name, site in each.sites.items():
-            got = both.sites[name]
-            assert isinstance(got, ChannelMoments)
-            assert isinstance(site, ChannelMoments)
-            assert torch.equal(got.gram_FF, site.gram_FF)
-    save(channel("c", {"model": "2"}), tmp_path / "c.safetensors")
+def test_parts_that_do_not_belong_together_are_not_joined(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
+    for path, lineage in zip(paths, ("1", "1", "2"), strict=True):
+        save(replace(moments(model=lineage), sites={path.stem: mlp()}), path)
     with pytest.raises(BadInput, match="not of the same images and model"):
-        join([*paths, tmp_path / "c.safetensors"], tmp_path / "odd.safetensors")
+        join(paths, tmp_path / "odd.safetensors")
     rejects("a is in another part", join, [paths[0], paths[0]], tmp_path / "odd.safetensors")
-    damaged = paths[1].read_bytes()
-    paths[1].write_bytes(damaged[:-8])
-    rejects("truncated", join, paths, tmp_path / "odd.safetensors")
+    paths[1].write_bytes(paths[1].read_bytes()[:-8])
+    rejects("truncated", join, paths[:2], tmp_path / "odd.safetensors")
     assert not (tmp_path / "odd.safetensors").exists()
 
 

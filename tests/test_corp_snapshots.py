@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
-from torch import Tensor
 
 from calib import memory
 from calib.calibrate import Snapshots
 from calib.groups import group_ids, second_half_mask, split_by_mask
 from calib.images import Images
-from calib.moments import Moments, SiteMoments
+from calib.moments import Moments
 from calib.patch_moments import PatchMoments
 from calib.store import load
 from calib.store import save as save_moments
@@ -36,9 +34,10 @@ from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from perf.report.images_plot import ImagesPoint, images_plot, images_table
-from tests import encoders, small_convnets, tiny
+from tests import small_convnets, tiny
 from tests.command import invoked
 from tests.refusals import rejects
+from tests.sums import assert_equal
 
 COUNT, BATCH = 30, 12
 
@@ -57,22 +56,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calibrated(home: Path, images: str, output: Path, *words: object, code: int = 0) -> Result:
     given = ["--model", home / "dense", "--images", home / images, "--batch-size", BATCH, "-o", output]
     return invoked("calibrate", *given, *words, code=code)
-
-
-def tensors(site: SiteMoments) -> Iterator[tuple[str, object]]:
-    for field in fields(site):
-        yield field.name, getattr(site, field.name)
-
-
-def assert_equal(a: Moments, b: Moments, limit: float = 1e-9) -> None:
-    assert (a.images, a.image_ids.tolist()) == (b.images, b.image_ids.tolist())
-    assert list(a.sites) == list(b.sites)
-    for name in a.sites:
-        for (field, x), (_, y) in zip(tensors(a.sites[name]), tensors(b.sites[name]), strict=True):
-            if isinstance(x, Tensor) and isinstance(y, Tensor):
-                assert float((x - y).double().norm()) <= limit * float(y.double().norm()), (name, field)
-            else:
-                assert x == y, (name, field)
 
 
 @pytest.mark.parametrize("words", [(), ("--attention-system",)])
@@ -140,17 +123,6 @@ def test_first_images_of_one_half_alone_are_refused(home: Path, tmp_path: Path) 
     message = calibrated(home, "images.npy", tmp_path / "m.safetensors", *words, code=2).stderr
     assert "the first 1 images are all in one half of the groups" in " ".join(message.split())
     assert not list(tmp_path.iterdir())
-
-
-def test_snapshots_of_documents(tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path / "hf", num_attention_heads=2)
-    documents = encoders.texts(20)
-    for name, lines in (("all", documents), ("first", documents[:7])):
-        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
-        given = ("--model", f"hf:{tmp_path / 'hf'}", "--text", tmp_path / f"{name}.txt", "--attention-system")
-        wanted = ("--snapshots", "7") if name == "all" else ()
-        invoked("calibrate", *given, *wanted, "-o", tmp_path / f"{name}.safetensors")
-    assert_equal(load(tmp_path / "all.7.safetensors"), load(tmp_path / "first.safetensors"))
 
 
 def test_snapshots_of_convolutions(tmp_path: Path) -> None:

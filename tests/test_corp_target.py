@@ -186,7 +186,7 @@ def error_on(x: Tensor, t: Tensor, weight: Tensor, bias: Tensor) -> float:
     return float((t - x @ weight.T - bias).square().sum(dim=1).mean())
 
 
-@pytest.mark.parametrize("strength", [1e-3, 0.1, 3.0])
+@pytest.mark.parametrize("strength", [0.0, 1e-3, 0.1, 3.0, 1e6])
 def test_refit_minimises_its_objective(strength: float) -> None:
     x, t, prior = data(0)
     result = refit_toward(prior, regression_of(x, t), strength=strength)
@@ -208,14 +208,6 @@ def test_never_worse_than_the_prior_at_its_best_bias(seed: int, tokens: int, str
     best = (t - x @ prior.T).mean(dim=0)
     assert result.residual_prior == pytest.approx(error_on(x, t, prior, best), rel=1e-6, abs=1e-9)
     assert result.residual <= result.residual_prior * (1 + 1e-9) + 1e-9
-
-
-def test_strength_goes_from_least_squares_to_the_prior() -> None:
-    x, t, prior = data(1)
-    regression = regression_of(x, t)
-    torch.testing.assert_close(refit_toward(prior, regression, strength=1e12).weight_OK, prior)
-    free = np.linalg.lstsq(np.hstack((x.numpy(), np.ones((80, 1)))), t.numpy(), rcond=None)[0].T
-    np.testing.assert_allclose(refit_toward(prior, regression, strength=0.0).weight_OK, free[:, :6], rtol=1e-8)
 
 
 def test_ids_that_are_none_of_the_images_make_no_halves(tmp_path: Path) -> None:

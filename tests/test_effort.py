@@ -172,7 +172,7 @@ def test_whatever_ranks_is_selecting(
 
         monkeypatch.setattr(room, name, moved_on)
 
-    for room, name in ((choice, "eliminate_channels"), (choice, "swap"), (scores, "energy_patches"), (scores, "wanda")):
+    for room, name in ((choice, "eliminate_blocks"), (choice, "swap"), (scores, "energy"), (scores, "wanda")):
         counted(room, name)
     checkpoint = tiny.checkpoint()
     moments = calibrate(checkpoint, tiny.opened(tmp_path / "i.npy", tiny.images(8), checkpoint.model), batch_size=8)
@@ -182,7 +182,7 @@ def test_whatever_ranks_is_selecting(
         timed = reduce(checkpoint.model, moments, method, watch=watch)
     assert watch.efforts["select"].seconds == len(ranked) > 0
     assert watch.efforts["recover"].seconds == 0.0
-    expected = {"best": {"eliminate_channels", "swap"}, "corp-v1": {"energy_patches"}, "grail": {"wanda"}}
+    expected = {"best": {"eliminate_blocks", "swap"}, "corp-v1": {"energy"}, "grail": {"wanda"}}
     assert expected[preset] <= set(ranked)
     plain = reduce(checkpoint.model, moments, method).model.state_dict()
     assert all(value.equal(plain[name]) for name, value in timed.model.state_dict().items())

@@ -16,16 +16,8 @@ EPS = 1e-3
 Pair = tuple[Tensor, Tensor]
 
 
-class Around(nn.Conv2d):
-    """Puts zeros right and below before it reads without any of its own, as TensorFlow's SAME does."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        padded = functional.pad(input, (0, 1, 0, 1))
-        return functional.conv2d(padded, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
-
-
 class TinyMaps(nn.Module):
-    """A strided convolution, a depthwise, a pointwise, a dilated one of groups and one with zeros of its own."""
+    """A strided convolution, a depthwise, a pointwise, a dilated one of groups and one with zeros put before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +25,12 @@ class TinyMaps(nn.Module):
         self.depthwise = nn.Conv2d(8, 8, 3, 1, 1, groups=8)
         self.pointwise = nn.Conv2d(8, 12, 1)
         self.grouped = nn.Conv2d(12, 12, (3, 2), 1, (2, 0), dilation=(2, 1), groups=2)
-        self.around = Around(12, 6, 2, 2)
+        self.around = nn.Conv2d(12, 6, 2, 2)
 
     def forward(self, images: Tensor) -> Tensor:
         x = functional.relu(self.strided(images))
         x = functional.relu(self.pointwise(self.depthwise(x)), inplace=True)
-        out: Tensor = self.around(functional.relu(self.grouped(x)))
+        out: Tensor = self.around(functional.pad(functional.relu(self.grouped(x)), (0, 1, 0, 1)))
         return out
 
 
@@ -60,7 +52,7 @@ def taps_of(model: TinyMaps) -> list[PatchTaps]:
     sites = [PatchTaps(name=name, output=getattr(model, name)) for name in ("strided", "depthwise", "pointwise")]
     sites.append(PatchTaps(name="grouped", output=model.grouped))
     sites.append(PatchTaps(name="some", output=model.grouped, channels_GR=CHANNELS_GR))
-    sites.append(PatchTaps(name="around", output=model.around, edges=(0, 1, 0, 1)))
+    sites.append(PatchTaps(name="around", output=model.around))
     return sites
 
 
@@ -98,9 +90,8 @@ def sums_by_loops(site: PatchTaps, pair: Pair) -> dict[str, np.ndarray]:
     """Every sum of one site over images, places and groups, from float32 maps, in float64."""
     conv, (x, y) = site.output, (each.double().numpy() for each in pair)
     down, along = (int(side) for side in conv.padding)
-    left, right, above, below = site.edges or (along, along, down, down)
     groups, width = conv.groups, x.shape[1] // conv.groups
-    padded = np.pad(x, ((0, 0), (0, 0), (above, below), (left, right)))
+    padded = np.pad(x, ((0, 0), (0, 0), (down, down), (along, along)))
     u, t, cross = [], [], []
     for image in range(len(x)):
         for row in range(y.shape[2]):
@@ -126,11 +117,6 @@ def patch_moments(moments: Moments, name: str) -> PatchMoments:
     site = moments.sites[name]
     assert isinstance(site, PatchMoments)
     return site
-
-
-def sums_of(site: PatchMoments) -> dict[str, Tensor]:
-    values = ((name, getattr(site, name)) for name in PatchMoments.__slots__)
-    return {name: value for name, value in values if isinstance(value, Tensor) and value.is_floating_point()}
 
 
 def relative(got: Tensor, expected: Tensor | np.ndarray) -> float:

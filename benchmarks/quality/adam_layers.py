@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.polish.layers import walk_layers
-from corp_deploy.polish.linearised import counts
-from corp_deploy.polish.newton import Sublayer
+from corp_deploy.polish.newton import Sublayer, counts
 from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.reduction.streams import Pair
 from corp_deploy.traced.models.steps import SegmentStep

@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-from corp_deploy.algebra import channels as algebra_channels
 from corp_deploy.algebra import (
+    block_obs,
     fold,
     obs,
-    patch_elimination,
     quadratic,
     queries_keys,
     regression,
@@ -21,6 +20,7 @@ from corp_deploy.algebra import (
     swap,
     values,
 )
+from corp_deploy.algebra import channels as algebra_channels
 from corp_deploy.reduction import (
     correct,
     heads,
@@ -70,7 +70,7 @@ class Variant:
         yield from (traced_pairs_kind, traced_values_kind)
         yield heads
         if choices.mlp_selection == "obs":
-            yield from (obs, patch_elimination, swap)
+            yield from (obs, block_obs, swap)
         if choices.geometry == "square":
             yield values
         if choices.merges:

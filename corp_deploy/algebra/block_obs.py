@@ -15,7 +15,7 @@ Legend: C blocks, T columns of a block, U = C T columns, O outputs, M blocks in 
 import torch
 from torch import Tensor
 
-from .obs import Elimination, RegularisedCovariance, shifted_covariance, without_cost
+from .obs import Elimination, RegularisedCovariance, obs, shifted_covariance, without_cost
 from .patches import columns
 from .quadratic import diagonal_blocks
 
@@ -131,12 +131,16 @@ def _remove_all(
 def eliminate_blocks(
     covariance_UU: Tensor, weight_OU: Tensor, size: int, *, ridge_rel: float, group_of_C: Tensor | None = None
 ) -> Elimination:
-    """Order all blocks of `size` columns by greedy backward elimination; O(U^3), one pass for every width.
+    """Order all blocks of `size` columns by greedy backward elimination, by `obs` where a block is one column; O(U^3),
+    one pass for every width.
 
     covariance_UU: float64 [U, U]; weight_OU: float64 [O, U]; ridge_rel: relative to the covariance's mean diagonal.
     group_of_C: equally many blocks each, numbered from 0; blocks then leave in rounds, one of every group, the cheapest
-    first. Blocks without variance or without weight cost nothing and go first, by index.
+    first, so that every multiple of the groups' number leaves equally many in each. Blocks without variance or without
+    weight cost nothing and go first, by index.
     """
+    if size == 1 and group_of_C is None:
+        return obs(covariance_UU, weight_OU, ridge_rel=ridge_rel)
     group_of_C = (
         weight_OU.new_zeros(weight_OU.shape[1] // size, dtype=torch.int64) if group_of_C is None else group_of_C
     )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 Work = Callable[..., tuple[Tensor, ...]]
+Graph = tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]
+"""With the tensors that it reads and changes, and those that it gives."""
 
 
 @dataclass(slots=True)
@@ -24,9 +26,7 @@ class Captured:
     """
 
     work: Work
-    graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]] = field(
-        default_factory=dict
-    )
+    graphs: dict[tuple[object, ...], Graph] = field(default_factory=dict)
     pool: Any = None
     depth: int = 0
 
@@ -44,9 +44,7 @@ class Captured:
             here.copy_(there)
         return tuple(each.clone() for each in found)
 
-    def _captured(
-        self, tensors: tuple[Tensor, ...], count: int
-    ) -> tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]:
+    def _captured(self, tensors: tuple[Tensor, ...], count: int) -> Graph:
         held = [each.clone() for each in tensors]
         if not self.graphs:  # what libraries set up at their first call can't be captured
             self.pool = torch.cuda.graph_pool_handle()

@@ -60,11 +60,6 @@ def _summed(tensors: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, tensors)
 
 
-def _curved(pieces: Iterable[Residuals], step_RD: Tensor, weight: float) -> Tensor:
-    """J'J S."""
-    return _summed(piece.back(piece.tangent.along(step_RD)) for piece in pieces) / weight
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kronecker:
     """G (x) A + ridge I by the eigenvalues of both: what it takes to divide by it."""
@@ -124,7 +119,8 @@ def gauss_newton(pieces: Iterable[Residuals], *, ridge_rel: float, iterations: i
     for _ in range(iterations):
         if not gain > least:
             return
-        curved_RD = _curved(pieces, towards_RD, weight) + ridge * towards_RD
+        curved_RD = _summed(piece.back(piece.tangent.along(towards_RD)) for piece in pieces) / weight
+        curved_RD = curved_RD + ridge * towards_RD
         bend = float((towards_RD * curved_RD).double().sum())
         if not bend > 0.0:
             return

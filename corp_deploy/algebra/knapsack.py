@@ -53,10 +53,6 @@ def _total_cost(sites: Sequence[SiteOptions], picks: Sequence[int]) -> float:
     return sum(site.costs[pick] for site, pick in zip(sites, picks, strict=True))
 
 
-def _total_error(sites: Sequence[SiteOptions], picks: Sequence[int]) -> float:
-    return sum(site.errors[pick] for site, pick in zip(sites, picks, strict=True))
-
-
 def _price_of_budget(sites: Sequence[SiteOptions], budget: float) -> float:
     """The least price (to rounding) at which every site choosing for itself stays within the budget."""
     if _total_cost(sites, _priced(sites, 0.0)) <= budget:
@@ -89,7 +85,7 @@ def allocate(sites: Sequence[SiteOptions], budget: float) -> Selection:
         raise BadInput(f"budget {budget:g} is less than the {least:g} that the narrowest widths cost; raise the budget")
     limit = max(budget, least) * (1.0 + 1e-12)
     price = _price_of_budget(sites, limit)
-    ceiling = _total_error(sites, _priced(sites, price))
+    ceiling = sum(site.errors[pick] for site, pick in zip(sites, _priced(sites, price), strict=True))
     slack = 1e-9 * ceiling + 1e-14 * len(sites) * price * limit  # rounding of the bound below
     rest_bound = [min(e + price * c for e, c in zip(s.errors, s.costs, strict=True)) for s in sites]
     rest_cost = [min(s.costs) for s in sites]

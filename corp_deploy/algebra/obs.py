@@ -9,6 +9,7 @@ the matrices take all of them in one product.
 Legend: F channels, O outputs, M channels still in the matrices, B removals in a block, K kept, P pruned.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,37 @@ def without_cost(part_C: Tensor) -> Elimination:
     place_C = torch.stack([(part_C[:i] == part).sum() for i, part in enumerate(part_C)])
     order_C = place_C.argsort(stable=True)
     return Elimination(order_F=order_C, error_F=torch.zeros_like(order_C, dtype=torch.float64), ridge=0.0)
+
+
+def interleaved(eliminations: Sequence[Elimination]) -> Elimination:
+    """The separate eliminations of a grouped convolution's groups as one, round by round.
+
+    Round r is the r-th removal of every group, in the groups' order; channels are numbered one group behind the other,
+    equally many in each. Errors add up; `ridge` is the largest.
+    """
+    order_GC = torch.stack([elimination.order_F for elimination in eliminations])
+    error_GC = torch.stack([elimination.error_F for elimination in eliminations])
+    groups, channels = order_GC.shape
+    first_G1 = channels * torch.arange(groups, device=order_GC.device)[:, None]
+    cost_GC = error_GC.diff(dim=1, prepend=error_GC.new_zeros(groups, 1))
+    return Elimination(
+        order_F=(order_GC + first_G1).T.flatten(),
+        error_F=cost_GC.T.flatten().cumsum(0),
+        ridge=max(elimination.ridge for elimination in eliminations),
+    )
+
+
+def others_first(order: Elimination, channels: int, lost: float) -> Elimination:
+    """The order of some of these channels, in front of them all others, each for an equal part of what they lose."""
+    is_other_F = torch.ones(channels, dtype=torch.bool, device=order.order_F.device)
+    is_other_F[order.order_F] = False
+    others = is_other_F.nonzero().squeeze(1)
+    parts = torch.arange(1, len(others) + 1, device=others.device, dtype=torch.float64) / max(len(others), 1)
+    return Elimination(
+        order_F=torch.cat((others, order.order_F)),
+        error_F=torch.cat((lost * parts, lost + order.error_F)),
+        ridge=order.ridge,
+    )
 
 
 def dead_channels(covariance_FF: Tensor, weight_OF: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .image_system import ImageSystem, pair_index
 from .quadratic import solve_ridge
-from .queries_keys import QkRecovery, explained, residual_aggregated, residual_per_image
+from .queries_keys import QkRecovery, explained, judged, residual_aggregated, residual_per_image
 from .scores import kept_from_scores, shared_by_groups
 
 # A factor's part as (row, column, sign) within a plane: the identity, and [[0, 1], [-1, 0]].
@@ -122,17 +122,10 @@ def image_loss(system: ImageSystem) -> PlaneLoss:
     return replace(exact_loss(_gram(product)), cross_HX=cross_HX)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Factors:
-    """A complex factor [H,K,2] for each plane kept, and how the worst of the systems was solved."""
-
-    factor_HK2: Tensor
-    condition: float
-    ridge: float
-
-
-def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> _Factors:
-    """The factors of least loss, pulled toward 1 by ridge_rel * the mean diagonal of G over what is kept."""
+def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> tuple[Tensor, float, float]:
+    """The factors [H,K,2] of least loss, a complex one for each plane kept, pulled toward 1 by ridge_rel * the mean
+    diagonal of G over what is kept; condition and ridge of the worst of the systems.
+    """
     factors, conditions, ridges = [], [], []
     for gram_XX, cross_X, kept_K in zip(loss.gram_HXX, loss.cross_HX, kept_HK, strict=True):
         lost_P = torch.ones(loss.planes, dtype=gram_XX.dtype, device=gram_XX.device).index_fill(0, kept_K, 0.0)
@@ -143,7 +136,7 @@ def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> _Factors:
         factors.append(torch.stack((1.0 - one_less_a_K, -minus_b_K), dim=1))
         conditions.append(solved.condition)
         ridges.append(solved.ridge)
-    return _Factors(factor_HK2=torch.stack(factors), condition=max(conditions), ridge=max(ridges))
+    return torch.stack(factors), max(conditions), max(ridges)
 
 
 def _maps(factor_HK2: Tensor, kept_HK: Tensor, dims: int, grouped: int) -> tuple[Tensor, Tensor]:
@@ -212,7 +205,7 @@ def _kept_whole(planes_HK: Tensor, dims: int) -> Tensor:
 
 
 def _recovered(
-    fitted: _Factors,
+    fitted: tuple[Tensor, float, float],
     kept_HK: Tensor,
     plain_HK: Tensor,
     dims: int,
@@ -220,19 +213,10 @@ def _recovered(
     residual: Callable[[Tensor, Tensor], Tensor],
 ) -> QkRecovery:
     """Planes with fitted factors beside planes without, by the residual of maps of q and of k."""
-    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, dims, grouped)
-    plain = _kept_whole(plain_HK, dims)
-    residual_H, plain_H = residual(q_map, k_map), residual(plain, plain)
-    return QkRecovery(
-        q_map_HRD=q_map,
-        k_map_HRD=k_map,
-        planes_HK=kept_HK,
-        residual_H=residual_H,
-        residual_uncompensated_H=plain_H,
-        r2=explained(residual_H, plain_H),
-        condition=fitted.condition,
-        ridge=fitted.ridge,
-    )
+    factor_HK2, condition, ridge = fitted
+    maps, plain = _maps(factor_HK2, kept_HK, dims, grouped), _kept_whole(plain_HK, dims)
+    own = judged(maps, residual(*maps), residual(plain, plain), condition=condition, ridge=ridge)
+    return replace(own, planes_HK=kept_HK)
 
 
 def _aggregated(

@@ -94,4 +94,5 @@ def floored_roots(moment_HVV: Tensor, floor_rel: float) -> tuple[Tensor, Tensor]
 
 def diagonal_blocks(matrix_CC: Tensor, count: int) -> Tensor:
     """[C, C] -> so many blocks on the diagonal [count, V, V]."""
-    return matrix_CC.unflatten(1, (count, -1)).unflatten(0, (count, -1)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    apart: Tensor = matrix_CC.unflatten(1, (count, -1)).unflatten(0, (count, -1))
+    return apart.diagonal(dim1=0, dim2=2).permute(2, 0, 1)

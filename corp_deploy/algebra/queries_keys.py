@@ -9,7 +9,7 @@ the dense head. With E = I - q_map' k_map the logits lose Q E K', and a recovery
 Legend: H heads, D dimensions of a head, R reduced dimensions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,6 +50,21 @@ def explained(residual_H: Tensor, uncompensated_H: Tensor) -> float:
     return 1.0 - float(residual_H.sum()) / total if total > 0.0 else 1.0
 
 
+def judged(
+    maps: tuple[Tensor, Tensor], residual_H: Tensor, uncompensated_H: Tensor, *, condition: float, ridge: float
+) -> QkRecovery:
+    """Maps of q and k with what they lose, and what is lost with nothing fitted."""
+    return QkRecovery(
+        q_map_HRD=maps[0],
+        k_map_HRD=maps[1],
+        residual_H=residual_H,
+        residual_uncompensated_H=uncompensated_H,
+        r2=explained(residual_H, uncompensated_H),
+        condition=condition,
+        ridge=ridge,
+    )
+
+
 def _selection(kept_HR: Tensor, head_dim: int) -> Tensor:
     return torch.nn.functional.one_hot(kept_HR, head_dim).to(torch.float64)
 
@@ -80,15 +95,7 @@ def select(kept_HR: Tensor, *, q_second_HDD: Tensor, k_second_HDD: Tensor) -> Qk
     """Keep those dimensions as they are. Judged on the second moments."""
     map_HRD = _selection(kept_HR, q_second_HDD.shape[-1])
     residual_H = residual_aggregated(q_second_HDD, k_second_HDD, map_HRD, map_HRD)
-    return QkRecovery(
-        q_map_HRD=map_HRD,
-        k_map_HRD=map_HRD,
-        residual_H=residual_H,
-        residual_uncompensated_H=residual_H.clone(),
-        r2=0.0,
-        condition=1.0,
-        ridge=0.0,
-    )
+    return replace(judged((map_HRD, map_HRD), residual_H, residual_H.clone(), condition=1.0, ridge=0.0), r2=0.0)
 
 
 def _folded(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -116,20 +123,8 @@ def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecove
         ridges.append(solved.ridge)
     residual_H = system.energy_H.new_tensor(residuals)
     uncompensated_H = system.energy_H.new_tensor(missing)
-    q_map_HRD, k_map_HRD = _folded(torch.stack(ms), kept_HR, system.head_dim)
-    return QkRecovery(
-        q_map_HRD=q_map_HRD,
-        k_map_HRD=k_map_HRD,
-        residual_H=residual_H,
-        residual_uncompensated_H=uncompensated_H,
-        r2=explained(residual_H, uncompensated_H),
-        condition=max(conditions),
-        ridge=max(ridges),
-    )
-
-
-def _block(matrix_HDD: Tensor, rows_HRD: Tensor, columns_HRD: Tensor) -> Tensor:
-    return rows_HRD @ matrix_HDD @ columns_HRD.mT
+    maps = _folded(torch.stack(ms), kept_HR, system.head_dim)
+    return judged(maps, residual_H, uncompensated_H, condition=max(conditions), ridge=max(ridges))
 
 
 def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, ridge_rel: float) -> QkRecovery:
@@ -141,7 +136,7 @@ def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, rid
     head_dim = q_second_HDD.shape[-1]
     rows_HRD = _selection(kept_HR, head_dim)
     pruned_HDD = _identity(rows_HRD) - rows_HRD.mT @ rows_HRD
-    q_HRR, k_HRR = _block(q_second_HDD, rows_HRD, rows_HRD), _block(k_second_HDD, rows_HRD, rows_HRD)
+    q_HRR, k_HRR = (rows_HRD @ each @ rows_HRD.mT for each in (q_second_HDD, k_second_HDD))
     cross_HRR = rows_HRD @ q_second_HDD @ pruned_HDD @ k_second_HDD @ rows_HRD.mT
     q_value_HR, q_basis_HRR = torch.linalg.eigh(q_HRR)
     k_value_HR, k_basis_HRR = torch.linalg.eigh(k_HRR)
@@ -152,19 +147,12 @@ def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, rid
     largest_H11 = values_HRR.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     inverse_HRR = torch.where(values_HRR > 1e-14 * largest_H11, 1.0 / values_HRR, 0.0)
     m_HRR = q_basis_HRR @ ((q_basis_HRR.mT @ cross_HRR @ k_basis_HRR) * inverse_HRR) @ k_basis_HRR.mT
-    q_map_HRD, k_map_HRD = _folded(m_HRR, kept_HR, head_dim)
-    residual_H = residual_aggregated(q_second_HDD, k_second_HDD, q_map_HRD, k_map_HRD)
+    maps = _folded(m_HRR, kept_HR, head_dim)
+    residual_H = residual_aggregated(q_second_HDD, k_second_HDD, *maps)
     uncompensated_H = residual_aggregated(q_second_HDD, k_second_HDD, rows_HRD, rows_HRD)
     smallest_H = values_HRR.amin(dim=(1, 2)).clamp_min(torch.finfo(torch.float64).eps * largest_H11.flatten())
-    return QkRecovery(
-        q_map_HRD=q_map_HRD,
-        k_map_HRD=k_map_HRD,
-        residual_H=residual_H,
-        residual_uncompensated_H=uncompensated_H,
-        r2=explained(residual_H, uncompensated_H),
-        condition=float((largest_H11.flatten() / smallest_H).max()),
-        ridge=float(ridge_H.max()),
-    )
+    condition = float((largest_H11.flatten() / smallest_H).max())
+    return judged(maps, residual_H, uncompensated_H, condition=condition, ridge=float(ridge_H.max()))
 
 
 def _roots(second_HDD: Tensor, floor_rel: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,16 +186,10 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
     plain_HRD = _selection(kept_from_scores(energy_HD, width), energy_HD.shape[1])
     plain_H = residual_aggregated(q_second_HDD, k_second_HDD, plain_HRD, plain_HRD)
     worse_H11 = (residual_H >= plain_H)[:, None, None]
-    residual_H = torch.minimum(residual_H, plain_H)
-    return QkRecovery(
-        q_map_HRD=torch.where(worse_H11, plain_HRD, q_map_HRD),
-        k_map_HRD=torch.where(worse_H11, plain_HRD, k_map_HRD),
-        residual_H=residual_H,
-        residual_uncompensated_H=plain_H,
-        r2=explained(residual_H, plain_H),
-        condition=float(torch.maximum(q_condition_H, k_condition_H).max()),
-        ridge=floor_rel * float(q_second_HDD.diagonal(dim1=1, dim2=2).mean(1).max()),
-    )
+    maps = torch.where(worse_H11, plain_HRD, q_map_HRD), torch.where(worse_H11, plain_HRD, k_map_HRD)
+    condition = float(torch.maximum(q_condition_H, k_condition_H).max())
+    ridge = floor_rel * float(q_second_HDD.diagonal(dim1=1, dim2=2).mean(1).max())
+    return judged(maps, torch.minimum(residual_H, plain_H), plain_H, condition=condition, ridge=ridge)
 
 
 def _of_like_size(q_map_HRD: Tensor, k_map_HRD: Tensor) -> tuple[Tensor, Tensor]:

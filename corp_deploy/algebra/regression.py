@@ -78,7 +78,6 @@ class Refit:
     bias_O: Tensor
     residual: float
     residual_prior: float
-    strength: float
     condition: float
     ridge: float
 
@@ -102,7 +101,6 @@ def refit_toward(prior_OK: Tensor | None, regression: Regression, *, strength: f
         bias_O=regression.mean_O - weight_OK @ regression.mean_K,
         residual=max(residual_prior - gained, 0.0),
         residual_prior=max(residual_prior, 0.0),
-        strength=strength,
         condition=solved.condition,
         ridge=solved.ridge,
     )

@@ -53,11 +53,9 @@ def magnitude_mask(weight_OK: Tensor, sparsity: Sparsity) -> Tensor:
     return mask_OGn.scatter(-1, order_OGn[..., : sparsity.kept], True).flatten(1)
 
 
-def cast_mask(
-    weight_OK: Tensor, second_KK: Tensor, sparsity: Sparsity, *, prior_OK: Tensor | None = None, alpha: float = 0.0
-) -> Tensor:
-    """CAST's choice (Marchenko-Pastur paper, Sec. 3): of a group g the pattern of least r' C_g r + alpha c_g h, where r
-    are the weights it drops, C_g = E[x_g x_g'], h the Hamming distance to a prior mask and c_g the patterns' mean cost.
+def cast_mask(weight_OK: Tensor, second_KK: Tensor, sparsity: Sparsity) -> Tensor:
+    """CAST's choice (Marchenko-Pastur paper, Sec. 3) without a prior mask: of a group g the pattern of least r' C_g r,
+    where r are the weights it drops, C_g = E[x_g x_g'].
 
     It looks at each group by itself and changes no weight. Boolean [O,K].
     """
@@ -69,9 +67,6 @@ def cast_mask(
         group = slice(start, start + size)
         dropped_OPn = weight_OK[:, None, group] * ~masks_Pn
         cost_OP = ((dropped_OPn @ second_KK[group, group]) * dropped_OPn).sum(dim=-1)
-        if prior_OK is not None and alpha:
-            distance_OP = (masks_Pn != prior_OK[:, None, group]).sum(dim=-1)
-            cost_OP = cost_OP + alpha * cost_OP.mean(dim=1, keepdim=True) * distance_OP
         kept[:, group] = masks_Pn[cost_OP.argmin(dim=1)]
     return kept
 
@@ -97,7 +92,8 @@ def obs_mask(weight_OK: Tensor, hessian_KK: Tensor, sparsity: Sparsity) -> Tenso
     `hessian_KK`: the inputs' covariance with its ridge, positive definite. Boolean [O,K].
     """
     size, patterns_PD = sparsity.of, dropped_patterns(sparsity, weight_OK.device)
-    upper_KK = inverse_upper(hessian_KK)
+    inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(hessian_KK))
+    upper_KK = torch.linalg.cholesky(inverse_KK, upper=True)  # U' U = H^-1
     weight_OK = weight_OK.clone()
     mask_OK = torch.ones_like(weight_OK, dtype=torch.bool)
     for start in range(0, weight_OK.shape[1], size):
@@ -109,10 +105,3 @@ def obs_mask(weight_OK: Tensor, hessian_KK: Tensor, sparsity: Sparsity) -> Tenso
         weight_OK[:, start:] -= spread_On @ behind_nX
         mask_OK[:, group] = mask_OK[:, group].scatter(1, dropped_OD, False)
     return mask_OK
-
-
-def inverse_upper(hessian_KK: Tensor) -> Tensor:
-    """U, upper, with U' U = H^-1. Raises for a matrix that is not positive definite."""
-    inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(hessian_KK))
-    upper_KK: Tensor = torch.linalg.cholesky(inverse_KK, upper=True)
-    return upper_KK

@@ -160,12 +160,6 @@ def _candidates(swept: _Swept, allowed_F: Tensor) -> list[tuple[int, int, float]
     return pairs
 
 
-def _objective(swept: _Swept) -> float:
-    """tr(W_P (A_PP - A_PS H A_SP) W_P')."""
-    weight_OP = swept.weight_OF[:, swept.kept :]
-    return float(((weight_OP @ swept.t_FF[swept.kept :, swept.kept :]) * weight_OP).sum())
-
-
 def swap(
     covariance_FF: Tensor, weight_OF: Tensor, kept_K: Tensor, *, ridge_rel: float, gain_rel: float = 1e-5
 ) -> ExchangedSet:
@@ -178,7 +172,8 @@ def swap(
     if not bool(allowed_F.any()):
         return ExchangedSet(kept_K=kept_K.sort().values, swaps=0, error_before=0.0, error=0.0)
     swept = _Swept(shifted_covariance(covariance_FF, ridge_rel).matrix_FF, weight_OF, kept_K)
-    before = error = _objective(swept)
+    left_OP, t_PP = swept.weight_OF[:, swept.kept :], swept.t_FF[swept.kept :, swept.kept :]
+    before = error = float(((left_OP @ t_PP) * left_OP).sum())  # tr(W_P (A_PP - A_PS H A_SP) W_P')
     swaps, improved = 0, True
     while improved:
         improved = False

@@ -21,7 +21,7 @@ def with_one(x: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTangent:
     """Of y = f(first u), f any function of what the first map gives [X,R], which is differentiated once: `pulled_XR` is
-    linear in `weights_XO`, so that its own derivative is f's. `held_bytes`: of all that is kept for that.
+    linear in `weights_XO`, so that its own derivative is f's. `size_bytes`: of all that is kept for that.
     """
 
     entering_XD: Tensor
@@ -29,7 +29,7 @@ class RunTangent:
     out_XO: Tensor
     weights_XO: Tensor
     pulled_XR: Tensor
-    held_bytes: int
+    size_bytes: int
 
     @classmethod
     def of(cls, entering_XD: Tensor, given_XR: Tensor, run: Callable[[Tensor], Tensor]) -> Self:
@@ -45,13 +45,14 @@ class RunTangent:
             out_XO = run(given_XR)
             weights_XO = torch.zeros_like(out_XO).requires_grad_()
             (pulled_XR,) = torch.autograd.grad(out_XO, given_XR, weights_XO, create_graph=True)
+        own = (entering_XD, given_XR, out_XO, weights_XO, pulled_XR)
         return cls(
             entering_XD=entering_XD,
             given_XR=given_XR,
             out_XO=out_XO,
             weights_XO=weights_XO,
             pulled_XR=pulled_XR,
-            held_bytes=sum(held_bytes),
+            size_bytes=sum(held_bytes) + sum(each.nbytes for each in own),
         )
 
     def along(self, step_RD: Tensor) -> Tensor:

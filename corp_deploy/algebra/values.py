@@ -111,6 +111,7 @@ def _swept(
     return v_map_HRV, new_OK
 
 
+_FLOOR_REL = 1e-6
 _NOISE = 4.0  # of a whole covariance's least eigenvalue, by those of the heads' own
 
 
@@ -135,7 +136,6 @@ def lowrank(
     width: int,
     *,
     ridge_rel: float,
-    floor_rel: float = 1e-6,
     sweeps: int = 1,
 ) -> ValueRecovery:
     """Per head the truncated SVD of W_O,h S_z,h^1/2, the mean folded exactly into the bias, one refit over all heads.
@@ -143,10 +143,10 @@ def lowrank(
     The refit is a ridge toward the weights so far: with M all maps side by side and C the covariance of z,
     W' + (W - W' M) C M' (M C M' + ridge I)^-1, ridge = ridge_rel * mean diagonal of M C M'. `sweeps` times, each
     head's map is then chosen again for what the others leave over, and the refit repeated; nothing raises the error.
-    Eigenvalues of S_z,h are raised to floor_rel * their mean.
+    Eigenvalues of S_z,h are raised to _FLOOR_REL * their mean.
     """
     covariance_CC = _denoised(second_CC - torch.outer(mean_C, mean_C), heads)
-    root_HV, basis_HVV = floored_roots(diagonal_blocks(covariance_CC, heads), floor_rel)
+    root_HV, basis_HVV = floored_roots(diagonal_blocks(covariance_CC, heads), _FLOOR_REL)
     whitened_HOV = (head_slices(weight_OC, heads) @ basis_HVV) * root_HV.unsqueeze(1)
     v_map_HRV, cut_HOR = _cut(whitened_HOV, root_HV, basis_HVV, width)
     solved = solve_ridge_toward(

@@ -18,10 +18,8 @@ from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.models.token_merging import Tokens
 
-from .arithmetic import reduced_precision
-from .descent import Descent
-from .draws import Draw
-from .gradient_averaging import GradientAverager
+from .descent import Descent, Draw
+from .gradient_averaging import GradientAverager, reduced_precision
 from .held_out import mean_over
 from .matrices import chosen_
 from .objective import stream_error

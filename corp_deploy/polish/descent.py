@@ -2,15 +2,15 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from calib.distributed import Ranks
 
-from .draws import Draw, drawn
 from .matrices import Matrix
 from .options import PolishOptions
 from .report import Judged, PartReport
@@ -18,6 +18,24 @@ from .report import Judged, PartReport
 _MEAN, _SQUARE = 0.9, 0.99  # the latter short, as a polish is
 _LEAST = 1e-12
 _NOISE_REL = 1e-4  # of a matrix's root mean square gradient: an entry below it moves less, as rounding's would else
+
+
+class Draw(NamedTuple):
+    """A row, and the number of its draw among all of them."""
+
+    row: int
+    number: int
+
+
+def drawn(count: int, *, first: int, size: int, seed: int) -> list[Draw]:
+    """Draws `first` to `first + size` of an endless sequence; each pass over all rows has an order of its own."""
+    chosen: list[Draw] = []
+    while len(chosen) < size:
+        epoch, start = divmod(first + len(chosen), count)
+        order = np.random.default_rng((seed, epoch)).permutation(count)[start:].tolist()
+        number = first + len(chosen)
+        chosen += [Draw(row, number + place) for place, row in enumerate(order[: size - len(chosen)])]
+    return chosen
 
 
 class Adam:
@@ -71,14 +89,35 @@ class Position:
     """
 
     values: list[Tensor]
-    means: list[Tensor]
-    squares: list[Tensor]
-    average: list[Tensor]
+    means: list[Tensor] = field(default_factory=list)
+    squares: list[Tensor] = field(default_factory=list)
+    average: list[Tensor] = field(default_factory=list)
     best: list[Tensor]
     curve: tuple[Judged, ...]
     step: int = 0
     seconds: float = 0.0
-    best_error: float = float("inf")
+    best_error: float
+
+    @classmethod
+    def first(cls, values: list[Tensor], error: float) -> "Position":
+        """Nothing done yet."""
+        curve = (Judged(step=0, seconds=0.0, error=error, averaged=error),)
+        return cls(values=values, best=[value.clone() for value in values], curve=curve, best_error=error)
+
+    def report(self, part: str) -> PartReport:
+        """What came of it."""
+        return PartReport(
+            part=part,
+            steps=self.step,
+            seconds=self.seconds,
+            error_before=self.curve[0].error,
+            error=self.best_error,
+            curve=self.curve,
+        )
+
+
+def ignored(_: Position) -> None:
+    """Nobody is told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,42 +148,55 @@ def step_size(options: PolishOptions, way: float) -> float:
     return options.largest_step * (1.0 - way) / (1.0 - options.warm_up)
 
 
-class Descent:
-    """One fit: a problem, the matrices that may change, and how far."""
+class Fit:
+    """A part being fitted: the matrices that may change, and how far."""
+
+    def __init__(self, matrices: Sequence[Matrix], pace: StepBudget, ranks: Ranks) -> None:
+        self.matrices, self.pace, self.ranks = matrices, pace, ranks
+
+    def start(self) -> Position:
+        """Nothing done yet, judged once."""
+        raise NotImplementedError
+
+    def run(
+        self, position: Position, save: Callable[[Position], None] = ignored, hear: Callable[[Position], None] = ignored
+    ) -> None:
+        """Go on to the end of the way, and leave the matrices at the best that was met."""
+        raise NotImplementedError
+
+    def values(self) -> list[Tensor]:
+        return [matrix.values_OK for matrix in self.matrices]
+
+    def set_(self, values: Sequence[Tensor]) -> None:
+        for matrix, value in zip(self.matrices, values, strict=True):
+            matrix.set_(value)
+
+
+class Descent(Fit):
+    """Gradient steps on a problem."""
 
     def __init__(
         self, problem: Problem, matrices: Sequence[Matrix], options: PolishOptions, pace: StepBudget, ranks: Ranks
     ) -> None:
-        self.problem, self.matrices, self.options, self.pace, self.ranks = problem, matrices, options, pace, ranks
+        super().__init__(matrices, pace, ranks)
+        self.problem, self.options = problem, options
 
     def start(self) -> Position:
-        """Nothing done yet, judged once."""
-        values = [matrix.values_OK for matrix in self.matrices]
-        error = self.problem.held_out()
-        return Position(
-            values=values,
-            means=[torch.zeros_like(value) for value in values],
-            squares=[torch.zeros_like(value) for value in values],
-            average=[value.clone() for value in values],
-            best=[value.clone() for value in values],
-            curve=(Judged(step=0, seconds=0.0, error=error, averaged=error),),
-            best_error=error,
-        )
-
-    def _set_(self, values: Sequence[Tensor]) -> None:
-        for matrix, value in zip(self.matrices, values, strict=True):
-            matrix.set_(value)
+        position = Position.first(self.values(), self.problem.held_out())
+        position.means, position.squares = ([torch.zeros_like(each) for each in position.values] for _ in range(2))
+        position.average = self.values()
+        return position
 
     def _judge_(self, position: Position) -> None:
         """The weights and their average; whichever is better than all before is kept."""
-        position.values = [matrix.values_OK for matrix in self.matrices]
+        position.values = self.values()
         errors: list[float] = []
         for candidate in (position.values, position.average):
-            self._set_(candidate)
+            self.set_(candidate)
             errors.append(self.problem.held_out())
             if errors[-1] < position.best_error:
                 position.best, position.best_error = [value.clone() for value in candidate], errors[-1]
-        self._set_(position.values)
+        self.set_(position.values)
         error, averaged = errors
         position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=averaged),)
 
@@ -153,20 +205,11 @@ class Descent:
         draws = drawn(self.problem.rows, first=step * rows_per_step, size=rows_per_step, seed=self.options.seed)
         return draws[self.ranks.rank :: self.ranks.size]
 
-    def _average_(self, position: Position, share: float) -> None:
-        for average, matrix in zip(position.average, self.matrices, strict=True):
-            average.lerp_(matrix.values_OK, 1.0 - 0.5 ** (share / self.options.averaged))
-
     def run(
-        self,
-        position: Position,
-        *,
-        save: Callable[[Position], None] | None = None,
-        on_progress: Callable[[Position], None] | None = None,
+        self, position: Position, save: Callable[[Position], None] = ignored, hear: Callable[[Position], None] = ignored
     ) -> None:
-        """Go on to the end of the way, and leave the matrices at the best that was met."""
         adam = Adam(self.matrices, position.means, position.squares)
-        self._set_(position.values)
+        self.set_(position.values)
         before, began = position.seconds, time.monotonic()
         way = self.pace.way(position.step, position.seconds)
         while way < 1.0:
@@ -174,24 +217,11 @@ class Descent:
             adam.step_(position.step + 1, step_size(self.options, way) * min(1.0, position.curve[0].error))
             position.step, position.seconds = position.step + 1, self.pace.since(before, began, self.ranks)
             now = self.pace.way(position.step, position.seconds)
-            self._average_(position, now - way)
+            for average, value in zip(position.average, self.values(), strict=True):
+                average.lerp_(value, 1.0 - 0.5 ** ((now - way) / self.options.averaged))
             due, way = int(now * _JUDGED) > int(way * _JUDGED), now
             if due:
                 self._judge_(position)
-                if save is not None:
-                    save(position)
-            if on_progress is not None:
-                on_progress(position)
-        self._set_(position.best)
-
-    @staticmethod
-    def report(part: str, position: Position) -> PartReport:
-        """What came of it."""
-        return PartReport(
-            part=part,
-            steps=position.step,
-            seconds=position.seconds,
-            error_before=position.curve[0].error,
-            error=position.best_error,
-            curve=position.curve,
-        )
+                save(position)
+            hear(position)
+        self.set_(position.best)

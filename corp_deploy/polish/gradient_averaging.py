@@ -1,19 +1,30 @@
-"""One module's gradients averaged over processes and micro-batches (data parallel)."""
+"""In which precision a polish computes, and one module's gradients averaged over processes and micro-batches (data
+parallel).
+"""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from calib.distributed import Ranks
+from calib.products import matmul_precision
 from corp_deploy.traced.models.module import device
 
-from .arithmetic import reduced_precision
-
 Piece = TypeVar("Piece")
+
+
+def reduced_precision(where: torch.device) -> AbstractContextManager[Any]:
+    """On a GPU products in bfloat16, with weights, gradients and errors in float32; on a CPU float32 throughout."""
+    return torch.autocast("cuda", torch.bfloat16) if where.type == "cuda" else nullcontext()
+
+
+def tf32(where: torch.device) -> AbstractContextManager[None]:
+    """On a GPU the products that stay float32 by TF32, as long as the body lasts."""
+    return matmul_precision("high") if where.type == "cuda" else nullcontext()
 
 
 class GradientAverager:

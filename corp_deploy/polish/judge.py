@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from calib.distributed import Ranks
 
-from .arithmetic import reduced_precision
-from .draws import Draw
+from .descent import Draw
+from .gradient_averaging import reduced_precision
 from .teacher import Teacher
 
 

@@ -12,7 +12,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.streams import Pair, embedded
-from corp_deploy.traced.models.steps import Merge, SegmentStep, Step, Unmerge
+from corp_deploy.traced.models.steps import Merge, SegmentStep, Unmerge
 
 from .newton import AlternatingFit, Newton
 from .parts import Parts
@@ -46,11 +46,8 @@ def fitted_steps(dense: nn.Module, model: nn.Module) -> list[str]:
     segments.
     """
     narrower = set(reduced_sites(dense, model))
-    return [step.name for step in traced_model.steps(model) if not narrower.isdisjoint(_sites(step))]
-
-
-def _sites(step: Step) -> tuple[str, ...]:
-    return step.sites if isinstance(step, SegmentStep) else ()
+    segments = [step for step in traced_model.steps(model) if isinstance(step, SegmentStep)]
+    return [step.name for step in segments if not narrower.isdisjoint(step.sites)]
 
 
 def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], fit: Fit) -> None:

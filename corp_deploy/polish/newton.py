@@ -3,14 +3,14 @@
 First the first layer, by a Gauss-Newton step through all that follows it (algebra/gauss_newton.py), then the last one,
 by a regression on what now enters it. Both are chosen by the held-out inputs, where nothing ever becomes worse.
 
-Legend: C channels of the stream, D those with a one for a bias, R rows of the first layer, K inputs of the last one.
+Legend: B inputs of a pair, N tokens, C channels of the stream, D those with a one for a bias, R rows of the first
+layer, K inputs of the last one.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,32 +19,37 @@ from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from corp_deploy.algebra.gauss_newton import Residuals, gauss_newton
 from corp_deploy.reduction.branch_sums import StreamEnergy
-from corp_deploy.reduction.correct import STRENGTHS
 from corp_deploy.reduction.streams import Pair
 from corp_deploy.traced.models.steps import SegmentStep
 
-from .descent import Descent, Position, StepBudget
-from .linearised import counts
+from .descent import Fit, Position, StepBudget, ignored
 from .matrices import Matrix
 from .report import Judged
+
+_SHARES = (1.0, 0.5, 0.25)  # of a step, that are tried
+MOST_TOKENS = 65_536  # that a step is fitted to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newton:
-    """How a sublayer's two layers are fitted in turn: the ridge of a Gauss-Newton step, after how
-    many iterations of conjugate gradients it is looked at, which parts of it are tried; the ridges of a regression; and
-    to how many tokens a step is fitted at most.
+    """The ridge of a Gauss-Newton step, and after how many iterations of conjugate gradients it is looked at,
+    ascending.
     """
 
     ridge_rel: float = 1e-2
     looks: tuple[int, ...] = (3, 8)
-    shares: tuple[float, ...] = (1.0, 0.5, 0.25)
-    strengths: tuple[float, ...] = STRENGTHS
-    most_tokens: int = 65_536
 
-    def __post_init__(self) -> None:
-        assert all(here < there for here, there in pairwise(self.looks)), self.looks
-        assert self.most_tokens > 0, self.most_tokens
+
+def counts(read: Tensor | None, pair: Pair) -> Tensor:
+    """How much each token of the reduced stream counts behind a segment [B,N]; 0 where it isn't read or there."""
+    is_read_N = torch.ones(pair.target.shape[1], device=pair.reduced.device)
+    if read is not None:
+        is_read_N = torch.zeros_like(is_read_N).index_fill_(0, read, 1.0)
+    present_BN = pair.present_BN
+    is_read_BN = is_read_N.expand(len(pair.reduced), -1)
+    if present_BN is None or present_BN.shape != is_read_BN.shape:  # as of what is pooled
+        return is_read_BN
+    return is_read_BN * present_BN.to(is_read_BN)
 
 
 class _Judge:
@@ -106,13 +111,6 @@ class Sublayer:
         return tuple(matrix for step in self.steps for matrix in step.matrices)
 
 
-def _some(pairs: Sequence[Pair], most_tokens: int, sweep: int) -> Sequence[Pair]:
-    """Each so many-th pair, others in each sweep, of so many tokens together at most, or one pair."""
-    tokens = sum(pair.reduced.shape[:2].numel() for pair in pairs)
-    stride = min(-(-tokens // most_tokens), len(pairs))
-    return pairs[sweep % stride :: stride]
-
-
 def take_(step: Step, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: float) -> float:
     """Layers one Gauss-Newton step on, or the part of it that the held-out inputs bear out; their error."""
     start_RD = best_RD = step.rows_RD
@@ -121,7 +119,7 @@ def take_(step: Step, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: 
         if iteration not in how.looks:
             continue
         last = math.inf
-        for share in how.shares:
+        for share in _SHARES:
             step.set_(start_RD + share * step_RD)
             now = judge.error()
             if now < error:
@@ -133,7 +131,7 @@ def take_(step: Step, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: 
     return error
 
 
-class AlternatingFit:
+class AlternatingFit(Fit):
     """One sublayer of a reduced model fitted in place, step by step as Descent has it: a step is a sweep over its
     layers, and the sweeps end where nothing is gained.
 
@@ -144,53 +142,36 @@ class AlternatingFit:
     def __init__(
         self, sublayer: Sublayer, pairs: Sequence[Pair], how: Newton, pace: StepBudget, ranks: Ranks = ALONE
     ) -> None:
-        self.sublayer, self.pairs, self.how, self.pace, self.ranks = sublayer, pairs, how, pace, ranks
+        super().__init__(sublayer.matrices, pace, ranks)
+        self.sublayer, self.how = sublayer, how
         self.fitted = [pair for pair in pairs if not pair.held_out]
         self.judge = _Judge(sublayer, [pair for pair in pairs if pair.held_out])
-        self.matrices = sublayer.matrices
 
     def start(self) -> Position:
-        """Nothing done yet, judged once."""
-        error = self.judge.relative(self.judge.error())
-        values = [matrix.values_OK for matrix in self.matrices]
-        return Position(
-            values=values,
-            means=[],
-            squares=[],
-            average=[],
-            best=values,
-            curve=(Judged(step=0, seconds=0.0, error=error, averaged=error),),
-            best_error=error,
-        )
+        return Position.first(self.values(), self.judge.relative(self.judge.error()))
 
     def _sweep_(self, step: int) -> None:
+        """On each so many-th pair, others in each sweep, of MOST_TOKENS together at most, or on one pair."""
         error = self.judge.error()
-        some = _some(self.fitted, self.how.most_tokens, step)
+        tokens = sum(pair.reduced.shape[:2].numel() for pair in self.fitted)
+        stride = min(-(-tokens // MOST_TOKENS), len(self.fitted))
+        some = self.fitted[step % stride :: stride]
         for each in self.sublayer.steps:
             error = take_(each, some, self.judge, self.how, error)
 
     @torch.no_grad()
     def run(
-        self,
-        position: Position,
-        *,
-        save: Callable[[Position], None] | None = None,
-        on_progress: Callable[[Position], None] | None = None,
+        self, position: Position, save: Callable[[Position], None] = ignored, hear: Callable[[Position], None] = ignored
     ) -> None:
-        """Go on to the end of the way."""
-        for matrix, value in zip(self.matrices, position.values, strict=True):
-            matrix.set_(value)
+        self.set_(position.values)
         before, began, gained = position.seconds, time.monotonic(), True
         while gained and self.pace.way(position.step, position.seconds) < 1.0:
             self._sweep_(position.step)
             error = self.judge.relative(self.judge.error())
             gained = error < position.best_error
             position.step, position.seconds = position.step + 1, self.pace.since(before, began, self.ranks)
-            position.values, position.best_error = [matrix.values_OK for matrix in self.matrices], error
+            position.values, position.best_error = self.values(), error
             position.best = position.values
             position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=error),)
-            for hear in (save, on_progress):
-                if hear is not None:
-                    hear(position)
-
-    report = staticmethod(Descent.report)
+            save(position)
+            hear(position)

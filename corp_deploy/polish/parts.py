@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from calib.distributed import Ranks
 
-from .arithmetic import tf32
-from .descent import Position, StepBudget
+from .descent import Fit, Position, StepBudget
+from .gradient_averaging import tf32
 from .matrices import Matrix
 from .options import PolishOptions
 from .report import PartReport
@@ -24,35 +23,6 @@ class Progress:
     share: float
     error_before: float
     error: float
-
-
-class Fit(Protocol):
-    """A part being fitted: Descent and AlternatingFit."""
-
-    pace: StepBudget
-
-    @property
-    def matrices(self) -> Sequence[Matrix]:
-        """What may change."""
-        ...
-
-    def start(self) -> Position:
-        """Nothing done yet, judged once."""
-        ...
-
-    def run(
-        self,
-        position: Position,
-        *,
-        save: Callable[[Position], None] | None = None,
-        on_progress: Callable[[Position], None] | None = None,
-    ) -> None:
-        """Go on to the end of the way, and leave the matrices at the best that was met."""
-        ...
-
-    def report(self, part: str, position: Position) -> PartReport:
-        """What came of it."""
-        ...
 
 
 class Parts:
@@ -111,6 +81,6 @@ class Parts:
         reached, self._reached = self._reached, None
         with tf32(self.where):
             position = fit.start() if reached is None else reached.position
-            fit.run(position, save=self._save, on_progress=lambda now: self._hear(part, fit, now, of))
-        self.reports.append(fit.report(part, position))
+            fit.run(position, self._save, lambda now: self._hear(part, fit, now, of))
+        self.reports.append(position.report(part))
         self._left |= {matrix.name: matrix.values_OK for matrix in fit.matrices}

@@ -21,8 +21,7 @@ from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput
 
 from .blocks import polish_blocks_
-from .descent import Descent
-from .draws import Draw
+from .descent import Descent, Draw
 from .gradient_averaging import GradientAverager
 from .held_out import parted
 from .judge import Judge
@@ -70,18 +69,13 @@ class WholeModel:
         return self.judge.error(self.student.module)
 
 
-def _teacher(subject: Subject) -> AnyTeacher:
-    """Of views where there are any: texts have none."""
-    dense, fitted, options = subject.dense, subject.inputs.fitted, subject.options
-    if options.views and traced_model.input_spec(dense).medium == "images":
-        return AugmentedTeacher(dense, fitted, seed=options.seed, cache_bytes=options.cache_bytes)
-    return Teacher(dense, fitted, cache_bytes=options.cache_bytes)
-
-
 def polish_whole_(subject: Subject, parts: Parts) -> None:
     """All matrices of the reduced model, sites that were not reduced among them, as one part."""
-    options, matrices = subject.options, chosen_(subject.model)
-    teacher = _teacher(subject)
+    options, matrices, dense, fitted = subject.options, chosen_(subject.model), subject.dense, subject.inputs.fitted
+    if options.views and traced_model.input_spec(dense).medium == "images":  # texts have no views
+        teacher: AnyTeacher = AugmentedTeacher(dense, fitted, seed=options.seed, cache_bytes=options.cache_bytes)
+    else:
+        teacher = Teacher(dense, fitted, cache_bytes=options.cache_bytes)
     problem = WholeModel(subject.model, teacher, subject.judge, piece=options.piece, ranks=subject.ranks)
     parts.fit_("model", Descent(problem, matrices, options, parts.pace(1), subject.ranks), of=1)
 
@@ -113,13 +107,20 @@ def _state_file(path: Path, subject: Subject) -> StateFile:
     return StateFile(path=path, run=run)
 
 
-def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
-    """Raise BadInput where a site to be fitted stands in no segment, and where the segments are others than the dense
-    model's.
+def _refuse(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
+    """Raise BadInput where streams have fewer channels than the dense model's, to which none can be fitted; where a
+    site to be fitted stands in no segment, and where the segments are others than the dense model's; where a layer's
+    step would have to be solved through convolutions of several places.
     """
-    steps = traced_model.steps(reduced)
-    walked = {name for step in steps if isinstance(step, SegmentStep) for name in step.sites}
-    opaque = [name for name in reduced_sites(dense, reduced) if name not in walked]
+    widths, of_reduced = ({site.name: site.width for site in _streams(model)} for model in (dense, reduced))
+    if thinner := [name for name, width in of_reduced.items() if widths.get(name) != width]:
+        raise BadInput(
+            f"polish: the streams that {', '.join(thinner[:4])} write have fewer channels than the dense model's, to "
+            "which they would be fitted; leave --polish or --residual away"
+        )
+    narrower = reduced_sites(dense, reduced)
+    walked = {name for step in traced_model.steps(reduced) if isinstance(step, SegmentStep) for name in step.sites}
+    opaque = [name for name in narrower if name not in walked]
     if opaque and options.how != "model":
         raise BadInput(
             f"polish {options.how}: {', '.join(opaque[:4])} stand in blocks that can't be taken apart; polish model, "
@@ -131,32 +132,15 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
             f"polish: the reduced model's blocks are {', '.join(own)}, the dense one's {', '.join(dense_own)}, so that "
             "none can be fitted to another; leave --polish out"
         )
+    if unsolved := in_rows(reduced, narrower) if options.how == "layer" else []:
+        raise BadInput(
+            f"polish layer: {', '.join(unsolved[:4])} have convolutions of several places, through which no step is "
+            "solved; polish block or model"
+        )
 
 
 def _streams(model: nn.Module) -> list[TracedStream]:
     return [site for site in sites_of(model).every if isinstance(site, TracedStream)]
-
-
-def _refuse_narrower_streams(dense: nn.Module, reduced: nn.Module) -> None:
-    """Raise BadInput where streams have fewer channels than the dense model's, to which none can be fitted."""
-    widths = {site.name: site.width for site in _streams(dense)}
-    narrower = [site.name for site in _streams(reduced) if widths.get(site.name) != site.width]
-    if narrower:
-        raise BadInput(
-            f"polish: the streams that {', '.join(narrower[:4])} write have fewer channels than the dense model's, to "
-            "which they would be fitted; leave --polish or --residual away"
-        )
-
-
-def _refuse_unsolved(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
-    """Raise BadInput where a layer's step would have to be solved through convolutions of several places."""
-    narrower = reduced_sites(dense, reduced)
-    names = in_rows(reduced, narrower) if options.how == "layer" else []
-    if names:
-        raise BadInput(
-            f"polish layer: {', '.join(names[:4])} have convolutions of several places, through which no step is "
-            "solved; polish block or model"
-        )
 
 
 def polished(
@@ -181,9 +165,7 @@ def polished(
     several processes each takes `batch_size` of a step's inputs, and all get the same model. All runs where the models
     are. Raises BadInput for too few images and for the state of another polish.
     """
-    _refuse_narrower_streams(dense, reduced)
-    _refuse_whole_blocks(dense, reduced, options)
-    _refuse_unsolved(dense, reduced, options)
+    _refuse(dense, reduced, options)
     inputs = parted(images, options.held_out_every, groups_B, judges)
     # What a merged token should be is told by the tokens that it stands for.
     dense = dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None)

@@ -7,7 +7,7 @@ Legend: B inputs, N places of a stream, C channels, X rows of what layers read o
 read and a one for a bias.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,9 +32,10 @@ from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layers
 
-from .linearised import Linearised, counts
 from .matrices import Matrix
-from .newton import Step, Sublayer
+from .newton import Step, Sublayer, counts
+
+_CACHED_BYTES = 2**30
 
 
 def in_rows(model: nn.Module, sites: Sequence[str]) -> list[str]:
@@ -55,17 +56,21 @@ def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
     nodes = needed(program, segment.before, [segment.after], beside=segment.beside)
     together = dict[tuple[fx.Node, bool], list[Called]]()
     for layer in layers(program):
-        is_one = layer.weight in touched and layer.node in nodes and len(own.uses[layer.weight]) == 1
-        if is_one and _is_fitted(program, layer):
+        if layer.weight not in touched or layer.node not in nodes or len(own.uses[layer.weight]) > 1:
+            continue
+        weight = program.tensor(layer.weight)
+        is_own = isinstance(weight, nn.Parameter) and not is_mean(layer.weight)
+        if is_own and weight.numel() > 0 and _is_linear(program, layer):
             together.setdefault((layer.node.all_input_nodes[0], layer.bias in own.added), []).append(layer)
     read, steps = _read(own, segment, step.module), list[Step]()
     for (_, is_biasless), called in together.items():
         way = _Way(
             program=program, nodes=tuple(nodes), segment=segment, read_X=read, step=step.module, called=tuple(called)
         )
-        matrices = (_matrix(program, each, is_biasless) for each in called)
+        alone = [Called(node=each.node, weight=each.weight, bias="") if is_biasless else each for each in called]
+        matrices = (Matrix(name=each.name, layer=as_module(program, each), scale=1.0) for each in alone)
         look = partial(_lacking, way, is_biasless)
-        steps.append(Step(matrices=tuple(matrices), linearised=partial(Linearised, look)))
+        steps.append(Step(matrices=tuple(matrices), linearised=partial(_Linearised, look)))
     return Sublayer(step=step, read=read, steps=tuple(steps))
 
 
@@ -80,17 +85,6 @@ def _is_linear(program: Program, layer: Called) -> bool:
     module = as_module(program, layer)
     assert isinstance(module, nn.Conv2d), layer
     return module.kernel_size == module.stride == (1, 1) and module.padding == (0, 0)
-
-
-def _is_fitted(program: Program, layer: Called) -> bool:
-    weight = program.tensor(layer.weight)
-    is_own = isinstance(weight, nn.Parameter) and not is_mean(layer.weight)
-    return is_own and weight.numel() > 0 and _is_linear(program, layer)
-
-
-def _matrix(program: Program, layer: Called, is_biasless: bool) -> Matrix:
-    own = Called(node=layer.node, weight=layer.weight, bias="") if is_biasless else layer
-    return Matrix(name=layer.name, layer=as_module(program, own), scale=1.0)
 
 
 def _read(own: Tracing, segment: Segment, module: TokenRows) -> Tensor | None:
@@ -153,7 +147,8 @@ def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
     return rows_XR.reshape(like.movedim(axis, -1).shape).movedim(-1, axis)
 
 
-def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Residuals:
+def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> tuple[Residuals, int]:
+    """What the stream lacks of a pair, and how many bytes that holds."""
     values = way.values(pair.reduced, pair.present_BN)
     first = way.called[0].node
     entering_XD = rows_of(values[first.all_input_nodes[0]], first)
@@ -161,8 +156,30 @@ def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Residuals:
     entering_XD = entering_XD if is_biasless else with_one(entering_XD)
     tangent = RunTangent.of(entering_XD, given_XR, partial(way.through, values))
     weight_X = way.read(counts(way.read_X, pair).unsqueeze(-1)).flatten()
-    return Residuals(
+    lacking = Residuals(
         tangent=tangent,
         residual_XO=way.read(pair.target) - tangent.out_XO.detach(),
         weight_X=None if pair.present_BN is None else weight_X,
     )
+    return lacking, tangent.size_bytes
+
+
+class _Linearised:
+    """What is linear in small changes of a layer, on some pairs; what doesn't fit in a gigabyte is computed again at
+    each look.
+    """
+
+    def __init__(self, look: Callable[[Pair], tuple[Residuals, int]], pairs: Sequence[Pair]) -> None:
+        self._look, self._pairs, self._left = look, pairs, _CACHED_BYTES
+        self._cached: dict[int, Residuals] = {}
+
+    def __iter__(self) -> Iterator[Residuals]:
+        for index, pair in enumerate(self._pairs):
+            if index in self._cached:
+                yield self._cached[index]
+                continue
+            lacking, size = self._look(pair)
+            if size <= self._left:
+                self._left -= size
+                self._cached[index] = lacking
+            yield lacking

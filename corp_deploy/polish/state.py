@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from calib.resume import refuse_other_run
 from ground.errors import BadInput
 from ground.files import regular_file, replacing
 from ground.records import record_from_text
@@ -20,6 +22,7 @@ from .report import Judged, PartReport
 
 _HEADER = "corp-deploy"
 _KIND, _VERSION = "corp-deploy/polish-state", 1
+_NUMBERS = ("step", "seconds", "best_error", "curve")
 _LISTS = ("values", "means", "squares", "average", "best")
 
 
@@ -58,14 +61,8 @@ class StateFile:
     def save(self, reached: PolishState) -> None:
         """Replaces the file in one step."""
         position = reached.position
-        header = _Header(
-            run=dict(self.run),
-            finished=reached.finished,
-            step=position.step,
-            seconds=position.seconds,
-            best_error=position.best_error,
-            curve=position.curve,
-        )
+        numbers: dict[str, Any] = {name: getattr(position, name) for name in _NUMBERS}
+        header = _Header(run=dict(self.run), finished=reached.finished, **numbers)
         tensors = {f"matrices/{name}": tensor for name, tensor in reached.matrices.items()}
         for name in _LISTS:
             tensors |= {f"{name}/{index}": tensor for index, tensor in enumerate(getattr(position, name))}
@@ -78,20 +75,11 @@ class StateFile:
         if not self.path.exists():
             return None
         header, tensors = self._read(device)
-        for key in sorted({*self.run, *header.run}):
-            if self.run.get(key) != header.run.get(key):
-                raise BadInput(
-                    f"{self.path}: state of another polish: {key} was {header.run.get(key)!r}, now "
-                    f"{self.run.get(key)!r}; remove the file to start afresh, or repeat the interrupted run's options"
-                )
-        lists = {name: _numbered(tensors, name) for name in _LISTS}
-        position = Position(
-            **lists, step=header.step, seconds=header.seconds, best_error=header.best_error, curve=header.curve
-        )
-        matrices = {
-            name.removeprefix("matrices/"): tensor for name, tensor in tensors.items() if name.startswith("matrices/")
-        }
-        return PolishState(position=position, finished=header.finished, matrices=matrices)
+        refuse_other_run(f"{self.path}: state of another polish", header.run, self.run)
+        numbers: dict[str, Any] = {name: getattr(header, name) for name in _NUMBERS}
+        lists: dict[str, Any] = {name: list(_below(tensors, name).values()) for name in _LISTS}
+        position = Position(**lists, **numbers)
+        return PolishState(position=position, finished=header.finished, matrices=_below(tensors, "matrices"))
 
     def _read(self, device: torch.device) -> tuple[_Header, dict[str, Tensor]]:
         remedy = "remove the file to start afresh"
@@ -105,7 +93,7 @@ class StateFile:
         return record_from_text(text, _Header, where=where, kind=_KIND, version=_VERSION, remedy=remedy), tensors
 
 
-def _numbered(tensors: Mapping[str, Tensor], name: str) -> list[Tensor]:
-    """The tensors `name`/0, `name`/1, ..."""
-    count = sum(each.startswith(f"{name}/") for each in tensors)
-    return [tensors[f"{name}/{index}"] for index in range(count)]
+def _below(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors `name`/..., numbered ones in their order."""
+    every = {each.removeprefix(f"{name}/"): tensor for each, tensor in tensors.items() if each.startswith(f"{name}/")}
+    return {each: every[each] for each in sorted(every, key=lambda each: (len(each), each))}

@@ -3,7 +3,7 @@
 Legend: B inputs, N tokens, C channels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.traced.models.module import device
 from ground.errors import BadInput
 
-from .draws import Draw
+from .descent import Draw
 from .walk import joined_answers, streams
 
 _LEAST_AREA = 0.35
@@ -56,16 +56,6 @@ class TeacherBatch:
     streams: tuple[Tensor, ...]
     outputs: Tensor
 
-    def changed(self, every: Callable[[Tensor], Tensor], targets: Callable[[Tensor], Tensor]) -> "TeacherBatch":
-        """`every` of all tensors, then `targets` of those that the model is fitted to."""
-        return TeacherBatch(
-            inputs=map_tensors(self.inputs, every),
-            entering_BNC=every(self.entering_BNC),
-            weights_BN=None if self.weights_BN is None else every(self.weights_BN),
-            streams=tuple(targets(every(stream)) for stream in self.streams),
-            outputs=targets(every(self.outputs)),
-        )
-
     @property
     def size_bytes(self) -> int:
         weights = () if self.weights_BN is None else (self.weights_BN,)
@@ -75,7 +65,17 @@ class TeacherBatch:
 
 def _row(lesson: TeacherBatch, row: int) -> TeacherBatch:
     """One of its inputs alone, the targets in float16."""
-    return lesson.changed(lambda tensor: tensor[row : row + 1].clone(), lambda tensor: tensor.half())
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor[row : row + 1].clone()
+
+    return TeacherBatch(
+        inputs=map_tensors(lesson.inputs, own),
+        entering_BNC=own(lesson.entering_BNC),
+        weights_BN=None if lesson.weights_BN is None else own(lesson.weights_BN),
+        streams=tuple(own(stream).half() for stream in lesson.streams),
+        outputs=own(lesson.outputs).half(),
+    )
 
 
 def joined_lessons(lessons: Sequence[TeacherBatch]) -> TeacherBatch:

@@ -3,7 +3,6 @@
 Legend: B inputs, N tokens, C channels.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,27 +34,14 @@ class Block:
         return walk
 
 
-def _owner(step: Step) -> str | None:
-    """A segment is a block; None for what stands between two."""
-    return step.name if isinstance(step, SegmentStep) else None
-
-
-def _grouped(steps: Iterable[Step]) -> Iterator[tuple[str, list[Step]]]:
-    name, group = "", list[Step]()
-    for step in steps:
-        owner = _owner(step)
-        if owner is not None and owner != name and group:
-            yield name, group
-            group = []
-        name = name if owner is None else owner
-        group.append(step)
-    if group:
-        yield name, group
-
-
 def blocks(model: nn.Module) -> tuple[Block, ...]:
     """The model's steps, those of one block together; what is no segment goes with the block before it."""
-    return tuple(Block(name=name, steps=tuple(group)) for name, group in _grouped(traced_model.steps(model)))
+    groups: list[tuple[str, list[Step]]] = [("", [])]
+    for step in traced_model.steps(model):
+        if isinstance(step, SegmentStep) and step.name != groups[-1][0]:
+            groups.append((step.name, []))
+        groups[-1][1].append(step)
+    return tuple(Block(name=name, steps=tuple(steps)) for name, steps in groups if steps)
 
 
 def streams(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tokens, ...]:

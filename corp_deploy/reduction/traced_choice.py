@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from corp_deploy.algebra import scores
+from corp_deploy.algebra.block_obs import eliminate_blocks
 from corp_deploy.algebra.coupled import eliminate_coupled
-from corp_deploy.algebra.obs import Elimination
-from corp_deploy.algebra.patch_elimination import eliminate_channels, interleaved, others_first
+from corp_deploy.algebra.obs import Elimination, interleaved, others_first
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.algebra.swap import swap
@@ -58,7 +58,7 @@ def elimination(reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_re
         return _among_chosen(stacked, part_C, ridge_rel)
     if len(stacked) == 1:
         (read,) = stacked
-        return eliminate_channels(
+        return eliminate_blocks(
             read.stats.covariance_UU, read.weight_OU, read.columns, ridge_rel=ridge_rel, group_of_C=part_C
         )
     if len({read.sees for read in stacked}) == 1 and sum(len(read.groups_C) for read in stacked) == groups:
@@ -83,7 +83,7 @@ def _by_portions(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_re
     for read in stacked:
         own_C = None if part_C is None else torch.unique(part_C[read.groups_C], return_inverse=True)[1]
         own_C = None if own_C is None or int(own_C.max()) == 0 else own_C
-        order = eliminate_channels(
+        order = eliminate_blocks(
             read.stats.covariance_UU, read.weight_OU, read.columns, ridge_rel=ridge_rel, group_of_C=own_C
         )
         orders.append(order)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from corp_deploy.algebra import values
+from corp_deploy.algebra.block_obs import eliminate_blocks
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.algebra.patch_elimination import eliminate_channels
 from corp_deploy.algebra.patches import columns
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.finding.site import Index
@@ -68,7 +68,7 @@ class _Heads:
         """As many groups of every head by backward elimination."""
         heads, dense = self.groups_HV.shape
         part_C = torch.arange(heads, device=self.own.weight_OC.device).repeat_interleave(dense)
-        order = eliminate_channels(
+        order = eliminate_blocks(
             self.own.z_covariance_CC, self.own.weight_OC, self.taps, ridge_rel=method.ridge_rel, group_of_C=part_C
         )
         kept_K = order.kept(heads * each)

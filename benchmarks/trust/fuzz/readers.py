@@ -196,8 +196,7 @@ def readers(home: Path) -> Readers:
     photographs, three = pictures(), images_for_model(model, home / "three.npy")
 
     def images(path: Path) -> object:
-        opened = images_for_model(model, path)
-        return [opened.rows[position] for position in range(opened.count)]
+        return list(images_for_model(model, path).batches(1))
 
     def labelled(path: Path) -> object:
         return labels_from_path(path, three, model)
