@@ -206,8 +206,7 @@ class _Kernel(nn.Module):
         self.kernel, self.last = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(nn.functional.conv2d(x, self.kernel).relu().mean((2, 3)))
-        return out
+        return self.last(nn.functional.conv2d(x, self.kernel).relu().mean((2, 3)))
 
 
 def test_a_weight_of_another_name_has_its_bias_beside_it() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 FIXED = -1
 TYPE = torch.long
@@ -159,7 +160,7 @@ def remaining(keep: Tensor) -> tuple[int, ...]:
     axis, the last where several will do. Raises Uneven where it is no tensor.
     """
     total = int(keep.sum())
-    kept_sizes = tuple(int(_any_besides(keep, dim).sum()) for dim in range(keep.dim()))
+    kept_sizes = tuple(int(keep.movedim(dim, 0).reshape(size, -1).any(1).sum()) for dim, size in enumerate(keep.shape))
     if math.prod(kept_sizes) == total > 0:
         return kept_sizes
     for dim in (dim for dim in reversed(range(keep.dim())) if keep.shape[dim] > 1):
@@ -168,11 +169,6 @@ def remaining(keep: Tensor) -> tuple[int, ...]:
         if len(counts[counts > 0]) == 1 and math.prod(sizes) == total > 0:
             return sizes
     raise Uneven(f"{total} of {tuple(keep.shape)}")
-
-
-def _any_besides(keep: Tensor, dim: int) -> Tensor:
-    others = [each for each in range(keep.dim()) if each != dim]
-    return keep.any(dim=others) if others else keep
 
 
 def compacted(labels: Tensor, gone: Tensor) -> Tensor:
@@ -196,13 +192,8 @@ def narrowed(value: Any, gone: Tensor) -> Any:
 
 def loses(value: Any, gone: Tensor) -> bool:
     """Whether elements of what a node gives are removed."""
-    if isinstance(value, tuple):
-        return any(loses(each, gone) for each in value)
-    return (
-        isinstance(value, LabelTensor)
-        and value.labels is not None
-        and not bool(kept(compact(value.labels), gone).all())
-    )
+    marks = (each for each in tree_leaves(value) if isinstance(each, LabelTensor) and each.labels is not None)
+    return not all(bool(kept(compact(each.labels), gone).all()) for each in marks)
 
 
 def selected(tensor: Tensor, keep: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from corp_deploy.traced.finding.labels import standing
 from corp_deploy.traced.finding.product import equation_of
 from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.programs.program import Batch, batch_of, sizes_at_one
@@ -105,7 +106,7 @@ def _of_axes(
     counts = range(len(spans[0].axes) - 1)
     by_head, places = [], []
     for each, of_axes, most in zip(labels, sizes, sizes[::-1], strict=True):
-        kept = _at_first(each, [place for place in counts if place not in own])
+        kept = standing(each, [*own, len(counts)])
         number = torch.arange(kept.numel()).view(kept.shape)
         for dim, place in enumerate(own):
             times = max(most[place] // of_axes[place], 1)
@@ -131,11 +132,9 @@ def _of_axes(
                 places_HTD=number.flatten()[order],
             )
         )
-    groups_HTD = by_head[0].flatten()[order_HTD]
-    complete = bool((by_head[0] >= 0).all())
-    return BothHeads(
-        queries=sides[0], keys=sides[1], groups_HTD=groups_HTD, joined=joined, shared=shared, complete=complete
-    )
+    groups_HTD, complete = by_head[0].flatten()[order_HTD], bool((by_head[0] >= 0).all())
+    queries, keys = sides
+    return BothHeads(queries=queries, keys=keys, groups_HTD=groups_HTD, joined=joined, shared=shared, complete=complete)
 
 
 def _labels(span: Span, node: fx.Node) -> tuple[Tensor, tuple[int, ...]]:
@@ -149,12 +148,6 @@ def _labels(span: Span, node: fx.Node) -> tuple[Tensor, tuple[int, ...]]:
 
 def _varies(labels: Tensor, dim: int) -> bool:
     return not bool((labels == labels.narrow(dim, 0, 1)).all())
-
-
-def _at_first(labels: Tensor, dims: list[int]) -> Tensor:
-    for dim in reversed(dims):
-        labels = labels.select(dim, 0)
-    return labels
 
 
 def _arranged(queries_HD: Tensor, keys_HD: Tensor) -> tuple[Tensor, int, int] | None:

@@ -190,15 +190,9 @@ def traced_module(model: nn.Module, facts: Facts | Callable[[nn.Module], Facts])
     return _wearing(model.eval(), plain, facts, None)
 
 
-class _Narrowed(nn.Module):
-    """A narrowed program, run as it is written."""
-
-    _graph: fx.Graph
-
-
 def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut | None) -> TracedModule:
     """A program as a module that remembers what was cut of it; `name` of the dense one's class."""
-    plain: type[nn.Module] = type(name, (_Narrowed,), {"forward": type(graph).forward})
+    plain: type[nn.Module] = type(name, (nn.Module,), {"forward": type(graph).forward})
     return _wearing(graph, plain, replace(facts, calling=None), cut)
 
 

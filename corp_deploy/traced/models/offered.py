@@ -14,7 +14,7 @@ from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, whole_removal_at
 from corp_deploy.traced.programs.attention_masks import values_product
 from corp_deploy.traced.programs.means import is_mean
-from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import arguments_of, module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
 
 from .module import Tracing, facts_of, tracing
@@ -170,20 +170,18 @@ def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
     last = (source.meta["val"].dim() - 1,)
     if span.axes != (last if node.target is LINEAR else (1,)) or source is not node.args[0]:
         return f"{operation(node)} in {path} reads it along several axes, of which no repair is known"
-    weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
-    assert isinstance(weight, fx.Node), node
-    assert isinstance(bias, fx.Node), node
+    weight, bias = (str(arguments_of(node)[name].target) for name in ("weight", "bias"))
     distinct = len(np.unique(span.index_GM))
     assert distinct == span.index_GM.size, span
     return SiteReader(
         layer=layer,
         source=span.name,
         columns_GM=span.index_GM,
-        weight=str(weight.target),
-        bias=str(bias.target),
+        weight=weight,
+        bias=bias,
         gain_O=gain_behind(tracing.program, node),
-        is_biasless=str(bias.target) in tracing.biasless,
-        use=tracing.uses[str(weight.target)].index(node.name),
+        is_biasless=bias in tracing.biasless,
+        use=tracing.uses[weight].index(node.name),
         merge=tracing.merge_before(source.name),
     )
 

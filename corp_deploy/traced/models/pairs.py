@@ -141,9 +141,8 @@ def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:
         if side is None:
             return none
         sides.append(side)
-    own = [
-        (name, row) for side in sides for name in (side.weight, side.bias) for row in side.rows_HTD.unique().tolist()
-    ]
+    named = [(name, side) for side in sides for name in (side.weight, side.bias)]
+    own = [(name, row) for name, side in named for row in side.rows_HTD.unique().tolist()]
     written = {(span.name, row) for span in groups.writers for row in span.index_GM.flatten().tolist()}
     if len(set(own)) != len(own) or not written <= set(own):
         return none
@@ -164,20 +163,17 @@ def _side(piece: Subprogram, groups: Groups, heads: Heads, both: BothHeads) -> S
     shift_XHTD = heads.of_one(piece(zeros)).cpu().double()
     ones = [heads.of_one(piece(zeros.index_fill(piece.row_axis, each.to(zeros.device), 1.0))) for each in rows_GM.T]
     response_MXHTD = torch.stack(ones).cpu().double() - shift_XHTD
-    if both.joined == 2:
-        strength_MHTP = response_MXHTD.abs().mean(1).unflatten(-1, (2, -1)).sum(-2)
-        if len(strength_MHTP) < 2:
-            return None
-        of_plane = strength_MHTP.topk(2, dim=0).indices
-        rows_2HTP = rows_GM[groups_HTD[..., : of_plane.shape[-1]], of_plane].sort(0).values
-        rows_HTD = rows_2HTP.permute(1, 2, 0, 3).flatten(2)
-        scale_HTD, shift_HTD = torch.ones_like(shift_XHTD[0]), torch.zeros_like(shift_XHTD[0])
-    else:
-        best_HTD = response_MXHTD.abs().mean(1).argmax(0)
-        rows_HTD = rows_GM[groups_HTD, best_HTD]
-        scale_HTD, shift_HTD = response_MXHTD[:, 0].gather(0, best_HTD[None])[0], shift_XHTD[0]
-    names = piece.layer.weight, piece.layer.bias
-    side = Side(weight=names[0], bias=names[1], rows_HTD=rows_HTD, scale_HTD=scale_HTD, shift_HTD=shift_HTD)
+    strength_MHTP = response_MXHTD.abs().mean(1).unflatten(-1, (both.joined, -1)).sum(-2)
+    if len(strength_MHTP) < both.joined:
+        return None
+    strongest_JHTP = strength_MHTP.topk(both.joined, dim=0).indices
+    rows_JHTP = rows_GM[groups_HTD[..., : strongest_JHTP.shape[-1]], strongest_JHTP].sort(0).values
+    rows_HTD = rows_JHTP.permute(1, 2, 0, 3).flatten(2)
+    scale_HTD, shift_HTD = torch.ones_like(shift_XHTD[0]), torch.zeros_like(shift_XHTD[0])
+    if both.joined == 1:
+        scale_HTD, shift_HTD = response_MXHTD[:, 0].gather(0, strongest_JHTP)[0], shift_XHTD[0]
+    weight, bias = piece.layer.weight, piece.layer.bias
+    side = Side(weight=weight, bias=bias, rows_HTD=rows_HTD, scale_HTD=scale_HTD, shift_HTD=shift_HTD)
     return side if _holds(side, piece, heads, both, zeros.device) else None
 
 

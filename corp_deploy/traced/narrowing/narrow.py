@@ -121,10 +121,8 @@ def narrow(analysis: Found, kept: Kept) -> Narrowed:
 def _at(analysis: Found, node: fx.Node, chosen: Kept) -> list[str]:
     """The sites of which elements go at a node; all that are left to go where none is known."""
     flow = analysis.flow
-    every = [flow.values.get(each) for each in (node, *node.all_input_nodes)]
-    marks = [
-        one for each in every for one in (each if isinstance(each, tuple) else (each,)) if isinstance(one, LabelTensor)
-    ]
+    every = tree_leaves([flow.values.get(each) for each in (node, *node.all_input_nodes)])
+    marks = [each for each in every if isinstance(each, LabelTensor)]
     labels = [flow.groups.of(compact(each.labels)) for each in marks if each.labels is not None]
     units = together(analysis, chosen)
     own = {tuple(unit): gone(flow, analysis.sites, {key: chosen[key] for key in unit}) for unit in units}

@@ -133,12 +133,8 @@ class _Narrowing:
             lines = base.labels.movedim(dim, 0).reshape(base.shape[dim], -1)
             keep = kept(lines, self.gone).any(1)
             if not bool(keep.all()):
-                arguments = {
-                    "self": self.nodes[source.all_input_nodes[0]],
-                    "dim": dim,
-                    "index": int(keep[:number].sum()),
-                }
-                self.nodes[node] = self.call(node, aten.select.int, arguments)
+                whole, index = self.nodes[source.all_input_nodes[0]], int(keep[:number].sum())
+                self.nodes[node] = self.call(node, aten.select.int, {"self": whole, "dim": dim, "index": index})
                 return
         self.copy(node)
 

@@ -27,9 +27,7 @@ def whole_removal_at(program: Program, site: Site) -> WholeRemoval | None:
     readers = {nodes[span.reader] for span in site.listening}
     if len(readers) != 1 or (reader := readers.pop()).target is not LINEAR or len(reader.args) < 3:
         return None
-    weight, source = reader.args[1], reader.args[0]
-    assert isinstance(weight, fx.Node), reader
-    assert isinstance(source, fx.Node), reader
+    source, weight = reader.all_input_nodes[:2]
     columns = {span.index_GM.size for span in site.readers if span.name == weight.target}
     if columns != {program.tensor(str(weight.target)).shape[1]} or len(site.readers) > 1 or len(weight.users) > 1:
         return None

@@ -3,6 +3,7 @@ images stand in what a node gives: alone on an axis, or together with what else 
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,12 @@ def tensor_of(module: nn.Module, name: str) -> Tensor:
 def constant_names(nodes: Iterable[fx.Node]) -> dict[str, None]:
     """The names of all parameters and constants, in order."""
     return {str(node.target): None for node in nodes if node.op == "get_attr"}
+
+
+def times_used(program: Program) -> Counter[str]:
+    """How often each parameter and constant is taken."""
+    taken = (node for node in program.nodes if node.op == "get_attr")
+    return Counter(str(node.target) for node in taken for _ in node.users)
 
 
 def set_tensor_(module: nn.Module, name: str, value: Tensor) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor, fx, nn
 
 from .program import (
     IN_FRONT,
+    RUN,
+    SAME,
+    SHAPED,
     Batch,
     Program,
     arguments_of,
@@ -25,9 +28,6 @@ from .program import (
     set_tensor_,
 )
 
-_SAME = ("_to_copy", "alias", "clone", "contiguous", "expand", "reshape", "slice", "squeeze", "to", "unsqueeze", "view")
-"""What gives the numbers that it is given."""
-
 
 def vocabularies(program: Program) -> dict[str, int]:
     """By the name of an input how many rows the smallest table has that its numbers are looked up in."""
@@ -37,7 +37,7 @@ def vocabularies(program: Program) -> dict[str, int]:
             continue
         table, source = node.args[:2]
         assert isinstance(table, fx.Node), node
-        while isinstance(source, fx.Node) and operation(source).rstrip("_") in _SAME:
+        while isinstance(source, fx.Node) and operation(source) in SAME | SHAPED | RUN:
             source = source.args[0]
         value = table.meta.get("val")
         if isinstance(source, fx.Node) and source.op == "placeholder" and isinstance(value, Tensor):
@@ -93,7 +93,7 @@ def gain_behind(program: Program, node: fx.Node) -> Tensor | None:
     if norm.target is not BATCH_NORM:
         return None
     arguments = arguments_of(norm)
-    gain_O = (program.tensor(str(arguments["running_var"].target)).double() + arguments["eps"]).rsqrt()
+    gain_O: Tensor = (program.tensor(str(arguments["running_var"].target)).double() + arguments["eps"]).rsqrt()
     weight = arguments["weight"]
     return gain_O if weight is None else program.tensor(str(weight.target)).detach().double() * gain_O
 
@@ -225,7 +225,7 @@ def as_module(program: Program, layer: Called) -> Layer:
         # One number stands for both directions.
         how = {name: (arguments[name][0], arguments[name][-1]) for name in ("stride", "padding", "dilation")}
         size = (weight.shape[2], weight.shape[3])
-        module = nn.Conv2d(columns * groups, rows, size, groups=groups, bias=bias is not None, device="meta", **how)
+        module = nn.Conv2d(columns * groups, rows, size, groups=groups, bias=bias is not None, device="meta", **how)  # type: ignore[arg-type]
     module.weight = _parameter(weight)
     module.bias = None if bias is None else _parameter(bias)
     return module

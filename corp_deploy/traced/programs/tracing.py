@@ -88,7 +88,7 @@ def _sizes(value: Any) -> Any:
 def _by_numbers_(graph: fx.Graph) -> None:
     """Calls that take of another tensor its sizes or type alone have those themselves, so that its elements may go."""
     for node in list(graph.nodes):
-        source = node.args[0] if node.args else None
+        source: Any = node.args[0] if node.args else None
         if node.target is torch.ops.aten.view.default:
             # Whether a tensor can be seen as another shape depends on where it was made: an attention on another device
             # gives other strides. A copy where it can't be is the same numbers.
