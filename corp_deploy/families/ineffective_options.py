@@ -32,12 +32,12 @@ HONOURED: Mapping[str, str] = MappingProxyType(
 
 def kinds_of(model: nn.Module) -> frozenset[str]:
     """Of its sites, reducible or not."""
-    return frozenset(HONOURED.get(kind, kind) for kind in sites_of(model).kinds)
+    return frozenset(HONOURED[kind] for kind in sites_of(model).kinds)
 
 
 def taps_for(sites: Sites, kind: str) -> set[str]:
     """What is heard for those sites alone that honour the options of this kind."""
-    taps = [(HONOURED.get(site.kind, site.kind), tap.name) for site in sites.every for tap in site.listening()]
+    taps = [(HONOURED[site.kind], tap.name) for site in sites.every for tap in site.listening()]
     return {name for _, name in taps} - {name for other, name in taps if other != kind}
 
 

@@ -37,10 +37,6 @@ class Names:
     transposed: bool = False
     own: tuple[str, ...] = ("",)
 
-    def of_block(self, index: int) -> str:
-        """What stands before the names of a block's own."""
-        return f"{self.base}{self.blocks}{index}."
-
     @property
     def ours_outside(self) -> dict[str, str]:
         """Of what stands in no block: ours by theirs, without what stands before a whole model's names."""
@@ -114,7 +110,6 @@ _BERT = Names(
     fused=("attention.self.query", "attention.self.key", "attention.self.value"),
     own=("embeddings.", "encoder.layer."),
 )
-_ROBERTA = replace(_BERT, base="roberta.")
 _DISTILBERT = replace(
     _BERT,
     base="distilbert.",
@@ -132,14 +127,9 @@ _DISTILBERT = replace(
 _NAMES: Mapping[str, Names] = {
     "opt": _OPT,
     "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
     "bert": _BERT,
-    "roberta": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
-    "camembert": _ROBERTA,
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), replace(_BERT, base="roberta.")),
     "distilbert": _DISTILBERT,
     "electra": replace(_BERT, base="electra."),
 }
@@ -220,24 +210,17 @@ def names_by_block(
     state: Iterable[str], model_type: str, *, where: str
 ) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
     """Names in a file by what they are called outside of all blocks, and by block within it."""
-    outside, blocks = dict[str, str](), dict[int, dict[str, str]]()
-    for name, index, own in _parted(state, _NAMES[model_type], where):
-        (outside if index is None else blocks.setdefault(index, {}))[own] = name
-    return outside, blocks
-
-
-def _parted(state: Iterable[str], names: Names, where: str) -> Iterator[tuple[str, int | None, str]]:
-    """Every name with its block, None for one outside of all, and what it is called there."""
+    names, outside, blocks = _NAMES[model_type], dict[str, str](), dict[int, dict[str, str]]()
     block = re.compile(re.escape(names.blocks) + r"(\d{1,4})\.(.+)")
-    used_names = set[str]()
     for name in state:
         own = name.removeprefix(names.base)
         own = own if own != name else name.removeprefix(names.base.rpartition(".")[0].rpartition(".")[2] + ".")
-        if own in used_names:
-            raise BadInput(f"{where}: {own!r:.150} is there with and without {names.base!r}; save one of the two")
-        used_names.add(own)
         match = block.fullmatch(own)
-        yield (name, int(match[1]), match[2]) if match else (name, None, own)
+        place, key = (blocks.setdefault(int(match[1]), {}), match[2]) if match else (outside, own)
+        if key in place:
+            raise BadInput(f"{where}: {own!r:.150} is there with and without {names.base!r}; save one of the two")
+        place[key] = name
+    return outside, blocks
 
 
 def refuse_foreign(foreign: Iterable[str], model_type: str, *, where: str) -> None:
@@ -293,7 +276,6 @@ def state_to_transformers(
     for index in range(layers):
         at = f"blocks.{index}."
         block = {name.removeprefix(at): tensor for name, tensor in state.items() if name.startswith(at)}
-        named |= {
-            f"{names.of_block(index)}{name}": tensor for name, tensor in _block_to_transformers(block, rows, names)
-        }
+        theirs_of_block = _block_to_transformers(block, rows, names)
+        named |= {f"{names.base}{names.blocks}{index}.{name}": tensor for name, tensor in theirs_of_block}
     return named

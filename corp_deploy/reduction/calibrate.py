@@ -30,49 +30,38 @@ from ground.errors import BadInput
 from .kept_dims import narrower
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A convolution of which channels may go without patches: each group of it is to keep as many, and nothing else
-    holds channels together. `weight_GPU` and `writing_FX`: what reads and what writes them.
+def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
+    """Convolutions of which channels may go without patches, each of whose groups is to keep as many: one reads all of
+    a site, channel by channel, and nothing beside it. With how strong the channels of its groups are [G,C] by the
+    weights that read and write them.
     """
-
-    taps: PatchTaps
-    weight_GPU: Tensor
-    writing_FX: Tensor
-
-    def strongest(self, count: int) -> Tensor:
-        """So many channels of each group [G,R], ascending, by what weights say of them."""
-        groups, columns = len(self.weight_GPU), self.taps.places
-        read_GC = self.weight_GPU.unflatten(-1, (-1, columns)).square().sum(dim=(1, 3)).sqrt()
-        written_GC = torch.linalg.vector_norm(self.writing_FX, dim=1).view(groups, -1)
-        score_GC: Tensor = read_GC * written_GC
-        return score_GC.topk(count, dim=1).indices.sort(dim=1).values
-
-
-def _places(model: nn.Module) -> Iterator[Place]:
-    """Where one convolution reads all of a site, channel by channel, and nothing beside it."""
     for site in (each for each in sites_of(model).every if isinstance(each, TracedConvolutions)):
         every = [each for each in site.readings if not each.is_squeeze]
         layer, columns_GM = every[0].layer, every[0].columns_GM
         if len(every) > 1 or not isinstance(layer, nn.Conv2d) or site.parts != layer.groups:
             continue
         if columns_GM.shape == (layer.in_channels, 1):
-            weight, writing_FX = every[0].gained_weight, torch.empty_like(written_FX := site.writing_GX())
-            writing_FX[torch.from_numpy(columns_GM[:, 0]).to(writing_FX.device)] = written_FX
-            weight_GPU = weight.flatten(1).view(layer.groups, len(weight) // layer.groups, -1)
-            yield Place(taps=PatchTaps(name=every[0].name, output=layer), weight_GPU=weight_GPU, writing_FX=writing_FX)
+            taps, groups = PatchTaps(name=every[0].name, output=layer), layer.groups
+            weight_GPCT = every[0].gained_weight.flatten(2).unflatten(0, (groups, -1))
+            read_GC = weight_GPCT.square().sum(dim=(1, 3)).sqrt()
+            written_F = torch.empty(layer.in_channels, dtype=read_GC.dtype, device=read_GC.device)
+            written_F[torch.from_numpy(columns_GM[:, 0]).to(read_GC.device)] = site.writing_GX().norm(dim=1)
+            yield taps, read_GC * written_F.view(groups, -1)
 
 
 def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -> list[Site]:
     """The same sites, convolutions with patches of fewer channels where all sums would take more than that. Raises
     BadInput where even the fewest take more.
     """
-    places = {place.taps.name: place for place in _places(model)}
+    places = {taps.name: (taps, strength_GC) for taps, strength_GC in _places(model)}
     shapes = shapes_of_sites(listened(model), taps, example=example_of(model), device=device_of(model))
     fixed = sum(shape.bytes_of_moments() for name, shape in shapes.items() if name not in places)
     free = {name: shape for name, shape in shapes.items() if name in places}
     counts = patch_channels_that_fit(free, bytes_of_sums - fixed) if free else {}
-    fewer = {name: places[name].taps.with_patches_of(places[name].strongest(count)) for name, count in counts.items()}
+    fewer = dict[str, Site]()
+    for name, count in counts.items():
+        own, strength_GC = places[name]
+        fewer[name] = own.with_patches_of(strength_GC.topk(count, dim=1).indices.sort(dim=1).values)
     return [fewer.get(tap.name, tap) for tap in taps]
 
 

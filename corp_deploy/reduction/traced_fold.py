@@ -25,11 +25,11 @@ from ground.errors import BadInput
 from .judged_folds import FoldedRead
 from .kinds import kind_of
 from .method import Method
-from .partial_patches import without_patches
 from .report import HeldOut, site_report
 from .traced_change import Mapped, TracedReduced, tensors_of
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
+from .traced_recovery import without_patches
 from .traced_streams import Values, run
 from .traced_values_kind import TracedValuesKind, beside_heads
 
