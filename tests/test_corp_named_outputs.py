@@ -127,7 +127,7 @@ def of_timm(name: str, **kwargs: Any) -> nn.Module:
 
 
 def named_by(dense: nn.Module, names: str) -> nn.Module:
-    return named_by(dense, names)
+    return with_outputs(dense, outputs_from_text(names))
 
 
 VIT = partial(tiny.checkpoint, num_classes=0, reg_tokens=2, depth=3)

@@ -66,27 +66,25 @@ def _kind(timm: str, prefix: str, defaults: Mapping[str, Any], base: str, **more
     return Kind(timm=timm, prefix=prefix, defaults=MappingProxyType({**_SIZE, **defaults}), base=base, **more)
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "vit": _kind("vit_base_patch16_224", "vit.", _VIT, "ViTModel", reads_head_dim=True),
-        "deit": _kind("vit_base_patch16_224", "deit.", _VIT, "DeiTModel", reads_head_dim=True),
-        "dinov2": _kind("vit_base_patch14_dinov2", "dinov2.", _DINOV2, "Dinov2Model", reads_head_dim=True),
-        "dinov2_with_registers": _kind(
-            "vit_base_patch14_reg4_dinov2",
-            "dinov2_with_registers.",
-            _DINOV2 | {"patch_size": 16, "num_register_tokens": 4},
-            "Dinov2WithRegistersModel",
-            reads_head_dim=True,
-        ),
-        "dinov3_vit": _kind("vit_base_patch16_dinov3", "dinov3_vit.", _DINOV3, "DINOv3ViTModel"),
-        "clip_vision_model": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel"),
-        "clip": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel", inside="vision_config"),
-        "siglip_vision_model": _kind("vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel"),
-        "siglip": _kind(
-            "vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel", inside="vision_config"
-        ),
-    }
-)
+KINDS: Mapping[str, Kind] = {
+    "vit": _kind("vit_base_patch16_224", "vit.", _VIT, "ViTModel", reads_head_dim=True),
+    "deit": _kind("vit_base_patch16_224", "deit.", _VIT, "DeiTModel", reads_head_dim=True),
+    "dinov2": _kind("vit_base_patch14_dinov2", "dinov2.", _DINOV2, "Dinov2Model", reads_head_dim=True),
+    "dinov2_with_registers": _kind(
+        "vit_base_patch14_reg4_dinov2",
+        "dinov2_with_registers.",
+        _DINOV2 | {"patch_size": 16, "num_register_tokens": 4},
+        "Dinov2WithRegistersModel",
+        reads_head_dim=True,
+    ),
+    "dinov3_vit": _kind("vit_base_patch16_dinov3", "dinov3_vit.", _DINOV3, "DINOv3ViTModel"),
+    "clip_vision_model": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel"),
+    "clip": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel", inside="vision_config"),
+    "siglip_vision_model": _kind("vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel"),
+    "siglip": _kind(
+        "vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel", inside="vision_config"
+    ),
+}
 # By the class that wrote a directory: its model_type, what it makes of the tokens, and which of its outputs that is.
 _CLASSES: Mapping[str, tuple[str, Output, str]] = {
     "ViTModel": ("vit", "class token", "last_hidden_state[:, 0]"),

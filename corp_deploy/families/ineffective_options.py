@@ -1,7 +1,6 @@
 """Refusals of options without effect on a model: it has no sites of their kind."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from torch import nn
 
@@ -11,22 +10,18 @@ from ground.errors import BadInput
 from .family import sites_of
 
 MLPS, HEADS, CONVOLUTIONS = "channels", "heads", "convolutions"
-WORDS: Mapping[str, str] = MappingProxyType(
-    {MLPS: "MLPs", CONVOLUTIONS: "channels between convolutions", HEADS: "attention"}
-)
+WORDS: Mapping[str, str] = {MLPS: "MLPs", CONVOLUTIONS: "channels between convolutions", HEADS: "attention"}
 """What a model without sites of a kind is said to be without."""
 
 
 STREAMS = "traced streams"
-HONOURED: Mapping[str, str] = MappingProxyType(
-    {
-        "traced channels": MLPS,
-        "traced convolutions": CONVOLUTIONS,
-        "traced queries and keys": HEADS,
-        STREAMS: CONVOLUTIONS,
-        "traced values": HEADS,
-    }
-)
+HONOURED: Mapping[str, str] = {
+    "traced channels": MLPS,
+    "traced convolutions": CONVOLUTIONS,
+    "traced queries and keys": HEADS,
+    STREAMS: CONVOLUTIONS,
+    "traced values": HEADS,
+}
 """Which kind's options those honour that were found in a program."""
 
 

@@ -45,19 +45,21 @@ class Names:
         }
 
 
+_BLOCK = ("norm1", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+
+
+def _parts(*theirs: str) -> dict[str, str]:
+    """Of a block with a plain MLP."""
+    return dict(zip(_BLOCK, theirs, strict=True))
+
+
 _WORDS = {"embeddings.word": "embed_tokens", "head": "lm_head"}
 _OPT = Names(
     noun="decoder",
     base="model.decoder.",
     blocks="layers.",
     outside=_WORDS | {"embeddings.position": "embed_positions", "norm": "final_layer_norm"},
-    parts={
-        "norm1": "self_attn_layer_norm",
-        "attn.proj": "self_attn.out_proj",
-        "norm2": "final_layer_norm",
-        "mlp.fc1": "fc1",
-        "mlp.fc2": "fc2",
-    },
+    parts=_parts("self_attn_layer_norm", "self_attn.out_proj", "final_layer_norm", "fc1", "fc2"),
     fused=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
 )
 _GPT2 = Names(
@@ -65,13 +67,7 @@ _GPT2 = Names(
     base="transformer.",
     blocks="h.",
     outside={"embeddings.word": "wte", "embeddings.position": "wpe", "norm": "ln_f", "head": "lm_head"},
-    parts={
-        "norm1": "ln_1",
-        "attn.proj": "attn.c_proj",
-        "norm2": "ln_2",
-        "mlp.fc1": "mlp.c_fc",
-        "mlp.fc2": "mlp.c_proj",
-    },
+    parts=_parts("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),
     fused=("attn.c_attn",),
     transposed=True,
 )
@@ -100,13 +96,13 @@ _BERT = Names(
         **{f"embeddings.{name}": f"embeddings.{name}_embeddings" for name in ("word", "position", "token_type")},
         "embeddings.norm": "embeddings.LayerNorm",
     },
-    parts={
-        "attn.proj": "attention.output.dense",
-        "norm1": "attention.output.LayerNorm",
-        "mlp.fc1": "intermediate.dense",
-        "mlp.fc2": "output.dense",
-        "norm2": "output.LayerNorm",
-    },
+    parts=_parts(
+        "attention.output.LayerNorm",
+        "attention.output.dense",
+        "output.LayerNorm",
+        "intermediate.dense",
+        "output.dense",
+    ),
     fused=("attention.self.query", "attention.self.key", "attention.self.value"),
     own=("embeddings.", "encoder.layer."),
 )
@@ -114,13 +110,7 @@ _DISTILBERT = replace(
     _BERT,
     base="distilbert.",
     blocks="transformer.layer.",
-    parts={
-        "attn.proj": "attention.out_lin",
-        "norm1": "sa_layer_norm",
-        "mlp.fc1": "ffn.lin1",
-        "mlp.fc2": "ffn.lin2",
-        "norm2": "output_layer_norm",
-    },
+    parts=_parts("sa_layer_norm", "attention.out_lin", "output_layer_norm", "ffn.lin1", "ffn.lin2"),
     fused=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
     own=("embeddings.", "transformer.layer."),
 )

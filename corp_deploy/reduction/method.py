@@ -5,7 +5,6 @@ A width is rounded to its alignment and the result is reported beside what was a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from corp_deploy.families.widths import HeadGeometry
@@ -35,12 +34,10 @@ HEADS_REPAIRS: tuple[str, ...] = get_args(HeadsRepair)
 CHANNEL_REPAIRS: tuple[str, ...] = ("none", "bias", "gram", "affine")
 HEADS_RANKINGS: tuple[str, ...] = get_args(HeadsRanking)
 LOOPS: tuple[LoopName, ...] = get_args(LoopName)
-NOT_HELD_OUT: Mapping[LoopName, str] = MappingProxyType(
-    {
-        "asymmetric": "the closed loop holds out some of its own images",
-        "symmetric": "its sites meet the reduced model's activations, which held-out moments are not of",
-    }
-)
+NOT_HELD_OUT: Mapping[LoopName, str] = {
+    "asymmetric": "the closed loop holds out some of its own images",
+    "symmetric": "its sites meet the reduced model's activations, which held-out moments are not of",
+}
 RESCALED = (
     "--rescale: the asymmetric closed loop fits what convolutions give already; give --closed-loop symmetric or none"
 )
@@ -189,18 +186,16 @@ def _preset(
 
 
 _BEST = _preset(("obs", "affine"), "lowrank", ("obs", "im2col"), ("obs", "affine"))
-PRESETS: Mapping[str, Method] = MappingProxyType(
-    {
-        "best": replace(_BEST, value_recovery="lowrank", rotates=True),
-        "corp": _preset(("combined", "affine"), "logit", ("combined", "affine"), ("grail", "affine")),
-        "corp-v1": _preset(("energy", "affine-v1"), "logit-v1"),
-        "grail": _preset(("wanda", "gram"), "keep", ("wanda", "gram"), ("grail", "gram")),
-        "grail-fold": _preset(("fold", "gram"), "keep", heads=("fold", "gram")),
-        "fold": _preset(("fold", "refit"), "keep", heads=("fold", "affine")),
-        "vbp": _preset(("variance", "bias"), "keep", ("variance", "bias")),
-        "none": _preset(("combined", "none"), "select", ("combined", "none"), ("grail", "none")),
-    }
-)
+PRESETS: Mapping[str, Method] = {
+    "best": replace(_BEST, value_recovery="lowrank", rotates=True),
+    "corp": _preset(("combined", "affine"), "logit", ("combined", "affine"), ("grail", "affine")),
+    "corp-v1": _preset(("energy", "affine-v1"), "logit-v1"),
+    "grail": _preset(("wanda", "gram"), "keep", ("wanda", "gram"), ("grail", "gram")),
+    "grail-fold": _preset(("fold", "gram"), "keep", heads=("fold", "gram")),
+    "fold": _preset(("fold", "refit"), "keep", heads=("fold", "affine")),
+    "vbp": _preset(("variance", "bias"), "keep", ("variance", "bias")),
+    "none": _preset(("combined", "none"), "select", ("combined", "none"), ("grail", "none")),
+}
 
 
 def loop_from(value: "bool | LoopName | Literal['none'] | None") -> LoopName | None:

@@ -5,7 +5,6 @@ Legend: as in traced_reads.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -20,19 +19,15 @@ from ground.errors import BadInput
 
 from .traced_reads import ReaderStats
 
-_OF_VECTORS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
-    {
-        "none": channels.none,
-        "bias": channels.bias,
-        "gram": channels.gram,
-        "affine": channels.affine,
-        "affine-v1": channels.affine_v1,
-        "im2col": channels.affine,
-    }
-)
-_OF_MAPS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
-    {**patches.RECOVERIES, "affine-v1": patches.affine}
-)
+_OF_VECTORS: Mapping[str, Callable[..., ChannelRecovery]] = {
+    "none": channels.none,
+    "bias": channels.bias,
+    "gram": channels.gram,
+    "affine": channels.affine,
+    "affine-v1": channels.affine_v1,
+    "im2col": channels.affine,
+}
+_OF_MAPS: Mapping[str, Callable[..., ChannelRecovery]] = {**patches.RECOVERIES, "affine-v1": patches.affine}
 
 
 def recovered(read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: float) -> ChannelRecovery:
