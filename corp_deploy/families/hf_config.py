@@ -15,7 +15,8 @@ from msgspec import Meta
 
 from ground.errors import BadInput
 
-from .text_encoder import Eps, Heads, Layers, Width
+from .text_config import CommonConfig
+from .text_encoder import Width
 
 Side = Annotated[int, Meta(ge=1, le=16_384)]
 # msgspec 0.22 may crash on a fixed tuple of bounded numbers beside a bounded number.
@@ -112,15 +113,9 @@ def both(sides: int | tuple[int, ...]) -> tuple[int, int]:
     return height, width
 
 
-class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
+class VisionConfig(CommonConfig, frozen=True, kw_only=True):
     """What is read of a config.json."""
 
-    model_type: str
-    hidden_size: Width
-    num_hidden_layers: Layers
-    num_attention_heads: Heads
-    hidden_act: str
-    layer_norm_eps: Eps
     image_size: Sides
     patch_size: Sides
     intermediate_size: Width | None = None
@@ -139,9 +134,6 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     vision_use_head: bool = True
     projection_dim: Width | None = None
     head_dim: Width | None = None
-    auto_map: Any = None
-    quantization_config: Any = None
-    pruned_heads: Any = None
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -192,13 +184,7 @@ def _of_turned(config: VisionConfig) -> str:
 def _refusal(config: VisionConfig, output: Output) -> str:
     """Why this model can't be built, or nothing."""
     width, heads = config.hidden_size, config.num_attention_heads
-    reasons = {
-        "it comes with code of its own (auto_map), which is never run": bool(config.auto_map),
-        "it is quantised; give the weights before that": config.quantization_config is not None,
-        "some of its heads are removed already": bool(config.pruned_heads),
-        f"its activation is {config.hidden_act!r:.60}, expected {', '.join(ACTIVATIONS)}": (
-            config.hidden_act not in ACTIVATIONS
-        ),
+    reasons = config.refused(ACTIVATIONS) | {
         f"its activation is {config.hidden_act!r:.60}, expected {_of_turned(config)} of MLPs of its kind": (
             config.has_rope and config.hidden_act != _of_turned(config)
         ),

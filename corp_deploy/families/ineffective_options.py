@@ -30,10 +30,10 @@ def kinds_of(model: nn.Module) -> frozenset[str]:
     return frozenset(HONOURED[kind] for kind in sites_of(model).kinds)
 
 
-def taps_for(sites: Sites, kind: str) -> set[str]:
+def taps_for(sites: Sites, kind: str) -> frozenset[str]:
     """What is heard for those sites alone that honour the options of this kind."""
     taps = [(HONOURED[site.kind], tap.name) for site in sites.every for tap in site.listening()]
-    return {name for _, name in taps} - {name for other, name in taps if other != kind}
+    return frozenset(name for _, name in taps) - {name for other, name in taps if other != kind}
 
 
 def require_streams(sites: Sites, name: str) -> None:

@@ -1,7 +1,7 @@
 """Calibrate a checkpoint: calib's one pass at the sites of a vision transformer, by one process or under torchrun."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -20,7 +20,7 @@ from calib.resume import ResumeFile
 from calib.sites import PatchTaps, Site
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import example_of, listened, sites_of, token_weights
-from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams, taps_for
+from corp_deploy.families.ineffective_options import HEADS, refuse_idle_options, require_streams, taps_for
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
 from corp_deploy.traced.models.module import device as device_of
@@ -68,20 +68,14 @@ def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -
 PIXEL_RANGE = "pixel_range"
 
 
-@contextmanager
-def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
-    """The least and largest input value of every forward pass while the context is open."""
-    ranges: list[tuple[float, float]] = []
+def _watched_range(model: nn.Module, ranges: list[tuple[float, float]]) -> AbstractContextManager[object]:
+    """The least and largest input value of every forward pass while the context is open are added to these."""
 
     def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         low, high = inputs[0].aminmax()
         ranges.append((float(low), float(high)))
 
-    handle = model.register_forward_pre_hook(look)
-    try:
-        yield ranges
-    finally:
-        handle.remove()
+    return model.register_forward_pre_hook(look)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +100,7 @@ class Statistics:
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     """The model's sites that the statistics name. Raises BadInput where nothing is left, with the reason."""
     restricts = statistics.attention_system or statistics.kept is not None
-    refuse_idle_options(checkpoint.model, "heads", {"--attention-system": restricts})
+    refuse_idle_options(checkpoint.model, HEADS, {"--attention-system": restricts})
     sites = sites_of(checkpoint.model)
     every = calibration_taps(checkpoint.model, sites)
     if statistics.residual:
@@ -117,9 +111,10 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     for pattern in statistics.patterns:
         if not any(fnmatchcase(site.name, pattern) for site in every):
             raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
-    taps = every if statistics.attention else [each for each in every if each.name not in taps_for(sites, "heads")]
+    without = frozenset[str]() if statistics.attention else taps_for(sites, HEADS)
+    patterns = statistics.patterns or ("*",)
     named = [
-        site for site in taps if not statistics.patterns or any(fnmatchcase(site.name, p) for p in statistics.patterns)
+        each for each in every if each.name not in without and any(fnmatchcase(each.name, word) for word in patterns)
     ]
     if statistics.patch_bytes is None:
         return named
@@ -178,33 +173,29 @@ def calibrate(
         token_weights=token_weights(there.model),
     )
 
-    lineage, hooked_modules = lineage_for_moments(checkpoint, images), listened(there.model)
+    hooked_modules, ranges = listened(there.model), list[tuple[float, float]]()
 
-    def take(ranges: Sequence[tuple[float, float]] = ()) -> Moments:
-        def of_first(count: int, moments: Moments) -> Moments:
-            return _with_range(moments, ranges, images=images.subset(range(count)).digest)
+    def of_first(count: int, moments: Moments) -> Moments:
+        return _with_range(moments, ranges, images=images.subset(range(count)).digest)
 
-        return calib_calibrate.calibrate(
+    # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
+    is_watched = saved is None and device == "cpu" and traced_model.input_spec(there.model).medium == "images"
+    with _watched_range(hooked_modules, ranges) if is_watched else nullcontext():
+        moments = calib_calibrate.calibrate(
             hooked_modules,
             sites,
             images,
             batch_size=batch_size,
             device=device,
             options=options,
-            lineage=lineage,
+            lineage=lineage_for_moments(checkpoint, images),
             checkpoint=saved,
             ranks=ranks,
             snapshots=None if snapshots is None else snapshots.changed(of_first),
             progress=on_progress,
         )
-
-    # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
-    pixels = traced_model.input_spec(there.model).medium == "images"
-    if saved is not None or device != "cpu" or not pixels:
-        return take()
-    with _watched_range(hooked_modules) as ranges:
-        moments = take(ranges)
-    return _with_range(moments, [pair for of_rank in ranks.all_gather(ranges) for pair in of_rank])
+    every = [pair for of_rank in ranks.all_gather(ranges) for pair in of_rank] if is_watched else []
+    return _with_range(moments, every)
 
 
 def _with_range(moments: Moments, ranges: Sequence[tuple[float, float]], **lineage: str) -> Moments:

@@ -10,6 +10,7 @@ k inputs kept, P parts that keep as many each.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -238,7 +239,8 @@ def rest_of(own: ReaderStats, half: ReaderStats) -> ReaderStats:
         return (full * own.tokens - part * half.tokens) / tokens
 
     names = "mean_U", "second_UU", "mean_C", "second_CC"
-    stats = replace(own.stats, **{each: left(getattr(own.stats, each), getattr(half.stats, each)) for each in names})
+    rest: dict[str, Any] = {name: left(getattr(own.stats, name), getattr(half.stats, name)) for name in names}
+    stats = replace(own.stats, **rest)
     target = None
     if own.target is not None and half.target is not None:
         target = own.target.less(half.target, half.tokens / own.tokens)

@@ -134,7 +134,8 @@ class Target:
         self, norm_node: fx.Node, source: Tensor, dense_sum: Tensor, beside: Tensor, student: Values
     ) -> TargetResidual | None:
         """In front of the norm, where the dense layer's output is (see algebra/norm_behind.py), of this `source`."""
-        weight, _, eps = (*norm_node.args[2:5], *_NORM_ARGS[len(norm_node.args) - 2 :])
+        norm_args = (*norm_node.args[2:5], *_NORM_ARGS[len(norm_node.args) - 2 :])
+        weight, eps = norm_args[0], norm_args[2]
         assert isinstance(eps, float), self
         front = _passed(self.layer, student[self.layer], self.front, student)
         normed = called(norm_node, student | {norm_node.all_input_nodes[0]: source})
