@@ -278,28 +278,22 @@ def _exported_verified_and_timed(home: Path, directory: Path) -> None:
     assert "attention_mask" in configuration.read_text()
 
 
-def test_budgets_look_at_texts(home: Path) -> None:
-    text = ("--text", home / "calibration.txt")
-    record = json.loads((reduced(home, "budget", "--macs", 0.7, *text) / "config.json").read_text())
-    (by_site, *_) = record["lineage"]["reduction"]["ways"]
-    assert by_site["share"] <= 0.7
+LEVERS: list[tuple[str, tuple[Any, ...]]] = [
+    ("budget", ("--macs", 0.7)),
+    *((loop, ("--mlp", 0.5, "--attn", 0.5, "--closed-loop", loop)) for loop in ("asymmetric", "symmetric")),
+    ("fold", ("--mlp", 0.5, "--preset", "fold")),
+    *((how, ("--mlp", 0.5, "--polish", how, "--polish-steps", 3)) for how in ("block", "model", "layer")),
+]
 
 
-def test_closed_loops_and_folds_look_at_texts(home: Path) -> None:
-    text = ("--text", home / "calibration.txt")
-    for loop in ("asymmetric", "symmetric"):
-        directory = reduced(home, loop, "--mlp", 0.5, "--attn", 0.5, "--closed-loop", loop, *text)
-        assert len(json.loads((directory / "config.json").read_text())["sites"]["blocks.1.mlp"]["kept"]) == 32
-    folded = reduced(home, "folded", "--mlp", 0.5, "--preset", "fold", *text)
-    assert len(json.loads((folded / "config.json").read_text())["sites"]["blocks.1.mlp"]["kept"]) == 32
-
-
-def test_polishes_look_at_texts(home: Path) -> None:
-    text = ("--text", home / "calibration.txt")
-    for polish in ("block", "model", "layer"):
-        options = ("--mlp", 0.5, "--polish", polish, "--polish-steps", 3)
-        record = json.loads((reduced(home, polish, *options, *text) / "config.json").read_text())["lineage"]
-        assert record["reduction"]["polish"]["how"] == polish
+@pytest.mark.parametrize(("name", "options"), LEVERS)
+def test_every_lever_looks_at_texts(home: Path, name: str, options: tuple[Any, ...]) -> None:
+    directory = reduced(home, name, *options, "--text", home / "calibration.txt")
+    record = json.loads((directory / "config.json").read_text())
+    done = record["lineage"]["reduction"]
+    assert name != "budget" or done["ways"][0]["share"] <= 0.7
+    assert name == "budget" or len(record["sites"]["blocks.1.mlp"]["kept"]) == 32
+    assert "--polish" not in options or done["polish"]["how"] == name
 
 
 def test_a_sweep_scores_embeddings(home: Path) -> None:
