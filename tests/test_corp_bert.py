@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,15 +28,11 @@ TOKENS = 12
 def _ours(directory: Path, **changes: Any) -> TextEncoder:
     config = json.loads((directory / "config.json").read_text())
     architecture = architecture_from_transformers(config, where="config.json")
-    model = TextEncoder(EncoderArchitecture(**{**_fields(architecture), **changes})).eval()
+    model = TextEncoder(replace(architecture, **changes)).eval()
     loaded = load_file(directory / "model.safetensors")
     state, _ = state_from_transformers(loaded, model_type=config["model_type"], where="weights")
     model.load_state_dict(state)
     return model.requires_grad_(False)
-
-
-def _fields(architecture: EncoderArchitecture) -> dict[str, Any]:
-    return {name: getattr(architecture, name) for name in architecture.__struct_fields__}
 
 
 def _batch(seed: int = 0) -> tuple[Tensor, Tensor]:

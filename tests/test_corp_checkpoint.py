@@ -74,12 +74,9 @@ def _dense(weights: Path) -> Checkpoint:
     return load_dense(tiny.ARCHITECTURE.name, weights=weights, kwargs=tiny.ARCHITECTURE.kwargs)
 
 
-def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path) -> None:
+def test_missing_corrupt_and_foreign_weights(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     rejects("expected a state_dict", _dense, tmp_path / "list.pt")
-
-
-def test_missing_corrupt_and_foreign_weights(tmp_path: Path) -> None:
     rejects("no such file", _dense, tmp_path / "none.safetensors")
     for name in ("w.safetensors", "w.pth"):
         (tmp_path / name).write_bytes(b"\x00\x01not weights" * 10)
@@ -146,10 +143,7 @@ def small_hybrid(**kwargs: Any) -> nn.Module:
 
 
 def answers(model: nn.Module) -> torch.Tensor:
-    pixels = torch.from_numpy(tiny.images(3, 0, image_spec(model).shape[-1]))
-    with torch.inference_mode():
-        out: torch.Tensor = model(pixels)
-    return out
+    return tiny.ran(model, tiny.images(3, 0, image_spec(model).shape[-1]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -210,14 +204,11 @@ def test_positions_whose_network_was_not_written_are_one_message(tmp_path: Path)
     rejects(r"MaxxVit that version 0\.1 wrote.* reduce the dense model again", load_checkpoint, directory)
 
 
-def test_turned_queries_of_another_width_are_one_message(tmp_path: Path) -> None:
-    directory = edited("eva02-half", tmp_path, "blocks.1.attn", {"qk": 6}, {})
+def test_weights_of_another_width_or_none_are_one_message(tmp_path: Path) -> None:
+    """Turned queries, and a layer whose rows are others than those of the layer that reads it has columns."""
+    directory = edited("eva02-half", tmp_path / "turned", "blocks.1.attn", {"qk": 6}, {})
     rejects(r"the weights of 'blocks\.1\.attn' are of other widths than its entry", load_checkpoint, directory)
-
-
-def test_weights_of_no_width_are_one_message(tmp_path: Path) -> None:
-    """Of a layer whose rows are others than those of the layer that reads it has columns."""
     name = "layer1.0.conv1.weight"
     weight = load_file(GOLDEN / "seresnet50-both" / "model.safetensors")[name]
-    directory = edited("seresnet50-both", tmp_path, "layer1.0", {}, {name: weight[:3].clone()})
+    directory = edited("seresnet50-both", tmp_path / "rows", "layer1.0", {}, {name: weight[:3].clone()})
     rejects(r"model\.safetensors: these weights don't fit.*layer1\.0\.conv", load_checkpoint, directory)

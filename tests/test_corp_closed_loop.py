@@ -3,7 +3,6 @@
 import copy
 import json
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import corp_deploy
 from calib.images import Images
 from calib.store import save as save_moments
 from corp_deploy.algebra.regression_sums import RegressionSums
-from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate
@@ -28,13 +25,10 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.traced.finding.cuts import cuts
-from examples.digits.images import load
 from tests import tiny
 from tests.command import invoked
-from tests.test_corp_named_sites import SOURCE, checkpoint, named, net, relative
+from tests.test_corp_named_sites import checkpoint, named, net
 from tests.test_traced_loops import Heard, layer_of
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
 
 
 def opened(model: nn.Module, images: NDArray[np.float32]) -> Images:
@@ -138,28 +132,11 @@ def test_alignment_lowers_the_error_where_much_is_missing(tmp_path: Path) -> Non
     torch.testing.assert_close(tiny.ran(load_checkpoint(tmp_path).model, held_out), tiny.ran(aligned.model, held_out))
 
 
-@cache
-def example() -> Checkpoint:
-    return load_checkpoint(EXAMPLE)
-
-
 def both_loops(checkpoint: Checkpoint, images: NDArray[np.float32], method: Method) -> tuple[Reduction, Reduction]:
     """Open and closed, from the same images."""
     source = opened(checkpoint.model, images)
     moments = calibrate(checkpoint, source, batch_size=32)
     return reduce(checkpoint.model, moments, method), reduce_traced(checkpoint.model, source, method, loop=Loop())
-
-
-@pytest.mark.slow("models")
-def test_on_the_example_the_loop_lowers_the_held_out_error() -> None:
-    held_out = load("held-out").images
-    method = best(mlp_sparsity=0.75, attention_sparsity=0.75)
-    open_loop, looped = both_loops(example(), load("train").images[:256], method)
-    dense = tiny.ran(example().model, held_out)
-    assert tiny.relative(tiny.ran(looped.model, held_out), dense) < 0.98 * tiny.relative(
-        tiny.ran(open_loop.model, held_out), dense
-    )
-    assert sum(site.loop is not None for site in looped.sites) == 12
 
 
 def test_without_redundancy_it_gains_more_and_tells_what_it_lost() -> None:
@@ -384,7 +361,7 @@ def test_a_closed_loop_errs_less_at_the_output_than_an_open_one(tmp_path: Path) 
         "closed": reduce_traced(model, inputs, method, loop=Loop()).model,
         "halves": reduce_traced(model, inputs, method, loop=Loop(half_ids=inputs.ids[::2])).model,
     }
-    errors = {way: relative(outputs(each), dense) for way, each in ways.items()}
+    errors = {way: tiny.relative(outputs(each), dense) for way, each in ways.items()}
     assert max(errors["closed"], errors["halves"]) < errors["open"], errors
     assert errors["symmetric"] < 1.2 * errors["open"], errors
     widths = {"layers.0.ffn": 48, "layers.1.ffn": 96}
@@ -399,23 +376,3 @@ def test_a_closed_loop_errs_less_at_the_output_than_an_open_one(tmp_path: Path) 
     assert {name for name in alone.state_dict() if name not in kept} == {
         f"layers.1.ffn.{each}" for each in ("0.weight", "0.bias", "2.weight", "2.bias")
     }
-
-
-@pytest.mark.slow("models")
-def test_the_command_has_every_lever_for_own_modules(tmp_path: Path) -> None:
-    """Loops, tokens that are read and that merge, polish by blocks."""
-    (tmp_path / "net.py").write_text(SOURCE)
-    np.save(tmp_path / "images.npy", tiny.images(48))
-    model = ("--model", f"module:{tmp_path / 'net.py'}:build", "--trust-code")
-    moments, images = tmp_path / "m.safetensors", ("--images", tmp_path / "images.npy")
-    invoked("calibrate", *model, *images, "-o", moments)
-    asked = ("reduce", *model, "--moments", moments, *images, "--align", "mlp=8,head=8")
-    result = invoked(*asked, "--macs", 0.8, "--closed-loop", "--reads", "pooled", "-o", tmp_path / "looped")
-    assert "sites in the order in which they run, fitted to the dense model's streams" in " ".join(
-        result.output.split()
-    )
-    result = invoked(*asked, "--mlp", 0.5, "--merge-tokens", 2, "--polish", "block", "-o", tmp_path / "merged")
-    assert "polished in 2 blocks" in " ".join(result.output.split())
-    merged = corp_deploy.load(tmp_path / "merged", trust_code=True)
-    assert traced_model.merging_of(merged) is not None
-    assert [site.size for site in sites_of(merged).every if site.name.endswith("ffn")] == [48, 48]

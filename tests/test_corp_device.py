@@ -73,10 +73,7 @@ def test_neither_calibrating_nor_the_loop_on_a_gpu_moves_a_model(images: Images)
 
 
 def relative_error(one: nn.Module, other: nn.Module) -> float:
-    pixels = torch.from_numpy(tiny.images(8, seed=3))
-    with torch.inference_mode():
-        mine, theirs = one.cpu()(pixels).double(), other.cpu()(pixels).double()
-    return float((mine - theirs).norm() / theirs.norm())
+    return tiny.relative(*(tiny.ran(each.cpu(), tiny.images(8, seed=3)) for each in (one, other)))
 
 
 @needs_gpu

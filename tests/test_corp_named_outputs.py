@@ -1,7 +1,8 @@
 """Backbones that give named outputs: tokens, stages and their maps, dense and reduced, whatever their library."""
 
-import json
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model, model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -39,7 +40,6 @@ from corp_deploy.traced.models.outputs import Outputs, outputs_from_text
 from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput
 from tests import hf_towers, small_convnets, timm_models, tiny
-from tests.command import invoked
 from tests.refusals import rejects
 from tests.small_models import pixels, small
 from tests.traced_examples import DENSENET, PVT, checkpoint_of, images
@@ -50,8 +50,17 @@ EVERY = (
 )
 
 
-def backbone(**kwargs: Any) -> Checkpoint:
-    return tiny.checkpoint(num_classes=0, reg_tokens=2, depth=3, **kwargs)
+NAMES = ("stage0_map", "feature1", "map", "logits")
+SMALL: dict[str, Any] = {
+    "img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 7
+}  # fmt: skip
+MAMBA = Architecture(
+    name="mambaout_femto", kwargs={"dims": [16, 32], "depths": [1, 1], "num_classes": 7, "img_size": 32}
+)
+
+
+def backbone() -> Checkpoint:
+    return VIT()
 
 
 def given(model: nn.Module) -> dict[str, Tensor]:
@@ -68,7 +77,7 @@ def given_of(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
 def test_each_output_is_what_timm_gives_there() -> None:
     dense = backbone().model
     assert isinstance(dense, VisionTransformer)
-    model = with_outputs(dense, outputs_from_text(EVERY))
+    model = named_by(dense, EVERY)
     images = torch.from_numpy(tiny.images(3))
     with torch.inference_mode():
         tokens = dense.forward_features(images)
@@ -92,32 +101,9 @@ def test_each_output_is_what_timm_gives_there() -> None:
         assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-5), name
 
 
-@pytest.mark.parametrize(
-    ("name", "names", "layers"),
-    [
-        ("convnext_atto", "patches,stage1,stage3", {"stage1": 1, "stage3": 3}),
-        ("convnext_atto", "map,stage1_map,stage3_map", {"stage1_map": 1, "stage3_map": 3}),
-        ("small_mixer", "patches,block0", {"block0": 0}),
-    ],
-)
-def test_other_families_give_their_layers_too(name: str, names: str, layers: dict[str, int]) -> None:
-    dense: Any = small(name, num_classes=0).model
-    images = pixels(dense, 2)
-    got = given_of(with_outputs(dense, outputs_from_text(names)), images)
-    with torch.inference_mode():
-        last = dense.forward_features(images)
-        raw = dense.forward_intermediates(images, indices=list(layers.values()), intermediates_only=True)
-    expected = {"patches": last, "map": last, **dict(zip(layers, raw, strict=True))}
-    for each, tensor in got.items():
-        reference = expected[each]
-        if reference.ndim == 4 and not each.endswith("map"):
-            reference = reference.flatten(2).mT
-        torch.testing.assert_close(tensor, reference, rtol=1e-5, atol=1e-5)
-
-
 def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
     dense = backbone().model
-    model = with_outputs(dense, outputs_from_text("class,patches,block0"))
+    model = named_by(dense, "class,patches,block0")
     assert outputs_of(dense) is None
     assert outputs_of(model) == Outputs(("class", "patches", "block0"))
     assert [site.name for site in traced_model.sites_of(model).every] == [
@@ -129,37 +115,79 @@ def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
 
 
 def test_what_stands_behind_the_last_output_is_no_part_of_the_model() -> None:
-    model = with_outputs(backbone().model, outputs_from_text("block1"))
+    model = named_by(backbone().model, "block1")
     assert {site.name.split(".")[1] for site in traced_model.sites_of(model).every} == {"0", "1"}
 
 
-REFUSED = {
-    "logits": "the model has no classifier; its head gives pooled",
-    "class,class": "class twice",
-    "nose": "'nose' is none; expected logits, pooled, class, registers, patches, tokens, map, or a layer such as",
-    "class,block3": r"block3: the model has no such layer; it has block0, block1, block2",
-    "": "'' is none",
-}
+def of_timm(name: str, **kwargs: Any) -> nn.Module:
+    """With weights that are large enough to matter."""
+    made = timm.create_model(name, **kwargs).eval()
+    tiny.enliven(made, 0)
+    return traced(made, Architecture(name=name, kwargs=kwargs))
 
 
-@pytest.mark.parametrize("names", REFUSED)
-def test_what_a_model_has_not_got_is_refused(names: str) -> None:
-    rejects(REFUSED[names], lambda: with_outputs(backbone().model, outputs_from_text(names)))
+def named_by(dense: nn.Module, names: str) -> nn.Module:
+    return with_outputs(dense, outputs_from_text(names))
 
 
-def test_tokens_and_stages_that_are_not_there_are_refused() -> None:
-    averaged = tiny.checkpoint(num_classes=0, class_token=False, global_pool="avg").model
-    with pytest.raises(BadInput, match="class: the model has no class token; its tokens are patch"):
-        with_outputs(averaged, outputs_from_text("class"))
-    with pytest.raises(BadInput, match="pooled is of one built with num_classes 0"):
-        with_outputs(tiny.checkpoint().model, outputs_from_text("pooled"))
-    with pytest.raises(BadInput, match="the model has no norm of tokens behind its last layer"):
-        with_outputs(timm_models.checkpoint("tiny_vit", num_classes=0).model, outputs_from_text("patches,stage1_norm"))
+VIT = partial(tiny.checkpoint, num_classes=0, reg_tokens=2, depth=3)
+RESNET, REGNET = (partial(small_convnets.checkpoint, name) for name in ("resnet18d", "regnety_002"))
+REFUSED: list[tuple[Callable[[], Checkpoint], str, str]] = [
+    (VIT, "logits", "the model has no classifier; its head gives pooled"),
+    (VIT, "class,class", "class twice"),
+    (
+        VIT,
+        "nose",
+        "'nose' is none; expected logits, pooled, class, registers, patches, tokens, map, or a layer such as",
+    ),
+    (VIT, "class,block3", "block3: the model has no such layer; it has block0, block1, block2"),
+    (VIT, "map,stage1_map", "stage1_map: the model has no such layer; it has block0, block1"),
+    (VIT, "", "'' is none"),
+    (tiny.checkpoint, "pooled", "pooled is of one built with num_classes 0"),
+    (
+        partial(tiny.checkpoint, num_classes=0, class_token=False, global_pool="avg"),
+        "class",
+        "class: the model has no class token; its tokens are patch",
+    ),
+    (
+        partial(timm_models.checkpoint, "tiny_vit", num_classes=0),
+        "patches,stage1_norm",
+        "the model has no norm of tokens behind its last layer",
+    ),
+    (partial(checkpoint_of, PVT), "stage7_map", "it has stage0, stage1, feature0, feature1"),
+    (partial(checkpoint_of, PVT), "pooled", "head gives logits"),
+    (RESNET, "map,block3_map", "has no such layer; it has act1, layer1, layer2, "),
+    (REGNET, "map,block3_map", "has no such layer; it has (stem, )?s1, s2, "),
+    (RESNET, "map,layer1_norm", "no norm of tokens behind its last layer"),
+    (
+        partial(timm_models.checkpoint, "hiera", num_classes=0),
+        "patches,block1",
+        "block1: the model has no such layer; it has block0, block2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "names", "said"), REFUSED)
+def test_what_a_model_has_not_got_is_refused(made: Callable[[], Checkpoint], names: str, said: str) -> None:
+    rejects(said, lambda: named_by(made().model, names))
+
+
+def test_a_class_token_that_comes_later_is_refused_before() -> None:
+    cait = of_timm("cait_xxs24_224", **SMALL)
+    rejects(
+        "block0_class: the model has no class token there; its tokens are patch", named_by, cait, "class,block0_class"
+    )
+
+
+def test_a_module_of_its_own_says_its_outputs_itself() -> None:
+    own = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(2))
+    model = traced(own, Architecture(name="own", family="module"))
+    rejects("a module of your own says them itself", named_by, model, "map")
 
 
 def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:
     dense = backbone()
-    model = with_outputs(dense.model, outputs_from_text("class,patches,block1"))
+    model = named_by(dense.model, "class,patches,block1")
     save(replace(dense, model=model), tmp_path / "model")
     loaded = load_checkpoint(tmp_path / "model")
     assert outputs_of(loaded.model) == outputs_of(model)
@@ -201,7 +229,7 @@ READ = {
 
 @pytest.mark.parametrize("names", READ)
 def test_tokens_that_outputs_have_or_are_made_of_count(names: str) -> None:
-    model = with_outputs(backbone().model, outputs_from_text(names))
+    model = named_by(backbone().model, names)
     for read in (tokens_to_fit(model), tokens_to_fit(model, "pooled")):
         assert read is not None
         assert read.tolist() == READ[names]
@@ -216,7 +244,7 @@ def mean_change(reduced: nn.Module, dense: nn.Module, images: Tensor) -> float:
 
 def test_a_probe_weighs_all_outputs_alike(tmp_path: Path) -> None:
     dense = backbone()
-    model = with_outputs(dense.model, outputs_from_text("class,patches,block0"))
+    model = named_by(dense.model, "class,patches,block0")
     inputs = tiny.opened(tmp_path / "images.npy", tiny.images(96), model)
     moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.0, align_hidden=8)
@@ -238,7 +266,7 @@ def test_a_probe_weighs_all_outputs_alike(tmp_path: Path) -> None:
 
 def test_reductions_keep_the_outputs_and_a_closed_loop_lowers_the_error_of_tokens(tmp_path: Path) -> None:
     dense = backbone()
-    model = with_outputs(dense.model, outputs_from_text("class,patches,block1"))
+    model = named_by(dense.model, "class,patches,block1")
     inputs = tiny.opened(tmp_path / "images.npy", tiny.images(128), model)
     moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
     held_out = torch.from_numpy(tiny.images(32, seed=9))
@@ -266,7 +294,7 @@ def test_reductions_keep_the_outputs_and_a_closed_loop_lowers_the_error_of_token
 )
 def test_a_polish_lowers_the_errors_of_all_outputs(names: str, asked: PolishOptions, tmp_path: Path) -> None:
     dense = backbone()
-    model = with_outputs(dense.model, outputs_from_text(names))
+    model = named_by(dense.model, names)
     inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), model)
     moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
     reduced = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.75, align_hidden=8)).model
@@ -291,7 +319,7 @@ def test_a_vision_tower_of_transformers_gives_its_tokens(tmp_path: Path) -> None
 @pytest.mark.slow("graph")
 def test_a_graph_of_merged_tokens_has_a_vector_for_each_patch(tmp_path: Path) -> None:
     dense = tiny.checkpoint(num_classes=0)
-    model = with_outputs(dense.model, outputs_from_text("class,patches,block0"))
+    model = named_by(dense.model, "class,patches,block0")
     merged = traced_model.with_merging(model, Merging(schedule=(3, 0)))
     path = tmp_path / "model.onnx"
     export_checkpoint(replace(dense, model=merged), path, precision="fp32")
@@ -308,34 +336,53 @@ def test_a_graph_of_merged_tokens_has_a_vector_for_each_patch(tmp_path: Path) ->
 
 # Models of timm's that no family reads give maps and their head's output by name, dense and reduced.
 
-NAMES = ("stage0_map", "feature1", "map", "logits")
-SMALL: dict[str, Any] = {
-    "img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 7
-}  # fmt: skip
-MAMBA = Architecture(
-    name="mambaout_femto", kwargs={"dims": [16, 32], "depths": [1, 1], "num_classes": 7, "img_size": 32}
-)
-
 
 def named(architecture: Architecture, *names: str) -> Checkpoint:
     dense = checkpoint_of(architecture)
     return replace(dense, model=with_outputs(dense.model, Outputs(names)))
 
 
-@pytest.mark.parametrize("architecture", [PVT, MAMBA], ids=lambda each: each.name)
-def test_they_are_what_timm_takes(architecture: Architecture) -> None:
-    """Maps have channels first, wherever the model has them; the last one is what the head reads."""
-    model, pixels = named(architecture, *NAMES).model, torch.from_numpy(images(3, seed=1))
-    plain = timm.create_model(architecture.name, **{k: v for k, v in architecture.kwargs.items() if k != "img_size"})
-    plain.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        first, tokens, last, logits = model(pixels)
-        maps = plain.eval().forward_intermediates(pixels)[1]  # type: ignore[operator]
-        assert torch.equal(first, maps[0])
-        assert torch.equal(tokens, maps[1].flatten(2).mT)
-        torch.testing.assert_close(logits, plain(pixels))
-    assert last.shape == maps[-1].shape
-    assert outputs_of(model) == Outputs(NAMES)
+def stages(word: str, places: Iterable[int]) -> dict[str, int | None]:
+    return {**{f"{word}{place}_map": place for place in places}, "map": None}
+
+
+MAPS: list[tuple[Callable[[], Checkpoint], dict[str, int | None]]] = [
+    (partial(small, "convnext_atto", num_classes=0), {"patches": None, "stage1": 1, "stage3": 3}),
+    (partial(small, "convnext_atto", num_classes=0), stages("stage", (1, 3))),
+    (partial(small, "small_mixer", num_classes=0), {"patches": None, "block0": 0}),
+    *((partial(checkpoint_of, each), dict(zip(NAMES, (0, 1, None, None), strict=True))) for each in (PVT, MAMBA)),
+    *((RESNET, stages(word, range(1, 5))) for word in ("layer", "stage")),
+    *((REGNET, stages(word, range(1, 5))) for word in ("s", "stage")),
+    (partial(timm_models.checkpoint, "hiera", num_classes=0), {"patches": None, "block4_map": -1}),
+]
+
+
+@pytest.mark.parametrize(("made", "places"), MAPS)
+def test_maps_and_their_places_are_what_timm_takes(
+    made: Callable[[], Checkpoint], places: dict[str, int | None]
+) -> None:
+    """By the numbers of timm's features, None for what the head reads, and its logits; maps have channels first,
+    wherever the model has them.
+    """
+    dense: Any = made().model
+    assert_maps(dense, pixels(dense, 2), places)
+    assert outputs_of(named_by(dense, ",".join(places))) == Outputs(tuple(places))
+
+
+def assert_maps(dense: Any, images: Tensor, places: dict[str, int | None]) -> None:
+    given = given_of(named_by(dense, ",".join(places)), images)
+    with torch.inference_mode():
+        last, maps = dense.forward_intermediates(images)
+        logits = dense(images)
+    for name, place in places.items():
+        exact = logits if name == "logits" else last if place is None else maps[place]
+        if exact.ndim == 4 and exact.shape[1:] != maps[-1].shape[1:] and place is None:
+            exact = exact.permute(0, 3, 1, 2)
+        if exact.ndim == 4 and not name.endswith("map"):
+            exact = exact.flatten(2).mT
+        if exact.ndim == 3 and name.endswith("map"):
+            exact = exact.mT.unflatten(2, maps[-1].shape[2:])
+        torch.testing.assert_close(given[name], exact, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.slow("graph")
@@ -363,47 +410,24 @@ def test_they_stay_in_what_is_reduced(architecture: Architecture, names: tuple[s
 
 
 @pytest.mark.parametrize(
-    ("name", "names", "kept"),
+    ("name", "kept"),
     [
-        ("deit_tiny_distilled_patch16_224", "class,patches", {"class": [0], "patches": [*range(2, 18)]}),
-        ("vit_small_patch16_dinov3", "class,patches", {"class": [0], "patches": [*range(5, 21)]}),
-        ("beit_base_patch16_224", "class,patches", {"class": [0], "patches": [*range(1, 17)]}),
-        ("cait_xxs24_224", "class,patches", {"class": [0], "patches": [*range(1, 17)]}),
-        ("eva02_tiny_patch14_224", "tokens,class", {"tokens": [*range(17)], "class": [0]}),
-        ("vit_relpos_small_patch16_rpn_224", "patches", {"patches": [*range(16)]}),
+        ("deit_tiny_distilled_patch16_224", {"class": [0], "patches": [*range(2, 18)]}),
+        ("vit_small_patch16_dinov3", {"class": [0], "patches": [*range(5, 21)]}),
+        ("beit_base_patch16_224", {"class": [0], "patches": [*range(1, 17)]}),
+        ("cait_xxs24_224", {"class": [0], "patches": [*range(1, 17)]}),
+        ("eva02_tiny_patch14_224", {"tokens": [*range(17)], "class": [0]}),
+        ("vit_relpos_small_patch16_rpn_224", {"patches": [*range(16)]}),
     ],
 )
-def test_every_kind_of_vit_gives_its_tokens(name: str, names: str, kept: dict[str, list[int]]) -> None:
-    made: Any = timm.create_model(name, **SMALL).eval()
-    tiny.enliven(made, 0)
-    model, pixels = traced(made, Architecture(name=name, kwargs=SMALL)), torch.from_numpy(images(2, seed=1))
+def test_every_kind_of_vit_gives_its_tokens(name: str, kept: dict[str, list[int]]) -> None:
+    model: Any = of_timm(name, **SMALL)
+    pixels = torch.from_numpy(images(2, seed=1))
     with torch.no_grad():
-        given = with_outputs(model, outputs_from_text(names))(pixels)
-        tokens = made.forward_features(pixels)
-    for each, got in zip(names.split(","), given if isinstance(given, tuple) else (given,), strict=True):
+        tokens = model.forward_features(pixels)
+    for each, got in given_of(named_by(model, ",".join(kept)), pixels).items():
         wanted = tokens[:, kept[each]]
         torch.testing.assert_close(got, wanted[:, 0] if each == "class" else wanted, msg=each)
-
-
-def test_a_class_token_that_comes_later_is_refused_before() -> None:
-    made = timm.create_model("cait_xxs24_224", **SMALL)
-    reason = "block0_class: the model has no class token there; its tokens are patch"
-    with pytest.raises(BadInput, match=reason):
-        with_outputs(
-            traced(made, Architecture(name="cait_xxs24_224", kwargs=SMALL)), outputs_from_text("class,block0_class")
-        )
-
-
-def test_what_a_model_has_not_is_refused() -> None:
-    model = dense_from_architecture(PVT)
-    for asked, reason in (("stage7_map", "it has stage0, stage1, feature0, feature1"), ("pooled", "head gives logits")):
-        rejects(reason, with_outputs, model, Outputs((asked,)))
-
-
-def test_a_module_of_its_own_says_its_outputs_itself() -> None:
-    own = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(2))
-    model = traced(own, Architecture(name="own", family="module"))
-    rejects("a module of your own says them itself", with_outputs, model, Outputs(("map",)))
 
 
 @pytest.mark.parametrize(
@@ -419,11 +443,9 @@ def test_a_walk_by_steps_meets_every_output(name: str, names: str) -> None:
     kwargs = SMALL | {"num_classes": 0}
     if "swin" in name:
         kwargs = {"img_size": 32, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 2), "window_size": 4}
-        kwargs |= {"num_classes": 0}
-    made = timm.create_model(name, **kwargs).eval()
-    tiny.enliven(made, 0)
-    dense = traced(made, Architecture(name=name, kwargs={"img_size": 32}))
-    model, pixels = with_outputs(dense, outputs_from_text(names)), torch.from_numpy(images(3, seed=1))
+        kwargs["num_classes"] = 0
+    dense = of_timm(name, **kwargs)
+    model, pixels = named_by(dense, names), torch.from_numpy(images(3, seed=1))
     with torch.no_grad():
         walk = StreamState.of(traced_model.embedded(model, pixels), None)
         for step in steps_to_outputs(model):
@@ -435,46 +457,15 @@ def test_a_walk_by_steps_meets_every_output(name: str, names: str) -> None:
 
 # Stages' maps [B,C,H,W] as named outputs: their values, and a ConvNeXt's through closed loop, graphs, proof and
 
-OUTPUTS = ("stage0_map", "stage2_map", "map")
-
 
 def test_a_swins_maps_are_what_timm_gives_by_rows_and_columns() -> None:
     kwargs = {"img_size": (64, 96), "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}
-    dense: Any = dense_from_architecture(
-        Architecture(name="swin_tiny_patch4_window7_224", kwargs={**kwargs, "num_classes": 0})
-    )
-    tiny.enliven(dense, 0)
+    dense = of_timm("swin_tiny_patch4_window7_224", **kwargs, num_classes=0)
     images = torch.randn(2, 3, 64, 96, generator=torch.Generator().manual_seed(0))
-    model = with_outputs(dense, outputs_from_text("stage0_map,layer1_map,map"))
-    with torch.inference_mode():
-        got = model(images)
-        raw = dense.forward_intermediates(images, indices=[0, 1], intermediates_only=True)
-        last = dense.forward_features(images).permute(0, 3, 1, 2)
-    for ours, theirs in zip(got, (*raw, last), strict=True):
-        assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert got[0].shape == (2, 24, 16, 24), "rows are not columns"
-
-
-@pytest.mark.parametrize(("name", "stage"), [("resnet18d", "layer{}"), ("regnety_002", "s{}")])
-def test_a_convolutional_networks_stages_are_what_timm_gives(name: str, stage: str) -> None:
-    """By their own names, which count from 1, and as stages."""
-    dense: Any = small_convnets.checkpoint(name).model
-    images, theirs = small_convnets.pixels(2), small_convnets.library(name)
-    places = (1, 2, 3, 4)
-    words = ",".join([*(f"{stage.format(place)}_map" for place in places), "map"])
-    with torch.inference_mode():
-        *got, last = with_outputs(dense, outputs_from_text(words))(images)
-        again = with_outputs(dense, outputs_from_text(words.replace(stage.format(""), "stage")))(images)
-        raw = theirs.forward_intermediates(images, intermediates_only=True)[1:]  # type: ignore[operator]
-    for ours, other, exact in zip(got, again, raw, strict=False):
-        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
-        assert torch.equal(ours, other)
-    torch.testing.assert_close(last, raw[-1], rtol=1e-4, atol=1e-5)
-    with pytest.raises(BadInput, match=f"has no such layer; it has (act1, )?{stage.format(1)}, {stage.format(2)}, "):
-        with_outputs(dense, outputs_from_text("map,block3_map"))
-    with pytest.raises(BadInput, match="no norm of tokens behind its last layer"):
-        with_outputs(dense, outputs_from_text(f"map,{stage.format(1)}_norm"))
+    assert_maps(dense, images, {"stage0_map": 0, "layer1_map": 1, "map": None})
+    assert given_of(named_by(dense, "stage0_map"), images)["stage0_map"].shape == (2, 24, 16, 24), (
+        "rows are not columns"
+    )
 
 
 def test_a_stage_of_blocks_is_called_as_timm_calls_it() -> None:
@@ -484,7 +475,7 @@ def test_a_stage_of_blocks_is_called_as_timm_calls_it() -> None:
     dense.get_submodule("blocks.1").register_forward_hook(lambda _, __, out: heard.append(out))
     with torch.inference_mode():
         dense(images)
-        got, _ = with_outputs(dense, outputs_from_text("block1_map,map"))(images)
+        got, _ = named_by(dense, "block1_map,map")(images)
     torch.testing.assert_close(got, heard[0], rtol=1e-5, atol=1e-5)
 
 
@@ -492,74 +483,27 @@ def test_patches_are_a_map_where_they_are_of_an_image() -> None:
     dense = tiny.checkpoint(num_classes=0, img_size=(32, 48)).model
     images = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        patches, found = with_outputs(dense, outputs_from_text("patches,map"))(images)
+        patches, found = named_by(dense, "patches,map")(images)
     assert found.shape == (2, 48, 4, 6)
     for row in range(4):
         for column in range(6):
             assert torch.equal(found[:, :, row, column], patches[:, 6 * row + column])
-    with pytest.raises(BadInput, match="stage1_map: the model has no such layer; it has block0, block1"):
-        with_outputs(dense, outputs_from_text("map,stage1_map"))
 
 
-@pytest.mark.slow("graph")
-def test_a_convnexts_stages_go_through_closed_loop_graphs_proof_and_repository(tmp_path: Path) -> None:
-    dense = small("convnext_atto", num_classes=0)
-    save(dense, tmp_path / "dense")
-    np.save(tmp_path / "images.npy", pixels(dense.model, 48).numpy())
-    np.save(tmp_path / "held-out.npy", pixels(dense.model, 12, seed=5).numpy())
-    model, images = ("--outputs", ",".join(OUTPUTS)), ("--images", tmp_path / "images.npy")
-    invoked("calibrate", "--model", tmp_path / "dense", *images, "-o", tmp_path / "m.safetensors")
-    reduced, graph = tmp_path / "reduced", tmp_path / "reduced" / "model.onnx"
-    asked = ("--mlp", 0.5, "--align", "mlp=8", "--closed-loop", "-o", reduced)
-    invoked("reduce", "--model", tmp_path / "dense", *model, "--moments", tmp_path / "m.safetensors", *images, *asked)
-    assert [port.name for port in output_ports(load(reduced))] == list(OUTPUTS)
-    invoked("export", "--model", reduced, "-o", graph, "--precision", "fp32,fp16")
-    shapes = {
-        value.name: [each.dim_value for each in value.type.tensor_type.shape.dim][1:]
-        for value in onnx.load(str(graph)).graph.output
-    }
-    assert shapes == {"stage0_map": [16, 16, 16], "stage2_map": [32, 4, 4], "map": [40, 2, 2]}
-
-    held_out = ("--images", tmp_path / "held-out.npy", "--batch", "1,5", "--max-error", 0.9)
-    steps = (reduced, graph, reduced / "model.fp16.onnx")
-    invoked("verify", tmp_path / "dense", *model, *steps, *held_out, "-o", tmp_path / "parity.json")
-    links = {link["name"]: link for link in json.loads((tmp_path / "parity.json").read_text())["links"]}
-    assert {link["output"] for link in links.values()} == set(OUTPUTS)
-    assert all(link["measures"]["relative_error"] < 1e-4 for link in links.values() if link["kind"] == "exact")
-    positions = links["reduced stage0_map"]["measures"]
-    assert 0.3 < positions["token_cosine_q01"] < positions["token_cosine_mean"] < 1.0, "one vector a position"
-    assert positions["tokens_compared"] == 1024
-
-    invoked("package", tmp_path, "-o", tmp_path / "repository", "--name", "small")
-    invoked("package", "lint", tmp_path / "repository")
-    (config,) = (tmp_path / "repository").glob("small_cpu/config.pbtxt")
-    assert "dims: [ 16, 16, 16 ]" in config.read_text().replace("[16, 16, 16]", "[ 16, 16, 16 ]")
-
-
-@pytest.mark.parametrize("form", ["maxvit_tf", "coatnet", "tiny_vit", "efficientformer_v2", "hiera"])
+@pytest.mark.parametrize("form", ["maxvit_tf", "coatnet", "tiny_vit", "efficientformer_v2"])
 def test_stages_of_hierarchies_are_maps_as_timm_has_them(form: str) -> None:
     dense = timm_models.checkpoint(form, num_classes=0).model
     theirs = timm_models.library(form, num_classes=0)
     images = timm_models.pixels(dense, 2)
-    if form == "hiera":
-        with pytest.raises(BadInput, match="block1: the model has no such layer; it has block0, block2"):
-            with_outputs(dense, outputs_from_text("patches,block1"))
-        with torch.inference_mode():
-            raw: Any = theirs.forward_intermediates(images, indices=[-1], intermediates_only=True)  # type: ignore[operator]
-            patches, last = with_outputs(dense, outputs_from_text("patches,block4_map"))(images)
-        assert len(dense.get_submodule("blocks")) == 5  # type: ignore[arg-type]
-        torch.testing.assert_close(last, raw[0], rtol=1e-4, atol=1e-4)
-        assert patches.shape == (2, 4, last.shape[1])
-        return
-    stages: list[torch.Tensor] = []
+    heard: list[torch.Tensor] = []
     count = len(list(theirs.get_submodule("stages").children()))
     for index in range(count):
-        theirs.get_submodule(f"stages.{index}").register_forward_hook(lambda _, __, out: stages.append(out))
+        theirs.get_submodule(f"stages.{index}").register_forward_hook(lambda _, __, out: heard.append(out))
     names = [f"stage{index}_map" for index in range(count)]
     with torch.inference_mode():
         theirs(images)
-        got = with_outputs(dense, outputs_from_text(",".join([*names, "map"])))(images)
-    for name, ours, expected in zip(names, got, stages, strict=False):
+        got = named_by(dense, (",".join([*names, "map"])))(images)
+    for name, ours, expected in zip(names, got, heard, strict=False):
         channels_last = ours.shape != expected.shape
         torch.testing.assert_close(
             ours, expected.movedim(-1, 1) if channels_last else expected, rtol=1e-4, atol=1e-4, msg=name

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,7 +25,7 @@ from corp_deploy.families.inspection import traced_rows
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.module import traced_module
@@ -37,6 +38,7 @@ from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
 SOURCE = (ROOT / "examples" / "own_module" / "net.py").read_text()
+MIX = {"qkv": "to_qkv", "proj": "out", "heads": 3}
 
 
 def net(depth: int = 2) -> nn.Module:
@@ -47,7 +49,7 @@ def net(depth: int = 2) -> nn.Module:
 def named(model: nn.Module, **changes: Any) -> nn.Module:
     said: dict[str, Any] = {
         "mlps": {"layers.0.ffn": ("0", "2"), "layers.1.ffn": ("0", "2")},
-        "attentions": {f"layers.{i}.mix": {"qkv": "to_qkv", "proj": "out", "heads": 3} for i in range(2)},
+        "attentions": {f"layers.{i}.mix": MIX for i in range(2)},
     }
     return corp_deploy.sites(model, **{"inputs": (3, 32, 32), **said, **changes})
 
@@ -81,12 +83,7 @@ def test_those_named_alone_are_offered_and_reduced(tmp_path: Path) -> None:
     assert [site.name for site in sites_of(free).every] == EVERY
     assert [site.name for site in sites_of(one).every] == ["layers.1.ffn"]
     assert [row["site"] for row in traced_rows(one, macs(one))[0]] == ["layers.1.ffn"]
-    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), free)
-    made = []
-    for model in (free, every, one):
-        moments = calibrate(checkpoint(model), inputs, batch_size=32)
-        half = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
-        made.append(reduce(model, moments, half).model)
+    made = [halved(model, tmp_path, attention_sparsity=0.5, align_head=8).model for model in (free, every, one)]
     assert {name: list(each.shape) for name, each in made[0].state_dict().items()} == {
         name: list(each.shape) for name, each in made[1].state_dict().items()
     }
@@ -94,7 +91,7 @@ def test_those_named_alone_are_offered_and_reduced(tmp_path: Path) -> None:
     narrower = [name for name, each in one.state_dict().items() if made[2].state_dict()[name].shape != each.shape]
     assert narrower == ["layers.1.ffn.0.weight", "layers.1.ffn.0.bias", "layers.1.ffn.2.weight"]
     assert [site.name for site in sites_of(made[2]).every] == ["layers.1.ffn"], "a reduced one offers them alone, too"
-    again = named(one, mlps={}, attentions={"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 3}})
+    again = named(one, mlps={}, **mix())
     assert [site.name for site in sites_of(again).every] == EVERY[:2]
 
 
@@ -141,11 +138,8 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cut, self.ffn = (
-            nn.Conv2d(3, 16, 8, stride=8),
-            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
-        )
-        self.idle = nn.Linear(32, 16)
+        self.cut, self.idle = nn.Conv2d(3, 16, 8, stride=8), nn.Linear(32, 16)
+        self.ffn = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
 
     def forward(self, images: Tensor) -> Tensor:
         x: Tensor = self.cut(images).flatten(2).mT
@@ -154,67 +148,55 @@ class Twice(nn.Module):
         return x.mean(1)
 
 
+def mlp(path: str, *layers: str) -> dict[str, Any]:
+    return {"mlps": {path: layers}, "attentions": {}}
+
+
+def mix(path: str = "layers.0.mix", **changes: Any) -> dict[str, Any]:
+    return {"attentions": {path: MIX | changes}}
+
+
+def between(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*(Mixed(layer) for layer in layers))
+
+
+NORM_MIXES = r"no channels between 0.first and 0.last can be reduced: layer_norm in 0.between \(LayerNorm\) mixes it"
 REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "a name": (net(), {"mlps": {"layers.7.ffn": ("0", "2")}}, "the model has no module 'layers.7.ffn.0'"),
     "a layer": (net(), {"mlps": {"layers.0.ffn": ("0", "1")}}, "layers.0.ffn.1 is SiLU, expected a linear layer"),
     "names": (net(), {"mlps": {"layers.0.ffn": ("0",)}}, "expected the names of its linear layers inside it"),
-    "heads": (
-        net(),
-        {"attentions": {"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 5}}},
-        "got 5 heads, the program has 3; say these",
-    ),
-    "other heads": (
-        net(),
-        {"attentions": {"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 4}}},
-        "got 4 heads, the program has 3; say these",
-    ),
-    "a scale": (
-        net(),
-        {"attentions": {"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 3, "scale": 3.0}}},
-        "got scale 3.0, the program scales by 0.25",
-    ),
+    "heads": (net(), mix(heads=5), "got 5 heads, the program has 3; say these"),
+    "a scale": (net(), mix(scale=3.0), "got scale 3.0, the program scales by 0.25"),
     "nothing": (net(), {"mlps": {}, "attentions": {}}, "none named"),
-    "a norm": (
-        nn.Sequential(Mixed(nn.LayerNorm(16))),
-        {"mlps": {"0": ("first", "last")}, "attentions": {}},
-        r"no channels between 0.first and 0.last can be reduced: layer_norm in 0.between \(LayerNorm\) mixes it",
-    ),
+    "a norm": (between(nn.LayerNorm(16)), mlp("0", "first", "last"), NORM_MIXES),
     "a norm without weights": (
-        nn.Sequential(Mixed(nn.LayerNorm(16, elementwise_affine=False))),
-        {"mlps": {"0": ("first", "last")}, "attentions": {}},
-        r"no channels between 0.first and 0.last can be reduced: layer_norm in 0.between \(LayerNorm\) mixes it",
+        between(nn.LayerNorm(16, elementwise_affine=False)),
+        mlp("0", "first", "last"),
+        NORM_MIXES,
     ),
     "no pair": (
         net(),
-        {"mlps": {"layers": ("0.ffn.0", "1.ffn.2")}, "attentions": {}},
+        mlp("layers", "0.ffn.0", "1.ffn.2"),
         "can be reduced: layers.0.ffn.0 gives channels, which layers.0.ffn.2 reads; leave it out",
     ),
     "no gate": (
         net(),
-        {"mlps": {"layers": ("0.ffn.0", "0.ffn.2", "1.ffn.0")}, "attentions": {}},
+        mlp("layers", "0.ffn.0", "0.ffn.2", "1.ffn.0"),
         "layers.0.ffn.0 gives channels, which layers.0.ffn.2 reads",
     ),
     "no attention": (
         net(),
-        {"attentions": {"layers.0.ffn": {"qkv": "0", "proj": "2", "heads": 3}}},
+        mix("layers.0.ffn", qkv="0", proj="2"),
         "no values between layers.0.ffn.0 and layers.0.ffn.2 can be reduced: layers.0.ffn.0 gives channels",
     ),
     "another projection": (
         net(),
-        {"attentions": {"layers": {"qkv": "0.mix.to_qkv", "proj": "1.mix.out", "heads": 3}}},
+        mix("layers", qkv="0.mix.to_qkv", proj="1.mix.out"),
         "layers.0.mix.to_qkv gives queries and keys and values, which layers.0.mix.out reads; leave it out",
     ),
-    "never called": (Twice(), {"mlps": {"": ("ffn.0", "idle")}, "attentions": {}}, "idle is never called"),
-    "values": (
-        Turning(),
-        {"mlps": {"layers": ("0", "2")}, "attentions": {}},
-        "Turning can't be traced: it looks at values",
-    ),
-    "several tensors": (
-        Several(),
-        {"mlps": {"": ("one", "other")}, "attentions": {}},
-        "it gives output_0, output_1, expected one tensor",
-    ),
+    "never called": (Twice(), mlp("", "ffn.0", "idle"), "idle is never called"),
+    "values": (Turning(), mlp("layers", "0", "2"), "Turning can't be traced: it looks at values"),
+    "several tensors": (Several(), mlp("", "one", "other"), "it gives output_0, output_1, expected one tensor"),
     "another size": (net(), {"inputs": (4, 32, 32)}, r"Net can't be run on images \[4, 32, 32\]"),
 }
 
@@ -225,13 +207,15 @@ def test_what_is_not_so_is_refused(case: str) -> None:
     rejects(words, named, model, **said)
 
 
+def halved(model: nn.Module, folder: Path, **changes: Any) -> Reduction:
+    """At half its MLPs' widths, calibrated on 64 images."""
+    moments = calibrate(checkpoint(model), tiny.opened(folder / "images.npy", tiny.images(64), model), batch_size=32)
+    return reduce(model, moments, method_from_preset("best", mlp_sparsity=0.5, align_hidden=8, **changes))
+
+
 def checkpoint(model: nn.Module) -> Checkpoint:
     code = Code(file="net.py", function="build", source=SOURCE)
     return Checkpoint(model=model, architecture=architecture_of(code, {}, Preprocessing()), lineage={})
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).double().norm() / expected.double().norm())
 
 
 class Fused(nn.Module):
@@ -265,10 +249,7 @@ def test_what_the_program_shows_is_found_and_exact(case: str, tmp_path: Path) ->
     with torch.no_grad():
         for name, (*_, last) in mlps.items():
             model.get_parameter(f"{name}.{last}.weight".removeprefix("."))[:, ::2] = 0.0
-    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), model)
-    moments = calibrate(checkpoint(model), inputs, batch_size=32)
-    half = method_from_preset("best", mlp_sparsity=0.5, align_hidden=8)
-    reduced = reduce(model, moments, half).model
+    reduced = halved(model, tmp_path).model
     assert [each.size for each in sites_of(reduced).every] == [site.size // 2]
     torch.testing.assert_close(outputs(reduced), outputs(model), rtol=1e-4, atol=1e-4)
 
@@ -277,9 +258,7 @@ def test_channels_that_no_program_can_be_without_stay(tmp_path: Path) -> None:
     model = corp_deploy.sites(Mixed(Shuffle()), inputs=(3, 32, 32), mlps={"": ("first", "last")})
     with torch.no_grad():
         model.get_parameter("last.weight")[:, ::2] = 0.0
-    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), model)
-    moments = calibrate(checkpoint(model), inputs, batch_size=32)
-    reduction = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.5, align_hidden=8))
+    reduction = halved(model, tmp_path)
     assert [each.width for each in sites_of(reduction.model).every] == [16]
     assert reduction.notes == ("first kept as it is: linear in last: an uneven part of it would be left",)
 
@@ -347,15 +326,10 @@ def test_a_file_goes_through_every_command_where_it_is_trusted(tmp_path: Path) -
 
 
 def test_a_reduced_form_needs_the_same_trust_and_no_file(tmp_path: Path) -> None:
-    from corp_deploy.store.checkpoint import save
-
     with trusting_code(True):
         model = build(checkpoint(net()).architecture)
-    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(32), model)
-    own = checkpoint(model)
-    moments = calibrate(own, inputs, batch_size=32)
-    reduction = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.5, align_hidden=8))
-    save(Checkpoint(model=reduction.model, architecture=own.architecture, lineage={}), tmp_path / "reduced")
+    reduction = halved(model, tmp_path)
+    save(checkpoint(reduction.model), tmp_path / "reduced")
     rejects(r"net\.py is code", corp_deploy.load, tmp_path / "reduced")
     loaded = corp_deploy.load(tmp_path / "reduced", trust_code=True)
     assert torch.equal(outputs(loaded), outputs(reduction.model))
@@ -363,8 +337,6 @@ def test_a_reduced_form_needs_the_same_trust_and_no_file(tmp_path: Path) -> None
 
 
 def test_weights_of_the_users_names_are_taken(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     (tmp_path / "net.py").write_text(SOURCE)
     trained = net()
     with torch.no_grad():

@@ -39,9 +39,6 @@ def example_moments(tmp_path_factory: pytest.TempPathFactory) -> Moments:
     return moments_of(example(), load("train").images[:256], tmp_path_factory.mktemp("moments"))
 
 
-# The paper in float64, written out: loops over images, numpy.kron, numpy.linalg.solve.
-
-
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("sparsity", [0.5, 0.75])
 def test_best_loses_at_most_a_quarter_of_what_corp_loses(example_moments: Moments, sparsity: float) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,7 +30,13 @@ from ground.errors import BadInput, Missing
 from tests import encoders
 from tests.command import invoked, refuses
 from tests.refusals import rejects
-from tests.test_corp_weights import sharded
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    """A directory of transformers."""
+    encoders.write_encoder(tmp_path / "hf")
+    return tmp_path / "hf"
 
 
 def _tokens(directory: Path, count: int = 5) -> dict[str, Tensor]:
@@ -65,15 +70,6 @@ def test_arguments_go_before_what_the_directory_says(tmp_path: Path) -> None:
         load_transformers(tmp_path, {"img_size": 32})
 
 
-def test_shards_are_the_same_model(tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path)
-    tokens, whole = _tokens(tmp_path), load_transformers(tmp_path).model
-    state = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    sharded(tmp_path, state)
-    assert torch.equal(run_model(load_transformers(tmp_path).model, tokens), run_model(whole, tokens))
-
-
 def test_what_may_hold_code_or_is_missing_is_refused(tmp_path: Path) -> None:
     rejects("save_pretrained of transformers has written", load_transformers, tmp_path)
     encoders.write_encoder(tmp_path)
@@ -86,24 +82,21 @@ def test_what_may_hold_code_or_is_missing_is_refused(tmp_path: Path) -> None:
     rejects(r"tokenizer\.json: no such file", load_transformers, tmp_path)
 
 
-def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-    rejects(r"don't fit.*blocks\.0\.mlp\.fc1", load_transformers, tmp_path)
+def test_weights_of_another_size_are_refused(hf: Path) -> None:
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    rejects(r"don't fit.*blocks\.0\.mlp\.fc1", load_transformers, hf)
 
 
-def test_nothing_may_be_given_beside_and_the_prefix_is_advised(tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path)
-    rejects("drop --weights", load_dense, f"hf:{tmp_path}", weights=tmp_path / "model.safetensors", kwargs={})
-    rejects("give it as --model hf:", load_dense, str(tmp_path), weights=None, kwargs={})
+def test_nothing_may_be_given_beside_and_the_prefix_is_advised(hf: Path) -> None:
+    rejects("drop --weights", load_dense, f"hf:{hf}", weights=hf / "model.safetensors", kwargs={})
+    rejects("give it as --model hf:", load_dense, str(hf), weights=None, kwargs={})
 
 
-def test_a_directory_of_ours_needs_nothing_of_the_source(tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path / "source")
-    tokens, dense = _tokens(tmp_path / "source"), load_transformers(tmp_path / "source")
+def test_a_directory_of_ours_needs_nothing_of_the_source(hf: Path, tmp_path: Path) -> None:
+    tokens, dense = _tokens(hf), load_transformers(hf)
     save(dense, tmp_path / "ours")
-    for path in (tmp_path / "source").rglob("*.json"):
+    for path in hf.rglob("*.json"):
         path.unlink()
     again = load_checkpoint(tmp_path / "ours")
     assert torch.equal(run_model(again.model, tokens), run_model(dense.model, tokens))
@@ -133,16 +126,14 @@ def _edited(directory: Path, **changes: Any) -> None:
         ({"vocabulary": 9_000_000, "width": 65_536, "hidden": 65_536}, "at most are built"),
     ],
 )
-def test_an_edited_architecture_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path / "source")
-    save(load_transformers(tmp_path / "source"), tmp_path / "ours")
+def test_an_edited_architecture_is_refused(changes: dict[str, Any], message: str, hf: Path, tmp_path: Path) -> None:
+    save(load_transformers(hf), tmp_path / "ours")
     _edited(tmp_path / "ours", **changes)
     rejects(message, load_checkpoint, tmp_path / "ours")
 
 
-def test_the_steps_are_the_model_and_the_exported_form_too(tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path)
-    model, tokens = load_transformers(tmp_path).model, _tokens(tmp_path)
+def test_the_steps_are_the_model_and_the_exported_form_too(hf: Path) -> None:
+    model, tokens = load_transformers(hf).model, _tokens(hf)
     walk = StreamState.of(traced_model.embedded(model, tokens), traced_model.token_weights(model, tokens))
     for step in traced_model.steps(model):
         walk = walk.behind(step)
@@ -152,25 +143,22 @@ def test_the_steps_are_the_model_and_the_exported_form_too(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("pooling", "layers"), [("mean", ()), ("first", ("attn.proj", "mlp.fc1", "mlp.fc2"))])
-def test_the_outputs_read_what_is_pooled(pooling: str, layers: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_outputs_read_what_is_pooled(pooling: str, layers: tuple[str, ...], hf: Path) -> None:
     """Of the last block the first token alone, where that is the embedding."""
-    encoders.write_encoder(tmp_path)
-    read = places_read(tracing(load_transformers(tmp_path, {"pooling": pooling}).model), torch.device("cpu"))
+    read = places_read(tracing(load_transformers(hf, {"pooling": pooling}).model), torch.device("cpu"))
     places = {
         str(node.all_input_nodes[1].target): places_P.nonzero().flatten().tolist() for node, places_P in read.items()
     }
     assert places == {f"blocks.1.{layer}.weight": [0] for layer in layers}
 
 
-def test_tokens_are_not_merged(tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path)
-    model = load_transformers(tmp_path).model
+def test_tokens_are_not_merged(hf: Path) -> None:
+    model = load_transformers(hf).model
     rejects("its texts are of different lengths", traced_model.with_merging, model, Merging(schedule=(0, 2)))
 
 
-def test_costs_are_those_by_hand(tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path)
-    inspected = inspection_of_model(load_transformers(tmp_path).model)
+def test_costs_are_those_by_hand(hf: Path) -> None:
+    inspected = inspection_of_model(load_transformers(hf).model)
     tokens, width, hidden = 24, 32, 64
     mlp, attention = 2 * tokens * width * hidden, 4 * tokens * width * width + 2 * tokens * tokens * width
     assert inspected["macs"] == 2 * (mlp + attention)
@@ -179,9 +167,8 @@ def test_costs_are_those_by_hand(tmp_path: Path) -> None:
     ]
 
 
-def test_images_are_not_asked_of_a_text_model(tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path)
-    rejects("takes text, not images; give --text", image_spec, load_transformers(tmp_path).model)
+def test_images_are_not_asked_of_a_text_model(hf: Path) -> None:
+    rejects("takes text, not images; give --text", image_spec, load_transformers(hf).model)
 
 
 def _packaged() -> Path:
@@ -211,9 +198,8 @@ def test_a_pretrained_encoder_says_what_transformers_says_and_knows_what_is_alik
     torch.testing.assert_close(embeddings_BC, F.normalize((states * mask).sum(1) / mask.sum(1)), rtol=1e-5, atol=1e-5)
 
 
-def test_without_the_tokenizers_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoders.write_encoder(tmp_path)
-    model = load_transformers(tmp_path).model
+def test_without_the_tokenizers_package_the_extra_is_named(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_transformers(hf).model
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(Missing, match=r"pip install 'corp-deploy\[hf\]'"):
         text_spec(model).encoder()
@@ -292,28 +278,22 @@ def _exported_verified_and_timed(home: Path, directory: Path) -> None:
     assert "attention_mask" in configuration.read_text()
 
 
-def test_budgets_look_at_texts(home: Path) -> None:
-    text = ("--text", home / "calibration.txt")
-    record = json.loads((reduced(home, "budget", "--macs", 0.7, *text) / "config.json").read_text())
-    (by_site, *_) = record["lineage"]["reduction"]["ways"]
-    assert by_site["share"] <= 0.7
+LEVERS: list[tuple[str, tuple[Any, ...]]] = [
+    ("budget", ("--macs", 0.7)),
+    *((loop, ("--mlp", 0.5, "--attn", 0.5, "--closed-loop", loop)) for loop in ("asymmetric", "symmetric")),
+    ("fold", ("--mlp", 0.5, "--preset", "fold")),
+    *((how, ("--mlp", 0.5, "--polish", how, "--polish-steps", 3)) for how in ("block", "model", "layer")),
+]
 
 
-def test_closed_loops_and_folds_look_at_texts(home: Path) -> None:
-    text = ("--text", home / "calibration.txt")
-    for loop in ("asymmetric", "symmetric"):
-        directory = reduced(home, loop, "--mlp", 0.5, "--attn", 0.5, "--closed-loop", loop, *text)
-        assert len(json.loads((directory / "config.json").read_text())["sites"]["blocks.1.mlp"]["kept"]) == 32
-    folded = reduced(home, "folded", "--mlp", 0.5, "--preset", "fold", *text)
-    assert len(json.loads((folded / "config.json").read_text())["sites"]["blocks.1.mlp"]["kept"]) == 32
-
-
-def test_polishes_look_at_texts(home: Path) -> None:
-    text = ("--text", home / "calibration.txt")
-    for polish in ("block", "model", "layer"):
-        options = ("--mlp", 0.5, "--polish", polish, "--polish-steps", 3)
-        record = json.loads((reduced(home, polish, *options, *text) / "config.json").read_text())["lineage"]
-        assert record["reduction"]["polish"]["how"] == polish
+@pytest.mark.parametrize(("name", "options"), LEVERS)
+def test_every_lever_looks_at_texts(home: Path, name: str, options: tuple[Any, ...]) -> None:
+    directory = reduced(home, name, *options, "--text", home / "calibration.txt")
+    record = json.loads((directory / "config.json").read_text())
+    done = record["lineage"]["reduction"]
+    assert name != "budget" or done["ways"][0]["share"] <= 0.7
+    assert name == "budget" or len(record["sites"]["blocks.1.mlp"]["kept"]) == 32
+    assert "--polish" not in options or done["polish"]["how"] == name
 
 
 def test_a_sweep_scores_embeddings(home: Path) -> None:
@@ -435,9 +415,8 @@ def test_the_head_of_a_task_goes_along_where_it_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_no_configuration_says_is_refused_before_any_work(
-    tmp_path: Path, options: tuple[Any, ...], words: str
+    hf: Path, tmp_path: Path, options: tuple[Any, ...], words: str
 ) -> None:
-    encoders.write_encoder(tmp_path / "hf")
     text = ("--text", tmp_path / "texts.txt") if "--macs" in options else ()
     result = invoked(*calibrated(tmp_path), *options, *text, "--save-as", "hf", "-o", tmp_path / "out", code=2)
     assert words in " ".join((result.output + result.stderr).split())
@@ -459,8 +438,7 @@ ELSEWHERE = ("../away.json", "/etc/config.json", "a/b/config.json", "../config.j
         *(("files", {path: {}}, "expected one in the encoder's directory") for path in ELSEWHERE),
     ],
 )
-def test_a_damaged_lineage_is_one_message(tmp_path: Path, key: str, value: object, said: str) -> None:
-    encoders.write_encoder(tmp_path / "hf")
-    dense = load_dense(f"hf:{tmp_path / 'hf'}", weights=None, kwargs={})
+def test_a_damaged_lineage_is_one_message(hf: Path, key: str, value: object, said: str) -> None:
+    dense = load_dense(f"hf:{hf}", weights=None, kwargs={})
     dense.lineage["source"]["transformers"][key] = value
     rejects(said, transformers_form, dense)

@@ -24,7 +24,6 @@ from corp_deploy.algebra import channels as algebra_channels
 from corp_deploy.reduction import (
     correct,
     heads,
-    judged_folds,
     read_tokens,
     traced_change,
     traced_choice,
@@ -74,7 +73,7 @@ class Variant:
         if choices.geometry == "square":
             yield values
         if choices.merges:
-            yield from (fold, traced_fold, traced_folds, judged_folds)
+            yield from (fold, traced_fold, traced_folds)
         if choices.merges or self.loop is not None:
             yield from (regression, regression_sums)
         if self.loop is not None:

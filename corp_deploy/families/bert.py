@@ -93,7 +93,11 @@ class _DistilBert(_Config, frozen=True, kw_only=True):
 
 
 _OFFSET = ("roberta", "xlm-roberta", "camembert")
-_KINDS = {"bert": _Config, **dict.fromkeys(_OFFSET, _Config), "distilbert": _DistilBert, "electra": _Config}
+_KINDS: Mapping[str, type[_Config]] = {
+    **dict.fromkeys(("bert", *_OFFSET), _Config),
+    "distilbert": _DistilBert,
+    "electra": _Config,
+}
 MODEL_TYPES = tuple(_KINDS)
 
 

@@ -7,7 +7,7 @@ zero-padded head counts its padded width. Biases, normalisations, softmax and ac
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,8 +55,8 @@ def site_costs(model: nn.Module, currency: Currency) -> SiteCosts:
     own, every = traced_model.tracing(model), sites_of(model).every
     layers = own.shares.macs if currency == "macs" else own.shares.parameters
     biases = {name: own.program.tensor(name).numel() for name in own.added if currency == "params"}
-    free = SiteCosts(currency=currency, now={}, layers=layers, biases=biases)
-    return replace(free, now={site.name: free.of(site, site.width) for site in every})
+    now = {site.name: site.macs_now if currency == "macs" else site.parameters_now for site in every}
+    return SiteCosts(currency=currency, now=now, layers=layers, biases=biases)
 
 
 aten = torch.ops.aten

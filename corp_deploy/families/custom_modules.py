@@ -17,16 +17,6 @@ from .trusted_code import FAMILY, Code
 NAME = FAMILY
 
 
-def code_of(architecture: Architecture) -> Code:
-    """The code that makes the model."""
-    kwargs = architecture.kwargs
-    file, function = architecture.name.rsplit(":", 1) if ":" in architecture.name else (architecture.name, "")
-    source = kwargs.get("source")
-    if not isinstance(source, str) or not isinstance(kwargs.get("arguments"), Mapping):
-        raise BadInput(f"{architecture.name}: no source and arguments of a model's code; write the model again")
-    return Code(file=file, function=function, source=source)
-
-
 def architecture_of(code: Code, arguments: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
     """What config.json keeps: the source itself, so that a directory needs no other file."""
     kwargs = {"source": code.source, "arguments": dict(arguments)}
@@ -38,9 +28,13 @@ def build(architecture: Architecture) -> nn.Module:
     """What the code makes, on the CPU whatever torch's default device is, since it may look at values: a module
     with named sites or any other. Raises BadInput where code isn't trusted, and for what is no module.
     """
-    code = code_of(architecture)
+    file, function = architecture.name.rsplit(":", 1) if ":" in architecture.name else (architecture.name, "")
+    source, arguments = architecture.kwargs.get("source"), architecture.kwargs.get("arguments")
+    if not isinstance(source, str) or not isinstance(arguments, Mapping):
+        raise BadInput(f"{architecture.name}: no source and arguments of a model's code; write the model again")
+    code = Code(file=file, function=function, source=source)
     with torch.device("cpu"):
-        model = code.called(dict(architecture.kwargs["arguments"]))
+        model = code.called(dict(arguments))
     if not isinstance(model, nn.Module):
         raise BadInput(f"{code.file}: {code.function}() gives a {type(model).__name__}, expected a torch.nn.Module")
     if (spec := images_of(model)) is not None:

@@ -15,7 +15,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,16 +25,14 @@ from ground.errors import BadInput, Missing, is_out_of_memory, os_error_from
 
 GRAPH, WEIGHTS, SETTINGS = "model.onnx", "model.onnx.data", "genai_config.json"
 PACKAGE = "onnxruntime-genai"
-PROVIDERS: Mapping[str, str] = MappingProxyType({"fp32": "cpu", "int8": "cpu", "int4": "cpu", "fp16": "cuda"})
+PROVIDERS: Mapping[str, str] = {"fp32": "cpu", "int8": "cpu", "int4": "cpu", "fp16": "cuda"}
 """By precision, whose operators the graph has: in FP32 and with quantised weights a CPU's, in FP16 a GPU's."""
-CLASSES: Mapping[str, str] = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-    }
-)
+CLASSES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 _WINDOW = "local_window_size"
 _INSTEAD = "export --model hf:DIR writes its graph without a cache, for prefill"
 

@@ -125,7 +125,11 @@ class _Llama(_Decoder, frozen=True, kw_only=True):
         )
 
 
-_KINDS = {"opt": _Opt, "gpt2": _Gpt2, **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _Llama)}
+_KINDS: Mapping[str, type[_Decoder]] = {
+    "opt": _Opt,
+    "gpt2": _Gpt2,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _Llama),
+}
 MODEL_TYPES = tuple(_KINDS)
 _ROPE_ENTRIES = {
     "rope_theta": "theta",

@@ -1,12 +1,10 @@
 """Self-attention of text encoders and decoders in plain torch, one layer for queries, keys and values, and rotary
 positions of a sequence (RoFormer, arXiv 2104.09864): token n is at place n, whatever the length.
 
-Legend: B batch, N tokens, C channels, H heads, G groups of heads, D width of a head.
-
 Plane p of P is the dimensions p and p + P of a head, whichever way a library orders them. Frequencies are those of the
 dense head, whichever planes of it are left: they are never made anew from a width.
 
-Legend: B texts, H heads or 1 for all, N tokens, P planes of a head.
+Legend: B texts, N tokens, C channels, H heads, or 1 for all, G groups of heads, D width of a head, P planes of it.
 """
 
 import math
@@ -95,18 +93,6 @@ def shared_by_heads(x: Tensor, heads: int) -> Tensor:
     return x if groups == heads else x.repeat_interleave(heads // groups, dim=-3)
 
 
-def causal_bias(q: Tensor) -> Tensor:
-    """What is added to the scores of queries [B,H,N,D] so that none sees a key behind its own place: [N,N]."""
-    place_N = torch.arange(q.shape[-2], device=q.device)
-    return (place_N[:, None] < place_N).to(q.dtype) * HIDDEN
-
-
-def rows_by_head(rows_BNR: Tensor, heads: int) -> Tensor:
-    """What a layer gives of each token, the rows of the heads in turn [B,N,R] -> [B,H,N,R/H]."""
-    by_head: Tensor = rows_BNR.unflatten(-1, (heads, -1)).transpose(-3, -2)
-    return by_head
-
-
 class HeadAttention(nn.Module):
     """Multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale; heads are `head` wide.
 
@@ -150,7 +136,7 @@ class HeadAttention(nn.Module):
     def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B,H,N,D] of the input."""
         apart = zip(self.qkv(x_BNC).split(self.rows, -1), (self.heads, self.groups, self.groups), strict=True)
-        q, k, v = (rows_by_head(rows, count) for rows, count in apart)
+        q, k, v = (rows.unflatten(-1, (count, -1)).transpose(-3, -2) for rows, count in apart)
         q, k, v = self.q_norm(q), shared_by_heads(self.k_norm(k), self.heads), shared_by_heads(v, self.heads)
         if self.rotary is not None:
             q, k = self.rotary(q, k)
@@ -162,7 +148,8 @@ class HeadAttention(nn.Module):
         bias_BHNN = None if weights_BN is None else key_bias(weights_BN, q.dtype)
         alone = self.causal and bias_BHNN is None
         if self.causal and bias_BHNN is not None:
-            bias_BHNN = bias_BHNN + causal_bias(q)
+            place_N = torch.arange(q.shape[-2], device=q.device)
+            bias_BHNN = bias_BHNN + (place_N[:, None] < place_N).to(q.dtype) * HIDDEN
         z = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHNN, is_causal=alone, scale=self.scale)
         out: Tensor = self.proj(z.transpose(-3, -2).flatten(-2))
         return out

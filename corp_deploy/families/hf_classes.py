@@ -22,7 +22,7 @@ from ground.ports import Port
 from .architecture import Architecture, Preprocessing
 from .given_module import PREPARED, facts_with
 from .hf_config import Sides, both
-from .timm_images import ImageSpec
+from .timm_images import BY_CHANNEL, ImageSpec
 from .tokenizer import TextSpec, Tokenization
 
 PREFIX = "transformers:"
@@ -41,6 +41,11 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     length: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
     text: Tokenization | None = None
     without_pooler: bool = False
+
+    @property
+    def left_out(self) -> dict[str, bool]:
+        """Layers, as a class is told."""
+        return {"add_pooling_layer": False} if self.without_pooler else {}
 
 
 def arguments_of(kwargs: Mapping[str, Any], *, where: str) -> Arguments:
@@ -132,22 +137,18 @@ def _read(directory: Path, arguments: Arguments) -> tuple[nn.Module, Mapping[str
                 use_safetensors=True,
                 output_loading_info=True,
                 dtype=torch.float32,
-                **_layers_left_out(arguments),
+                **arguments.left_out,
             )
         except Exception as error:
             raise BadInput(f"{directory}: transformers can't read it ({_line(error)})") from None
     return read
 
 
-def _layers_left_out(arguments: Arguments) -> dict[str, bool]:
-    return {"add_pooling_layer": False} if arguments.without_pooler else {}
-
-
 def _built(arguments: Arguments, where: str) -> nn.Module:
     kind, config = _class_of(arguments.config, where), _config(arguments.config, where)
     try:
         with _quiet():
-            model: nn.Module = kind(config, **_layers_left_out(arguments))
+            model: nn.Module = kind(config, **arguments.left_out)
     except Exception as error:
         raise BadInput(f"{where}: transformers can't build a {kind.__name__} of this ({_line(error)})") from None
     return model
@@ -220,11 +221,9 @@ def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) 
         channels = int(getattr(config, "num_channels", 3))
         size: Any = arguments.img_size or getattr(config, "image_size", None) or 224
         shape = (channels, *both(tuple(size) if isinstance(size, list) else size))
-        prepared = {**PREPARED, **preprocessing.spread(channels).settings}
-        settings = {
-            key: value for key, value in prepared.items() if preprocessing.settings or key not in ("mean", "std")
-        }
-        return ImageSpec(shape=shape, config={**settings, "input_size": shape}), (main,)
+        prepared = {**PREPARED, **preprocessing.spread(channels).settings, "input_size": shape}
+        unknown = () if preprocessing.settings else BY_CHANNEL
+        return ImageSpec(shape=shape, config={key: prepared[key] for key in prepared if key not in unknown}), (main,)
     if main != _TEXT:
         return ArraySpec(ports=(Port(name=main, shape=(arguments.length or LENGTH,)),)), (main,)
     if arguments.text is not None:

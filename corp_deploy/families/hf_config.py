@@ -15,7 +15,8 @@ from msgspec import Meta
 
 from ground.errors import BadInput
 
-from .text_encoder import Eps, Heads, Layers, Width
+from .text_config import CommonConfig
+from .text_encoder import Width
 
 Side = Annotated[int, Meta(ge=1, le=16_384)]
 # msgspec 0.22 may crash on a fixed tuple of bounded numbers beside a bounded number.
@@ -66,27 +67,25 @@ def _kind(timm: str, prefix: str, defaults: Mapping[str, Any], base: str, **more
     return Kind(timm=timm, prefix=prefix, defaults=MappingProxyType({**_SIZE, **defaults}), base=base, **more)
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "vit": _kind("vit_base_patch16_224", "vit.", _VIT, "ViTModel", reads_head_dim=True),
-        "deit": _kind("vit_base_patch16_224", "deit.", _VIT, "DeiTModel", reads_head_dim=True),
-        "dinov2": _kind("vit_base_patch14_dinov2", "dinov2.", _DINOV2, "Dinov2Model", reads_head_dim=True),
-        "dinov2_with_registers": _kind(
-            "vit_base_patch14_reg4_dinov2",
-            "dinov2_with_registers.",
-            _DINOV2 | {"patch_size": 16, "num_register_tokens": 4},
-            "Dinov2WithRegistersModel",
-            reads_head_dim=True,
-        ),
-        "dinov3_vit": _kind("vit_base_patch16_dinov3", "dinov3_vit.", _DINOV3, "DINOv3ViTModel"),
-        "clip_vision_model": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel"),
-        "clip": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel", inside="vision_config"),
-        "siglip_vision_model": _kind("vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel"),
-        "siglip": _kind(
-            "vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel", inside="vision_config"
-        ),
-    }
-)
+KINDS: Mapping[str, Kind] = {
+    "vit": _kind("vit_base_patch16_224", "vit.", _VIT, "ViTModel", reads_head_dim=True),
+    "deit": _kind("vit_base_patch16_224", "deit.", _VIT, "DeiTModel", reads_head_dim=True),
+    "dinov2": _kind("vit_base_patch14_dinov2", "dinov2.", _DINOV2, "Dinov2Model", reads_head_dim=True),
+    "dinov2_with_registers": _kind(
+        "vit_base_patch14_reg4_dinov2",
+        "dinov2_with_registers.",
+        _DINOV2 | {"patch_size": 16, "num_register_tokens": 4},
+        "Dinov2WithRegistersModel",
+        reads_head_dim=True,
+    ),
+    "dinov3_vit": _kind("vit_base_patch16_dinov3", "dinov3_vit.", _DINOV3, "DINOv3ViTModel"),
+    "clip_vision_model": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel"),
+    "clip": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel", inside="vision_config"),
+    "siglip_vision_model": _kind("vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel"),
+    "siglip": _kind(
+        "vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel", inside="vision_config"
+    ),
+}
 # By the class that wrote a directory: its model_type, what it makes of the tokens, and which of its outputs that is.
 _CLASSES: Mapping[str, tuple[str, Output, str]] = {
     "ViTModel": ("vit", "class token", "last_hidden_state[:, 0]"),
@@ -114,15 +113,9 @@ def both(sides: int | tuple[int, ...]) -> tuple[int, int]:
     return height, width
 
 
-class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
+class VisionConfig(CommonConfig, frozen=True, kw_only=True):
     """What is read of a config.json."""
 
-    model_type: str
-    hidden_size: Width
-    num_hidden_layers: Layers
-    num_attention_heads: Heads
-    hidden_act: str
-    layer_norm_eps: Eps
     image_size: Sides
     patch_size: Sides
     intermediate_size: Width | None = None
@@ -141,9 +134,6 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     vision_use_head: bool = True
     projection_dim: Width | None = None
     head_dim: Width | None = None
-    auto_map: Any = None
-    quantization_config: Any = None
-    pruned_heads: Any = None
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -194,13 +184,7 @@ def _of_turned(config: VisionConfig) -> str:
 def _refusal(config: VisionConfig, output: Output) -> str:
     """Why this model can't be built, or nothing."""
     width, heads = config.hidden_size, config.num_attention_heads
-    reasons = {
-        "it comes with code of its own (auto_map), which is never run": bool(config.auto_map),
-        "it is quantised; give the weights before that": config.quantization_config is not None,
-        "some of its heads are removed already": bool(config.pruned_heads),
-        f"its activation is {config.hidden_act!r:.60}, expected {', '.join(ACTIVATIONS)}": (
-            config.hidden_act not in ACTIVATIONS
-        ),
+    reasons = config.refused(ACTIVATIONS) | {
         f"its activation is {config.hidden_act!r:.60}, expected {_of_turned(config)} of MLPs of its kind": (
             config.has_rope and config.hidden_act != _of_turned(config)
         ),

@@ -30,16 +30,17 @@ class Spelling:
     around: Mapping[str, str]
 
 
+_PATHS = ("norm1", "norm2", "attn.proj", "mlp.fc1", "mlp.fc2")
+
+
+def _block(*theirs: str) -> dict[str, str]:
+    return dict(zip(_PATHS, theirs, strict=True))
+
+
 _VIT = Spelling(
     layers="encoder.layer",
     qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-    block={
-        "norm1": "layernorm_before",
-        "norm2": "layernorm_after",
-        "attn.proj": "attention.output.dense",
-        "mlp.fc1": "intermediate.dense",
-        "mlp.fc2": "output.dense",
-    },
+    block=_block("layernorm_before", "layernorm_after", "attention.output.dense", "intermediate.dense", "output.dense"),
     around={
         "patch_embed.proj": "embeddings.patch_embeddings.projection",
         "norm": "layernorm",
@@ -48,25 +49,18 @@ _VIT = Spelling(
         "dist_token": "embeddings.distillation_token",
     },
 )
-_NORMS = {"norm1": "norm1", "norm2": "norm2"}
-_DINOV2 = replace(_VIT, block={**_VIT.block, **_NORMS, "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"})
+_DINOV2 = replace(_VIT, block=_block("norm1", "norm2", "attention.output.dense", "mlp.fc1", "mlp.fc2"))
 _GATED = {"mlp.fc1": "mlp.weights_in", "mlp.fc2": "mlp.weights_out"}
 _DINOV3 = Spelling(
     layers="layer",
     qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    block={**_NORMS, "attn.proj": "attention.o_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
+    block=_block("norm1", "norm2", "attention.o_proj", "mlp.up_proj", "mlp.down_proj"),
     around={**_VIT.around, "patch_embed.proj": "embeddings.patch_embeddings", "norm": "norm"},
 )
 _CLIP = Spelling(
     layers="encoder.layers",
     qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    block={
-        "norm1": "layer_norm1",
-        "norm2": "layer_norm2",
-        "attn.proj": "self_attn.out_proj",
-        "mlp.fc1": "mlp.fc1",
-        "mlp.fc2": "mlp.fc2",
-    },
+    block=_block("layer_norm1", "layer_norm2", "self_attn.out_proj", "mlp.fc1", "mlp.fc2"),
     around={
         "patch_embed.proj": "embeddings.patch_embedding",
         "norm": "post_layernorm",

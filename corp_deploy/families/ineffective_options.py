@@ -1,7 +1,6 @@
 """Refusals of options without effect on a model: it has no sites of their kind."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from torch import nn
 
@@ -11,34 +10,30 @@ from ground.errors import BadInput
 from .family import sites_of
 
 MLPS, HEADS, CONVOLUTIONS = "channels", "heads", "convolutions"
-WORDS: Mapping[str, str] = MappingProxyType(
-    {MLPS: "MLPs", CONVOLUTIONS: "channels between convolutions", HEADS: "attention"}
-)
+WORDS: Mapping[str, str] = {MLPS: "MLPs", CONVOLUTIONS: "channels between convolutions", HEADS: "attention"}
 """What a model without sites of a kind is said to be without."""
 
 
 STREAMS = "traced streams"
-HONOURED: Mapping[str, str] = MappingProxyType(
-    {
-        "traced channels": MLPS,
-        "traced convolutions": CONVOLUTIONS,
-        "traced queries and keys": HEADS,
-        STREAMS: CONVOLUTIONS,
-        "traced values": HEADS,
-    }
-)
+HONOURED: Mapping[str, str] = {
+    "traced channels": MLPS,
+    "traced convolutions": CONVOLUTIONS,
+    "traced queries and keys": HEADS,
+    STREAMS: CONVOLUTIONS,
+    "traced values": HEADS,
+}
 """Which kind's options those honour that were found in a program."""
 
 
 def kinds_of(model: nn.Module) -> frozenset[str]:
     """Of its sites, reducible or not."""
-    return frozenset(HONOURED.get(kind, kind) for kind in sites_of(model).kinds)
+    return frozenset(HONOURED[kind] for kind in sites_of(model).kinds)
 
 
-def taps_for(sites: Sites, kind: str) -> set[str]:
+def taps_for(sites: Sites, kind: str) -> frozenset[str]:
     """What is heard for those sites alone that honour the options of this kind."""
-    taps = [(HONOURED.get(site.kind, site.kind), tap.name) for site in sites.every for tap in site.listening()]
-    return {name for _, name in taps} - {name for other, name in taps if other != kind}
+    taps = [(HONOURED[site.kind], tap.name) for site in sites.every for tap in site.listening()]
+    return frozenset(name for _, name in taps) - {name for other, name in taps if other != kind}
 
 
 def require_streams(sites: Sites, name: str) -> None:

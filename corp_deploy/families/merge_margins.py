@@ -24,19 +24,16 @@ def _gap_B(falling_BA: Tensor, count: int) -> Tensor:
     return falling_BA[:, count - 1] - falling_BA[:, count]
 
 
-def _spread_B(x_BNC: Tensor, protected: int) -> Tensor:
-    """The mean squared norm of the unprotected tokens about their mean, which distances and their rounding are of."""
-    free_BNC = x_BNC[:, protected:].float()
-    return (free_BNC - free_BNC.mean(dim=1, keepdim=True)).square().sum(dim=-1).mean(dim=1).clamp(min=1e-30)
-
-
 def _of_merge(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
     """The lesser of the gap between the tokens that are merged and those kept, and, of each that is merged, the gap
     from its best match to the second best; as shares of the tokens' spread, or of cosines.
     """
     count, alike_BAD = merge.count, alike(merge.metric, x_BNC, compared, sizes_BN, merge.protected)
     if merge.metric in ("ward", "attended"):
-        alike_BAD = alike_BAD / _spread_B(x_BNC, merge.protected)[:, None, None]
+        # The mean squared norm of the unprotected tokens about their mean, which distances and their rounding are of.
+        free_BNC = x_BNC[:, merge.protected :].float()
+        spread_B = (free_BNC - free_BNC.mean(dim=1, keepdim=True)).square().sum(dim=-1).mean(dim=1).clamp(min=1e-30)
+        alike_BAD = alike_BAD / spread_B[:, None, None]
     if merge.metric == "attended":
         alike_BAD = alike_BAD / (2.0 * compared.float().sqrt().mean(dim=1)[:, None, None])
     falling_BA, order_BA = alike_BAD.amax(dim=-1).sort(dim=1, descending=True, stable=True)
@@ -48,17 +45,13 @@ def _of_merge(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tens
     return torch.minimum(gap_B, matches_BR.amin(dim=1))
 
 
-def _of_drop(attention_BN: Tensor, count: int, protected: int) -> Tensor:
-    """The gap between the tokens dropped and those kept, as a share of the attention there."""
-    rising_BN = attention_BN[:, protected:].float().sort(dim=1).values
-    return -_gap_B(rising_BN, count) / rising_BN[:, count - 1].clamp(min=1e-30)
-
-
 def margins_of(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
     """The least margin of one merge's choices, of a stream of tokens of these sizes: [B]."""
-    if merge.how == "drop":
-        return _of_drop(compared, merge.count, merge.protected)
-    return _of_merge(merge, x_BNC, compared, sizes_BN)
+    if merge.how != "drop":
+        return _of_merge(merge, x_BNC, compared, sizes_BN)
+    # The gap between the tokens dropped and those kept, as a share of the attention there.
+    rising_BN = compared[:, merge.protected :].float().sort(dim=1).values
+    return -_gap_B(rising_BN, merge.count) / rising_BN[:, merge.count - 1].clamp(min=1e-30)
 
 
 def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:

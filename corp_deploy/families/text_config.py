@@ -3,7 +3,7 @@
 Nothing is executed: a configuration is typed and bounded where it is read, and what has no place here is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -13,7 +13,32 @@ from ground.errors import BadInput
 from .text_encoder import ACTIVATIONS, Eps, Heads, Layers, Rows, TextArchitecture, Width
 
 
-class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
+class CommonConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What models of text and of images have."""
+
+    model_type: str
+    hidden_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    hidden_act: str
+    layer_norm_eps: Eps
+    auto_map: Any = None
+    quantization_config: Any = None
+    pruned_heads: Any = None
+
+    def refused(self, activations: Collection[str]) -> dict[str, bool]:
+        """Why a model can't be built here, each with whether it holds."""
+        return {
+            "it comes with code of its own (auto_map), which is never run": bool(self.auto_map),
+            "it is quantised; give the weights before that": self.quantization_config is not None,
+            "some of its heads are removed already": bool(self.pruned_heads),
+            f"its activation is {self.hidden_act!r:.60}, expected {', '.join(activations)}": (
+                self.hidden_act not in activations
+            ),
+        }
+
+
+class TextConfig(CommonConfig, frozen=True, kw_only=True):
     """What encoders and decoders have. `common`: by a kind's own names of entries most kinds'; `fixed`: what stands in
     its code.
     """
@@ -21,29 +46,12 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     common: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, Any]] = {}
 
-    model_type: str
     vocab_size: Rows
-    hidden_size: Width
     intermediate_size: Width
-    num_hidden_layers: Layers
-    num_attention_heads: Heads
     max_position_embeddings: Rows
-    hidden_act: str
-    layer_norm_eps: Eps
-    auto_map: Any = None
-    quantization_config: Any = None
-    pruned_heads: Any = None
 
     def reasons(self) -> dict[str, bool]:
-        """Why a model can't be built here, each with whether it holds."""
-        return {
-            "it comes with code of its own (auto_map), which is never run": bool(self.auto_map),
-            "it is quantised; give the weights before that": self.quantization_config is not None,
-            "some of its heads are removed already": bool(self.pruned_heads),
-            f"its activation is {self.hidden_act!r:.60}, expected {', '.join(ACTIVATIONS)}": (
-                self.hidden_act not in ACTIVATIONS
-            ),
-        }
+        return self.refused(ACTIVATIONS)
 
     def architecture(self) -> TextArchitecture:
         raise NotImplementedError

@@ -37,10 +37,6 @@ class Names:
     transposed: bool = False
     own: tuple[str, ...] = ("",)
 
-    def of_block(self, index: int) -> str:
-        """What stands before the names of a block's own."""
-        return f"{self.base}{self.blocks}{index}."
-
     @property
     def ours_outside(self) -> dict[str, str]:
         """Of what stands in no block: ours by theirs, without what stands before a whole model's names."""
@@ -49,19 +45,21 @@ class Names:
         }
 
 
+_BLOCK = ("norm1", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+
+
+def _parts(*theirs: str) -> dict[str, str]:
+    """Of a block with a plain MLP."""
+    return dict(zip(_BLOCK, theirs, strict=True))
+
+
 _WORDS = {"embeddings.word": "embed_tokens", "head": "lm_head"}
 _OPT = Names(
     noun="decoder",
     base="model.decoder.",
     blocks="layers.",
     outside=_WORDS | {"embeddings.position": "embed_positions", "norm": "final_layer_norm"},
-    parts={
-        "norm1": "self_attn_layer_norm",
-        "attn.proj": "self_attn.out_proj",
-        "norm2": "final_layer_norm",
-        "mlp.fc1": "fc1",
-        "mlp.fc2": "fc2",
-    },
+    parts=_parts("self_attn_layer_norm", "self_attn.out_proj", "final_layer_norm", "fc1", "fc2"),
     fused=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
 )
 _GPT2 = Names(
@@ -69,13 +67,7 @@ _GPT2 = Names(
     base="transformer.",
     blocks="h.",
     outside={"embeddings.word": "wte", "embeddings.position": "wpe", "norm": "ln_f", "head": "lm_head"},
-    parts={
-        "norm1": "ln_1",
-        "attn.proj": "attn.c_proj",
-        "norm2": "ln_2",
-        "mlp.fc1": "mlp.c_fc",
-        "mlp.fc2": "mlp.c_proj",
-    },
+    parts=_parts("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),
     fused=("attn.c_attn",),
     transposed=True,
 )
@@ -104,42 +96,30 @@ _BERT = Names(
         **{f"embeddings.{name}": f"embeddings.{name}_embeddings" for name in ("word", "position", "token_type")},
         "embeddings.norm": "embeddings.LayerNorm",
     },
-    parts={
-        "attn.proj": "attention.output.dense",
-        "norm1": "attention.output.LayerNorm",
-        "mlp.fc1": "intermediate.dense",
-        "mlp.fc2": "output.dense",
-        "norm2": "output.LayerNorm",
-    },
+    parts=_parts(
+        "attention.output.LayerNorm",
+        "attention.output.dense",
+        "output.LayerNorm",
+        "intermediate.dense",
+        "output.dense",
+    ),
     fused=("attention.self.query", "attention.self.key", "attention.self.value"),
     own=("embeddings.", "encoder.layer."),
 )
-_ROBERTA = replace(_BERT, base="roberta.")
 _DISTILBERT = replace(
     _BERT,
     base="distilbert.",
     blocks="transformer.layer.",
-    parts={
-        "attn.proj": "attention.out_lin",
-        "norm1": "sa_layer_norm",
-        "mlp.fc1": "ffn.lin1",
-        "mlp.fc2": "ffn.lin2",
-        "norm2": "output_layer_norm",
-    },
+    parts=_parts("sa_layer_norm", "attention.out_lin", "output_layer_norm", "ffn.lin1", "ffn.lin2"),
     fused=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
     own=("embeddings.", "transformer.layer."),
 )
 _NAMES: Mapping[str, Names] = {
     "opt": _OPT,
     "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
     "bert": _BERT,
-    "roberta": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
-    "camembert": _ROBERTA,
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), replace(_BERT, base="roberta.")),
     "distilbert": _DISTILBERT,
     "electra": replace(_BERT, base="electra."),
 }
@@ -220,24 +200,17 @@ def names_by_block(
     state: Iterable[str], model_type: str, *, where: str
 ) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
     """Names in a file by what they are called outside of all blocks, and by block within it."""
-    outside, blocks = dict[str, str](), dict[int, dict[str, str]]()
-    for name, index, own in _parted(state, _NAMES[model_type], where):
-        (outside if index is None else blocks.setdefault(index, {}))[own] = name
-    return outside, blocks
-
-
-def _parted(state: Iterable[str], names: Names, where: str) -> Iterator[tuple[str, int | None, str]]:
-    """Every name with its block, None for one outside of all, and what it is called there."""
+    names, outside, blocks = _NAMES[model_type], dict[str, str](), dict[int, dict[str, str]]()
     block = re.compile(re.escape(names.blocks) + r"(\d{1,4})\.(.+)")
-    used_names = set[str]()
     for name in state:
         own = name.removeprefix(names.base)
         own = own if own != name else name.removeprefix(names.base.rpartition(".")[0].rpartition(".")[2] + ".")
-        if own in used_names:
-            raise BadInput(f"{where}: {own!r:.150} is there with and without {names.base!r}; save one of the two")
-        used_names.add(own)
         match = block.fullmatch(own)
-        yield (name, int(match[1]), match[2]) if match else (name, None, own)
+        place, key = (blocks.setdefault(int(match[1]), {}), match[2]) if match else (outside, own)
+        if key in place:
+            raise BadInput(f"{where}: {own!r:.150} is there with and without {names.base!r}; save one of the two")
+        place[key] = name
+    return outside, blocks
 
 
 def refuse_foreign(foreign: Iterable[str], model_type: str, *, where: str) -> None:
@@ -293,7 +266,6 @@ def state_to_transformers(
     for index in range(layers):
         at = f"blocks.{index}."
         block = {name.removeprefix(at): tensor for name, tensor in state.items() if name.startswith(at)}
-        named |= {
-            f"{names.of_block(index)}{name}": tensor for name, tensor in _block_to_transformers(block, rows, names)
-        }
+        theirs_of_block = _block_to_transformers(block, rows, names)
+        named |= {f"{names.base}{names.blocks}{index}.{name}": tensor for name, tensor in theirs_of_block}
     return named

@@ -8,7 +8,6 @@ own heads are not.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -28,7 +27,7 @@ HEADS: tuple[Head, ...] = get_args(Head)
 """projection: a linear layer without a bias, whose outputs are an embedding. class and patches: a classifier of the
 class token beside the mean of the patches, as DINOv2 evaluates (arXiv 2304.07193, section 7.1)."""
 
-MLPS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({"swiglu_packed": SwiGLUPacked})
+MLPS: Mapping[str, Callable[..., nn.Module]] = {"swiglu_packed": SwiGLUPacked}
 
 
 class _Norm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,19 +78,17 @@ def built(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-_BOUNDS: Mapping[str, Quantity] = MappingProxyType(
-    {
-        **dict.fromkeys(("img_size", "patch_size", "window_size", "window_sizes"), Count(low=1, high=16_384)),
-        **dict.fromkeys(("embed_dim", "embed_dims", "head_dim"), Count(low=1, high=65_536)),
-        **dict.fromkeys(("depths", "stages"), Count(low=0, high=256)),
-        "num_heads": Count(low=1, high=1024),
-        "mlp_ratio": Real(low=0.0, high=1024.0, low_open=True),
-        "depth": Count(low=1, high=256),
-        "in_chans": Count(low=1, high=1024),
-        "num_classes": Count(low=0, high=10_000_000),
-        "reg_tokens": Count(low=0, high=65_536),
-    }
-)
+_BOUNDS: Mapping[str, Quantity] = {
+    **dict.fromkeys(("img_size", "patch_size", "window_size", "window_sizes"), Count(low=1, high=16_384)),
+    **dict.fromkeys(("embed_dim", "embed_dims", "head_dim"), Count(low=1, high=65_536)),
+    **dict.fromkeys(("depths", "stages"), Count(low=0, high=256)),
+    "num_heads": Count(low=1, high=1024),
+    "mlp_ratio": Real(low=0.0, high=1024.0, low_open=True),
+    "depth": Count(low=1, high=256),
+    "in_chans": Count(low=1, high=1024),
+    "num_classes": Count(low=0, high=10_000_000),
+    "reg_tokens": Count(low=0, high=65_536),
+}
 _PLAIN = ("depth", "in_chans", "num_classes", "reg_tokens")
 """What may be no list, of sides or of what each stage has."""
 _ANY = Real(low=-1e9, high=1e9)
@@ -133,20 +130,18 @@ def _first(model: nn.Module, path: str) -> Any:
     return found
 
 
-_SHOWN: Mapping[str, Callable[[nn.Module], Any]] = MappingProxyType(
-    {
-        "depth": lambda model: len(_first(model, "blocks") or ()),
-        "depths": lambda model: [len(_first(stage, "blocks") or ()) for stage in _first(model, "stages") or ()],
-        "patch_size": lambda model: _first(model, "patch_embed.patch_size"),
-        "num_heads": lambda model: _first(model, "blocks.0.attn.num_heads"),
-        "mlp_ratio": lambda model: (_first(model, "blocks.0.mlp.fc1.out_features") or 0) / model.embed_dim,  # type: ignore[operator]
-        "init_values": lambda model: 1.0 if _first(model, "blocks.0.ls1.gamma") is not None else None,
-        "class_token": lambda model: _first(model, "cls_token") is not None,
-        "reg_tokens": lambda model: len(_first(model, "reg_token")[0]) if _first(model, "reg_token") is not None else 0,
-        "qk_norm": lambda model: not isinstance(_first(model, "blocks.0.attn.q_norm"), nn.Identity),
-        "qkv_bias": lambda model: _first(model, "blocks.0.attn.qkv.bias") is not None,
-    }
-)
+_SHOWN: Mapping[str, Callable[[nn.Module], Any]] = {
+    "depth": lambda model: len(_first(model, "blocks") or ()),
+    "depths": lambda model: [len(_first(stage, "blocks") or ()) for stage in _first(model, "stages") or ()],
+    "patch_size": lambda model: _first(model, "patch_embed.patch_size"),
+    "num_heads": lambda model: _first(model, "blocks.0.attn.num_heads"),
+    "mlp_ratio": lambda model: (_first(model, "blocks.0.mlp.fc1.out_features") or 0) / model.embed_dim,  # type: ignore[operator]
+    "init_values": lambda model: 1.0 if _first(model, "blocks.0.ls1.gamma") is not None else None,
+    "class_token": lambda model: _first(model, "cls_token") is not None,
+    "reg_tokens": lambda model: len(_first(model, "reg_token")[0]) if _first(model, "reg_token") is not None else 0,
+    "qk_norm": lambda model: not isinstance(_first(model, "blocks.0.attn.q_norm"), nn.Identity),
+    "qkv_bias": lambda model: _first(model, "blocks.0.attn.qkv.bias") is not None,
+}
 """Of a transformer's arguments those that leave a trace of another name."""
 
 

@@ -66,7 +66,7 @@ def as_timms(model: TracedModule, sites: Entries, state: State, *, where: str) -
     own = next(moved for kind, moved in _MOVED.items() if issubclass(traced_state(model).plain, kind))
     moved = (*_EVERYWHERE, *own)
     sites = {_renamed(f"{name}.", moved).rstrip("."): entry for name, entry in sites.items()}
-    state = {_renamed(name, moved): tensor for name, tensor in state.items()}
+    ours = {_renamed(name, moved): tensor for name, tensor in state.items()}
     for name, module in model.named_modules():
         if isinstance(module, RelPosMlp):
             raise BadInput(
@@ -75,27 +75,23 @@ def as_timms(model: TracedModule, sites: Entries, state: State, *, where: str) -
             )
         if isinstance(module, _Levit) or (isinstance(module, Attention2d | AttentionCl) and module.head_first):
             require_widths(name, sites.get(name, {}), where)
-            state = {**state, **dict(_by_head(name, sites[name], state))}
-    state = dict(_placed(name, each, model) for name, each in state.items())
+            heads, qk, v = (sites[name][part] for part in ("heads", "qk", "v"))
+            for key in (f"{name}.qkv.weight", f"{name}.qkv.bias"):
+                if key in ours and len(ours[key]) == heads * (2 * qk + v):
+                    # Rows of all queries, keys and values as rows of head after head.
+                    parts = ours[key].split((heads * qk, heads * qk, heads * v))
+                    ours[key] = torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
+    ours = dict(_placed(name, each, model) for name, each in ours.items())
     shapes = {name: each.shape for name, each in model.state_dict().items()}
-    stay = {name: each for name, each in state.items() if shapes.get(name) == each.shape}
+    stay = {name: each for name, each in ours.items() if shapes.get(name) == each.shape}
     model.load_state_dict(stay, strict=False)
-    return sites, state
+    return sites, ours
 
 
 def _renamed(name: str, moved: tuple[tuple[str, str], ...]) -> str:
     for pattern, new in moved:
         name = re.sub(pattern, new, name)
     return name
-
-
-def _by_head(name: str, entry: Mapping[str, Any], state: State) -> Iterator[tuple[str, Tensor]]:
-    """An attention's rows of all queries, keys and values as rows of head after head."""
-    heads, widths = entry["heads"], (entry["qk"], entry["qk"], entry["v"])
-    for key in (f"{name}.qkv.weight", f"{name}.qkv.bias"):
-        if key in state and len(state[key]) == heads * sum(widths):
-            parts = state[key].split([heads * width for width in widths])
-            yield key, torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
 def _placed(key: str, tensor: Tensor, model: nn.Module) -> tuple[str, Tensor]:
@@ -150,8 +146,11 @@ def as_timms_eva(
         if not isinstance(attention, AttentionRope | EvaAttention):
             continue
         own = {key.removeprefix(f"{name}."): ours.pop(key) for key in state if key.startswith(f"{name}.")}
-        if name not in sites:
-            ours |= {f"{name}.{key}": each for key, each in _as_told(own)}
+        if name not in sites:  # it was timm's own
+            turns = own.pop("sin_cos_ND", None)
+            ours |= {f"{name}.{key.removeprefix('inner.')}": each for key, each in own.items()}
+            if turns is not None:
+                ours |= zip((f"{name}.rotary.0", f"{name}.rotary.1"), turns[None].chunk(2, dim=-1), strict=True)
             continue
         require_widths(name, sites[name], where)
         try:
@@ -166,15 +165,6 @@ def as_timms_eva(
                 "write the model again"
             ) from None
     return ours, kept
-
-
-def _as_told(own: State) -> Iterator[tuple[str, Tensor]]:
-    """Of an attention that was timm's own."""
-    for key, each in own.items():
-        if key == "sin_cos_ND":
-            yield from zip(("rotary.0", "rotary.1"), each[None].chunk(2, dim=-1), strict=True)
-        else:
-            yield key.removeprefix("inner."), each
 
 
 def _turns(own: State, entry: Mapping[str, Any], attention: Any, dense: Callable[[], Tensor]) -> _RopePlanes | None:

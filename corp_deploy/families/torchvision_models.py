@@ -14,8 +14,7 @@ from corp_deploy.traced.models.module import counts_of_batches, refuse_larger, t
 from ground.errors import BadInput
 
 from .architecture import OF_TORCHVISION, Architecture, Preprocessing
-from .given_module import PREPARED, facts_with
-from .timm_images import ImageSpec
+from .given_module import facts_of_images
 
 PREFIX = OF_TORCHVISION
 State = Mapping[str, Tensor]
@@ -124,9 +123,7 @@ def build(architecture: Architecture) -> nn.Module:
     refuse_larger(lambda: _built(architecture), architecture.name)
     model, size = _built(architecture).eval(), architecture.kwargs.get("img_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    shape = (3, int(height), int(width))
-    config = {**PREPARED, **architecture.preprocessing.settings, "input_size": shape}
-    return traced_module(model, facts_with(model, ImageSpec(shape=shape, config=config), ()))
+    return traced_module(model, facts_of_images(model, (3, int(height), int(width)), architecture.preprocessing))
 
 
 def _built(architecture: Architecture) -> nn.Module:

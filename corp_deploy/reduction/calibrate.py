@@ -1,7 +1,7 @@
 """Calibrate a checkpoint: calib's one pass at the sites of a vision transformer, by one process or under torchrun."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -20,7 +20,7 @@ from calib.resume import ResumeFile
 from calib.sites import PatchTaps, Site
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import example_of, listened, sites_of, token_weights
-from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams, taps_for
+from corp_deploy.families.ineffective_options import HEADS, refuse_idle_options, require_streams, taps_for
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
 from corp_deploy.traced.models.module import device as device_of
@@ -30,69 +30,52 @@ from ground.errors import BadInput
 from .kept_dims import narrower
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A convolution of which channels may go without patches: each group of it is to keep as many, and nothing else
-    holds channels together. `weight_GPU` and `writing_FX`: what reads and what writes them.
+def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
+    """Convolutions of which channels may go without patches, each of whose groups is to keep as many: one reads all of
+    a site, channel by channel, and nothing beside it. With how strong the channels of its groups are [G,C] by the
+    weights that read and write them.
     """
-
-    taps: PatchTaps
-    weight_GPU: Tensor
-    writing_FX: Tensor
-
-    def strongest(self, count: int) -> Tensor:
-        """So many channels of each group [G,R], ascending, by what weights say of them."""
-        groups, columns = len(self.weight_GPU), self.taps.places
-        read_GC = self.weight_GPU.unflatten(-1, (-1, columns)).square().sum(dim=(1, 3)).sqrt()
-        written_GC = torch.linalg.vector_norm(self.writing_FX, dim=1).view(groups, -1)
-        score_GC: Tensor = read_GC * written_GC
-        return score_GC.topk(count, dim=1).indices.sort(dim=1).values
-
-
-def _places(model: nn.Module) -> Iterator[Place]:
-    """Where one convolution reads all of a site, channel by channel, and nothing beside it."""
     for site in (each for each in sites_of(model).every if isinstance(each, TracedConvolutions)):
         every = [each for each in site.readings if not each.is_squeeze]
         layer, columns_GM = every[0].layer, every[0].columns_GM
         if len(every) > 1 or not isinstance(layer, nn.Conv2d) or site.parts != layer.groups:
             continue
         if columns_GM.shape == (layer.in_channels, 1):
-            weight, writing_FX = every[0].gained_weight, torch.empty_like(written_FX := site.writing_GX())
-            writing_FX[torch.from_numpy(columns_GM[:, 0]).to(writing_FX.device)] = written_FX
-            weight_GPU = weight.flatten(1).view(layer.groups, len(weight) // layer.groups, -1)
-            yield Place(taps=PatchTaps(name=every[0].name, output=layer), weight_GPU=weight_GPU, writing_FX=writing_FX)
+            taps, groups = PatchTaps(name=every[0].name, output=layer), layer.groups
+            weight_GPCT = every[0].gained_weight.flatten(2).unflatten(0, (groups, -1))
+            read_GC = weight_GPCT.square().sum(dim=(1, 3)).sqrt()
+            written_F = torch.empty(layer.in_channels, dtype=read_GC.dtype, device=read_GC.device)
+            written_F[torch.from_numpy(columns_GM[:, 0]).to(read_GC.device)] = site.writing_GX().norm(dim=1)
+            yield taps, read_GC * written_F.view(groups, -1)
 
 
 def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -> list[Site]:
     """The same sites, convolutions with patches of fewer channels where all sums would take more than that. Raises
     BadInput where even the fewest take more.
     """
-    places = {place.taps.name: place for place in _places(model)}
+    places = {taps.name: (taps, strength_GC) for taps, strength_GC in _places(model)}
     shapes = shapes_of_sites(listened(model), taps, example=example_of(model), device=device_of(model))
     fixed = sum(shape.bytes_of_moments() for name, shape in shapes.items() if name not in places)
     free = {name: shape for name, shape in shapes.items() if name in places}
     counts = patch_channels_that_fit(free, bytes_of_sums - fixed) if free else {}
-    fewer = {name: places[name].taps.with_patches_of(places[name].strongest(count)) for name, count in counts.items()}
+    fewer = dict[str, Site]()
+    for name, count in counts.items():
+        own, strength_GC = places[name]
+        fewer[name] = own.with_patches_of(strength_GC.topk(count, dim=1).indices.sort(dim=1).values)
     return [fewer.get(tap.name, tap) for tap in taps]
 
 
 PIXEL_RANGE = "pixel_range"
 
 
-@contextmanager
-def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
-    """The least and largest input value of every forward pass while the context is open."""
-    ranges: list[tuple[float, float]] = []
+def _watched_range(model: nn.Module, ranges: list[tuple[float, float]]) -> AbstractContextManager[object]:
+    """The least and largest input value of every forward pass while the context is open are added to these."""
 
     def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         low, high = inputs[0].aminmax()
         ranges.append((float(low), float(high)))
 
-    handle = model.register_forward_pre_hook(look)
-    try:
-        yield ranges
-    finally:
-        handle.remove()
+    return model.register_forward_pre_hook(look)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +100,7 @@ class Statistics:
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     """The model's sites that the statistics name. Raises BadInput where nothing is left, with the reason."""
     restricts = statistics.attention_system or statistics.kept is not None
-    refuse_idle_options(checkpoint.model, "heads", {"--attention-system": restricts})
+    refuse_idle_options(checkpoint.model, HEADS, {"--attention-system": restricts})
     sites = sites_of(checkpoint.model)
     every = calibration_taps(checkpoint.model, sites)
     if statistics.residual:
@@ -128,9 +111,10 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     for pattern in statistics.patterns:
         if not any(fnmatchcase(site.name, pattern) for site in every):
             raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
-    taps = every if statistics.attention else [each for each in every if each.name not in taps_for(sites, "heads")]
+    without = frozenset[str]() if statistics.attention else taps_for(sites, HEADS)
+    patterns = statistics.patterns or ("*",)
     named = [
-        site for site in taps if not statistics.patterns or any(fnmatchcase(site.name, p) for p in statistics.patterns)
+        each for each in every if each.name not in without and any(fnmatchcase(each.name, word) for word in patterns)
     ]
     if statistics.patch_bytes is None:
         return named
@@ -189,33 +173,29 @@ def calibrate(
         token_weights=token_weights(there.model),
     )
 
-    lineage, hooked_modules = lineage_for_moments(checkpoint, images), listened(there.model)
+    hooked_modules, ranges = listened(there.model), list[tuple[float, float]]()
 
-    def take(ranges: Sequence[tuple[float, float]] = ()) -> Moments:
-        def of_first(count: int, moments: Moments) -> Moments:
-            return _with_range(moments, ranges, images=images.subset(range(count)).digest)
+    def of_first(count: int, moments: Moments) -> Moments:
+        return _with_range(moments, ranges, images=images.subset(range(count)).digest)
 
-        return calib_calibrate.calibrate(
+    # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
+    is_watched = saved is None and device == "cpu" and traced_model.input_spec(there.model).medium == "images"
+    with _watched_range(hooked_modules, ranges) if is_watched else nullcontext():
+        moments = calib_calibrate.calibrate(
             hooked_modules,
             sites,
             images,
             batch_size=batch_size,
             device=device,
             options=options,
-            lineage=lineage,
+            lineage=lineage_for_moments(checkpoint, images),
             checkpoint=saved,
             ranks=ranks,
             snapshots=None if snapshots is None else snapshots.changed(of_first),
             progress=on_progress,
         )
-
-    # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
-    pixels = traced_model.input_spec(there.model).medium == "images"
-    if saved is not None or device != "cpu" or not pixels:
-        return take()
-    with _watched_range(hooked_modules) as ranges:
-        moments = take(ranges)
-    return _with_range(moments, [pair for of_rank in ranks.all_gather(ranges) for pair in of_rank])
+    every = [pair for of_rank in ranks.all_gather(ranges) for pair in of_rank] if is_watched else []
+    return _with_range(moments, every)
 
 
 def _with_range(moments: Moments, ranges: Sequence[tuple[float, float]], **lineage: str) -> Moments:

@@ -5,7 +5,6 @@ A width is rounded to its alignment and the result is reported beside what was a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from corp_deploy.families.widths import HeadGeometry
@@ -35,12 +34,10 @@ HEADS_REPAIRS: tuple[str, ...] = get_args(HeadsRepair)
 CHANNEL_REPAIRS: tuple[str, ...] = ("none", "bias", "gram", "affine")
 HEADS_RANKINGS: tuple[str, ...] = get_args(HeadsRanking)
 LOOPS: tuple[LoopName, ...] = get_args(LoopName)
-NOT_HELD_OUT: Mapping[LoopName, str] = MappingProxyType(
-    {
-        "asymmetric": "the closed loop holds out some of its own images",
-        "symmetric": "its sites meet the reduced model's activations, which held-out moments are not of",
-    }
-)
+NOT_HELD_OUT: Mapping[LoopName, str] = {
+    "asymmetric": "the closed loop holds out some of its own images",
+    "symmetric": "its sites meet the reduced model's activations, which held-out moments are not of",
+}
 RESCALED = (
     "--rescale: the asymmetric closed loop fits what convolutions give already; give --closed-loop symmetric or none"
 )
@@ -99,29 +96,29 @@ class Method:
         if min(self.align_hidden, self.align_head, self.align_conv) < 1:
             widths = f"hidden {self.align_hidden}, head {self.align_head}, conv {self.align_conv}"
             raise ValueError(f"alignment: got {widths}, expected at least 1")
-        if not self.ridge_rel > 0.0:
-            raise ValueError(f"ridge: got {self.ridge_rel}, expected a positive share of the mean diagonal")
-        if self.heads_sparsity is not None and self.heads_recovery == "keep":
-            raise ValueError("this preset takes no whole heads away; expected another than corp-v1 and vbp")
-        if self.folds_heads and self.attention_sparsity:
-            raise ValueError(
-                "merged heads give what no moment tells, so that their dimensions can't be chosen; leave --attn out, "
-                "or rank heads: --select heads=obs"
-            )
-        if self.merges and self.mlp_recovery not in ("gram", "refit"):
-            raise ValueError(f"folding merges channels, which recovery {self.mlp_recovery!r} can't repair")
-        if self.mlp_recovery == "refit" and not self.merges:
-            raise ValueError("preset fold merges channels and ranks none; rank with another preset")
-        if self.qk_selection != "energy" and self.qk_recovery in ("keep", "lowrank"):
-            raise ValueError(
-                f"dimensions of heads can't be ranked by {self.qk_selection}: this preset ranks none "
-                f"(queries and keys: {self.qk_recovery}); expected preset corp, corp-v1 or none"
-            )
-        if self.geometry == "square" and self.reduces_attention and self.value_recovery == "keep":
-            raise ValueError(
-                "square heads need the values reduced too, but this preset keeps them; "
-                "expected preset best, or heads padded or ragged"
-            )
+        reasons = {
+            f"ridge: got {self.ridge_rel}, expected a positive share of the mean diagonal": not self.ridge_rel > 0.0,
+            "this preset takes no whole heads away; expected another than corp-v1 and vbp": (
+                self.heads_sparsity is not None and self.heads_recovery == "keep"
+            ),
+            "merged heads give what no moment tells, so that their dimensions can't be chosen; leave --attn out, or "
+            "rank heads: --select heads=obs": self.folds_heads and self.attention_sparsity,
+            f"folding merges channels, which recovery {self.mlp_recovery!r} can't repair": (
+                self.merges and self.mlp_recovery not in ("gram", "refit")
+            ),
+            "preset fold merges channels and ranks none; rank with another preset": (
+                self.mlp_recovery == "refit" and not self.merges
+            ),
+            f"dimensions of heads can't be ranked by {self.qk_selection}: this preset ranks none (queries and keys: "
+            f"{self.qk_recovery}); expected preset corp, corp-v1 or none": (
+                self.qk_selection != "energy" and self.qk_recovery in ("keep", "lowrank")
+            ),
+            "square heads need the values reduced too, but this preset keeps them; expected preset best, or heads "
+            "padded or ragged": self.geometry == "square" and self.reduces_attention and self.value_recovery == "keep",
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ValueError(reason)
 
     @property
     def attention_kept(self) -> float:
@@ -189,18 +186,16 @@ def _preset(
 
 
 _BEST = _preset(("obs", "affine"), "lowrank", ("obs", "im2col"), ("obs", "affine"))
-PRESETS: Mapping[str, Method] = MappingProxyType(
-    {
-        "best": replace(_BEST, value_recovery="lowrank", rotates=True),
-        "corp": _preset(("combined", "affine"), "logit", ("combined", "affine"), ("grail", "affine")),
-        "corp-v1": _preset(("energy", "affine-v1"), "logit-v1"),
-        "grail": _preset(("wanda", "gram"), "keep", ("wanda", "gram"), ("grail", "gram")),
-        "grail-fold": _preset(("fold", "gram"), "keep", heads=("fold", "gram")),
-        "fold": _preset(("fold", "refit"), "keep", heads=("fold", "affine")),
-        "vbp": _preset(("variance", "bias"), "keep", ("variance", "bias")),
-        "none": _preset(("combined", "none"), "select", ("combined", "none"), ("grail", "none")),
-    }
-)
+PRESETS: Mapping[str, Method] = {
+    "best": replace(_BEST, value_recovery="lowrank", rotates=True),
+    "corp": _preset(("combined", "affine"), "logit", ("combined", "affine"), ("grail", "affine")),
+    "corp-v1": _preset(("energy", "affine-v1"), "logit-v1"),
+    "grail": _preset(("wanda", "gram"), "keep", ("wanda", "gram"), ("grail", "gram")),
+    "grail-fold": _preset(("fold", "gram"), "keep", heads=("fold", "gram")),
+    "fold": _preset(("fold", "refit"), "keep", heads=("fold", "affine")),
+    "vbp": _preset(("variance", "bias"), "keep", ("variance", "bias")),
+    "none": _preset(("combined", "none"), "select", ("combined", "none"), ("grail", "none")),
+}
 
 
 def loop_from(value: "bool | LoopName | Literal['none'] | None") -> LoopName | None:

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor, fx, nn
 
-from calib.inputs import Inputs
 from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers, example_of, gives_patches, steps_to_outputs
@@ -37,20 +36,6 @@ def random_stream(like_1NC: Tensor) -> Tensor:
     return stream_BNC.to(like_1NC).requires_grad_()
 
 
-def _walked(model: nn.Module, inputs: Inputs) -> StreamState:
-    walk = StreamState.of(traced_model.embedded(model, inputs), traced_model.token_weights(model, inputs))
-    for step in steps_to_outputs(model):
-        walk = walk.behind(step)
-    return walk
-
-
-def _with_last(walk: StreamState, x_BNC: Tensor) -> StreamState:
-    """The end of a walk with this last stream, at the outlets behind the last step too."""
-    last = walk.tokens._replace(x=x_BNC)
-    kept = tuple((name, last if tokens is walk.tokens else tokens) for name, tokens in walk.kept)
-    return StreamState(tokens=last, kept=kept)
-
-
 def drawn(output: Tensor) -> Tensor:
     """A random sum of an output's numbers."""
     generator = torch.Generator(device="cpu").manual_seed(1)
@@ -62,10 +47,15 @@ def _is_read(model: nn.Module) -> Tensor:
     with torch.inference_mode(False), evaluating(model):
         example = example_of(model)
         with torch.no_grad():
-            walk = _walked(model, example)
+            walk = StreamState.of(traced_model.embedded(model, example), traced_model.token_weights(model, example))
+            for step in steps_to_outputs(model):
+                walk = walk.behind(step)
         with torch.enable_grad():
             stream_BNC = random_stream(walk.tokens.x)
-            outputs = answers(model, _with_last(walk, stream_BNC), example)
+            last = walk.tokens._replace(x=stream_BNC)
+            # At the outlets behind the last step too.
+            kept = tuple((name, last if tokens is walk.tokens else tokens) for name, tokens in walk.kept)
+            outputs = answers(model, StreamState(tokens=last, kept=kept), example)
             total = torch.stack([drawn(output) for output in outputs]).sum()
             (gradient_BNC,) = torch.autograd.grad(total, stream_BNC)
     return (gradient_BNC != 0.0).any(dim=2).any(dim=0)

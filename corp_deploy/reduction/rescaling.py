@@ -115,12 +115,10 @@ def _sums(
     return sums
 
 
-def _rescale_(student: Student, layer: Called, own: OutputSums, dense_sums: OutputSums) -> None:
+def _rescale_(student: Student, layer: Called, own: OutputSums, dense: OutputSums) -> None:
     """To a mean and variance of each output, where it doesn't have them."""
-    if torch.equal(own.mean_O, dense_sums.mean_O) and torch.equal(own.variance_O, dense_sums.variance_O):
-        return
-    weight, bias = (student.program.tensor(name) for name in (layer.weight, layer.bias))
-    new_OU, bias_O = rescaled_outputs(
-        weight.double().flatten(1), bias.double(), own.mean_O, own.variance_O, dense_sums.mean_O, dense_sums.variance_O
-    )
-    student.set_({layer.weight: new_OU.view_as(weight), layer.bias: bias_O})
+    found, wanted = ((sums.mean_O, sums.variance_O) for sums in (own, dense))
+    if not all(map(torch.equal, found, wanted)):
+        weight, bias = (student.program.tensor(name) for name in (layer.weight, layer.bias))
+        new_OU, bias_O = rescaled_outputs(weight.double().flatten(1), bias.double(), *found, *wanted)
+        student.set_({layer.weight: new_OU.view_as(weight), layer.bias: bias_O})

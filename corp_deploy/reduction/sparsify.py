@@ -4,18 +4,20 @@ they run, each on what enters it in the model as sparse by then.
 A layer is fitted to what it gives in the model without zeros, on that one's own stream (asymmetric calibration,
 arXiv 2504.02692), so that it makes up for zeros in front of it too. No label is looked at.
 
-Legend: G groups of a convolution (1 of a linear layer), O rows, K inputs of a row.
+Legend: B inputs, N tokens, G groups of a convolution (1 of a linear layer), O rows, K inputs of a row.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from calib.inputs import InputSet
+from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
 from calib.sites import evaluating
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.algebra.sparse_patterns import interleaved, saliency
@@ -24,13 +26,80 @@ from corp_deploy.algebra.sparsity import Rule, Sparsity
 from corp_deploy.families import traced_model
 from corp_deploy.traced.finding.site import Site
 from corp_deploy.traced.models.layers import layered, relayered, reordered, scores, streams
+from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite
 from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
 from .sparse_places import SparsePlace, sparse_places_of_program
 from .sparse_report import LayerSparsity, SparsityReport
-from .sparse_walk import Pair, State, calls, inputs_and_outputs, onward, pairs_of
+
+State = tuple[Any, ...]
+"""What enters a part of a model, in order."""
+
+
+class _Reached(Exception):
+    """Ends a run whose rest would compute nothing that is asked for."""
+
+
+def onward(part: nn.Module, entering: State) -> State:
+    """What enters the part behind this one."""
+    return (part(*entering), *entering[1:])
+
+
+def inputs_and_outputs(part: nn.Module, state: State, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """What enters and leaves a layer in a run of a part, which ends there."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def hear(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        found.append((inputs[0], y))
+        raise _Reached
+
+    handle = layer.register_forward_hook(hear)
+    try:
+        with suppress(_Reached):
+            onward(part, state)
+    finally:
+        handle.remove()
+    return found[0]
+
+
+def calls(part: nn.Module, state: State, layers: Mapping[str, nn.Module]) -> tuple[list[str], State]:
+    """Which of these layers a part calls, in order, and what enters the one behind it."""
+    came: list[str] = []
+    handles = [layer.register_forward_hook(lambda *_, name=name: came.append(name)) for name, layer in layers.items()]
+    try:
+        return came, onward(part, state)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(slots=True)
+class Pair:
+    """The stream of a few inputs before a step, without zeros and as sparse by then."""
+
+    reduced: State
+    sparse: State
+    inputs: int
+    weights_BN: Tensor | None = None
+
+    def weights(self, x: Tensor) -> Tensor | None:
+        """Of what enters a layer, None where all counts alike: not all layers are of tokens."""
+        tokens = self.sparse[0]
+        weights_BN = tokens.sizes if isinstance(tokens, Tokens) else self.weights_BN
+        return None if weights_BN is None or x.shape[:-1] != weights_BN.shape else weights_BN
+
+
+def pairs_of(
+    model: nn.Module, inputs: InputSet, batch_size: int, weights: Callable[[Inputs], Tensor | None]
+) -> Iterator[Pair]:
+    """`weights` of tokens."""
+    for batch in inputs.batches(batch_size):
+        here = to_device(batch, device(model))
+        entering = tuple(tensors_by_name(here).values())
+        yield Pair(entering, entering, len(entering[0]), weights(here))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

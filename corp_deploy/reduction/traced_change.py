@@ -76,12 +76,10 @@ def tensors_of(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
     reads several sites is added up.
     """
     tensors: dict[str, Tensor] = {}
-    for reduced in new.values():
-        for change in reduced.changes:
-            _add(tensors, change, reduced.kept_K)
-    for reduced in new.values():
-        for mapped in reduced.mapped:
-            _map(tensors, mapped)
+    for kept_K, change in ((reduced.kept_K, change) for reduced in new.values() for change in reduced.changes):
+        _add(tensors, change, kept_K)
+    for mapped in (mapped for reduced in new.values() for mapped in reduced.mapped):
+        _map(tensors, mapped)
     return tensors
 
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,16 +22,14 @@ from corp_deploy.algebra.swap import swap
 
 from .traced_reads import ReaderStats, of_places
 
-_SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = MappingProxyType(
-    {
-        "energy": lambda read: scores.energy(read.second_U, read.columns),
-        "magnitude": lambda read: scores.magnitude(read.weight_OU, read.columns),
-        "combined": lambda read: scores.combined(read.second_U, read.weight_OU, read.columns),
-        "wanda": lambda read: scores.wanda(read.second_U, read.weight_OU, read.columns),
-        "variance": lambda read: scores.energy(read.stats.covariance_UU.diagonal(), read.columns),
-        "active": lambda read: read.active_C,
-    }
-)
+_SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = {
+    "energy": lambda read: scores.energy(read.second_U, read.columns),
+    "magnitude": lambda read: scores.magnitude(read.weight_OU, read.columns),
+    "combined": lambda read: scores.combined(read.second_U, read.weight_OU, read.columns),
+    "wanda": lambda read: scores.wanda(read.second_U, read.weight_OU, read.columns),
+    "variance": lambda read: scores.energy(read.stats.covariance_UU.diagonal(), read.columns),
+    "active": lambda read: read.active_C,
+}
 
 
 def _stacked(reads: Sequence[ReaderStats]) -> list[ReaderStats]:

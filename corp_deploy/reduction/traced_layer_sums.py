@@ -27,21 +27,13 @@ from .branch_sums import StreamEnergy, refuse_nonfinite
 from .traced_streams import Piece, Segment, Values
 from .traced_targets import Target, TargetResidual, rows_of
 
+SplitStatistics = list[SiteMoments]
+"""Statistics of one kind over the inputs of a fit, and over those held out where there are any of both."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitStatistics:
-    """Statistics of one kind over the inputs of a fit and over those held out; either may be of none."""
 
-    fit: SiteMoments | None
-    held_out: SiteMoments | None
-
-    def combined(self, name: str) -> SiteMoments:
-        """Over all inputs."""
-        if self.fit is None or self.held_out is None:
-            both = self.fit or self.held_out
-            assert both is not None, name
-            return both
-        return added(name, self.fit, self.held_out)
+def combined(name: str, halves: SplitStatistics) -> SiteMoments:
+    """Over all inputs."""
+    return halves[0] if len(halves) == 1 else added(name, *halves)
 
 
 def _both(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | None:
@@ -173,8 +165,7 @@ class LayerSums:
         return self.energy.variance() / (float(torch.cat(self.weights).double().mean()) if self.weights else 1.0)
 
     def moments(self) -> SplitStatistics:
-        fit, held_out = (None if each.is_empty else each.moments() for each in (self.fit, self.held_out))
-        return SplitStatistics(fit=fit, held_out=held_out)
+        return [each.moments() for each in (self.fit, self.held_out) if not each.is_empty]
 
     def groups(self) -> Iterator[tuple[RegressionSums, RegressionSums]]:
         """What is lacking on all columns, for the fit and held out, group by group."""
@@ -204,7 +195,7 @@ def layer_sums(
             weights_BN = segment.weights_at(piece, student, layer.node)
             sums[layer].add(layer, student[reading[layer]], lacking, weights_BN, held_out=piece.held_out)
     for layer, own in sums.items():
-        for half in (each.moments() for each in (own.fit, own.held_out) if not each.is_empty):
+        for half in own.moments():
             # What a NaN stays in.
             refuse_nonfinite(layer.name, half.sum_F if isinstance(half, ChannelMoments) else half.sum_GU)
     return sums
@@ -229,6 +220,4 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
             for name in site.sources:
                 tracing.hooked[2][name](values[tracing.by_node[name]])
         own.flush()
-    where = segment.student.where
-    fit, held_out = (on_device(sums[each].moments(), where) if each in sums else None for each in (False, True))
-    return SplitStatistics(fit=fit, held_out=held_out)
+    return [on_device(sums[each].moments(), segment.student.where) for each in sorted(sums)]

@@ -39,8 +39,8 @@ from .read_tokens import counts_all, places_read
 from .report import LoopFit, SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescale_
 from .traced_change import TracedReduced, left_of, tensors_of
-from .traced_fold import TracedFold, folded, merges
-from .traced_layer_sums import LayerSums, SplitStatistics, head_moments, layer_sums
+from .traced_fold import folded, merges
+from .traced_layer_sums import LayerSums, SplitStatistics, combined, head_moments, layer_sums
 from .traced_order import Step, irreducible_sites, steps_of
 from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
 from .traced_targets import Target, target_of
@@ -218,19 +218,15 @@ class _Making:
         def at(moments: Mapping[str, Any]) -> Any:
             return kind.moments_at(site, Moments(sites=moments, lineage={}, images=1, metrics=self.metrics), where)
 
-        combined = at({name: each.combined(name) for name, each in by_name.items()})
-        if merges(site, step.method):
-            return self._merged(segment, folded(site, combined, step.method, step.width))
-        apart = None
-        if self.both_ways:
-            apart = tuple(
-                at({name: getattr(each, half) for name, each in by_name.items()}) for half in ("fit", "held_out")
-            )
-        return kind.reduced(site, combined, step.method, step.width, splits=apart)
-
-    def _merged(self, segment: Segment, fold: TracedFold) -> TracedReduced:
-        """Fitted and judged on the student's stream."""
-        assert self.student.fewer is None, fold.site.name
+        whole = at({name: combined(name, halves) for name, halves in by_name.items()})
+        if not merges(site, step.method):
+            apart = None
+            if self.both_ways:
+                apart = tuple(at({name: halves[half] for name, halves in by_name.items()}) for half in (0, 1))
+            return kind.reduced(site, whole, step.method, step.width, splits=apart)
+        # Fitted and judged on the student's stream.
+        assert self.student.fewer is None, site.name
+        fold = folded(site, whole, step.method, step.width)
         nodes = segment.up_to(fold.units.region.around)
         for piece in self.pieces:
             values = segment.run_student(piece, nodes)

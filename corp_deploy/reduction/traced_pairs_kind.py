@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from calib.combination import subtracted
-from calib.moments import HeadMoments, Moments
+from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.algebra import queries_keys, scores
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.models.pairs import Side, TracedPairs
 
 from .heads import qk_report, recovered_qk, rotated_qk
 from .method import Method
-from .statistics import statistics_at
 from .traced_change import Mapped, TracedReduced, mapped_layer
+from .traced_reads import lacking
 
 
 class TracedPairsKind:
@@ -29,7 +29,11 @@ class TracedPairsKind:
     eliminates: ClassVar[bool] = False
 
     def moments_at(self, site: TracedPairs, moments: Moments, device: torch.device) -> HeadMoments:
-        return statistics_at(site, moments, HeadMoments, device)
+        # Version 0.1 had one name for all of an attention.
+        statistics = moments.sites.get(site.name) or moments.sites.get(site.name.removesuffix(".qk"))
+        if not isinstance(statistics, HeadMoments):
+            raise lacking(site.name)
+        return on_device(statistics, device)
 
     def rest_of(self, own: HeadMoments, half: HeadMoments) -> HeadMoments:
         return subtracted(own, half)

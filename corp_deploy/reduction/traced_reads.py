@@ -10,22 +10,22 @@ k inputs kept, P parts that keep as many each.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from calib.active import ACTIVE_EPS
 from calib.combination import added
-from calib.moments import ChannelMoments, Moments, on_device
+from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments, on_device
 from calib.patch_moments import PatchMoments
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.patches import PatchStatistics, columns
 from corp_deploy.algebra.quadratic import variance
 from corp_deploy.algebra.regression import Regression
 from corp_deploy.traced.models.sites import Portion, Site, SiteReader
-
-from .partial_patches import target_of
-from .statistics import lacking, statistics_before
+from ground.errors import BadInput
 
 Moment = ChannelMoments | PatchMoments
 _ROUNDING, _ROUNDING_REL = 4.0, 0.25
@@ -112,13 +112,32 @@ class ReaderStats:
         return torch.zeros_like(self.weight_OU).index_copy_(1, kept_U, recovery.weight_OK)
 
 
+def lacking(site: str, of: str = "this site") -> BadInput:
+    """What is raised where moments were taken without what a site needs of them."""
+    return BadInput(f"{site}: the moments hold no statistics of {of}; calibrate again without leaving it out")
+
+
+def _statistics_before(site: str, layer: str, moments: Moments) -> SiteMoments | None:
+    """Of what a layer reads; of one that alone reads a site version 0.1 had them by the names of sites."""
+    older = None if layer in moments.sites else moments.sites.get(site.removesuffix(".v"))
+    if not isinstance(older, HeadMoments):
+        return older or moments.sites.get(layer)
+    return ChannelMoments(
+        tokens=older.tokens,
+        eps=ACTIVE_EPS,
+        sum_F=older.z_sum_C,
+        gram_FF=older.zz_CC,
+        active_F=torch.zeros_like(older.z_sum_C),
+    )
+
+
 def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderStats, ...]:
     """Of every layer that reads the site, all its uses as one, each group of a convolution by itself. Raises BadInput
     where the moments were taken without one.
     """
     first, moments_of = dict[str, SiteReader](), dict[str, Moment]()
     for reading in site.readings:
-        own = statistics_before(site.name, reading.name, moments)
+        own = _statistics_before(site.name, reading.name, moments)
         if not isinstance(own, ChannelMoments | PatchMoments):
             raise lacking(site.name, f"{reading.name}, which reads it")
         before = moments_of.get(first.setdefault(reading.weight, reading).weight)
@@ -129,6 +148,24 @@ def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderS
         _read(each, part, there[weight], metrics.get(weight))
         for weight, each in first.items()
         for part in each.portions
+    )
+
+
+def _target_of(
+    moments: PatchMoments, portion: Portion, places_F: Tensor, gain_P: Tensor, stats: PatchStatistics
+) -> Regression:
+    """What a group of the layer gave, times what a norm behind it multiplies by, with channels at these places among
+    those that have patches.
+    """
+    assert moments.cross_GPU is not None, "there are patches of all channels"
+    index_U = columns(places_F, moments.taps)
+    square_P = moments.target_square_O[portion.rows] / moments.tokens
+    return Regression(
+        mean_K=stats.mean_U,
+        second_KK=stats.second_UU,
+        mean_O=moments.target_mean_O[portion.rows] * gain_P,
+        cross_OK=moments.cross_GPU[portion.number][:, index_U] / moments.tokens * gain_P[:, None],
+        target_square=float((square_P * gain_P.square()).sum()),
     )
 
 
@@ -158,7 +195,7 @@ def _read(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Ten
         weight_OU=weight.reshape(*weight.shape[:2], -1)[:, index_F].flatten(1),
         bias_O=bias_O * gain_O,
         active_C=active_F.view(len(portion.groups_C), -1).mean(dim=1),
-        target=None if chosen_GR is None else target_of(moments, portion, places_F, gain_O, stats),  # type: ignore[arg-type]
+        target=None if chosen_GR is None else _target_of(moments, portion, places_F, gain_O, stats),  # type: ignore[arg-type]
         metric_OO=None if metric_OO is None else metric_OO[portion.rows][:, portion.rows].to(where),
     )
 
@@ -202,7 +239,8 @@ def rest_of(own: ReaderStats, half: ReaderStats) -> ReaderStats:
         return (full * own.tokens - part * half.tokens) / tokens
 
     names = "mean_U", "second_UU", "mean_C", "second_CC"
-    stats = replace(own.stats, **{each: left(getattr(own.stats, each), getattr(half.stats, each)) for each in names})
+    rest: dict[str, Any] = {name: left(getattr(own.stats, name), getattr(half.stats, name)) for name in names}
+    stats = replace(own.stats, **rest)
     target = None
     if own.target is not None and half.target is not None:
         target = own.target.less(half.target, half.tokens / own.tokens)

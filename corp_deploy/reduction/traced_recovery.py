@@ -5,7 +5,6 @@ Legend: as in traced_reads.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -14,25 +13,21 @@ from corp_deploy.algebra import channels, patches
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.quadratic import output_error
+from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.algebra.shares import mean_from_kept
 from ground.errors import BadInput
 
-from .partial_patches import fitted, without_patches
 from .traced_reads import ReaderStats
 
-_OF_VECTORS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
-    {
-        "none": channels.none,
-        "bias": channels.bias,
-        "gram": channels.gram,
-        "affine": channels.affine,
-        "affine-v1": channels.affine_v1,
-        "im2col": channels.affine,
-    }
-)
-_OF_MAPS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
-    {**patches.RECOVERIES, "affine-v1": patches.RECOVERIES["affine"]}
-)
+_OF_VECTORS: Mapping[str, Callable[..., ChannelRecovery]] = {
+    "none": channels.none,
+    "bias": channels.bias,
+    "gram": channels.gram,
+    "affine": channels.affine,
+    "affine-v1": channels.affine_v1,
+    "im2col": channels.affine,
+}
+_OF_MAPS: Mapping[str, Callable[..., ChannelRecovery]] = {**patches.RECOVERIES, "affine-v1": patches.RECOVERIES["affine"]}
 
 
 def recovered(read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: float) -> ChannelRecovery:
@@ -49,8 +44,17 @@ def recovered(read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: fl
     return new
 
 
+def without_patches(chosen: int, every: int, width: int, recovery: str) -> BadInput:
+    """Why so many channels can't be kept by this repair."""
+    return BadInput(
+        f"the moments have patches of {chosen} of {every} channels (calibrate --patch-memory), of which preset best "
+        f"can keep {chosen} at most, or all; got {width} by recovery {recovery}; calibrate with more memory, or remove "
+        "more there"
+    )
+
+
 def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:
-    """To what the layer gave."""
+    """Columns of channels with patches to what the layer gave, toward themselves."""
     assert read.target is not None, read.reading.name
     kept_U, parts = columns(read.kept_k(kept_K), read.stats.taps), len(read.reading.portions)
     if read.has_all_patches(kept_K):
@@ -58,7 +62,17 @@ def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) 
     if recovery != "im2col" or len(kept_U) * parts != len(kept_K) * read.columns:
         every = len(read.reading.columns_GM)
         raise without_patches(len(read.groups_C) * parts, every, len(kept_K), recovery)
-    return fitted(read.target.of(kept_U), read.weight_OU[:, kept_U], read.bias_O, ridge_rel=ridge_rel)
+    weight_OK, target = read.weight_OU[:, kept_U], read.target.of(kept_U)
+    refit = refit_toward(weight_OK, target, strength=ridge_rel)
+    return ChannelRecovery(
+        weight_OK=refit.weight_OK,
+        bias_O=refit.bias_O,
+        residual=refit.residual,
+        residual_uncompensated=target.error(weight_OK, read.bias_O),
+        r2=1.0 - refit.residual / refit.residual_prior if refit.residual_prior > 0.0 else 1.0,
+        condition=refit.condition,
+        ridge=refit.ridge,
+    )
 
 
 def mean_of_kept(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:

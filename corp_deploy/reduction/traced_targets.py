@@ -107,51 +107,52 @@ class Target:
 
     def residual(self, dense: Values, student: Values) -> TargetResidual:
         """Of a few inputs, by the values of both programs."""
-        of_stream = self._of_stream if self.norm is None else self._before_norm
-        found = None if self.at is None else of_stream(dense, student)
+        found = None
+        if self.at is not None and self.other is not None:
+            dense_sum, beside = dense[self.at], student[self.other]
+            if self.norm is None:
+                found = self._of_stream(dense_sum, beside, student)
+            else:
+                found = self._before_norm(self.norm, dense[self.norm.all_input_nodes[0]], dense_sum, beside, student)
         target = dense[self.layer]
         result = found or TargetResidual(residual=target - student[self.layer], target=target)
         return result if self.read_P is None else replace(result, read=self.read_P.repeat(len(target)))
 
-    def _of_stream(self, dense: Values, student: Values) -> TargetResidual | None:
-        assert self.at is not None, self
-        assert self.other is not None, self
+    def _of_stream(self, dense_sum: Tensor, beside: Tensor, student: Values) -> TargetResidual | None:
         passed = _passed(self.layer, student[self.layer], self.way, student)
         found = _gain(rows_of(passed.gain, self.layer))
         if found is None or (self.layer.target is not LINEAR and not bool(found[1].all())):
             return None
         return TargetResidual(
-            residual=passed.back(dense[self.at] - student[self.other] - passed.output),
-            target=passed.back(dense[self.at]),
+            residual=passed.back(dense_sum - beside - passed.output),
+            target=passed.back(dense_sum),
             gain_O=found[0],
             counts=None if bool(found[1].all()) else found[1],
         )
 
-    def _before_norm(self, dense: Values, student: Values) -> TargetResidual | None:
-        """In front of the norm, where the dense layer's output is (see algebra/norm_behind.py)."""
-        assert self.at is not None, self
-        assert self.other is not None, self
-        assert self.norm is not None, self
-        norm_args = (*self.norm.args[2:5], *_NORM_ARGS[len(self.norm.args) - 2 :])
+    def _before_norm(
+        self, norm_node: fx.Node, source: Tensor, dense_sum: Tensor, beside: Tensor, student: Values
+    ) -> TargetResidual | None:
+        """In front of the norm, where the dense layer's output is (see algebra/norm_behind.py), of this `source`."""
+        norm_args = (*norm_node.args[2:5], *_NORM_ARGS[len(norm_node.args) - 2 :])
         weight, eps = norm_args[0], norm_args[2]
         assert isinstance(eps, float), self
-        source = dense[self.norm.all_input_nodes[0]]
         front = _passed(self.layer, student[self.layer], self.front, student)
-        normed = called(self.norm, student | {self.norm.all_input_nodes[0]: source})
-        behind = _passed(self.norm, normed, self.way, student)
+        normed = called(norm_node, student | {norm_node.all_input_nodes[0]: source})
+        behind = _passed(norm_node, normed, self.way, student)
         found = _gain(behind.gain.flatten(0, -2))
         if found is None or self.layer.target is not LINEAR:
             return None
         gain_C = found[0] * student[weight] if isinstance(weight, fx.Node) else found[0]
         norm = NormBehind(gain_C=gain_C, offset_C=None, eps=eps)
         added = gain_C * F.layer_norm(source, source.shape[-1:], eps=eps)
-        target = norm.before(added + behind.back(dense[self.at] - student[self.other] - behind.output), source)
+        target = norm.before(added + behind.back(dense_sum - beside - behind.output), source)
         own = _gain(rows_of(front.gain * front.back(gain_C.expand_as(source)), self.layer))
         if own is None:
             return None
         return TargetResidual(
             residual=front.back(target - gain_C * front.output),
-            target=front.back(behind.back(dense[self.at])),
+            target=front.back(behind.back(dense_sum)),
             gain_O=own[0],
             counts=None if bool(own[1].all()) else own[1],
             weights=rows_of(front.back(norm.passed(source).unsqueeze(-1).expand_as(source)), self.layer).amax(1),

@@ -20,13 +20,12 @@ from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
-from .heads import HeadOutputs, recovered_values, rotated_values
+from .heads import HeadOutputs, kept_groups, projected, recovered_values, rotated_values
 from .method import Method
 from .report import SiteReport, site_report
 from .traced_change import Change, Mapped, TracedReduced, mapped_layer
 from .traced_kind import Reads, TracedKind
 from .traced_reads import ReaderStats
-from .whole_heads import kept_groups, projected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
