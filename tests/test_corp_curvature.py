@@ -1,38 +1,54 @@
-"""A budget's look at a model: first-order effects, curves between the widths that were tried, images set apart."""
+"""A budget's look at a model: first-order effects, curves between the widths that were tried, images set apart; and
+channels chosen by what they do to the model's outputs.
+"""
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from calib.combination import difference, merge
-from calib.moments import ChannelMoments, HeadMoments, Moments
+from calib.images import Images
+from calib.inputs import batch_size
+from calib.moments import ChannelMoments, Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.planning import curvature
 from corp_deploy.planning.curves import ErrorCurve, _in_outputs, _tried, cost_curves, eliminations
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.planning.probe_split import IN_LOOP, set_apart
+from corp_deploy.planning.program_effects import output_metrics
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.moments import site_moments
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
 from tests.refusals import rejects
 
 from . import tiny
+from .small_convnets import checkpoint as convnet
+from .small_convnets import images_of
 
 METHOD = method_from_preset("best", align_hidden=16, align_head=8)
+EXACT = replace(METHOD, mlp_swaps=False)
+CPU = torch.device("cpu")
 
 
 def test_a_curve_is_what_was_measured_where_it_was_tried_and_its_own_shape_between() -> None:
@@ -55,10 +71,18 @@ def test_a_curve_is_what_was_measured_where_it_was_tried_and_its_own_shape_betwe
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("curvature")
-    np.save(path / "images.npy", tiny.images(40))
-    return path
+def dense() -> Checkpoint:
+    return tiny.checkpoint()
+
+
+@pytest.fixture(scope="module")
+def images(dense: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Images:
+    return tiny.opened(tmp_path_factory.mktemp("curvature") / "images.npy", tiny.images(40), dense.model)
+
+
+def of(dense: Checkpoint, images: Images, places: Iterable[int] = range(40)) -> Moments:
+    """The moments of some of the images."""
+    return calibrate(dense, images.subset(list(places)), batch_size=8)
 
 
 def _assert_same(one: Moments, other: Moments) -> None:
@@ -66,52 +90,33 @@ def _assert_same(one: Moments, other: Moments) -> None:
     assert torch.equal(one.image_ids, other.image_ids)
     for name, left in one.sites.items():
         right = other.sites[name]
-        assert left.tokens == right.tokens
-        if isinstance(left, ChannelMoments):
-            assert isinstance(right, ChannelMoments)
-            torch.testing.assert_close(left.gram_FF, right.gram_FF, rtol=1e-5, atol=1e-4)
-            torch.testing.assert_close(left.active_F, right.active_F)
-        else:
-            assert isinstance(left, HeadMoments)
-            assert isinstance(right, HeadMoments)
-            torch.testing.assert_close(left.kk_centred_HDD, right.kk_centred_HDD, rtol=1e-5, atol=1e-4)
-            torch.testing.assert_close(left.z_sum_C, right.z_sum_C, rtol=1e-5, atol=1e-4)
+        assert (type(left), left.tokens) == (type(right), right.tokens)
+        sums = ("gram_FF", "active_F") if isinstance(left, ChannelMoments) else ("kk_centred_HDD", "z_sum_C")
+        for each in sums:
+            torch.testing.assert_close(getattr(left, each), getattr(right, each), rtol=1e-5, atol=1e-4)
 
 
-def test_moments_without_some_images_are_those_of_the_rest(folder: Path) -> None:
-    dense = tiny.checkpoint()
-    images = images_for_model(dense.model, folder / "images.npy")
-    whole = calibrate(dense, images, batch_size=8)
-    part, others = list(range(0, 40, 5)), [place for place in range(40) if place % 5]
-    apart = calibrate(dense, images.subset(part), batch_size=8)
-    _assert_same(difference(whole, apart), calibrate(dense, images.subset(others), batch_size=8))
+def test_moments_without_some_images_are_those_of_the_rest(dense: Checkpoint, images: Images) -> None:
+    whole, apart = of(dense, images), of(dense, images, range(0, 40, 5))
+    _assert_same(difference(whole, apart), of(dense, images, (place for place in range(40) if place % 5)))
     rejects("moments to take apart", difference, apart, whole)
     rejects("moments to take apart", difference, whole, whole)
 
 
-def test_a_budget_looks_at_images_that_its_moments_leave_out(folder: Path) -> None:
-    dense = tiny.checkpoint()
-    images = images_for_model(dense.model, folder / "images.npy")
-    moments = calibrate(dense, images, batch_size=8)
-    apart = set_apart(dense, moments, images)
-    assert isinstance(apart.inputs, torch.Tensor)
-    assert (len(apart.inputs), apart.moments.images) == (8, 32)
+def test_a_budget_looks_at_images_that_its_moments_leave_out(dense: Checkpoint, images: Images) -> None:
+    apart = set_apart(dense, of(dense, images), images)
+    assert (batch_size(apart.inputs), apart.moments.images) == (8, 32)
     again = set_apart(dense, apart.moments, images)
-    assert torch.equal(again.inputs, apart.inputs)  # type: ignore[arg-type]
+    assert torch.equal(torch.as_tensor(again.inputs), torch.as_tensor(apart.inputs))
     assert again.moments is apart.moments, "they are left out already"
-    few = images.subset(range(10))
-    of_few = calibrate(dense, few, batch_size=8)
-    every = set_apart(dense, of_few, few)
-    assert isinstance(every.inputs, torch.Tensor)
-    assert len(every.inputs) == 10
+    of_few = of(dense, images, range(10))
+    every = set_apart(dense, of_few, images.subset(range(10)))
+    assert batch_size(every.inputs) == 10
     assert every.moments is of_few
 
 
-def test_whole_groups_are_looked_at_where_they_are_known(folder: Path) -> None:
-    dense = tiny.checkpoint()
-    images = images_for_model(dense.model, folder / "images.npy")
-    in_half = list(range(0, 40, 2))
-    half, other = (calibrate(dense, images.subset(places), batch_size=8) for places in (in_half, range(1, 40, 2)))
+def test_whole_groups_are_looked_at_where_they_are_known(dense: Checkpoint, images: Images) -> None:
+    half, other = (of(dense, images, range(start, 40, 2)) for start in (0, 1))
     whole = merge(half, other)
     place_of = {image: place for place, image in enumerate(images.ids.tolist())}
     places = [place_of[image] for image in whole.image_ids.tolist()]
@@ -122,49 +127,40 @@ def test_whole_groups_are_looked_at_where_they_are_known(folder: Path) -> None:
     assert not torch.isin(
         grouped.group_ids[~torch.isin(whole.image_ids, apart.moments.image_ids)], apart.moments.group_ids
     ).any()
-    left = [place_of[image] for image in apart.moments.image_ids.tolist()]
-    _assert_same(apart.moments, calibrate(dense, images.subset(sorted(left)), batch_size=8))
     assert apart.moments.half is not None
-    left_half = [place_of[image] for image in apart.moments.half.image_ids.tolist()]
-    assert set(left_half) == set(left) & set(in_half)
-    _assert_same(apart.moments.half, calibrate(dense, images.subset(sorted(left_half)), batch_size=8))
+    left, left_half = (
+        sorted(place_of[image] for image in each.image_ids.tolist()) for each in (apart.moments, apart.moments.half)
+    )
+    assert left_half == [place for place in left if place % 2 == 0]
+    _assert_same(apart.moments, of(dense, images, left))
+    _assert_same(apart.moments.half, of(dense, images, left_half))
 
 
-def test_of_other_images_no_group_is_known_and_a_few_are_set_apart_all_the_same(folder: Path) -> None:
-    dense = tiny.checkpoint()
-    images = images_for_model(dense.model, folder / "images.npy")
-    half, other = (calibrate(dense, images.subset(places), batch_size=8) for places in (range(20), range(20, 40)))
+def test_of_other_images_no_group_is_known_and_a_few_are_set_apart_all_the_same(
+    dense: Checkpoint, images: Images, tmp_path: Path
+) -> None:
+    half, other = of(dense, images, range(20)), of(dense, images, range(20, 40))
     whole = merge(half, other)
     groups = torch.isin(whole.image_ids, half.image_ids).long() * 5 + torch.arange(40) % 5
     grouped = replace(whole, group_ids=groups, half=half)
-    np.save(folder / "others.npy", tiny.images(24, seed=9))
-    apart = set_apart(dense, grouped, images_for_model(dense.model, folder / "others.npy"))
+    apart = set_apart(dense, grouped, tiny.opened(tmp_path / "others.npy", tiny.images(24, seed=9), dense.model))
     assert apart.moments is grouped
-    assert isinstance(apart.inputs, torch.Tensor)
-    assert 0 < len(apart.inputs) <= 6
+    assert 0 < batch_size(apart.inputs) <= 6
 
 
-def test_values_have_a_width_of_their_own_and_are_exact_at_their_rank(folder: Path) -> None:
+def test_values_have_a_width_of_their_own_and_are_exact_at_their_rank(images: Images) -> None:
     dense, name = tiny.checkpoint(), "blocks.0.attn.v"
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # values of rank 8 in every head
         for head in dense.model.get_parameter("blocks.0.attn.qkv.weight")[96:].view(3, 16, -1):
             head[8:] = torch.randn(8, 8, generator=generator) @ head[:8] / 4.0
         dense.model.get_parameter("blocks.0.attn.qkv.bias")[96:] = 0.0
-    images = images_for_model(dense.model, folder / "images.npy")
-    moments = calibrate(dense, images, batch_size=8)
+    moments, shown = of(dense, images), torch.from_numpy(tiny.images(6))
     new = reduce(dense.model, moments, METHOD, widths={name: 24}).model
     assert sites_of(new).by_name[name].width == 24
-    shown = torch.from_numpy(tiny.images(6))
-    with torch.no_grad():
-        torch.testing.assert_close(new(shown), dense.model(shown), rtol=1e-3, atol=1e-4)
-    probe = Probe(
-        model=dense.model,
-        moments=moments,
-        method=METHOD,
-        inputs=shown,
-        eliminations=eliminations(dense.model, moments, METHOD),
-    )
+    torch.testing.assert_close(tiny.ran(new, shown), tiny.ran(dense.model, shown), rtol=1e-3, atol=1e-4)
+    known = eliminations(dense.model, moments, METHOD)
+    probe = Probe(model=dense.model, moments=moments, method=METHOD, inputs=shown, eliminations=known)
     curves = {each.site: each for each in cost_curves(probe, "macs")}
     cost, error = (
         dict(zip(curves[name].widths, each, strict=True)) for each in (curves[name].costs, curves[name].errors)
@@ -176,18 +172,12 @@ def test_values_have_a_width_of_their_own_and_are_exact_at_their_rank(folder: Pa
 
 # The probe of a budget and the pool of site workers.
 
-CPU = torch.device("cpu")
 
-
-def probe_of(folder: Path, geometry: str) -> Probe:
+def probe_of(folder: Path, geometry: HeadGeometry) -> Probe:
     dense = tiny.checkpoint()
-    path = folder / "images.npy"
-    np.save(path, tiny.images(32))
-    method = method_from_preset("best", align_hidden=16, align_head=8, geometry=geometry)
-    opened = images_for_model(dense.model, path)
-    moments = calibrate(dense, opened, batch_size=8)
-    images = next(iter(opened.batches(6)))
-    known = eliminations(dense.model, moments, method)
+    opened = tiny.opened(folder / "images.npy", tiny.images(32), dense.model)
+    method, moments = replace(METHOD, geometry=geometry), calibrate(dense, opened, batch_size=8)
+    known, images = eliminations(dense.model, moments, method), next(iter(opened.batches(6)))
     return Probe(model=dense.model, moments=moments, method=method, inputs=images, eliminations=known)
 
 
@@ -206,14 +196,12 @@ def test_one_walk_finds_what_whole_models_do(tmp_path: Path) -> None:
     ]  # fmt: skip
     effects = probe.effects(trials)
     assert set(effects) == set(trials)
-    plain = replace(probe.method, geometry="ragged", mlp_swaps=False)
-    with torch.inference_mode():
-        dense = probe.model(probe.inputs).double()
-        for site, width in trials:
-            alone = reduce(probe.model, probe.moments, plain, widths={site: width}).model
-            change = float((alone(probe.inputs).double() - dense).square().sum() / dense.square().sum())
-            assert effects[site, width] == pytest.approx(change, rel=1e-3, abs=1e-12)
-            assert change > 1e-9
+    plain, shown = replace(probe.method, geometry="ragged", mlp_swaps=False), torch.as_tensor(probe.inputs)
+    for site, width in trials:
+        alone = reduce(probe.model, probe.moments, plain, widths={site: width}).model
+        change = tiny.relative(tiny.ran(alone, shown), tiny.ran(probe.model, shown)) ** 2
+        assert effects[site, width] == pytest.approx(change, rel=1e-3, abs=1e-12)
+        assert change > 1e-9
 
 
 def test_effects_to_first_order_are_found_inside_inference_mode_too(tmp_path: Path) -> None:
@@ -277,31 +265,130 @@ def test_what_a_closed_loop_will_leave_is_tried_in_a_closed_loop(tmp_path: Path,
     ragged = replace(probe.method, geometry="ragged")
     model = probe.model if schedule is None else traced_model.with_merging(probe.model, schedule)
     expected = reduce_traced(model, others, ragged, widths=widths, loop=Loop()).model
-    assert isinstance(probe.inputs, torch.Tensor)
-    with torch.inference_mode():
-        got = probe.carried_out(widths, merging=schedule)(probe.inputs)
-        assert torch.equal(got, expected(probe.inputs))
-        in_one_pass = plain.carried_out(widths, merging=schedule)(probe.inputs)
-        assert torch.equal(in_one_pass, probe.narrowed(widths, merging=schedule)(probe.inputs))
+    shown = torch.as_tensor(probe.inputs)
+    got = tiny.ran(probe.carried_out(widths, merging=schedule), shown)
+    assert torch.equal(got, tiny.ran(expected, shown))
+    in_one_pass = tiny.ran(plain.carried_out(widths, merging=schedule), shown)
+    assert torch.equal(in_one_pass, tiny.ran(probe.narrowed(widths, merging=schedule), shown))
     assert not torch.allclose(got, in_one_pass, rtol=1e-4)
 
 
-def test_a_budget_of_the_closed_loop_is_settled_by_closed_loops(tmp_path: Path) -> None:
-    dense = tiny.checkpoint()
-    images = tiny.opened(tmp_path / "images.npy", tiny.images(48), dense.model)
-    moments, method = calibrate(dense, images, batch_size=8), method_from_preset("best", align_hidden=16, align_head=8)
-    request = request_of(ReduceOptions(macs=0.6, closed_loop="asymmetric"), method=method)
-    reduction, planned = reduce_as_asked(dense, moments, request, images=images)
-    apart = set_apart(dense, moments, images)
-    assert isinstance(apart.inputs, torch.Tensor)
-    assert apart.others.count == min(IN_LOOP, 48 - len(apart.inputs))
+def test_a_budget_of_the_closed_loop_is_settled_by_closed_loops(dense: Checkpoint, images: Images) -> None:
+    request = request_of(ReduceOptions(macs=0.6, closed_loop="asymmetric"), method=METHOD)
+    reduction, planned = reduce_as_asked(dense, of(dense, images), request, images=images)
+    apart = set_apart(dense, of(dense, images), images)
+    shown = torch.as_tensor(apart.inputs)
+    assert apart.others.count == min(IN_LOOP, 40 - len(shown))
     assert planned.widths is not None
-    ragged = replace(method, geometry="ragged")
-    known = planned.metrics
+    ragged, known = replace(METHOD, geometry="ragged"), planned.metrics
     model = reduce_traced(dense.model, apart.others, ragged, widths=planned.widths, loop=Loop(), metrics=known).model
-    with torch.inference_mode():
-        exact, got = dense.model(apart.inputs).double(), model(apart.inputs).double()
-    error = float((got - exact).norm() / exact.norm())
     taken = min((way for way in planned.ways if "by site" in way.name), key=lambda way: way.measured_error)
+    error = tiny.relative(tiny.ran(model, shown), tiny.ran(dense.model, shown))
     assert taken.measured_error == pytest.approx(error, rel=1e-5)
     assert {site.site for site in reduction.sites} == set(planned.widths)
+
+
+# Channels chosen by what they do to the model's outputs.
+
+WEIGHT = "blocks.1.mlp.fc2.weight"
+
+
+def gradients_of_every_output(dense: nn.Module, name: str, pixels: Tensor, dim: int) -> Tensor:
+    """Of each image, output and place [X,O], one backward pass at a time in float64; `dim`: where O stands."""
+    model = deepcopy(dense).double().requires_grad_(True)
+    layer = model.get_submodule(name)
+    given = list[Tensor]()
+    layer.register_forward_hook(lambda _, __, out: given.append(out))
+    rows = []
+    for image in pixels.double():
+        with torch.enable_grad():
+            outputs = model(image[None]).flatten()
+            for output in outputs:
+                (gradient,) = torch.autograd.grad(output, given[-1], retain_graph=True)
+                rows.append(gradient.movedim(dim, -1).flatten(0, -2))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(("name", "weight"), [("vit", WEIGHT), ("resnet18", "layer1.0.conv2.weight")])
+def test_metrics_are_the_mean_square_of_all_outputs_gradients(
+    dense: Checkpoint, images: Images, monkeypatch: pytest.MonkeyPatch, name: str, weight: str
+) -> None:
+    """Random signs are that on average: here each direction is one output in its turn."""
+    own, dim = (dense, -1) if name == "vit" else (convnet(name), 1)
+    (shown,) = (images.subset(range(3)) if name == "vit" else images_of(name, 3)).batches(3)
+    pixels, turn = torch.as_tensor(shown), count()
+    outputs = own.model(pixels).shape[1]
+
+    def each_in_turn(like: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.nn.functional.one_hot(torch.tensor(next(turn) % outputs), outputs).to(like).expand_as(like)
+
+    monkeypatch.setattr(curvature, "signs", each_in_turn)
+    monkeypatch.setattr(curvature, "DIRECTIONS", outputs)
+    (found,) = output_metrics(own.model, pixels, {weight}).values()
+    rows_XO = gradients_of_every_output(own.model, weight.removesuffix(".weight"), pixels, dim)
+    expected = rows_XO.T @ rows_XO / len(rows_XO)
+    alike = float(expected.diagonal().mean()) * torch.eye(len(expected), dtype=torch.float64)
+    torch.testing.assert_close(found, expected + alike, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+def lost_in_outputs(dense: Checkpoint, moments: Moments, metric_OO: Tensor, kept: list[int]) -> float:
+    """tr(M D C D') of the best weights on the kept channels, by least squares in float64."""
+    statistics, weight_OF = moments.sites["blocks.1.mlp.fc2"], dense.model.get_parameter(WEIGHT).detach().double()
+    assert isinstance(statistics, ChannelMoments)
+    covariance = statistics.second_FF - torch.outer(statistics.mean_F, statistics.mean_F)
+    root = torch.linalg.cholesky(covariance + 1e-12 * covariance.diagonal().mean() * torch.eye(len(covariance)))
+    target = root.T @ weight_OF.T
+    change = target - root.T[:, kept] @ torch.linalg.lstsq(root.T[:, kept], target).solution
+    return float(((change @ metric_OO) * change).sum())
+
+
+def test_the_channels_that_outputs_miss_least_go_first(images: Images) -> None:
+    dense = tiny.checkpoint(mlp_ratio=0.5)
+    moments, generator = of(dense, images, range(24)), torch.Generator().manual_seed(1)
+    factor = torch.randn(48, 3, generator=generator, dtype=torch.float64)
+    metric_OO = factor @ factor.T + 1e-3 * torch.eye(48, dtype=torch.float64)
+    site = sites_of(dense.model).by_name["blocks.1.mlp"]
+    order, plain = (
+        kind_of(site).elimination(site, site_moments(site, replace(moments, metrics=metrics), CPU), EXACT)
+        for metrics in ({WEIGHT: metric_OO}, {})
+    )
+    assert order is not None
+    assert plain is not None
+    left = list(range(24))
+    for place in range(12):
+        lost = {each: lost_in_outputs(dense, moments, metric_OO, [k for k in left if k != each]) for each in left}
+        gone = int(order.order_F[place])
+        assert lost[gone] <= 1.001 * min(lost.values())
+        left.remove(gone)
+        assert float(order.error_F[place]) == pytest.approx(lost[gone], rel=0.02)
+    assert order.order_F[:12].tolist() != plain.order_F[:12].tolist()
+
+
+def test_what_outputs_see_alone_is_kept(dense: Checkpoint, images: Images) -> None:
+    """Where eight outputs of the layer count alone, less is lost of those."""
+    moments, site = of(dense, images, range(24)), sites_of(dense.model).by_name["blocks.1.mlp"]
+    blind_OO = torch.diag(torch.cat([torch.ones(8), torch.full((40,), 1e-9)])).double()
+
+    def lost(known: Moments) -> float:
+        chosen = kind_of(site).chosen(site, site_moments(site, known, CPU), EXACT, 48)
+        assert chosen is not None
+        return lost_in_outputs(dense, moments, blind_OO, chosen.tolist())
+
+    assert lost(replace(moments, metrics={WEIGHT: blind_OO})) < 0.7 * lost(moments)
+
+
+def test_a_budget_is_carried_out_by_what_was_learned(dense: Checkpoint, images: Images) -> None:
+    """The same widths without it give other channels."""
+    moments = of(dense, images)
+    request = request_of(ReduceOptions(macs=0.7, align={"mlp": 16, "head": 8}))
+    reduction, planned = reduce_as_asked(dense, moments, request, images=images)
+    assert planned.widths is not None
+    assert planned.metrics.keys() >= {f"blocks.{block}.mlp.fc2.weight" for block in (0, 1)}
+    known, plain = (
+        reduce(dense.model, replace(moments, metrics=metrics), planned.method, widths=planned.widths).model
+        for metrics in (planned.metrics, {})
+    )
+    pixels = tiny.images(16, seed=3)
+    found, expected, other = (tiny.ran(model, pixels).double() for model in (reduction.model, known, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert tiny.relative(other, expected) > 1e-3

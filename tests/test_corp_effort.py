@@ -49,8 +49,10 @@ def record_of(directory: Path) -> dict[str, Any]:
     return record
 
 
-def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+def judged(monkeypatch: pytest.MonkeyPatch, *errors: float) -> None:
+    """What one pass and the loop are found to err by."""
+    found = iter(errors)
+    monkeypatch.setattr(composing, "_error", lambda *_: next(found))
 
 
 def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torch.nn.Module, float, int]:
@@ -69,9 +71,8 @@ def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torc
     places = (~torch.isin(images.ids, apart.others.ids)).nonzero().squeeze(1).tolist()
     assert not torch.isin(images.subset(places).ids, apart.moments.image_ids).any()
     (judges,) = images.subset(places).batches(len(places))
-    with torch.inference_mode():
-        exact, answer = (each.eval()(judges).double() for each in (dense.model, model))
-    return model, float((answer - exact).norm() / exact.norm()), len(places)
+    exact, answer = (tiny.ran(each.eval(), torch.as_tensor(judges)) for each in (dense.model, model))
+    return model, tiny.relative(answer, exact), len(places)
 
 
 @pytest.mark.parametrize("name", ["m", "grouped"])
@@ -93,32 +94,27 @@ def test_both_ways_are_judged_on_images_that_neither_is_fitted_to_and_the_better
     assert f"; {kept} is kept" in line
 
 
-@pytest.mark.parametrize("way", [ONE, LOOP])
-def test_what_wins_is_fitted_to_all_images(way: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = iter([0.1, 0.2] if way == ONE else [0.2, 0.1])
-    monkeypatch.setattr(composing.Trials, "_error", lambda *_: next(errors))
-    reduced(home, way[-4:], *UNIFORM)
-    state, expected = state_of(load_checkpoint(home / way[-4:]).model), state_of(by_hand(home, way, every=True)[0])
+@pytest.mark.parametrize(
+    ("way", "errors", "most_apart", "every"),
+    [(ONE, (0.1, 0.2), 0.1, True), (LOOP, (0.2, 0.1), 0.1, True), (LOOP, (0.2, 0.1), 0.2, False)],
+)
+def test_what_wins_is_fitted_to_all_images_but_for_a_loop_over_nearly_all(
+    way: str, errors: tuple[float, float], most_apart: float, every: bool, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged(monkeypatch, *errors)
+    monkeypatch.setattr(composing, "MOST_APART", most_apart)
+    name = f"{way[-4:]}-{every}"
+    reduced(home, name, *UNIFORM)
+    state, expected = load_checkpoint(home / name).model.state_dict(), by_hand(home, way, every=every)[0].state_dict()
     assert state.keys() == expected.keys()
-    for name, tensor in state.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_loop_over_nearly_all_images_is_not_run_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = iter([0.2, 0.1])
-    monkeypatch.setattr(composing.Trials, "_error", lambda *_: next(errors))
-    monkeypatch.setattr(composing, "MOST_APART", 0.2)
-    reduced(home, "once", *UNIFORM)
-    state, expected = state_of(load_checkpoint(home / "once").model), state_of(by_hand(home, LOOP, every=False)[0])
-    for name, tensor in state.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+    for key, tensor in state.items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-5, atol=1e-6)
 
 
 def test_a_budget_with_the_most_effort_is_polished_and_its_widths_are_tried_in_loops(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    errors = iter([0.2, 0.1])
-    monkeypatch.setattr(composing.Trials, "_error", lambda *_: next(errors))
+    judged(monkeypatch, 0.2, 0.1)
     reduced(home, "thorough", "--macs", 0.7, "--effort", "thorough", "--polish-steps", 2, *ALIGN)
     record = record_of(home / "thorough")
     assert record["polish"]["how"] == "model"
@@ -131,10 +127,8 @@ def test_few_images_are_reduced_in_one_pass_and_it_is_said(home: Path) -> None:
     reduced(home, "plain", *UNIFORM, "--samples", 12)
     record = record_of(home / "plain")
     assert "stages" not in record
-    assert any(
-        line == "effort standard: of 12 images none can be set apart to judge, so one pass over the moments"
-        for line in record["decided"]
-    )
+    said = "effort standard: of 12 images none can be set apart to judge, so one pass over the moments"
+    assert said in record["decided"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What a budget of latency rests on: tables of a model's own blocks and its own latency, on runners of a fake clock."""
+"""What a budget of latency rests on: tables of a model's own blocks at their own tokens, merges and the whole model,
+measured by a fake clock; few of them price every schedule.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -6,19 +8,45 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import nn
 
+from calib.images import Images
+from calib.moments import Moments
+from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.widths import aligned_widths
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget import allocate
+from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.curves import CostCurve
+from corp_deploy.planning.execution import reduce_as_asked
+from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.latency import LatencyTarget, Tables, curves_in_time, measure_tables
+from corp_deploy.planning.latency_of_tokens import MERGE, MergeAlone, latency_at, spread
+from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered
+from corp_deploy.planning.merge_prices import (
+    TOKENS,
+    MergeLatencies,
+    measure_merge_latencies,
+    merge_costs_in_ns,
+    prices_by_latencies,
+)
+from corp_deploy.planning.request import ReductionRequest, request_of
+from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.merging import Merging, grown, tokens_after
 from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.parts import STREAM
+from corp_deploy.traced.models.token_merging import TokenMerge
+from corp_deploy.views.speed import latency_rows
+from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench import latency_table
@@ -31,6 +59,7 @@ from tests.test_traced_chain import own_checkpoint
 pytestmark = pytest.mark.slow("models")
 
 CHOICES = method_from_preset("best", align_hidden=16, align_head=8)
+Clocked = Callable[[Callable[..., float]], LatencyTarget]
 PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
 
 
@@ -61,22 +90,51 @@ class FakeRunner(DoubleOfRunner):
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tables]:
-    """measure_tables with one cache, on runners whose latency is their module's parameters."""
-    clock = FakeClock()
+def clocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clocked:
+    """One cache of tables, measured on runners of a fake clock, by what a module, its inputs and outputs take."""
 
-    def runner(module: nn.Module, *_: Any) -> FakeRunner:
-        return FakeRunner(clock, cost_ms(module))
+    def where(took_ms: Callable[..., float]) -> LatencyTarget:
+        clock = FakeClock()
 
-    monkeypatch.setattr(latency_grid, "_runner", runner)
-    monkeypatch.setattr(latency_grid, "cached_table", partial(latency_table.cached_table, clock=clock))
-    where = LatencyTarget(backend="torch", batches=(1,), cache=tmp_path, plan=PLAN)
+        def runner(module: nn.Module, inputs: tuple[Port, ...], outputs: tuple[OutputPort, ...], *_: Any) -> FakeRunner:
+            return FakeRunner(clock, took_ms(module, inputs, outputs), inputs=inputs)
+
+        monkeypatch.setattr(latency_grid, "_runner", runner)
+        monkeypatch.setattr(latency_grid, "cached_table", partial(latency_table.cached_table, clock=clock))
+        return LatencyTarget(backend="torch", batches=(1,), cache=tmp_path, plan=PLAN)
+
+    return where
+
+
+@pytest.fixture
+def measured(clocked: Clocked) -> Callable[..., Tables]:
+    """measure_tables, where latency is a module's parameters."""
+    where = clocked(lambda module, *_: cost_ms(module))
     return lambda checkpoint, method=CHOICES: measure_tables(checkpoint, method, where)
 
 
 def narrowed(dense: Checkpoint, hidden: int) -> Checkpoint:
     """The same architecture by name and arguments, as a reduced directory has it, with narrower MLPs."""
     return replace(dense, model=at_widths(dense.model, {f"blocks.{at}.mlp": hidden for at in (0, 1)}))
+
+
+def curve_of(site: str, widths: tuple[int, ...], power: int) -> CostCurve:
+    errors = tuple(float(widths[-1] - width) ** power for width in widths)
+    return CostCurve(site=site, widths=widths, costs=widths, cost_now=widths[-1], errors=errors)
+
+
+def assert_within(model: nn.Module, curves: list[CostCurve], tables: Tables, *, rel: float) -> None:
+    """A budget of 0.8 is one of the model's own latency, and its widths are as quick as it says."""
+    priced, total = curves_in_time(curves, tables, 1)
+    assert total == pytest.approx(1e6 * cost_ms(model), rel=rel)
+    found = allocate(priced, total, 0.8)
+    smaller = model
+    for site in sites_of(model).every:
+        width = found.widths.get(site.name, site.width)
+        smaller = at_widths(smaller, {site.name: width}) if width < site.width else smaller
+    share = cost_ms(smaller) / cost_ms(model)
+    assert 0.7 < share <= 0.8
+    assert found.share == pytest.approx(share, abs=0.01)
 
 
 def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callable[..., Tables]) -> None:
@@ -95,17 +153,9 @@ def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Cal
     dense = tiny.checkpoint()
     measured(dense)
     reduced = narrowed(dense, 96)
-    curves = []
-    for name in ("blocks.0.mlp", "blocks.1.mlp"):
-        widths = aligned_widths(96, CHOICES.align_hidden)
-        errors = tuple(float(96 - width) for width in widths)
-        curves.append(CostCurve(site=name, widths=widths, costs=widths, cost_now=96, errors=errors))
-    priced, total = curves_in_time(curves, measured(reduced), 1)
-    assert total == pytest.approx(1e6 * cost_ms(reduced.model), rel=1e-3)
-    found = allocate(priced, total, 0.8)
-    share = cost_ms(at_widths(reduced.model, found.widths)) / cost_ms(reduced.model)
-    assert 0.7 < share <= 0.8
-    assert found.share == pytest.approx(share, abs=0.01)
+    widths = aligned_widths(96, CHOICES.align_hidden)
+    curves = [curve_of(name, widths, 1) for name in ("blocks.0.mlp", "blocks.1.mlp")]
+    assert_within(reduced.model, curves, measured(reduced), rel=1e-3)
 
 
 def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(measured: Callable[..., Tables]) -> None:
@@ -121,22 +171,8 @@ def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(meas
         "values of 48, as in h.1.attn.v",
     ]
     assert tables.names["h.1"] == tables.names["h.0"]
-    curves = []
-    for site in sites_of(dense.model).every:
-        widths = kind_of(site).offers(site, method)
-        errors = tuple(float(widths[-1] - width) ** 2 for width in widths)
-        curves.append(CostCurve(site=site.name, widths=widths, costs=widths, cost_now=widths[-1], errors=errors))
-    priced, total = curves_in_time(curves, tables, 1)
-    assert total == pytest.approx(1e6 * cost_ms(dense.model), rel=1e-2), "layers without a bias are timed with one"
-    found = allocate(priced, total, 0.8)
-    smaller = dense.model
-    for site in sites_of(dense.model).every:
-        width = found.widths[site.name]
-        assert isinstance(width, int)
-        smaller = at_widths(smaller, {site.name: width}) if width < site.width else smaller
-    share = cost_ms(smaller) / cost_ms(dense.model)
-    assert 0.7 < share <= 0.8
-    assert found.share == pytest.approx(share, abs=0.01)
+    curves = [curve_of(site.name, kind_of(site).offers(site, method), 2) for site in sites_of(dense.model).every]
+    assert_within(dense.model, curves, tables, rel=1e-2)  # layers without a bias are timed with one
     assert measured(dense, method).measured == 0
 
 
@@ -145,3 +181,243 @@ def test_a_block_of_other_layers_has_a_table_of_its_own(measured: Callable[..., 
     other = measured(tiny.checkpoint(act_layer="relu"))
     assert other.measured == 2, "the MLP's and the whole model's"
     assert other.by_name.keys() == plain.by_name.keys()
+
+
+MERGE_MS, MERGED_MS, WHOLE_MS = 0.25, 1500.0, 2000.0
+
+
+def fake_ms(module: nn.Module, inputs: tuple[Port, ...], outputs: tuple[OutputPort, ...]) -> float:
+    """A layer takes as long as it has parameters and tokens, of images 17; the whole model so long, merging or not."""
+    if isinstance(module, MergeAlone):
+        return MERGE_MS
+    if outputs != (STREAM,):
+        merges = any(isinstance(each, TokenMerge) for each in module.modules())
+        return MERGED_MS if merges else WHOLE_MS
+    return cost_ms(module) * (inputs[0].shape[0] if len(inputs[0].shape) == 2 else 17)
+
+
+Bench = Callable[[Checkpoint], Tables]
+
+
+@pytest.fixture
+def where(clocked: Clocked) -> LatencyTarget:
+    """Layers take as long as they have parameters and tokens, merges MERGE_MS each."""
+    return clocked(fake_ms)
+
+
+@pytest.fixture
+def bench(where: LatencyTarget) -> Bench:
+    return lambda checkpoint: measure_tables(checkpoint, CHOICES, where)
+
+
+def merged(dense: Checkpoint, *schedule: int, **how: Any) -> Checkpoint:
+    return replace(dense, model=traced_model.with_merging(dense.model, Merging(schedule=schedule, **how)))
+
+
+def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: Bench) -> None:
+    dense = tiny.checkpoint()
+    plain, tables = bench(dense), bench(merged(dense, 3, 4))
+    assert (plain.merges, plain.all_tokens) == ({}, None)
+    assert plain.model_ms(1) == pytest.approx(WHOLE_MS, rel=1e-3)
+    mlp = plain.latency_ms("blocks.0.mlp", 192, 1) / 17
+    assert plain.latency_ms("blocks.1.mlp", 192, 1) == pytest.approx(17 * mlp)
+    for site, tokens in (("blocks.0.mlp", 14), ("blocks.1.mlp", 10)):
+        assert tables.latency_ms(site, 192, 1) == pytest.approx(tokens * mlp, rel=1e-3)
+    fewer, whole = (each.latency_ms("blocks.1.attn.v", 48, 1) for each in (tables, plain))
+    assert fewer == pytest.approx(whole * 14 / 17, rel=1e-3)
+    assert tables.merging_ms(1) == pytest.approx(2 * MERGE_MS, rel=1e-3)
+    assert tables.dense.latency_ms(1, 1) == pytest.approx(MERGED_MS, rel=1e-3)
+    assert tables.model_ms(1) == pytest.approx(WHOLE_MS, rel=1e-3)
+    shown = [row["block"] for row in latency_rows(tables, (1,))]
+    assert sum(name.startswith(MERGE) for name in shown) == 2
+    assert shown[-2:] == ["dense model", "dense model with all tokens"]
+    assert bench(merged(dense, 3, 4)).measured == 0
+    assert bench(merged(dense, 3, 3)).measured == 3, "the last MLP, the last merge, the whole model"
+
+
+def test_many_numbers_of_tokens_are_measured_at_four(bench: Bench) -> None:
+    model = merged(tiny.checkpoint(depth=7), *grown(3, 7))
+    tables = bench(model)
+    assert {len(tables.names[f"blocks.{block}.mlp"]) for block in range(7)} == {4}
+    reach = [tables.tokens[f"blocks.{block}.mlp"] for block in range(7)]
+    assert len(set(reach)) > 4
+    per_token = tables.latency_ms("blocks.0.mlp", 192, 1) / reach[0]
+    for block, tokens in enumerate(reach):
+        assert tables.latency_ms(f"blocks.{block}.mlp", 192, 1) == pytest.approx(tokens * per_token, rel=1e-3)
+
+
+def test_between_numbers_of_tokens_it_is_straight(bench: Bench) -> None:
+    tables = bench(merged(tiny.checkpoint(), 3, 4))
+    of = {tokens: tables.by_name[name] for tokens, name in tables.names["blocks.0.mlp"].items()}
+    low, high = (latency_at(of, tokens, 192, 1) for tokens in (10, 14))
+    assert latency_at(of, 11, 192, 1) == pytest.approx(0.75 * low + 0.25 * high)
+    assert spread((1, 2, 3), 4) == (1, 2, 3)
+    assert spread(tuple(range(10)), 4) == (0, 3, 6, 9)
+
+
+def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(
+    bench: Bench, where: LatencyTarget, tmp_path: Path
+) -> None:
+    dense = merged(tiny.checkpoint(), 3, 4)
+    images = tiny.opened(tmp_path / "images.npy", tiny.images(12), dense.model)
+    moments = calibrate(dense, images, batch_size=4)
+    with torch.inference_mode():
+        planner = budget_planner(dense, moments, CHOICES, images, currency="latency", where=where)
+        found = planner.widths_at(0.7)
+    tables = bench(dense)
+    assert planner.total == pytest.approx(1e6 * MERGED_MS, rel=1e-3)
+    assert planner.full_cost == pytest.approx(1e6 * WHOLE_MS, rel=1e-3)
+    saved = sum(
+        tables.latency_ms(site.name, site.width, 1) - tables.latency_ms(site.name, (found.widths or {})[site.name], 1)
+        for site in sites_of(dense.model).every
+    )
+    share = (MERGED_MS - saved) / WHOLE_MS
+    assert share <= 0.7 < MERGED_MS / WHOLE_MS
+    assert f"budget: {share:.1%} of the dense latency" in found.decisions[0]
+    assert "merging tokens takes about 0.500 ms of it, measured alone" in found.decisions[0]
+
+
+@pytest.mark.parametrize("how", ["merge", "drop"])
+def test_a_merge_alone_runs_in_onnx_runtime_as_in_torch(tmp_path: Path, how: Any) -> None:
+    alone = MergeAlone(TokenMerge(count=3, protected=1, how=how)).eval()
+    where = LatencyTarget(backend="onnxruntime", batches=(2,), cache=tmp_path, threads=1)
+    x = np.random.default_rng(0).normal(size=(2, 17, 8)).astype(np.float32)
+    inputs = (Port(name="tokens", shape=(17, 8)),)
+    with latency_grid._runner(alone, inputs, (STREAM,), where, tmp_path) as runner:
+        (given,) = runner({"tokens": x}).values()
+    expected = tiny.ran(alone, x).numpy()
+    assert given.shape == (2, 14, 8)
+    np.testing.assert_allclose(given, expected, atol=1e-5)
+
+
+LOSSES = MergeCurves(tokens=17, protected=1, amounts_G=amounts_offered(17, 14), errors_LG=np.zeros((2, 15)))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tables")
+
+
+@pytest.fixture
+def again(where: LatencyTarget, kept: Path) -> LatencyTarget:
+    """The same, of whose measurements those that another test has made are taken."""
+    return replace(where, cache=kept)
+
+
+@pytest.fixture(scope="module")
+def dense() -> Checkpoint:
+    checkpoint = tiny.checkpoint()
+    checkpoint.model.requires_grad_(False)  # as every loaded model is
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def images(dense: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Images:
+    return tiny.opened(tmp_path_factory.mktemp("latency") / "images.npy", tiny.images(24), dense.model)
+
+
+@pytest.fixture(scope="module")
+def moments(dense: Checkpoint, images: Images) -> Moments:
+    return calibrate(dense, images, batch_size=8)
+
+
+def asked(target: LatencyTarget, **options: Any) -> ReductionRequest:
+    latency = ReduceOptions(merge_tokens="auto", latency_tables=target.cache, **options)
+    method = replace(CHOICES, mlp_sparsity=0.0, attention_sparsity=0.0)
+    return replace(request_of(latency, method=method), where=target)
+
+
+def milliseconds(dense: Checkpoint, model: nn.Module, schedule: tuple[int, ...]) -> float:
+    """What the fake clock gives a model: its segments at their tokens, its merges, and what no segment explains."""
+    behind = tokens_after(Merging(schedule=schedule), 17, 1)
+    tokens = {"blocks.0.attn": 17, "blocks.0.mlp": behind[0], "blocks.1.attn": behind[0], "blocks.1.mlp": behind[1]}
+
+    def took(of: nn.Module, name: str, count: int) -> float:
+        return cost_ms(next(each.module for each in tracing(of).segments if each.name == name)) * count
+
+    layers = sum(took(dense.model, name, 17) for name in tokens)
+    now = sum(took(model, name, count) for name, count in tokens.items())
+    return WHOLE_MS - layers + now + MERGE_MS * sum(count > 0 for count in schedule)
+
+
+@pytest.mark.parametrize("schedule", [(0, 0), (3, 4), (0, 7), (8, 3), (6, 0)])
+def test_a_few_measurements_price_every_schedule(
+    dense: Checkpoint, again: LatencyTarget, schedule: tuple[int, ...]
+) -> None:
+    latencies = measure_merge_latencies(dense, CHOICES, LOSSES, again)
+    costs = merge_costs_in_ns(dense, LOSSES, latencies)
+    picks = [sum(schedule[: block + 1]) for block in range(2)]
+    expected = milliseconds(dense, dense.model, schedule)
+    assert costs.of(picks) == pytest.approx(1e6 * expected, rel=2e-3)
+    prices = prices_by_latencies(dense, [], LOSSES, latencies)
+    merged = traced_model.with_merging(dense.model, Merging(schedule=schedule))
+    _, cost = prices.priced(merged)
+    assert cost == pytest.approx(costs.of(picks), rel=1e-6)
+    assert prices.full_cost == pytest.approx(1e6 * WHOLE_MS, rel=2e-3)
+
+
+def test_what_is_measured_is_bounded_and_kept(dense: Checkpoint, where: LatencyTarget) -> None:
+    measure_merge_latencies(dense, CHOICES, LOSSES, where)
+    kept = {path: path.stat().st_mtime_ns for path in where.cache.iterdir()}
+    cells = sum(len(latency_table.load_table(path).cells) for path in kept)
+    # The first block's attention, ahead of every merge; layers behind merges; of three tokens a merge has one size.
+    assert len(kept) == 2 + 3 * TOKENS + (2 * TOKENS - 1) + 1
+    assert cells <= 48
+    same = measure_merge_latencies(dense, CHOICES, LOSSES, where)
+    assert {path: path.stat().st_mtime_ns for path in where.cache.iterdir()} == kept
+    deeper = tiny.checkpoint(depth=4)
+    measure_merge_latencies(deeper, CHOICES, LOSSES, where)
+    assert len(list(where.cache.iterdir())) == len(kept) + 1, "more blocks of the same shape: the whole model alone"
+    assert same.merge_ms(17, 0) == 0.0
+
+
+def test_merges_between_those_measured_are_straight() -> None:
+    """By the share of what can be merged at once, then by tokens."""
+
+    def table(ms: float) -> latency_table.LatencyTable:
+        cell = latency_table.Cell(width=1, batch=1, samples_ms=(ms,), disturbed=False)
+        return latency_table.LatencyTable(name="merge", fingerprint="", describe={}, inputs=(), cells=(cell,))
+
+    merges = {41: {4: table(1.0), 20: table(5.0)}, 21: {2: table(0.5), 10: table(2.5)}}
+    latencies = MergeLatencies(sites={}, merges=merges, protected=1, dense=table(9.0), batch=1)
+    assert latencies.merge_ms(41, 20) == pytest.approx(5.0)
+    assert latencies.merge_ms(41, 12) == pytest.approx(3.0)
+    assert latencies.merge_ms(21, 6) == pytest.approx(1.5)
+    assert latencies.merge_ms(31, 9) == pytest.approx((1.5 + 3.0) / 2)  # 9 of 15 as 12 of 20 and 6 of 10
+
+
+def test_a_disturbed_measurement_is_refused(
+    dense: Checkpoint, where: LatencyTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = vars(latency_grid)["cached_table"]
+
+    def disturbed(*given: Any, **how: Any) -> tuple[latency_table.LatencyTable, bool]:
+        table, cached = measured(*given, **how)
+        return replace(table, cells=tuple(replace(cell, disturbed=True) for cell in table.cells)), cached
+
+    monkeypatch.setattr(latency_grid, "cached_table", disturbed)
+    with pytest.raises(BadInput, match="other programs had the machine"):
+        measure_merge_latencies(dense, CHOICES, LOSSES, where)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_a_budget_of_latency_chooses_schedule_and_widths(
+    dense: Checkpoint, images: Images, moments: Moments, again: LatencyTarget, share: float
+) -> None:
+    reduction, planned = reduce_as_asked(dense, moments, asked(again, latency=share), images=images)
+    schedule = (0, 0) if planned.merging is None else planned.merging.schedule
+    took = milliseconds(dense, reduction.model, schedule) / WHOLE_MS
+    assert took <= share + 1e-3
+    assert f"of the dense latency predicted of {share:.1%} allowed" in planned.decisions[0]
+    assert planned.predicted_speedup == pytest.approx(1.0 / took, rel=1e-2)
+    assert any(way.name.startswith("tokens") for way in planned.ways)
+
+
+def test_a_limit_is_held_by_the_fastest(
+    dense: Checkpoint, images: Images, moments: Moments, again: LatencyTarget
+) -> None:
+    fitted = calibrate(dense, images.subset(range(16)), batch_size=8)
+    request = asked(again, within="error 0.6")
+    _, planned = reduce_as_asked(dense, fitted, request, images=images, judges=Judges())
+    assert "of the dense latency gives" in planned.decisions[0]
+    assert planned.merging is not None

@@ -1,7 +1,10 @@
-"""A model that merges tokens through a release, and what its records, report, card and inspect say of the merging."""
+"""A model that merges tokens: as commands and recipes ask for it, through a release, and what records, report, card
+and inspect say of the merging.
+"""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +15,14 @@ from calib.store import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.families.inspection import inspection_of_model, merging_record
+from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.planning.merging import merging_from_choice
+from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.parts import tokens_that_enter
 from corp_deploy.views.inspection import merging_lines
+from ground.errors import BadInput
 from perf.report.render import csv, html, markdown
 from tests.command import invoked
 
@@ -23,24 +31,29 @@ from . import tiny
 MERGED = RECIPE.replace("attn = 0.5", 'merge_tokens = "2,4"')
 
 
-def test_a_record_has_the_tokens_and_the_multiply_adds_of_every_block() -> None:
+def test_a_record_has_the_tokens_and_the_multiply_adds_of_every_block_and_so_has_inspect() -> None:
     dense = tiny.checkpoint().model
     assert merging_record(dense) is None
     model = traced_model.with_merging(dense, Merging(schedule=(3, 4)))
-    record = merging_record(model)
+    record, said = merging_record(model), inspection_of_model(model)
     assert record is not None
-    assert record.tokens == (17, 14, 10)
-    assert record.protected == 1
-    assert record.rows == ((0, 17, 3, 14), (1, 14, 4, 10))
+    assert (record.tokens, record.protected, record.rows) == ((17, 14, 10), 1, ((0, 17, 3, 14), (1, 14, 4, 10)))
     # 8 even and 8 odd tokens, then 7 and 6, of 48 channels, and the means of those that are merged.
     assert record.macs_of_merging == 48 * (8 * 8 + 3 * 8 + 7 * 6 + 4 * 6)
-    assert record.macs == macs(model)
-    assert record.macs_with_all_tokens == macs(dense)
+    assert (record.macs, record.macs_with_all_tokens) == (macs(model), macs(dense))
+    assert said["merging"] == record.as_json() | {"schedule": (3, 4)}
+    by_name = {row["site"]: row["macs"] for row in said["sites"]} | {row["name"]: row["macs"] for row in said["fixed"]}
+    assert by_name["blocks.0.mlp"] == 2 * 14 * 48 * 192
+    assert by_name["blocks.1.mlp"] == 2 * 10 * 48 * 192
+    assert by_name["blocks.1.attn.qk"] + by_name["blocks.1.attn.v"] == 14 * 48 * 4 * 48 + 2 * 3 * 14 * 14 * 16
+    assert sum(by_name.values()) == said["macs"] < inspection_of_model(dense)["macs"]
+    reach = {0: {"attn.qk": 17, "attn.v": 17, "mlp": 14}, 1: {"attn.qk": 14, "attn.v": 14, "mlp": 10}}
+    every = {f"blocks.{at}.{part}": count for at, own in reach.items() for part, count in own.items()}
+    assert tokens_that_enter(model) == every
     first, second = record.sentences()
     assert "most alike by what merging them changes in the residual stream: 17 tokens become 10, 1 of them" in first
     assert f"{macs(model) / macs(dense):.1%} of the multiply-adds" in second
-    lines = merging_lines(inspection_of_model(model))
-    assert lines == [first, second, "tokens behind each block: 14 10"]
+    assert merging_lines(said) == [first, second, "tokens behind each block: 14 10"]
     assert merging_lines(inspection_of_model(dense)) == []
 
 
@@ -114,3 +127,49 @@ def test_a_release_says_how_it_merges_wherever_it_tells_of_the_model(released: P
         assert "17 tokens become 11" in text
     assert json.loads((released / "manifest.json").read_text())["tokens"] == "merged: 2,4, compared by ward"
     assert "--merge-tokens 2,4" in card
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"merge_tokens": "3"}, Merging(schedule=(3, 3))),
+        ({"merge_tokens": "100"}, Merging(schedule=(8, 4))),
+        ({"merge_tokens": "2,4", "merge_metric": "keys"}, Merging(schedule=(2, 4), metric="keys")),
+        ({"merge_tokens": "grow:4", "merge_outputs": "unmerged"}, Merging(schedule=(0, 4), unmerged=True)),
+        ({"merge_tokens": "100", "merge_how": "drop"}, Merging(schedule=(15, 0), how="drop")),
+    ],
+)
+def test_what_options_and_recipes_ask_for(options: dict[str, Any], expected: Merging) -> None:
+    model = tiny.checkpoint().model
+    assert merging_from_choice(ReduceOptions.from_options(options), model) == expected
+    assert merging_from_choice(ReduceTable(**options).choice, model) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "sparsities"),
+    [({}, (None, None)), ({"closed_loop": True}, (0.0, 0.0)), ({"closed_loop": True, "mlp": 0.5}, (0.5, None))],
+)
+def test_merging_alone_repairs_at_full_width_in_a_closed_loop_and_nothing_without(
+    options: dict[str, Any], sparsities: tuple[float | None, float | None]
+) -> None:
+    method = ReduceOptions.from_options({"merge_tokens": "3"} | options).method_asked
+    assert (method.mlp_sparsity, method.attention_sparsity) == sparsities
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mlp": 0.5, "merge_metric": "keys"}, "--merge-metric keys is not honoured by a model that keeps its tokens"),
+        ({"merge_tokens": "3", "merge_how": "drop", "merge_metric": "keys"}, "is not honoured by dropped tokens"),
+        ({"merge_tokens": "3", "merge_how": "drop", "merge_outputs": "unmerged"}, "no value to restore"),
+        (
+            {"merge_tokens": "3", "preset": "fold", "mlp": 0.5},
+            "merges channels or heads by tokens that all count alike",
+        ),
+    ],
+)
+def test_options_that_nothing_honours_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        ReduceOptions.from_options(options).refuse_ignored(options)
+    with pytest.raises(BadInput):
+        ReduceTable(**options)

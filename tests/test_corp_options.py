@@ -180,11 +180,11 @@ def test_an_engine_costs_what_the_graph_beside_it_says_where_it_is_that_graph(ho
     record = replace(record_of("tensorrt"), onnx_sha256=sha256_of(content), onnx_bytes=len(content))
     record_path(plan).write_text(record.to_json())
     facts = facts_of_onnx(graph)
-    told = side_by_side._from_engine("dense", plan, RunOptions()).subject
+    told = side_by_side._from_engine("dense", plan, RunOptions())
     assert (told.macs, told.params) == (facts.macs, facts.parameters)
     assert told.macs
     graph.write_bytes(content + b"\0")
-    told = side_by_side._from_engine("dense", plan, RunOptions()).subject
+    told = side_by_side._from_engine("dense", plan, RunOptions())
     assert (told.macs, told.params) == (None, None)
 
 

@@ -167,7 +167,7 @@ def test_a_command_is_no_shell_and_sees_the_outputs_alone(tmp_path: Path) -> Non
 def test_a_command_that_fails_ends_the_proof_before_any_candidate_is_run(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain, "_step", lambda *_: pytest.fail("a candidate was run"))
+    monkeypatch.setattr(chain.Chain, "_step", lambda *_: pytest.fail("a candidate was run"))
     words = ("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json", "--metric")
     failed = invoked(*words, "false {outputs}", code=2)
     told = " ".join(failed.output.split())

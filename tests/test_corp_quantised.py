@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from corp_deploy.families.family import output_ports
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
+from corp_deploy.proof.kept_sites import bounds_of
 from corp_deploy.proof.locate import fix_command
-from corp_deploy.proof.quantised_precision import bounds_of
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.record import record_of_plan

@@ -21,15 +21,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.func import functional_call
 
 from calib.inputs import as_tuple, tensors_by_name
 from corp_deploy.cli import main
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.planning import program_trials, sweep_speed
+from corp_deploy.planning import probe, sweep_speed
 from corp_deploy.planning import sweep as sweeping
-from corp_deploy.planning.program_trials import effects_of_new_tensors
+from corp_deploy.planning.probe import effects_of_new_tensors
 from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, fastest_that_agrees, front, with_fronts
 from corp_deploy.planning.sweep_scores import top_k
 from corp_deploy.planning.sweep_speed import Bench
@@ -64,10 +63,18 @@ def given_words(moments: str = "m40.safetensors") -> list[object]:
     return ["--model", home() / "dense", "--moments", files, "--images", home() / "images.npy"]
 
 
-def swept(output: Path, *words: object, moments: str = "m40.safetensors") -> list[dict[str, Any]]:
-    invoked("sweep", *given_words(moments), "--align", "mlp=8,head=8", *words, "-o", output)
+def sweep_words(output: Path, *words: object, moments: str = "m40.safetensors") -> list[object]:
+    return ["sweep", *given_words(moments), "--align", "mlp=8,head=8", *words, "-o", output]
+
+
+def trials_of(output: Path) -> list[dict[str, Any]]:
     trials: list[dict[str, Any]] = json.loads((output / "sweep.json").read_text())["trials"]
     return trials
+
+
+def swept(output: Path, *words: object, moments: str = "m40.safetensors") -> list[dict[str, Any]]:
+    invoked(*sweep_words(output, *words, moments=moments))
+    return trials_of(output)
 
 
 def without_times(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -136,9 +143,8 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypa
         timed(self, folder, **more)
 
     def again(expected: list[str]) -> None:
-        sweep = ["sweep", *given_words(), "--align", "mlp=8,head=8", *words, "-o", tmp_path / "s"]
         with pytest.raises(Killed):
-            main([str(word) for word in sweep], standalone_mode=False)
+            main([str(word) for word in sweep_words(tmp_path / "s", *words)], standalone_mode=False)
         assert calls == expected
         calls.clear()
 
@@ -192,7 +198,7 @@ def test_several_processes_find_the_same_though_one_dies(tmp_path: Path) -> None
     words = ("--sparsity", "0.25,0.5", "--preset", "none", "--parts", "mlp")
     alone = swept(tmp_path / "alone", *words)
     timed = ("--bench", "torch", "--batch", 2, *QUICK)
-    given_to = ["sweep", *given_words(), "--align", "mlp=8,head=8", *words, *timed, "--jobs", 2, "-o", tmp_path / "s"]
+    given_to = sweep_words(tmp_path / "s", *words, *timed, "--jobs", 2)
     process = Popen([sys.executable, "-m", "corp_deploy", *map(str, given_to)], stdout=DEVNULL, stderr=PIPE, text=True)
     for _ in range(600):
         if list((tmp_path / "s").glob("trials/*/score.json")) or process.poll() is not None:
@@ -203,7 +209,7 @@ def test_several_processes_find_the_same_though_one_dies(tmp_path: Path) -> None
             os.kill(rank, signal.SIGKILL)
     _, told = process.communicate(timeout=120)
     assert process.returncode == 0, told
-    shared = json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]
+    shared = trials_of(tmp_path / "s")
     assert without_times(shared) == without_times(alone)
     assert all(len(trial["speeds"]) == 1 for trial in shared)
     assert not list((tmp_path / "s/trials").glob("*/reduced"))
@@ -211,7 +217,9 @@ def test_several_processes_find_the_same_though_one_dies(tmp_path: Path) -> None
 
 def test_every_knob_is_tried_with_every_preset(tmp_path: Path) -> None:
     knobs = ("--select", "energy,wanda", "--repair", "none,affine", "--qk", "select")
-    trials = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "corp", *knobs, "--min-agreement", 0.01)
+    said = invoked(*sweep_words(tmp_path / "s", "--sparsity", 0.5, "--preset", "corp", *knobs, "--min-agreement", 0.01))
+    assert "smallest model with 1.00% agreement" in " ".join(said.stdout.split())
+    trials = trials_of(tmp_path / "s")
     expected = [
         {"select": rank, "repair": repair, "qk": "select"}
         for rank, repair in product(("energy", "wanda"), ("none", "affine"))
@@ -219,6 +227,10 @@ def test_every_knob_is_tried_with_every_preset(tmp_path: Path) -> None:
     assert [trial["knobs"] for trial in trials] == expected
     errors = {(trial["knobs"]["select"], trial["knobs"]["repair"]): trial["relative_error"] for trial in trials}
     assert len(set(errors.values())) == 4
+    front = [trial for trial in trials if trial["on_front"]]
+    for trial in trials:
+        assert any(one["macs"] <= trial["macs"] and one["relative_error"] <= trial["relative_error"] for one in front)
+    assert "<svg" in (tmp_path / "s/sweep.svg").read_text()[:100]
 
 
 def test_moments_of_several_numbers_of_images_tell_how_many_are_enough(tmp_path: Path) -> None:
@@ -248,8 +260,8 @@ def test_the_narrowest_model_judges_the_numbers_of_images_wherever_it_stands(tmp
 
 
 def test_where_no_trial_agrees_so_much_the_tables_are_written_all_the_same(tmp_path: Path) -> None:
-    words = ("--sparsity", 0.75, "--preset", "none", "--align", "mlp=8,head=8", "--min-agreement", 1)
-    result = invoked("sweep", *given_words(), *words, "-o", tmp_path / "s", code=2)
+    words = ("--sparsity", 0.75, "--preset", "none", "--min-agreement", 1)
+    result = invoked(*sweep_words(tmp_path / "s", *words), code=2)
     assert "no trial agrees on 100.00% of the images, the best reaches" in result.stderr
     assert "relative" in result.stdout
     record = json.loads((tmp_path / "s/sweep.json").read_text())
@@ -338,7 +350,7 @@ IMAGES = 11  # a whole piece and a part of one
 @pytest.mark.parametrize("in_place", [False, True])
 def test_effects_are_those_of_whole_passes(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
     """Of one tensor in front, one behind, and several at once; also where nothing may be kept."""
-    monkeypatch.setattr(program_trials, "changes_in_place", lambda node: in_place)
+    monkeypatch.setattr(probe, "changes_in_place", lambda node: in_place)
     program, images = tracing(tiny.checkpoint().model).running, torch.from_numpy(tiny.images(IMAGES))
     names = [str(node.target) for node in program.nodes if node.op == "get_attr"]
     chosen = [names[:1], names[-1:], names[len(names) // 3 :: 5]]
@@ -348,12 +360,9 @@ def test_effects_are_those_of_whole_passes(monkeypatch: pytest.MonkeyPatch, in_p
         found = effects_of_new_tensors(program, images, changes, dense)
         for effect, change in zip(found, changes, strict=True):
             outputs = as_tuple(functional_call(program.graph, change, tuple(tensors_by_name(images).values())))
-            assert effect == pytest.approx(sum(map(_share, outputs, dense)) / len(dense), rel=1e-5)
+            shares = [tiny.relative(output, each) ** 2 for output, each in zip(outputs, dense, strict=True)]
+            assert effect == pytest.approx(np.mean(shares), rel=1e-5)
     assert min(found) > 0.0
-
-
-def _share(output: Tensor, dense: Tensor) -> float:
-    return float((output.double() - dense.double()).square().sum() / dense.double().square().sum())
 
 
 def test_what_no_change_reaches_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
-"""Budgets, sweeps, engines, gate, faults and calibrations made apart, through the commands."""
+"""Budgets, engines, gate, faults and calibrations made apart, through the commands."""
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +9,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from click.testing import Result
 
 from calib.store import load
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.widths import Width, aligned_width, aligned_widths
+from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
 from corp_deploy.planning.budget import uniform as evenly
 from corp_deploy.planning.curves import cost_curves, eliminations
@@ -43,9 +43,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def reduced(home: Path, directory: Path, *extra: object) -> Path:
-    invoked("reduce", "--model", home / "dense", "--moments", home / "m.safetensors", "-o", directory, *extra)
-    return directory
+def reduced(home: Path, directory: Path, *extra: object) -> Result:
+    return invoked("reduce", "--model", home / "dense", "--moments", home / "m.safetensors", "-o", directory, *extra)
 
 
 # Widths
@@ -105,41 +104,42 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     assert narrower.items() <= uniform.widths.items()
     assert found.predicted_error <= uniform.predicted_error
     images = torch.from_numpy(tiny.images(24))
-    (reference,) = outputs(probe.model, images, 8)
-    errors = [measures(reference, *outputs(each, images, 8)).relative_error for each in (model, even)]
+    (reference,) = outputs(probe.model, [images])
+    errors = [measures(reference, *outputs(each, [images])).relative_error for each in (model, even)]
     assert errors[0] <= errors[1]
 
 
 def test_heads_are_chosen_by_predicted_error(probe: Probe) -> None:
     taken = choose_heads(probe, 0.7)
-    assert taken.method.geometry in ("square", "padded")
-    assert "predicted logit error" in taken.reason
+    assert (
+        f"heads: {taken.method.geometry}, because at 70.0% of the dense MACs its predicted logit error" in taken.reason
+    )
+    assert taken.allocated.predicted_error == min(way.predicted_error for way in taken.ways)
     reduction = reduce(probe.model, probe.moments, taken.method, widths=taken.allocated.widths)
     assert macs(reduction.model) <= 0.7 * dense_cost(probe.model, "macs")
 
 
-def test_reduce_by_budget_needs_images_and_says_what_it_did(home: Path, tmp_path: Path) -> None:
-    words = ["--model", home / "dense", "--moments", home / "m.safetensors", "-o", tmp_path / "r"]
-    assert "--images" in run("reduce", *words, "--macs", 0.7).stderr
-    assert "one" in run("reduce", *words, "--macs", 0.7, "--params", 0.7).stderr
-    assert "itself" in run("reduce", *words, "--macs", 0.7, "--mlp", 0.5).stderr
-    assert (
-        "--heads square is not honoured by preset corp"
-        in run("reduce", *words, "--attn", 0.5, "--preset", "corp", "--heads", "square").stderr
-    )
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--macs", 0.7), "--images"),
+        (("--macs", 0.7, "--params", 0.7), "one"),
+        (("--macs", 0.7, "--mlp", 0.5), "itself"),
+        (("--attn", 0.5, "--preset", "corp", "--heads", "square"), "--heads square is not honoured by preset corp"),
+        (("--mlp", 0.5, "--select", "mlp=fold"), "mlp='fold': expected"),
+        (("--mlp", 0.5, "--select", "head=magnitude"), "can't be ranked by magnitude"),
+    ],
+)
+def test_what_reduce_can_not_do_is_refused(home: Path, tmp_path: Path, more: tuple[object, ...], said: str) -> None:
+    given = ("--model", home / "dense", "--moments", home / "m.safetensors", "-o", tmp_path / "r")
+    refuses(said, "reduce", *given, *more)
     assert not (tmp_path / "r").exists()
-    record = json.loads(
-        invoked(
-            "reduce", *words, "--macs", 0.7, "--images", home / "images.npy", "--align", "mlp=16,head=8", "--json"
-        ).stdout
-    )
+
+
+def test_reduce_by_budget_says_what_it_did(home: Path, tmp_path: Path) -> None:
+    words = ["--macs", 0.7, "--images", home / "images.npy", "--align", "mlp=16,head=8", "--json"]
+    record = json.loads(reduced(home, tmp_path / "r", *words).stdout)
     assert "of the dense macs used" in record["decided"][0]
-
-
-def widths_of(directory: Path) -> set[tuple[str, Width]]:
-    """Of all blocks, by the last word of sites' names."""
-    every = sites_of(load_checkpoint(directory).model).every
-    return {(site.name.rpartition(".")[2], site.width) for site in every}
 
 
 @pytest.mark.parametrize("preset", ["best", "corp-v1", "grail", "grail-fold", "fold", "vbp", "none"])
@@ -148,52 +148,22 @@ def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset:
     attention = [] if keeps_heads else ["--attn", 0.5]
     looked = ["--images", home / "images.npy"] if "fold" in preset else []
     words = ["--preset", preset, "--mlp", 0.5, *attention, "--align", "mlp=8,head=8", *looked]
-    directory = reduced(home, tmp_path / preset, *words)
-    assert widths_of(directory) == {("mlp", 96), ("qk", 3 * (16 if keeps_heads else 8)), ("v", 3 * 16)}
+    reduced(home, tmp_path / preset, *words)
+    every = sites_of(load_checkpoint(tmp_path / preset).model).every
+    widths = {(site.name.rpartition(".")[2], site.width) for site in every}
+    assert widths == {("mlp", 96), ("qk", 3 * (16 if keeps_heads else 8)), ("v", 3 * 16)}
 
 
 def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Path) -> None:
     words = ("--preset", "corp-v1", "--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8")
-    directory = reduced(home, tmp_path / "r", *words, "--select", "mlp=producer-l2,head=magnitude")
-    config = json.loads((directory / "config.json").read_text())
-    method = config["lineage"]["reduction"]["choices"]
+    reduced(home, tmp_path / "r", *words, "--select", "mlp=producer-l2,head=magnitude")
+    less = load_checkpoint(tmp_path / "r")
+    method = less.lineage["reduction"]["choices"]
     assert (method["mlp_selection"], method["qk_selection"]) == ("producer-l2", "magnitude")
-    dense = load_checkpoint(home / "dense").model
-    fc1 = load_checkpoint(directory).model.get_submodule("blocks.0.mlp.fc1").weight
-    rows = dense.get_submodule("blocks.0.mlp.fc1").weight
-    assert isinstance(fc1, torch.Tensor)
-    assert isinstance(rows, torch.Tensor)
-    assert torch.equal(fc1, rows[rows.norm(dim=1).argsort(descending=True)[:96].sort().values])
-    for bad, said in (("mlp=fold", "mlp='fold': expected"), ("head=magnitude", "can't be ranked by magnitude")):
-        given = ("--model", home / "dense", "--moments", home / "m.safetensors", "-o", tmp_path / "x")
-        refuses(said, "reduce", *given, "--mlp", 0.5, "--select", bad)
-
-
-# Sweep
-
-
-@pytest.mark.slow("models")
-def test_sweep_writes_table_plot_and_answer(home: Path, tmp_path: Path) -> None:
-    result = invoked(
-        "sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy",
-        "--labels", home / "labels.npy", "--sparsity", "0.25,0.5", "--preset", "best,none", "--align", "mlp=8,head=8",
-        "--macs", "0.8", "--min-agreement", 0.1, "-o", tmp_path,
-    )  # fmt: skip
-    assert "smallest model with" in result.stdout
-    rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
-    assert [(row["preset"], row["mlp_sparsity"], row["budget"]) for row in rows] == [
-        ("best", "0.25", ""), ("best", "0.5", ""), ("none", "0.25", ""), ("none", "0.5", ""), ("best", "0.0", "0.8"),
-    ]  # fmt: skip
-    assert float(rows[-1]["macs_share"]) <= 0.8
-    record = json.loads((tmp_path / "sweep.json").read_text())
-    front = [trial for trial in record["trials"] if trial["on_front"]]
-    for trial in record["trials"]:
-        assert any(one["macs"] <= trial["macs"] and one["relative_error"] <= trial["relative_error"] for one in front)
-    assert "<svg" in (tmp_path / "sweep.svg").read_text()[:100]
-    refused = invoked(
-        "sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy",
-        "--sparsity", "0.9", "--preset", "none", "--min-agreement", 1.0, "-o", tmp_path / "x", code=2)  # fmt: skip
-    assert "the best reaches" in refused.stderr
+    own, rows = (
+        model.get_parameter("blocks.0.mlp.fc1.weight") for model in (less.model, load_checkpoint(home / "dense").model)
+    )
+    assert torch.equal(own, rows[rows.norm(dim=1).argsort(descending=True)[:96].sort().values])
 
 
 # Moments made apart
@@ -262,7 +232,7 @@ def single(home: Path) -> Path:
 @pytest.mark.slow("graph", "engine")
 @needs_rtx
 def test_build_and_audit(home: Path, half: Path, tmp_path: Path) -> None:
-    padded = reduced(home, tmp_path / "padded", "--attn", 0.5, "--align", "head=8")
+    reduced(home, padded := tmp_path / "padded", "--attn", 0.5, "--align", "head=8")
     graphs = {"dense": half}
     for name, extra in (("padded", []), ("ragged", ["--heads", "ragged"])):
         graphs[name] = tmp_path / f"{name}.fp16.onnx"
@@ -390,7 +360,7 @@ def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
         return RepairResult(relative_error=0.0)
 
     monkeypatch.setattr("corp_deploy.proof.graphs.sites_to_keep", nothing)
-    narrow = reduced(home, tmp_path / "narrow", "--attn", 0.5, "--align", "head=8")
+    reduced(home, narrow := tmp_path / "narrow", "--attn", 0.5, "--align", "head=8")
     words = ["export", "--model", narrow, "--images", home / "images.npy", "--auto", "--batch", 2, "--heads", "ragged"]
     result = invoked(*words, "--precision", "fp32,mixed", "-o", tmp_path / "m.onnx")
     assert "so the graph is fp16, not mixed" in " ".join(result.stdout.split())
@@ -451,7 +421,7 @@ def test_a_confidence_of_nothing_is_refused(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow("measurement")
 def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
-    small = reduced(home, tmp_path / "small", "--mlp", 0.75, "--align", "mlp=8")
+    reduced(home, small := tmp_path / "small", "--mlp", 0.75, "--align", "mlp=8")
     bench = tmp_path / "bench.json"
     invoked("bench", home / "dense", small, "--backend", "torch", "--batch", "4", "--time-limit", 1, "-o", bench)
     others = tmp_path / "others.npy"

@@ -14,7 +14,7 @@ from torch import nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.proof.engine_search import RepairResult, fewest, offered
-from corp_deploy.proof.mixed_precision import mended_mixed
+from corp_deploy.proof.kept_sites import sites_to_keep
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
 from corp_deploy.traced.models.narrowing import at_widths
@@ -203,15 +203,16 @@ class WrongKernels:
 def test_breaks_come_before_fp32(
     checkpoint: Checkpoint, engines: WrongKernels, breaks: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
-    found = mended_mixed(checkpoint, checkpoint, {"images": IMAGES}, engines, opset=None)
+    found = sites_to_keep(checkpoint, checkpoint, {"images": IMAGES}, engines=engines, opset=None)
     assert (found.breaks, found.kept, found.engines) == (breaks, kept, engines.built)
     assert isinstance(found, RepairResult)
 
 
 @pytest.mark.slow("engine")
 def test_an_engine_that_nothing_mends_is_refused(checkpoint: Checkpoint) -> None:
+    engines = WrongKernels((), beyond=("patch_embed",))
     with pytest.raises(BadInput, match="no set of fusion breaks, and no set of blocks in more bits, mends this engine"):
-        mended_mixed(checkpoint, checkpoint, {"images": IMAGES}, WrongKernels((), beyond=("patch_embed",)), opset=None)
+        sites_to_keep(checkpoint, checkpoint, {"images": IMAGES}, engines=engines, opset=None)
 
 
 def test_breaks_are_offered_in_the_order_of_the_graph(graph: onnx.ModelProto) -> None:

@@ -1,4 +1,6 @@
-"""Models that merge tokens as graphs and as an engine: torch's outputs at any batch, no Scatter, attention fused."""
+"""Models that merge tokens as graphs, as an engine and in a real inference server: torch's outputs at any batch, no
+Scatter, attention fused.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -12,10 +14,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from corp_deploy.families import traced_model
+from corp_deploy.families.merge_margins import merge_margins
 from corp_deploy.traced.models.merging import Merging
 from export.graph.to_onnx import onnx_from_model, save
+from export.triton.config import Serving
+from export.triton.lint import lint_repository
+from export.triton.repository import write_repository
+from export.triton.variants import Package
 from tests.graphs import built, needs_rtx, require_as_torch, session_of
-from tests.tiny import checkpoint, images
+from tests.tiny import checkpoint, images, ran
+from tests.triton_server import Server, lack
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "merged": ({}, {}),
@@ -33,7 +41,10 @@ def model_of(way: str) -> nn.Module:
 
 @cache
 def graph(way: str, precision: str = "fp32") -> onnx.ModelProto:
-    model = model_of(way)
+    return graph_of(model_of(way), precision)
+
+
+def graph_of(model: nn.Module, precision: str = "fp32") -> onnx.ModelProto:
     ports = traced_model.input_spec(model).ports, traced_model.output_ports(model)
     return onnx_from_model(traced_model.exportable(model), *ports, precision=precision, metadata={})
 
@@ -48,8 +59,7 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(way: str, precision: str, bou
 
     def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         pixels = images(count, seed=count)
-        with torch.inference_mode():
-            return pixels, model_of(way)(torch.from_numpy(pixels)).numpy()
+        return pixels, ran(model_of(way), pixels).numpy()
 
     require_as_torch(proto, asked, bound)
 
@@ -58,12 +68,9 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(way: str, precision: str, bou
 def test_of_equal_tokens_graph_and_torch_take_the_same() -> None:
     """Images of one colour: all patches but their positions are alike, most similarities tie or nearly do."""
     model = traced_model.with_merging(checkpoint(pos_embed="none").model, Merging(schedule=(3, 4)))
-    ports = traced_model.input_spec(model).ports, traced_model.output_ports(model)
-    proto = onnx_from_model(traced_model.exportable(model), *ports, precision="fp32", metadata={})
     pixels = np.full((2, 3, 32, 32), 0.3, np.float32)
-    with torch.inference_mode():
-        expected = model(torch.from_numpy(pixels)).numpy()
-    np.testing.assert_allclose(session_of(proto).run(None, {"images": pixels})[0], expected, rtol=1e-4, atol=1e-5)
+    (given,) = session_of(graph_of(model)).run(None, {"images": pixels})
+    np.testing.assert_allclose(given, ran(model, pixels).numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow("graph", "engine")
@@ -74,3 +81,30 @@ def test_an_engine_keeps_every_fused_attention(tmp_path: Path, way: str) -> None
     save(graph(way, "fp16"), path)
     record = built(path, "1:8:16")
     assert record.attention_sites == record.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
+
+
+@pytest.mark.skipif(lack() is not None, reason=str(lack()))
+@pytest.mark.slow("graph", "server")
+def test_merged_and_dropped_tokens_are_served_as_torch_answers(tmp_path: Path) -> None:
+    """By their graphs alone, packaged, loaded and asked over HTTP."""
+    repository, ways = tmp_path / "models", ("merged", "dropped")
+    for way in ways:
+        save(graph(way), tmp_path / f"{way}.onnx")
+        serving = Serving(preferred_batches=(2,), max_batch=4, cpu_threads=1)
+        labels = tuple(f"kind {index}" for index in range(7))
+        package = Package(name=way, cpu_onnx=tmp_path / f"{way}.onnx", labels=labels, serving=serving)
+        write_repository(package, repository)
+    assert lint_repository(repository) == ()
+    shown = torch.from_numpy(images(3))
+    with Server(repository, tmp_path) as server:
+        for way in ways:
+            margins = merge_margins(model_of(way), shown)
+            assert margins is not None
+            assert float(margins.min()) > 1e-5, "images on which rounding merges no other tokens"
+            assert server.load(f"{way}_cpu") is None
+            feed = {"name": "images", "datatype": "FP32", "shape": [*shown.shape], "data": shown.flatten().tolist()}
+            status, answer = server.ask(f"models/{way}_cpu/infer", post=True, content={"inputs": [feed]})
+            assert status == 200, answer
+            (logits,) = (output for output in answer["outputs"] if output["name"] == "logits")
+            given = np.asarray(logits["data"]).reshape(logits["shape"])
+            np.testing.assert_allclose(given, ran(model_of(way), shown).numpy(), rtol=0, atol=1e-4)

@@ -77,7 +77,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
     ) -> int:
         """Engines of one graph, or keep what the reference answers; the exit code."""
         from corp_deploy.proof.artefact import artefact_from_path
-        from corp_deploy.proof.compare_engines import Commands, compare, golden_of, read_golden, require_one_environment
+        from corp_deploy.proof.compare_engines import commands, compare, golden_of, read_golden, require_one_environment
         from corp_deploy.proof.custom_metrics import Meter
         from corp_deploy.proof.inputs import ProofInputs
         from corp_deploy.proof.metric_request import require_runnable
@@ -96,7 +96,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         else:
             inputs.require()
             first = artefact_from_path(reference)
-            elsewhere = Commands(inputs=inputs.describe, output=str(output)).elsewhere(reference, candidates)
+            elsewhere = commands(reference, candidates, inputs=inputs.describe, output=output)
             self._require_graph(first.source.graph_sha256, reference, steps)
             require_one_environment([first, *steps], elsewhere)
             golden = golden_of(first, inputs.open_for_engine(first), self._sizes([first, *steps]), elsewhere=elsewhere)

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from corp_deploy.algebra import knapsack
+from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.widths import Width
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import uniform_widths
+from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.sites import Currency
 from ground.errors import BadInput
 
@@ -18,16 +20,26 @@ from .curves import CostCurve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Widths by site, the share of the dense cost that stays, and the relative output error the curves predict."""
+    """Widths by site, the share of the dense cost that stays, and the relative output error the curves predict;
+    `merging`: the tokens that are merged away for it, `name`: what tells it from others of the same budget.
+    """
 
     widths: dict[str, Width]
     share: float
     predicted_error: float
+    merging: Merging | None = None
+    name: str = "by site"
 
 
 def dense_cost(model: nn.Module, currency: Currency) -> int:
     """MACs of one image, or parameters, of the whole dense model, counted."""
     return macs(model) if currency == "macs" else parameters(model)
+
+
+def cost_of_all_tokens(model: nn.Module, currency: Currency) -> int:
+    """The same, were no tokens merged: what shares are of."""
+    merges = traced_model.merging_of(model) is not None
+    return dense_cost(traced_model.with_merging(model, None) if merges else model, currency)
 
 
 def allocate(curves: list[CostCurve], dense: int, share: float, *, full_cost: int | None = None) -> Allocation:
@@ -87,9 +99,7 @@ def out_of_reach(curves: list[CostCurve], dense: int, share: float, least: float
 def uniform(
     model: nn.Module, method: Method, curves: list[CostCurve], dense: int, *, full_cost: int | None = None
 ) -> Allocation:
-    """What the method's own uniform sparsities leave and lose, by the curves; a site they don't touch stays whole.
-    `dense` and `full_cost` as in `allocate`.
-    """
+    """What the method's own uniform sparsities leave and lose, by the curves; other sites stay. See `allocate`."""
     fixed = dense - sum(curve.cost_now for curve in curves)
     even_widths = uniform_widths(model, method)
     widths = {curve.site: even_widths.get(curve.site, curve.widths[-1]) for curve in curves}
@@ -109,14 +119,13 @@ def uniform_for_share(
     full_cost: int | None = None,
     used: Callable[[Allocation], Allocation] = lambda each: each,
 ) -> tuple[float, Allocation] | None:
-    """The least uniform sparsity (in percent steps) that meets the same budget, to stand beside allocated widths.
-
-    None where none does: measured costs need not fall with every width. `used`: with the share that widths do use.
+    """The least uniform sparsity (in percent steps) that meets the same budget, to stand beside allocated widths. None
+    where none does: measured costs need not fall with every width. `used`: with the share that widths do use.
     """
     for percent in range(100):
         even = percent / 100
-        method_at_share = replace(method, mlp_sparsity=even, attention_sparsity=even, conv_sparsity=even)
-        uniformly = used(uniform(model, method_at_share, curves, dense, full_cost=full_cost))
-        if uniformly.share <= share:
-            return even, uniformly
+        evenly = replace(method, mlp_sparsity=even, attention_sparsity=even, conv_sparsity=even)
+        found = used(uniform(model, evenly, curves, dense, full_cost=full_cost))
+        if found.share <= share:
+            return even, replace(found, name=f"uniform sparsity {even:.2f}")
     return None

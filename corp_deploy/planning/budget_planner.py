@@ -1,20 +1,20 @@
 """Widths for every share of one budget, from one look at the images."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from calib.inputs import InputSet
 from calib.moments import Moments
-from corp_deploy.families import traced_model
 from corp_deploy.families.counting import SiteCosts, site_costs
 from corp_deploy.families.family import sites_of
+from corp_deploy.invocation.budget_choice import Currency
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.sites import Currency
 from ground.effort import Stopwatch, measured
 
-from .budget import Allocation, allocate, dense_cost, out_of_reach, uniform_for_share
+from .budget import Allocation, allocate, cost_of_all_tokens, dense_cost, out_of_reach, uniform_for_share
 from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curves, site_metrics
 from .latency import LatencyTarget, curves_in_time, measure_tables
 from .probe import Probe
@@ -52,68 +52,121 @@ def probe_of(
     )
 
 
-def probed_allocation(name: str, allocation: Allocation, effect: float) -> ProbedAllocation:
-    """An allocation with the squared relative change of the outputs that it was seen to cause."""
-    return ProbedAllocation(
-        name=name, share=allocation.share, predicted_error=allocation.predicted_error, measured_error=effect**0.5
+def probed(probe: Probe, allocations: Sequence[Allocation]) -> tuple[ProbedAllocation, ...]:
+    """Each tried end to end."""
+    return tuple(
+        ProbedAllocation(
+            name=each.name,
+            share=each.share,
+            predicted_error=each.predicted_error,
+            measured_error=probe.effect_of(probe.carried_out(each.widths, merging=each.merging)) ** 0.5,
+        )
+        for each in allocations
     )
 
 
-def probed(name: str, probe: Probe, allocation: Allocation) -> ProbedAllocation:
-    """Tried end to end."""
-    return probed_allocation(name, allocation, probe.effect_of(probe.carried_out(allocation.widths)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetPlanner:
-    """All that a budget's plan follows from but its share: curves priced in one currency, made once for every share.
+class Planner(ABC):
+    """All that a budget's plan follows from but its share, in one currency, made once for every share.
 
-    `own`: the sites' curves in their own units, which any look at the outputs scales anew. `costs`: of a traced model,
-    whose sites share layers, what widths save together. `total` is the dense model's cost in the unit of the curves'
-    costs, `full_cost` that of one that merges no tokens, which shares are of. `merging_ms`: what merging alone takes,
-    where latency counts and tokens are merged.
+    `own`: the sites' curves in their own units, which any look at the outputs scales anew. `full_cost`: that of a model
+    that merges no tokens, which shares are of; `where`: on what latency is measured.
     """
 
     probe: Probe
-    currency: Literal["macs", "params", "latency"]
     own: SiteCurves
-    curves: list[CostCurve]
-    total: int
+    currency: Currency
     full_cost: int
-    where: LatencyTarget | None
-    merging_ms: float | None = None
-    costs: SiteCosts | None = None
+    where: LatencyTarget | None = None
 
-    def _planned(self, best: Allocation, share: float) -> WidthPlan:
+    @abstractmethod
+    def narrowest(self) -> float:
+        """The least share within reach."""
+
+    @abstractmethod
+    def widths_at(self, share: float) -> WidthPlan:
+        """What is predicted to lose the least and keeps at most this share. Raises BadInput where nothing does."""
+
+    @abstractmethod
+    def tried_at(self, share: float) -> WidthPlan:
+        """The same, tried on the probe's images; what it was weighed against is told."""
+
+    def _planned(self, best: Allocation, words: str, ways: tuple[ProbedAllocation, ...] = ()) -> WidthPlan:
         return WidthPlan(
             method=self.probe.method,
             widths=best.widths,
-            decisions=(self._used(best, share), *left_alone(self.probe.model, best.widths)),
+            decisions=(words, *left_alone(self.probe.model, best.widths)),
             predicted_speedup=1.0 / best.share if self.currency == "latency" else None,
+            ways=ways,
             eliminations=self.probe.eliminations,
             metrics=self.probe.moments.metrics,
+            merging=best.merging,
         )
 
-    def _allocated(self, share: float, curves: list[CostCurve] | None = None) -> Allocation:
+    def _used(self, best: Allocation, share: float) -> str:
+        """What of a budget a plan uses, in words."""
+        if self.where is None:
+            return f"budget: {best.share:.1%} of the dense {self.currency} used of {share:.1%} allowed"
+        return (
+            f"budget: {best.share:.1%} of the dense latency predicted of {share:.1%} allowed, which is "
+            f"{best.share * self.full_cost / 1e6:.3f} of {self.full_cost / 1e6:.3f} ms at batch "
+            f"{self.where.batches[0]} in {self.where.backend}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetPlanner(Planner):
+    """By widths alone: `curves` are priced in the currency, and `total` is the cost of the model as it merges tokens.
+
+    `costs`: of a traced model, whose sites share layers, what widths save together. `merging_ms`: what merging alone
+    takes, where latency counts and tokens are merged.
+    """
+
+    curves: list[CostCurve]
+    total: int
+    merging_ms: float | None = None
+    costs: SiteCosts | None = None
+
+    def widths_at(self, share: float) -> WidthPlan:
+        best = self._allocated(share)
+        return self._planned(best, self._words(best, share))
+
+    def tried_at(self, share: float) -> WidthPlan:
+        """Uniform widths of the same budget, where there are any, are told beside them."""
+        best, probe = self._allocated(share), self.probe
+        even = uniform_for_share(
+            probe.model, probe.method, self.curves, self.total, share, full_cost=self.full_cost, used=self._used_by
+        )
+        ways = probed(probe, [best] if even is None else [best, even[1]])
+        return self._planned(best, self._words(best, share), ways)
+
+    def narrowest(self) -> float:
+        return self._least if self.costs is None else self._exactly(self._least).share
+
+    @property
+    def _least(self) -> float:
+        """What the narrowest widths keep by the curves."""
+        return (self.total - sum(curve.cost_now - curve.costs[0] for curve in self.curves)) / self.full_cost
+
+    def _allocated(self, share: float) -> Allocation:
         """Curves of a traced model cost what they do at most: more is allowed until the widths use what was asked."""
-        curves = self.curves if curves is None else curves
         if self.costs is None:
-            return allocate(curves, self.total, share, full_cost=self.full_cost)
-        least = self._narrowest()
-        best, low, high = self._exactly(curves, max(share, least)), share, 1.0
+            return allocate(self.curves, self.total, share, full_cost=self.full_cost)
+        least = self._least
+        best, low, high = self._exactly(max(share, least)), share, 1.0
         if best.share > share:  # biases are added where there are none
-            best, low, high = self._exactly(curves, least), least, share
+            best, low, high = self._exactly(least), least, share
         if best.share > share:
-            raise out_of_reach(curves, self.total, share, best.share, full_cost=self.full_cost)
+            raise out_of_reach(self.curves, self.total, share, best.share, full_cost=self.full_cost)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            more = self._exactly(curves, max(middle, least))
+            more = self._exactly(max(middle, least))
             low, high, best = (middle, high, more) if more.share <= share else (low, middle, best)
         return best
 
-    def _exactly(self, curves: list[CostCurve], share: float) -> Allocation:
+    def _exactly(self, share: float) -> Allocation:
         """Allocated by curves, with the share that the widths do use."""
-        return self._used_by(allocate(curves, self.total, share * (1.0 + _ROUNDING), full_cost=self.full_cost))
+        return self._used_by(allocate(self.curves, self.total, share * (1.0 + _ROUNDING), full_cost=self.full_cost))
 
     def _used_by(self, allocation: Allocation) -> Allocation:
         if self.costs is None:
@@ -121,53 +174,9 @@ class BudgetPlanner:
         saved = self.costs.saved(sites_of(self.probe.model).every, allocation.widths)
         return replace(allocation, share=(self.total - saved) / self.full_cost)
 
-    def widths_at(self, share: float) -> WidthPlan:
-        """The widths of least predicted error that keep at most this share. Raises BadInput where none does."""
-        return self._planned(self._allocated(share), share)
-
-    def tried_at(self, share: float) -> WidthPlan:
-        """Tried on the probe's images; uniform widths of the same budget, where there are any, are told beside them."""
-        best = self._allocated(share)
-        trials = [probed("by site", self.probe, best)]
-        uniform = uniform_for_share(
-            self.probe.model,
-            self.probe.method,
-            self.curves,
-            self.total,
-            share,
-            full_cost=self.full_cost,
-            used=self._used_by,
-        )
-        if uniform is not None:
-            sparsity, allocated = uniform
-            trials.append(probed(f"uniform sparsity {sparsity:.2f}", self.probe, allocated))
-        return replace(self._planned(best, share), ways=tuple(trials))
-
-    def narrowest(self) -> float:
-        """The least share that any widths keep."""
-        least = self._narrowest()
-        return least if self.costs is None else self._exactly(self.curves, least).share
-
-    def _narrowest(self) -> float:
-        fixed = self.total - sum(curve.cost_now for curve in self.curves)
-        return (fixed + sum(curve.costs[0] for curve in self.curves)) / self.full_cost
-
-    def _used(self, best: Allocation, share: float) -> str:
-        if self.where is None:
-            return f"budget: {best.share:.1%} of the dense {self.currency} used of {share:.1%} allowed"
-        used = (
-            f"budget: {best.share:.1%} of the dense latency predicted of {share:.1%} allowed, which is "
-            f"{best.share * self.full_cost / 1e6:.3f} of {self.full_cost / 1e6:.3f} ms at batch "
-            f"{self.where.batches[0]} in {self.where.backend}"
-        )
-        merging = self.merging_ms
+    def _words(self, best: Allocation, share: float) -> str:
+        used, merging = self._used(best, share), self.merging_ms
         return used if merging is None else f"{used}; merging tokens takes about {merging:.3f} ms of it, measured alone"
-
-
-def _unmerged(dense: Checkpoint, currency: Currency) -> int:
-    """The cost of the model were no tokens merged."""
-    merges = traced_model.merging_of(dense.model) is not None
-    return dense_cost(traced_model.with_merging(dense.model, None) if merges else dense.model, currency)
 
 
 def budget_planner(
@@ -176,7 +185,7 @@ def budget_planner(
     method: Method,
     images: InputSet,
     *,
-    currency: Literal["macs", "params", "latency"],
+    currency: Currency,
     where: LatencyTarget | None = None,
     loop: Loop | None = None,
     watch: Stopwatch | None = None,
@@ -186,28 +195,24 @@ def budget_planner(
     own = site_curves(probe)
     if currency != "latency":
         return BudgetPlanner(
-            costs=site_costs(dense.model, currency),
             probe=probe,
-            currency=currency,
             own=own,
+            currency=currency,
+            full_cost=cost_of_all_tokens(dense.model, currency),
             curves=cost_curves(probe, currency, curves=own),
             total=dense_cost(dense.model, currency),
-            full_cost=_unmerged(dense, currency),
-            where=None,
+            costs=site_costs(dense.model, currency),
         )
     assert where is not None, currency
-    tables = measure_tables(dense, method, where)
-    batch = where.batches[0]
+    tables, batch = measure_tables(dense, method, where), where.batches[0]
     curves, total = curves_in_time(cost_curves(probe, "macs", curves=own), tables, batch)
-    full_cost = total if tables.all_tokens is None else round(1e6 * tables.model_ms(batch))
-    merging_ms = tables.merging_ms(batch) if tables.merges else None
     return BudgetPlanner(
         probe=probe,
-        currency=currency,
         own=own,
+        currency=currency,
+        full_cost=total if tables.all_tokens is None else round(1e6 * tables.model_ms(batch)),
+        where=where,
         curves=curves,
         total=total,
-        full_cost=full_cost,
-        where=where,
-        merging_ms=merging_ms,
+        merging_ms=tables.merging_ms(batch) if tables.merges else None,
     )

@@ -23,18 +23,18 @@ from ground.errors import BadInput
 from perf.parity.measures import relative_errors
 from perf.report.images_plot import ImagesPoint
 
-from .sweep_scores import Scored, outputs
+from .sweep_scores import Scored, worst_agreement
 
 WITHIN = 0.05
 DRAWS, CONFIDENCE, SEED = 2000, 0.95, 0
 Floats = NDArray[np.float64]
+_Judged = tuple[list[Floats], float | None]
+"""Relative errors of each output of one reduced model [N], and what they agree on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeFit:
-    """The least-squares line loss(N) = `limit` + `slope` / N, and the largest distance of a point from it, relative to
-    the point.
-    """
+    """The line loss(N) = `limit` + `slope` / N, and the largest distance of a point from it, relative to the point."""
 
     limit: float
     slope: float
@@ -66,10 +66,7 @@ class CalibrationSize:
     images_by_fit: int | None
 
     def as_json(self) -> dict[str, Any]:
-        """kind `corp-deploy/calibration-size`, version 1: `sentence`, `points` (the fields of ImagesPoint), `within`,
-        `sufficient`, `judged_by` (relative_error or held_out), `fit_of`, `fit` (limit, slope, residual) and
-        `images_by_fit`.
-        """
+        """The fields and the sentence; `judged_by` and `fit_of` are relative_error or held_out."""
         return {"kind": SIZE_KIND, "version": 1, "sentence": self.sentence, **asdict(self)}
 
     @property
@@ -99,16 +96,22 @@ def fit_of_losses(images: Sequence[int], losses: Sequence[float]) -> SizeFit:
     return SizeFit(limit=float(limit), slope=float(slope), residual=float(away.max()))
 
 
+def _ratio(loss: float, largest: float) -> float:
+    if largest > 0.0:
+        return loss / largest
+    return float("inf") if loss > 0.0 else 1.0
+
+
 def ratio_to(errors_N: Floats, largest_N: Floats) -> tuple[float, float, float]:
     """Mean error over that of the largest number of images, with its 95 % interval over inputs drawn in pairs."""
+    ratio = _ratio(float(errors_N.mean()), float(largest_N.mean()))
     if not largest_N.mean() > 0.0:
-        ratio = 1.0 if not errors_N.mean() > 0.0 else float("inf")
         return ratio, ratio, ratio
     picks = np.random.default_rng(SEED).integers(len(errors_N), size=(DRAWS, len(errors_N)))
     below = largest_N[picks].mean(1)
     drawn = errors_N[picks].mean(1)[below > 0.0] / below[below > 0.0]
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return float(errors_N.mean() / largest_N.mean()), float(low), float(high)
+    return ratio, float(low), float(high)
 
 
 def smallest_sufficient(points: Sequence[ImagesPoint], within: float) -> int | None:
@@ -119,32 +122,6 @@ def smallest_sufficient(points: Sequence[ImagesPoint], within: float) -> int | N
             break
         enough = point.images
     return enough
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Judged:
-    """Relative errors of the outputs of one reduced model, [N] each, and what they agree on."""
-
-    errors: tuple[Floats, ...]
-    agreement: float | None
-
-
-def _judged(model: nn.Module, scored: Scored | None) -> _Judged | None:
-    if scored is None:
-        return None
-    answers = outputs(model, scored.inputs, scored.batch_size)
-    of_ports = zip(scored.ports, scored.dense, answers, strict=True)
-    errors = tuple(relative_errors(dense, answer, role=port.role) for port, dense, answer in of_ports)
-    return _Judged(errors=errors, agreement=scored.agreement(answers))
-
-
-def _require_ascending(every: Sequence[Moments]) -> None:
-    counts = [each.images for each in every]
-    if len(counts) < 2 or any(one >= other for one, other in pairwise(counts)):
-        raise BadInput(
-            f"moments of {', '.join(map(str, counts)) or 'no'} images: expected two files or more with ascending "
-            "numbers of images, such as calibrate --snapshots 100,500 writes"
-        )
 
 
 def calibration_size(
@@ -158,16 +135,19 @@ def calibration_size(
     calibration: InputSet | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> CalibrationSize:
-    """The curve of error against the number of calibration images, one reduction for each of the moments.
+    """The curve of error against the number of calibration images, one reduction for each of the moments, which are of
+    ascending numbers of images of one model; uniform, unless `widths` by site are given.
 
-    Uniform, unless `widths` by site are given.
-
-    `every`: moments of ascending numbers of images of one model. `held_out` moments, inputs with the dense answers
-    (`scored`), or both judge; none of them may be calibrated on. `calibration`: as in `sweep`. `on_progress` hears how
-    many reductions are judged. Raises BadInput for numbers that don't ascend, where nothing judges, and as `reduce`
-    does.
+    `held_out` moments, inputs with the dense answers (`scored`), or both judge; none of them may be calibrated on.
+    `calibration`: as in `sweep`. `on_progress` hears how many reductions are judged. Raises BadInput for numbers that
+    don't ascend, where nothing judges, and as `reduce` does.
     """
-    _require_ascending(every)
+    counts = [each.images for each in every]
+    if len(counts) < 2 or any(one >= other for one, other in pairwise(counts)):
+        raise BadInput(
+            f"moments of {', '.join(map(str, counts)) or 'no'} images: expected two files or more with ascending "
+            "numbers of images, such as calibrate --snapshots 100,500 writes"
+        )
     if held_out is None and scored is None:
         raise BadInput(
             "calibration size: there are no inputs to judge on; give held-out moments (calibrate "
@@ -177,28 +157,38 @@ def calibration_size(
     for number, moments in enumerate(every, start=1):
         reduction = reduce(model, moments, method, widths=widths, held_out=held_out, images=calibration)
         losses.append(loss_of_sites(reduction.sites))
-        if (by_inputs := _judged(reduction.model, scored)) is not None:
-            judged.append(by_inputs)
+        if scored is not None:
+            judged.append(_judged(reduction.model, scored))
         if on_progress is not None:
             on_progress(number)
-    return _concluded([each.images for each in every], losses, judged)
+    return _concluded(counts, losses, judged)
+
+
+def _judged(model: nn.Module, scored: Scored) -> _Judged:
+    answers = scored.answers(model)
+    of_ports = zip(scored.ports, scored.dense, answers, strict=True)
+    errors = [relative_errors(dense, answer, role=port.role) for port, dense, answer in of_ports]
+    return errors, worst_agreement(scored.scores(answers))
 
 
 def _concluded(
     images: Sequence[int], losses: Sequence[tuple[float, float | None]], judged: Sequence[_Judged]
 ) -> CalibrationSize:
-    worst = int(np.argmax([errors.mean() for errors in judged[-1].errors])) if judged else 0
-    errors = [each.errors[worst] for each in judged]
+    worst = int(np.argmax([errors.mean() for errors in judged[-1][0]])) if judged else 0
+    errors = [of_outputs[worst] for of_outputs, _ in judged]
     points = []
     for place, (count, (fitted, held_out)) in enumerate(zip(images, losses, strict=True)):
-        ratio, low, high = ratio_to(errors[place], errors[-1]) if errors else _exact(held_out, losses[-1][1])
+        if errors:
+            ratio, low, high = ratio_to(errors[place], errors[-1])
+        else:
+            ratio = low = high = _ratio(held_out or 0.0, losses[-1][1] or 0.0)
         points.append(
             ImagesPoint(
                 images=count,
                 fitted=fitted,
                 held_out=held_out,
                 relative_error=float(errors[place].mean()) if errors else None,
-                agreement=judged[place].agreement if judged else None,
+                agreement=judged[place][1] if judged else None,
                 over_largest=ratio,
                 low=low,
                 high=high,
@@ -216,10 +206,3 @@ def _concluded(
         fit=fit,
         images_by_fit=fit.images_within(WITHIN),
     )
-
-
-def _exact(held_out: float | None, largest: float | None) -> tuple[float, float, float]:
-    assert held_out is not None
-    assert largest is not None
-    ratio = held_out / largest if largest > 0.0 else 1.0 if held_out == 0.0 else float("inf")
-    return ratio, ratio, ratio

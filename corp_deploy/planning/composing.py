@@ -5,10 +5,11 @@ fitted to.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import nn
 
 from calib.inputs import InputSet, batch_size
 from calib.moments import Moments
@@ -31,38 +32,16 @@ MOST_APART = 0.1
 """Of the images, beyond which the loop is run again over all of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trials:
-    """Ways to carry out one plan, chosen and repaired without the images set apart, which judge them. The widths are
-    those of the plan, which looked at these images, for every way.
-    """
-
-    dense: Checkpoint
-    planned: WidthPlan
-    apart: ProbeSplit
-    carried_out: Callable[..., Reduction]
-
-    def tried(self, name: str, request: ReductionRequest) -> tuple[Stage, Reduction]:
-        started = time.perf_counter()
-        planned = replace(self.planned, eliminations=None)  # those are by the moments of all images
-        reduction = self.carried_out(
-            self.dense, planned, moments=self.apart.moments, request=request, images=self.apart.others
-        )
-        seconds = time.perf_counter() - started
-        return Stage(name=name, error=self._error(reduction), seconds=seconds), reduction
-
-    def _error(self, reduction: Reduction) -> float:
-        """Relative change of the outputs of the dense model with all of its tokens."""
-        model = self.dense.model
-        merges = traced_model.merging_of(model) is not None
-        probe = Probe(
-            model=traced_model.with_merging(model, None) if merges else model,
-            moments=self.apart.moments,
-            method=self.planned.method,
-            inputs=self.apart.inputs,
-            eliminations={},
-        )
-        return math.sqrt(probe.effect_of(reduction.model))
+def _error(dense: nn.Module, reduced: nn.Module, planned: WidthPlan, apart: ProbeSplit) -> float:
+    """Relative change of the outputs of the dense model with all of its tokens."""
+    probe = Probe(
+        model=dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None),
+        moments=apart.moments,
+        method=planned.method,
+        inputs=apart.inputs,
+        eliminations={},
+    )
+    return math.sqrt(probe.effect_of(reduced))
 
 
 def _judges(apart: ProbeSplit, images: InputSet) -> int:
@@ -85,11 +64,15 @@ def composed(
     """The plan carried out in one pass or in the closed loop, whichever errs less; with the most effort the widths of a
     budget are tried in loops too, where the loop wins. What each stage erred and took stands in the plan.
 
-    Images that can't be parted so, such as too few, are reduced in one pass. What wins is fitted to all images; a loop
-    that was fitted to nearly all of them isn't run again.
+    Both ways are chosen and repaired without the images set apart, which judge them; the widths are those of the plan,
+    which looked at these images. Images that can't be parted so, such as too few, are reduced in one pass. What wins is
+    fitted to all images; a loop that was fitted to nearly all of them isn't run again.
     """
-    effort, looped = request.options.effort, _in_loop(request)
-    carried_out = partial(as_planned, held_out=None, on_progress=on_progress, watch=watch)
+    effort, options = request.options.effort, request.options
+    # The same in the closed loop, with nothing left to settle.
+    polish = None if request.polish is None else options.polishing
+    looped = replace(request, options=replace(options, effort="quick", closed_loop="asymmetric", polish=polish))
+    carried_out = partial(as_planned, on_progress=on_progress, watch=watch)
     dense, planned = planning(request)
     apart = set_apart(dense, moments, images)
     if planned.widths is None:
@@ -101,10 +84,17 @@ def composed(
             "moments"
         )
         planned = replace(planned, decisions=(*planned.decisions, note))
-        return carried_out(dense, planned, moments=moments, request=request, images=images), planned
-    trials = Trials(dense=dense, planned=planned, apart=apart, carried_out=carried_out)
-    one, _ = trials.tried("one pass over the moments", request)
-    loop, reduction = trials.tried("the closed loop", looped)
+        return carried_out(dense.model, planned, moments=moments, request=request, images=images), planned
+
+    def tried(name: str, request: ReductionRequest) -> tuple[Stage, Reduction]:
+        started = time.perf_counter()
+        known = replace(planned, eliminations=None)  # those are by the moments of all images
+        found = carried_out(dense.model, known, moments=apart.moments, request=request, images=apart.others)
+        seconds = time.perf_counter() - started
+        return Stage(name=name, error=_error(dense.model, found.model, planned, apart), seconds=seconds), found
+
+    one, _ = tried("one pass over the moments", request)
+    loop, reduction = tried("the closed loop", looped)
     kept, request = (loop, looped) if loop.error < one.error else (one, request)
     again = kept is loop and effort == "thorough" and request.options.share is not None
     if again:
@@ -116,12 +106,5 @@ def composed(
     stages = tuple(replace(each, kept=each is kept) for each in (one, loop))
     planned = replace(planned, stages=stages, decisions=(*planned.decisions, words))
     if kept is not loop or again or images.count - apart.others.count > MOST_APART * images.count:
-        reduction = carried_out(dense, planned, moments=moments, request=request, images=images)
+        reduction = carried_out(dense.model, planned, moments=moments, request=request, images=images)
     return reduction, planned
-
-
-def _in_loop(request: ReductionRequest) -> ReductionRequest:
-    """The same in the closed loop, with nothing left to settle."""
-    options = request.options
-    polish = None if request.polish is None else options.polishing
-    return replace(request, options=replace(options, effort="quick", closed_loop="asymmetric", polish=polish))

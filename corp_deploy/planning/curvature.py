@@ -9,6 +9,7 @@ Legend: B images of a piece, N tokens, C channels, V directions.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +21,23 @@ from corp_deploy.traced.models.steps import SegmentStep, StreamState
 
 DIRECTIONS = 3
 _LEAST_ENERGY = 1e-30
+Place = TypeVar("Place")
 PIECE_TOKENS = 2048  # as many tokens have their gradients by segment and direction in memory at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tangent:
-    """Of a piece of the inputs: the stream behind every segment [B,N,C], the gradients of the outputs by that stream in
-    every direction [V,B,N,C], and the outputs' energy.
+class Tangent(Generic[Place]):
+    """Of a piece of the inputs: what stands at some places, such as the stream behind every segment [B,N,C]; the
+    gradients of the outputs by what changes there in every direction [V,B,...]; and the outputs' energy.
     """
 
-    behind: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
+    at: Mapping[Place, Tensor]
+    gradients: Mapping[Place, Tensor]
     energy: float
 
-    def energy_of_change(self, name: str, change_BNC: Tensor) -> float:
-        """Squared change of the outputs, summed over the piece, when the stream behind a segment changes by so much."""
-        moved_VB = torch.einsum("vbnc,bnc->vb", self.gradients[name], change_BNC).double()
+    def energy_of_change(self, place: Place, change_BNC: Tensor) -> float:
+        """Squared change of the outputs, summed over the piece, when the stream there changes by so much."""
+        moved_VB = torch.einsum("vbnc,bnc->vb", self.gradients[place], change_BNC).double()
         return float(moved_VB.square().mean(dim=0).sum())
 
 
@@ -53,7 +55,29 @@ def joined(outputs: Sequence[Tensor]) -> Tensor:
     return torch.cat([(output * scale.to(output)).flatten(1) for output, scale in zip(outputs, scales, strict=True)], 1)
 
 
-def _tangent(model: nn.Module, inputs: Inputs, generator: torch.Generator) -> Tangent:
+def tangent_of(
+    outputs: Tensor, at: Mapping[Place, Tensor], changing: Mapping[Place, Tensor], generator: torch.Generator
+) -> Tangent[Place]:
+    """Of outputs that were computed with gradients of what changes."""
+    by_direction = [
+        torch.autograd.grad(
+            outputs,
+            tuple(changing.values()),
+            signs(outputs, generator),
+            retain_graph=True,
+            materialize_grads=True,  # what no output hangs on moves none
+        )
+        for _ in range(DIRECTIONS)
+    ]
+    gradients = map(torch.stack, zip(*by_direction, strict=True))
+    return Tangent(
+        at={place: tensor.detach() for place, tensor in at.items()},
+        gradients=dict(zip(changing, gradients, strict=True)),
+        energy=float(outputs.detach().double().square().sum()),
+    )
+
+
+def _tangent(model: nn.Module, inputs: Inputs, generator: torch.Generator) -> Tangent[str]:
     x_BNC = traced_model.embedded(model, inputs).detach().requires_grad_()
     walk = StreamState.of(x_BNC, traced_model.token_weights(model, inputs))
     behind: dict[str, Tensor] = {}
@@ -61,20 +85,10 @@ def _tangent(model: nn.Module, inputs: Inputs, generator: torch.Generator) -> Ta
         walk = walk.behind(step)
         if isinstance(step, SegmentStep):
             behind[step.name] = walk.tokens.x
-    outputs = joined(answers(model, walk, inputs))
-    moved = [
-        torch.autograd.grad(outputs, tuple(behind.values()), signs(outputs, generator), retain_graph=True)
-        for _ in range(DIRECTIONS)
-    ]
-    gradients = {name: torch.stack(of_branch) for name, of_branch in zip(behind, zip(*moved, strict=True), strict=True)}
-    return Tangent(
-        behind={name: tensor.detach() for name, tensor in behind.items()},
-        gradients=gradients,
-        energy=float(outputs.detach().double().square().sum()),
-    )
+    return tangent_of(joined(answers(model, walk, inputs)), behind, behind, generator)
 
 
-def tangents(model: nn.Module, inputs: Inputs) -> Iterator[Tangent]:
+def tangents(model: nn.Module, inputs: Inputs) -> Iterator[Tangent[str]]:
     """Of the inputs, a few at a time; to be called outside inference mode, for a model that is evaluated."""
     tokens = len(traced_model.token_kinds(model))
     if not tokens:

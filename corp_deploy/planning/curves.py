@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs
 from calib.moments import Moments
-from corp_deploy.families.counting import SiteCosts, site_costs
+from corp_deploy.families.counting import site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.reduction import pool
@@ -92,9 +92,7 @@ def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str
 
 
 def _tried(curve: ErrorCurve) -> list[int]:
-    """The positions at which a curve is tried: at a quarter, half and three quarters of the way to the full width, and
-    where a constant is all that stays, which is like no width.
-    """
+    """The positions of a quarter, half and three quarters of the way, and where a constant is all that stays."""
     narrower = len(curve.errors) - 1
     empty = {0} if is_empty(curve.widths[0]) else set[int]()
     return sorted(empty | {min(max(round(part * len(curve.errors)) - 1, 0), narrower - 1) for part in TRIED})
@@ -136,9 +134,7 @@ class SiteCurves:
 
 
 def site_curves(probe: Probe) -> SiteCurves:
-    """By the moments, and by a few inputs run through the model with each site in turn left a constant. Raises BadInput
-    for a method that has no error curves.
-    """
+    """By the moments, and a few inputs with each site in turn left a constant. Raises BadInput for one without."""
     method, model = probe.method, probe.model
     if not method.has_curves:
         raise BadInput(
@@ -170,19 +166,21 @@ def output_errors(probe: Probe, curves: SiteCurves) -> dict[str, tuple[float, ..
 
 
 def cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None = None) -> list[CostCurve]:
-    """Every site's costs and output errors by width. `curves` spares `site_curves`.
-
-    An attention whose Q/K must stay has those of its values.
+    """Every site's costs and output errors by width. `curves` spares `site_curves`. An attention whose Q/K must stay
+    has those of its values.
     """
     errors = output_errors(probe, site_curves(probe) if curves is None else curves)
-    costs = site_costs(probe.model, currency)
-    return [_cost_curve(site, errors[site.name], costs, probe.method) for site in narrowable(probe.model)]
-
-
-def _cost_curve(site: Site, errors: tuple[float, ...], costs: SiteCosts, method: Method) -> CostCurve:
-    widths = kind_of(site).offers(site, method)
-    prices = tuple(costs.of(site, width) for width in widths)
-    tied = site.tied if method.geometry == "square" and len(widths) > 1 else ""
-    return CostCurve(
-        site=site.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[site.name], tied=tied
-    )
+    costs, curves_of_sites = site_costs(probe.model, currency), []
+    for site in narrowable(probe.model):
+        widths = kind_of(site).offers(site, probe.method)
+        curves_of_sites.append(
+            CostCurve(
+                site=site.name,
+                widths=widths,
+                costs=tuple(costs.of(site, width) for width in widths),
+                errors=errors[site.name],
+                cost_now=costs.now[site.name],
+                tied=site.tied if probe.method.geometry == "square" and len(widths) > 1 else "",
+            )
+        )
+    return curves_of_sites

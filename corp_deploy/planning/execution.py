@@ -31,30 +31,21 @@ from .merging import merging_as_planned
 from .plan import plan, planner_of
 from .polishing import Polishing, inputs_to_polish, with_polish
 from .reach import refuse_far_budget
-from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_partial
+from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_outdated, refuse_partial, require_sayable
 from .request import ReductionRequest
-from .saving import refuse_outdated, require_sayable
 from .width_plan import WidthPlan
+
+Progress = Callable[[int, int], None]
 
 
 def _with_sparsity(
-    reduction: Reduction,
-    choice: SparseChoice,
-    inputs: InputSet | None,
-    on_progress: Callable[[int, int], None] | None,
+    reduction: Reduction, choice: SparseChoice, inputs: InputSet | None, on_progress: Progress | None
 ) -> Reduction:
     """The reduction with its model's layers sparse, and a sentence on what became of them."""
     assert inputs is not None, choice
     how = Sparsifying(kinds=choice.patterns, rule=choice.sparse_pattern, permute=choice.sparse_permute)
     model, report = sparsified(reduction.model, inputs, how, on_progress=on_progress)
     return replace(reduction, model=model, sparsity=report, decisions=(*reduction.decisions, *report.sentences()))
-
-
-def _fits_to_moments(planned: WidthPlan, model: nn.Module, request: ReductionRequest) -> bool:
-    """Whether layers are fitted to the moments: not in a closed loop, and not where every site stays whole."""
-    widths = uniform_widths(model, planned.method) if planned.widths is None else planned.widths
-    narrower = any(widths.get(site.name, site.width) != site.width for site in sites_of(model).every)
-    return request.options.loop is None and narrower
 
 
 def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:
@@ -70,14 +61,6 @@ def without_held_out(images: InputSet | None, held_out: Moments | None) -> Input
     return images if len(stay) == images.count else images.subset(stay)
 
 
-def _with_words(planned: WidthPlan, model: nn.Module, moments: Moments, request: ReductionRequest) -> WidthPlan:
-    """With a sentence on the tokens that are merged, and on moments that were taken otherwise."""
-    merging = traced_model.merging_of(model)
-    note = merging_note(model, moments) if _fits_to_moments(planned, model, request) else ""
-    words = ("" if merging is None else f"tokens {merging.describe()}", note)
-    return replace(planned, decisions=(*planned.decisions, *filter(None, words)))
-
-
 def _planned(
     dense: Checkpoint,
     moments: Moments,
@@ -85,13 +68,20 @@ def _planned(
     images: InputSet | None,
     watch: Stopwatch | None,
 ) -> tuple[Checkpoint, WidthPlan]:
-    """The plan, and the model as it merges tokens then."""
+    """The plan, with words on merged tokens and on moments taken otherwise; and the model as it merges then."""
     looks = request.options.share is not None or request.options.auto_heads
     with torch.inference_mode(), measured(watch if looks else None, "plan"):
         planned = plan(dense, moments, request, images, watch)
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
-    return dense, _with_words(planned, dense.model, moments, request)
+    merging, words = traced_model.merging_of(dense.model), list[str]()
+    if merging is not None:
+        words.append(f"tokens {merging.describe()}")
+    widths = uniform_widths(dense.model, planned.method) if planned.widths is None else planned.widths
+    narrower = any(widths.get(site.name, site.width) != site.width for site in sites_of(dense.model).every)
+    if request.options.loop is None and narrower and (note := merging_note(dense.model, moments)):
+        words.append(note)  # layers are fitted to the moments
+    return dense, replace(planned, decisions=(*planned.decisions, *words))
 
 
 def reduce_as_asked(
@@ -102,7 +92,7 @@ def reduce_as_asked(
     images: InputSet | None = None,
     judges: Judges | None = None,
     held_out: Moments | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Progress | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
     """Plan, then reduce in one pass over the moments or in the closed loop over the images.
@@ -135,7 +125,7 @@ def reduce_as_asked(
                 request.options.limit,
                 planner,
                 judging,
-                lambda planned: reduced(merging_as_planned(dense, planned.merging), planned, images=fitted),
+                lambda planned: reduced(merging_as_planned(dense, planned.merging).model, planned, images=fitted),
                 on_progress=on_progress,
             )
     if request.options.composes:
@@ -143,7 +133,7 @@ def reduce_as_asked(
         planning = partial(_planned, dense, moments, images=images, watch=watch)
         return composed(planning, moments, request, images, on_progress=on_progress, watch=watch)
     merged, planned = _planned(dense, moments, request, without_held_out(images, held_out), watch)
-    return reduced(merged, planned, images=images, on_progress=on_progress), planned
+    return reduced(merged.model, planned, images=images, on_progress=on_progress), planned
 
 
 def _within_still(
@@ -161,13 +151,12 @@ def _within_still(
     if limit is None or images is None or judges is None:
         return polished
     _, judging = judges.apart(images, moments)
-    judged = Judge(dense, judging, limit.measure).of(polished.model)
-    if limit.holds(judged.value):
-        return replace(
-            polished, decisions=(*polished.decisions, f"polished, it gives {figure(limit, judged.value)} there")
-        )
-    left = f"the polish is left out: with it {figure(limit, judged.value)}, beyond {limit}"
-    return replace(reduction, decisions=(*reduction.decisions, left))
+    value = Judge(dense, judging, limit.measure).of(polished.model).value
+    if limit.holds(value):
+        kept, said = polished, f"polished, it gives {figure(limit, value)} there"
+    else:
+        kept, said = reduction, f"the polish is left out: with it {figure(limit, value)}, beyond {limit}"
+    return replace(kept, decisions=(*kept.decisions, said))
 
 
 def reduce_checkpoint(
@@ -179,7 +168,7 @@ def reduce_checkpoint(
     images: InputSet | None = None,
     judges: Judges | None = None,
     held_out: Moments | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Progress | None = None,
     polishing: Polishing | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:

@@ -10,20 +10,20 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from calib.inputs import InputSet, as_tuple, run_model, to_device
+from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import output_ports
 from corp_deploy.invocation.budget_choice import BudgetChoice, Measure
 from corp_deploy.store.inputs import inputs_for_model, labels_from_path
-from corp_deploy.traced.models.module import device
 from ground.errors import BadInput
 from ground.ports import Role
 from perf.parity.measures import MEASURES, measures, require_agreement
 
+from .sweep_scores import Answer, outputs
+
 BATCH = 32
 DRAWS, CONFIDENCE, SEED = 1000, 0.95, 0
 Floats = NDArray[np.float64]
-Answer = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,7 @@ def _ids(moments: Moments) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judges:
-    """Inputs that are to judge, None for those that the calibration left out, with class indices [N] of them, or of all
-    inputs that are looked at, where there are any.
-    """
+    """Inputs that judge, None for those that calibration left out; class indices [N] of them, or of all looked at."""
 
     inputs: InputSet | None = None
     labels_N: NDArray[np.int64] | None = None
@@ -108,31 +106,18 @@ def judges_from_choice(model: nn.Module, images: InputSet | None, choice: Budget
     """What judges as it is asked for, None where nothing is; `images` are those that are looked at to reduce."""
     if choice.within is None or images is None:
         return None
-    others: InputSet | None = None
-    if choice.judge is not None:
-        others = inputs_for_model(model, Path(choice.judge))
+    others = None if choice.judge is None else inputs_for_model(model, Path(choice.judge))
     labelled = images if others is None else others
     labels_N = None if choice.labels is None else labels_from_path(Path(choice.labels), labelled, model)
     return Judges(inputs=others, labels_N=labels_N)
 
 
-def _outputs(model: nn.Module, inputs: InputSet) -> tuple[Answer, ...]:
-    """Of all inputs, each output [N, ...]."""
-    where = device(model)
-    with torch.inference_mode():
-        rows = [
-            [output.float().cpu().numpy() for output in as_tuple(run_model(model, to_device(batch, where)))]
-            for batch in inputs.batches(BATCH)
-        ]
-    return tuple(np.concatenate(parts) for parts in zip(*rows, strict=True))
-
-
-def _bootstrap(count: int, statistic: Callable[[NDArray[np.int64]], float]) -> tuple[float, float]:
-    """The interval of a statistic of inputs drawn again with repetition."""
+def _bootstrapped(count: int, value: float, statistic: Callable[[NDArray[np.int64]], float]) -> Judgement:
+    """A statistic of the inputs, with its interval over inputs drawn again with repetition."""
     drawn_DN = np.random.default_rng(SEED).integers(0, count, size=(DRAWS, count))
     values_D = [statistic(drawn_N) for drawn_N in drawn_DN]
     low, high = np.quantile(values_D, [(1.0 - CONFIDENCE) / 2.0, (1.0 + CONFIDENCE) / 2.0])
-    return float(low), float(high)
+    return Judgement(value=value, low=min(float(low), value), high=max(float(high), value))
 
 
 class Judge:
@@ -158,7 +143,7 @@ class Judge:
 
     def _answers(self, model: nn.Module) -> dict[str, Answer]:
         """Of the outputs that are judged, by name."""
-        answers = dict(zip((port.name for port in self.ports), _outputs(model, self.inputs), strict=True))
+        answers = dict(zip((port.name for port in self.ports), outputs(model, self.inputs.batches(BATCH)), strict=True))
         return {port.name: answers[port.name] for port in self.judged}
 
     def of(self, model: nn.Module) -> Judgement:
@@ -186,9 +171,7 @@ class Judge:
     def _points(self, dense_NC: Answer, outputs_NC: Answer) -> Judgement:
         right = (outputs_NC.argmax(-1) == self.labels_N).astype(np.float64)
         change_N = 100.0 * (right - (dense_NC.argmax(-1) == self.labels_N))
-        low, high = _bootstrap(len(change_N), lambda drawn: float(change_N[drawn].mean()))
-        value = float(change_N.mean())
-        return Judgement(value=value, low=min(low, value), high=max(high, value))
+        return _bootstrapped(len(change_N), float(change_N.mean()), lambda drawn: float(change_N[drawn].mean()))
 
 
 def _error(dense: Answer, outputs: Answer, role: Role) -> Judgement:
@@ -198,5 +181,4 @@ def _error(dense: Answer, outputs: Answer, role: Role) -> Judgement:
         return Judgement(value=value, low=value, high=value)
     lost_N: Floats = np.square(rows.candidate_NF - rows.reference_NF).sum(axis=1)
     energy_N: Floats = np.square(rows.reference_NF).sum(axis=1)
-    low, high = _bootstrap(len(lost_N), lambda drawn: float((lost_N[drawn].sum() / energy_N[drawn].sum()) ** 0.5))
-    return Judgement(value=value, low=min(low, value), high=max(high, value))
+    return _bootstrapped(len(lost_N), value, lambda drawn: float((lost_N[drawn].sum() / energy_N[drawn].sum()) ** 0.5))

@@ -10,11 +10,12 @@ the whole model by its digest.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -41,7 +42,10 @@ from .latency_of_tokens import POINTS as TOKEN_POINTS
 from .latency_of_tokens import MergeAlone, latency_at, merge_name, merges_of, spread, stream_channels
 
 Backend = Literal["onnxruntime", "torch"]
+Inputs = tuple[Port, ...]
+Outputs = tuple[OutputPort, ...]
 POINTS = 6
+DENSE, ALL_TOKENS = "the dense model", "the dense model with all tokens"
 PLAN = Plan(block_ms=20.0, min_rounds=8, noise_rounds=0, warm_up_limit_s=3.0)
 
 
@@ -72,7 +76,6 @@ class Tables:
     the model's own latency under width 1.
 
     `merges`: the table of every merge of tokens. `all_tokens`: the latency of a model that merges, with nothing merged.
-    `of_segments`: whether a table is of more than its site alone, whose is what it takes above that at the narrowest.
     """
 
     by_name: dict[str, LatencyTable]
@@ -82,13 +85,6 @@ class Tables:
     merges: dict[str, str]
     all_tokens: LatencyTable | None
     measured: int
-
-    def refuse_disturbed(self) -> None:
-        """Raise BadInput where other programs had the CPU for too much of a measurement."""
-        named = {**self.by_name, "the dense model": self.dense}
-        refuse_disturbed(
-            named if self.all_tokens is None else named | {"the dense model with all tokens": self.all_tokens}
-        )
 
     def latency_ms(self, site: str, size: int, batch: int) -> float:
         """Of a site's layer at this size and the tokens that reach it."""
@@ -104,36 +100,9 @@ class Tables:
         return (self.all_tokens or self.dense).latency_ms(1, batch)
 
 
-Inputs = tuple[Port, ...]
-Outputs = tuple[OutputPort, ...]
-
-
-def grid_of_merge(name: str, merge: TokenMerge, inputs: Inputs, where: LatencyTarget, scratch: Path) -> Grid:
-    return Grid(
-        name=name,
-        open_width=lambda _: _runner(MergeAlone(merge), inputs, (STREAM,), where, scratch),
-        inputs=inputs,
-        widths=(1,),
-        batches=where.batches,
-    )
-
-
-def grid_of_model(checkpoint: Checkpoint, where: LatencyTarget, scratch: Path) -> Grid:
-    model = checkpoint.model
-    inputs, outputs = input_ports(model), output_ports(model)
-    return Grid(
-        name=f"dense {checkpoint.architecture.name}",
-        identity=_identity(checkpoint),
-        open_width=lambda _: _runner(traced_model.exportable(model), inputs, outputs, where, scratch),
-        inputs=inputs,
-        widths=(1,),
-        batches=where.batches,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
-class SiteGrids:
-    """How the sites of a model that merges nothing are timed alone: by the segments of its program that a site stands
+class Grids:
+    """How parts of a model that merges nothing are timed alone; a site by the segments of its program that it stands
     in, one for all that stand alike in alike ones. Raises BadInput for a site that can't be narrower.
     """
 
@@ -147,9 +116,7 @@ class SiteGrids:
 
     @cached_property
     def shapes(self) -> dict[str, str]:
-        """By site, the same for those that take as long as each other; none where a constant is left, which takes no
-        time, or a site stays.
-        """
+        """By site, the same for those that take as long as each other; none for a constant, and where a site stays."""
         shapes, names = dict[str, str](), dict[str, str]()
         for site in sites_of(self.model).every:
             if len(self._sizes(site)) > 1:
@@ -158,7 +125,7 @@ class SiteGrids:
                 shapes[site.name] = names.setdefault(outline, name)
         return shapes
 
-    def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
+    def of_site(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
         own = sites_of(self.model).by_name[site]
         part = part_of(self.model, own, own.width, tokens)
 
@@ -175,19 +142,45 @@ class SiteGrids:
             batches=self.where.batches,
         )
 
+    def of_merge(self, merge: TokenMerge, tokens: int) -> Grid:
+        channels = stream_channels(self.model)
+        inputs = (Port(name="tokens", shape=(tokens, channels)),)
+        return self._single(merge_name(merge, tokens, channels), "", MergeAlone(merge), inputs, (STREAM,))
 
-def _names_at_tokens(
-    shapes: Mapping[str, str], tokens: Mapping[str, int], all_tokens: int
-) -> dict[str, dict[int, str]]:
-    """By site the names of its tables, by a few of the numbers of tokens that reach sites of its shape."""
-    reach: dict[str, set[int]] = {}
-    for site, shape in shapes.items():
-        reach.setdefault(shape, set()).add(tokens[site])
-    points = {shape: spread(tuple(sorted(counts)), TOKEN_POINTS) for shape, counts in reach.items()}
-    return {
-        site: {count: shape if count == all_tokens else f"{shape}, {count} tokens" for count in points[shape]}
-        for site, shape in shapes.items()
-    }
+    def of_model(self, checkpoint: Checkpoint) -> Grid:
+        """The whole model, told from others by its weights and its layers."""
+        model, name = checkpoint.model, f"dense {checkpoint.architecture.name}"
+        identity = f"{model_digest(model)} {model!r}{traced_model.merging_of(model) or ''}"
+        return self._single(name, identity, traced_model.exportable(model), input_ports(model), output_ports(model))
+
+    def _single(self, name: str, identity: str, module: nn.Module, inputs: Inputs, outputs: Outputs) -> Grid:
+        """Of one width, called 1."""
+        return Grid(
+            name=name,
+            identity=identity,
+            open_width=lambda _: _runner(module, inputs, outputs, self.where, self.scratch),
+            inputs=inputs,
+            widths=(1,),
+            batches=self.where.batches,
+        )
+
+    def measured(
+        self, grids: Mapping[str, Grid], on_progress: Callable[[int, int], None] = lambda finished, total: None
+    ) -> dict[str, tuple[LatencyTable, bool]]:
+        """The table of each, and whether the cache held it."""
+        tables = dict[str, tuple[LatencyTable, bool]]()
+        with watching() as (watch, gpu):
+            described = environment(gpu)
+            for key, grid in grids.items():
+                tables[key] = cached_table(grid, self.where.plan, self.where.cache, described=described, watch=watch)
+                on_progress(len(tables), len(grids))
+        return tables
+
+
+@contextmanager
+def opened_grids(model: nn.Module, method: Method, where: LatencyTarget) -> Iterator[Grids]:
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Grids(model=model, method=method, where=where, scratch=Path(scratch))
 
 
 def _runner(
@@ -200,10 +193,23 @@ def _runner(
     return OnnxRunner(path, threads=where.threads)
 
 
-def _identity(checkpoint: Checkpoint) -> str:
-    """Which whole model was measured: its weights and its layers."""
-    merging = traced_model.merging_of(checkpoint.model) or ""
-    return f"{model_digest(checkpoint.model)} {checkpoint.model!r}{merging}"
+def name_at_tokens(shape: str, tokens: int, all_tokens: int) -> str:
+    """What the table of a shape is called."""
+    return shape if tokens == all_tokens else f"{shape}, {tokens} tokens"
+
+
+def _names_at_tokens(
+    shapes: Mapping[str, str], tokens: Mapping[str, int], all_tokens: int
+) -> dict[str, dict[int, str]]:
+    """By site the names of its tables, by a few of the numbers of tokens that reach sites of its shape."""
+    reach: dict[str, set[int]] = {}
+    for site, shape in shapes.items():
+        reach.setdefault(shape, set()).add(tokens[site])
+    points = {shape: spread(tuple(sorted(counts)), TOKEN_POINTS) for shape, counts in reach.items()}
+    return {
+        site: {count: name_at_tokens(shape, count, all_tokens) for count in points[shape]}
+        for site, shape in shapes.items()
+    }
 
 
 def measure_tables(
@@ -219,52 +225,45 @@ def measure_tables(
     model = checkpoint.model
     tokens, merges = tokens_that_enter(model), merges_of(model)
     unmerged = replace(checkpoint, model=traced_model.with_merging(model, None)) if merges else checkpoint
-    of_merges: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
-        how: dict[str, Any] = {"described": environment(gpu), "watch": watch}
-        at = Path(scratch)
-        of_sites = SiteGrids(model=unmerged.model, method=method, where=where, scratch=at)
-        grids = dict[str, Grid]()
-        names = _names_at_tokens(of_sites.shapes, tokens, len(traced_model.token_kinds(model)))
+    with opened_grids(unmerged.model, method, where) as grids:
+        names = _names_at_tokens(grids.shapes, tokens, len(traced_model.token_kinds(model)))
+        by_name = dict[str, Grid]()
         for site, at_tokens in names.items():
             for count, name in at_tokens.items():
-                grids[name] = grids.get(name) or of_sites.grid(name, site, count)
-        channels = stream_channels(model) if merges else 0
-        for step, (merge, entering) in merges.items():
-            of_merges[step] = name = merge_name(merge, entering, channels)
-            inputs = (Port(name="tokens", shape=(entering, channels)),)
-            grids[name] = grid_of_merge(name, merge, inputs, where, at)
-        models = [checkpoint, unmerged] if merges else [checkpoint]
-        every = [*grids.values(), *(grid_of_model(each, where, at) for each in models)]
-        tables = list[tuple[LatencyTable, bool]]()
-        for grid in every:
-            tables.append(cached_table(grid, where.plan, where.cache, **how))
-            on_progress(len(tables), len(every))
-        found, wholes = dict(zip(grids, tables, strict=False)), tables[len(grids) :]
+                by_name[name] = by_name.get(name) or grids.of_site(name, site, count)
+        of_merges = {step: grids.of_merge(merge, entering) for step, (merge, entering) in merges.items()}
+        by_name |= {grid.name: grid for grid in of_merges.values()}
+        wholes = {DENSE: checkpoint, ALL_TOKENS: unmerged} if merges else {DENSE: checkpoint}
+        tables = grids.measured(by_name | {name: grids.of_model(each) for name, each in wholes.items()}, on_progress)
     return Tables(
-        by_name={name: table for name, (table, _) in found.items()},
+        by_name={name: tables[name][0] for name in by_name},
         names={site.name: names.get(site.name, {}) for site in sites_of(model).every},
         tokens=tokens,
-        dense=wholes[0][0],
-        merges=of_merges,
-        all_tokens=wholes[1][0] if merges else None,
-        measured=sum(not cached for _, cached in (*found.values(), *wholes)),
+        dense=tables[DENSE][0],
+        merges={step: grid.name for step, grid in of_merges.items()},
+        all_tokens=tables[ALL_TOKENS][0] if merges else None,
+        measured=sum(not cached for _, cached in tables.values()),
     )
 
 
-def curves_in_time(curves: list[CostCurve], tables: Tables, batch: int) -> tuple[list[CostCurve], int]:
-    """The curves with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds.
-
-    Raises BadInput for tables that were measured while other programs had the machine.
-    """
-    tables.refuse_disturbed()
+def in_nanoseconds(curves: list[CostCurve], latency_ms: Callable[[str, int], float]) -> list[CostCurve]:
+    """The curves with what each width takes, by site and width, above the quickest."""
     priced = []
     for curve in curves:
-        costs = tuple(round(1e6 * tables.latency_ms(curve.site, width, batch)) for width in curve.widths)
+        costs = [round(1e6 * latency_ms(curve.site, width)) for width in curve.widths]
         least = min(costs)
-        costs = tuple(cost - least for cost in costs)
-        priced.append(replace(curve, costs=costs, cost_now=costs[-1]))
+        priced.append(replace(curve, costs=tuple(cost - least for cost in costs), cost_now=costs[-1] - least))
+    return priced
+
+
+def curves_in_time(curves: list[CostCurve], tables: Tables, batch: int) -> tuple[list[CostCurve], int]:
+    """The curves with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds. Raises
+    BadInput for tables that were measured while other programs had the machine.
+    """
+    all_tokens = {} if tables.all_tokens is None else {ALL_TOKENS: tables.all_tokens}
+    refuse_disturbed({**tables.by_name, DENSE: tables.dense, **all_tokens})
+    priced = in_nanoseconds(curves, lambda site, width: tables.latency_ms(site, width, batch))
     dense = round(1e6 * tables.dense.latency_ms(1, batch))
-    alone = sum(curve.costs[-1] for curve in priced) + round(1e6 * tables.merging_ms(batch))
+    alone = sum(curve.cost_now for curve in priced) + round(1e6 * tables.merging_ms(batch))
     # Measured inside the model, a block can be faster than alone; what the blocks can't explain counts as fixed.
     return priced, max(dense, alone)

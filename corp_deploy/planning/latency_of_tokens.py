@@ -43,7 +43,6 @@ def latency_at(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch
 
 class MergeAlone(nn.Module):
     """One merge as a layer of a stream [B,N,C]: its tokens compared by themselves, or kept for their first channel.
-
     Sizes are of the stream too, so that no part of the merge is a constant.
     """
 

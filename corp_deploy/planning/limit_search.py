@@ -7,15 +7,14 @@ that was measured not to, and not the result of any interpolation.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from corp_deploy.invocation.budget_choice import Limit
 from corp_deploy.reduction.model import Reduction
 from ground.errors import BadInput
 from perf.stats.decision import samples_for_interval, samples_for_share, share_interval
 
-from .budget_planner import BudgetPlanner
-from .joint_planner import JointPlanner
+from .budget_planner import Planner
 from .judging import Judge, Judgement, Judging
 from .width_plan import WidthPlan
 
@@ -34,70 +33,53 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSearch:
-    """What a limit was settled by, in the order of the trials; the answer is the smallest one that holds. As many as
-    `count` inputs judged, `noun` is what they are.
-    """
+    """What a limit was settled by, in the order of the trials; the answer is the smallest one that holds."""
 
     limit: Limit
     currency: str
-    judges: str
-    count: int
-    noun: str
-    judging_digest: str
+    judging: Judging
     trials: tuple[Trial, ...]
 
-    @property
-    def answer(self) -> Trial:
-        return min((trial for trial in self.trials if trial.holds), key=lambda trial: trial.share)
-
-    @property
-    def below(self) -> Trial | None:
-        """The nearest budget under the answer's, which does not hold; None where nothing smaller was to be had."""
-        smaller = [trial for trial in self.trials if trial.share < self.answer.share]
-        return max(smaller, key=lambda trial: trial.share, default=None)
-
     def as_json(self) -> dict[str, Any]:
-        trials = [
-            {"share": trial.share, "judged": trial.judged.as_json(), "holds": trial.holds} for trial in self.trials
-        ]
         return {
             "limit": str(self.limit),
             "currency": self.currency,
-            "judges": self.judges,
-            "images": self.judging_digest,
-            "trials": trials,
+            "judges": str(self.judging),
+            "images": self.judging.inputs.digest,
+            "trials": [
+                {"share": trial.share, "judged": trial.judged.as_json(), "holds": trial.holds} for trial in self.trials
+            ],
         }
 
     def __str__(self) -> str:
-        answer, below = self.answer, self.below
-        past = "" if self._surely(answer) else f", chosen by the point: {self._more(answer.judged)}"
+        limit, count = self.limit, len(self.trials)
+        answer = min((trial for trial in self.trials if trial.holds), key=lambda trial: trial.share)
+        below = [trial for trial in self.trials if trial.share < answer.share]
+        nearest = max(below, key=lambda trial: trial.share, default=None)
         smaller = (
             "no widths are narrower"
-            if below is None
-            else f"{below.share:.2f} gives {figure(self.limit, below.judged.value)}"
+            if nearest is None
+            else f"{nearest.share:.2f} gives {figure(limit, nearest.judged.value)}"
         )
+        surely = limit.holds(answer.judged.low) and limit.holds(answer.judged.high)
+        past = "" if surely else f", chosen by the point: {self._more(answer.judged)}"
         return (
-            f"within {self.limit}: {answer.share:.2f} of the dense {self.currency} gives "
-            f"{figure(self.limit, answer.judged.value)} (95 % interval {figure(self.limit, answer.judged.low)} to "
-            f"{figure(self.limit, answer.judged.high)}{past}){_worst(self.limit, answer.judged)} on {self.judges}; "
-            f"{smaller}; {len(self.trials)} "
-            f"model{'s were' if len(self.trials) > 1 else ' was'} reduced and judged"
+            f"within {limit}: {answer.share:.2f} of the dense {self.currency} gives "
+            f"{_with_interval(limit, answer.judged, past)} on {self.judging}; {smaller}; {count} "
+            f"model{'s were' if count > 1 else ' was'} reduced and judged"
         )
 
     def _more(self, judged: Judgement) -> str:
         """What would decide, in the words of a proof that is held to the limit."""
-        gap = judged.value - self.limit.value
+        gap, inputs = judged.value - self.limit.value, self.judging.inputs
         if self.limit.measure == "agreement":
 
             def decides(count: int) -> bool:
                 return share_interval(judged.value, count).low >= self.limit.value
 
-            return samples_for_share(decides, self.count, self.noun)
+            return samples_for_share(decides, inputs.count, inputs.noun)
         width = judged.value - judged.low if gap > 0 else judged.high - judged.value
-        return samples_for_interval(gap, width, self.count, self.noun)
-
-    def _surely(self, trial: Trial) -> bool:
-        return self.limit.holds(trial.judged.low) and self.limit.holds(trial.judged.high)
+        return samples_for_interval(gap, width, inputs.count, inputs.noun)
 
 
 def figure(limit: Limit, value: float) -> str:
@@ -105,32 +87,34 @@ def figure(limit: Limit, value: float) -> str:
     return {"accuracy": f"{value:+.2f} points", "agreement": f"{value:.2%}", "error": f"{value:.3g}"}[limit.measure]
 
 
-def _worst(limit: Limit, judged: Judgement) -> str:
-    """Of which output the figure is, beside those of the others; nothing where there is one."""
+def _with_interval(limit: Limit, judged: Judgement, past: str = "") -> str:
+    """The figure, of which output it is, and those of the others, where there are several."""
+    shown = (
+        f"{figure(limit, judged.value)} (95 % interval {figure(limit, judged.low)} to "
+        f"{figure(limit, judged.high)}{past})"
+    )
     if not judged.every:
-        return ""
+        return shown
     others = (f"{each.output} {figure(limit, each.value)}" for each in judged.every if each.output != judged.output)
-    return f" at {judged.output}, the worst output ({', '.join(others)})"
+    return f"{shown} at {judged.output}, the worst output ({', '.join(others)})"
 
 
-def _refuse_unreachable(limit: Limit, currency: str, judges: str, trials: Sequence[Trial]) -> NoReturn:
+def _unreachable(limit: Limit, currency: str, judging: Judging, trials: Sequence[Trial]) -> BadInput:
     if not trials:
-        raise BadInput(f"--within '{limit}': no widths keep less than the whole of the dense {currency}; see inspect")
+        return BadInput(f"--within '{limit}': no widths keep less than the whole of the dense {currency}; see inspect")
     closest = trials[0]
     for trial in trials[1:]:
         if limit.better(trial.judged.value, closest.judged.value):
             closest = trial
-    raise BadInput(
-        f"--within '{limit}': out of reach on {judges}; the closest of the {len(trials)} models tried keeps "
-        f"{closest.share:.2f} of the dense {currency} and gives {figure(limit, closest.judged.value)} (95 % interval "
-        f"{figure(limit, closest.judged.low)} to {figure(limit, closest.judged.high)})"
-        f"{_worst(limit, closest.judged)}; allow more"
+    return BadInput(
+        f"--within '{limit}': out of reach on {judging}; the closest of the {len(trials)} models tried keeps "
+        f"{closest.share:.2f} of the dense {currency} and gives {_with_interval(limit, closest.judged)}; allow more"
     )
 
 
 def smallest_within(
     limit: Limit,
-    planner: BudgetPlanner | JointPlanner,
+    planner: Planner,
     judging: Judging,
     reduced: Callable[[WidthPlan], Reduction],
     *,
@@ -138,9 +122,9 @@ def smallest_within(
 ) -> tuple[Reduction, WidthPlan]:
     """The model of the smallest budget that is within the limit, and its plan, which says what was tried.
 
-    `reduced` carries a plan out; `on_progress` is told how many models have been tried, of how
-    many at most. At most log2(STEPS) + 1 models are
-    reduced, each judged in one pass over the inputs. Raises BadInput where even the largest budget is not within it.
+    `reduced` carries a plan out; `on_progress` is told how many models have been tried, of how many at most. At most
+    log2(STEPS) + 1 models are reduced, each judged in one pass over the inputs. Raises BadInput where even the largest
+    budget is not within it.
     """
     judge = Judge(planner.probe.model, judging, limit.measure)
     fails, holds = max(math.ceil(planner.narrowest() * STEPS + 1e-9), 1) - 1, STEPS
@@ -159,15 +143,7 @@ def smallest_within(
         if on_progress is not None:
             on_progress(len(trials), len(trials) + max(holds - fails - 1, 0).bit_length())
     if answer is None:
-        _refuse_unreachable(limit, planner.currency, str(judging), trials)
-    within = LimitSearch(
-        limit=limit,
-        currency=planner.currency,
-        judges=str(judging),
-        count=judging.inputs.count,
-        noun=judging.inputs.noun,
-        judging_digest=judging.inputs.digest,
-        trials=tuple(trials),
-    )
+        raise _unreachable(limit, planner.currency, judging, trials)
+    within = LimitSearch(limit=limit, currency=planner.currency, judging=judging, trials=tuple(trials))
     reduction, planned = answer
     return reduction, replace(planned, decisions=(str(within), *planned.decisions), within=within.as_json())

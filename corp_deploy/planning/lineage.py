@@ -50,9 +50,7 @@ def reduced_checkpoint(
     held_out: Moments | None,
     looked_at: Sequence[InputSet | None] = (),
 ) -> Checkpoint:
-    """The reduced model with what led to it; `looked_at`: the inputs beside the moments that it was fitted or chosen
-    by.
-    """
+    """With what led to it; `looked_at`: the inputs beside the moments that it was fitted or chosen by."""
     fitted = load_moments(moments)
     carried = fitted.lineage
     lineage = {

@@ -3,8 +3,9 @@
 Legend: L blocks that can merge, G numbers of tokens merged so far.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from torch import nn
@@ -35,24 +36,27 @@ class MergeCosts:
 
     def of(self, picks: Sequence[int]) -> float:
         """With these positions in G behind each block."""
-        before = [0, *picks[:-1]]
-        running = sum(self.running_LG[block, pick] for block, pick in enumerate(picks))
-        merging = sum(self.merging_GG[came, pick] for came, pick in zip(before, picks, strict=True))
+        running = sum(running_G[pick] for running_G, pick in zip(self.running_LG, picks, strict=True))
+        merging = sum(self.merging_GG[came, pick] for came, pick in pairwise([0, *picks]))
         return float(self.fixed + running + merging)
+
+
+def of_merges(curves: MergeCurves, cost: Callable[[int, int], float]) -> Array:
+    """By how many tokens were and are merged [G,G], each by tokens and how many go; infinite where no merge does so."""
+    merging_GG = np.full((len(curves.left), len(curves.left)), np.inf)
+    for one, tokens in enumerate(curves.left):
+        for other, after in enumerate(curves.left[one:], start=one):
+            if tokens - after <= most_merged("merge", tokens, curves.protected):
+                merging_GG[one, other] = cost(tokens, tokens - after)
+    return merging_GG
 
 
 def merge_costs_in_macs(model: nn.Module, curves: MergeCurves) -> MergeCosts:
     """Multiply-adds of one input, counted for the model as it is and by formula at fewer tokens."""
-    places, count = merge_places(model), counted(model)
-    left = [curves.tokens - int(amount) for amount in curves.amounts_G]
-    by_step = {name: macs_at_tokens(model, name, left) for place in places for name in place.behind}
-    now = {name: macs_G[0] for name, macs_G in by_step.items()}
-    running_LG = np.array([np.sum([by_step[name] for name in place.behind], axis=0) for place in places])
-    channels = stream_channels(model)
-    merging_GG = np.full((len(left), len(left)), np.inf)
-    for one, tokens in enumerate(left):
-        for other in range(one, len(left)):
-            merged = tokens - left[other]
-            if merged <= most_merged("merge", tokens, curves.protected):
-                merging_GG[one, other] = merge_macs(tokens, curves.protected, merged, channels)
-    return MergeCosts(fixed=float(count.macs - sum(now.values())), running_LG=running_LG, merging_GG=merging_GG)
+    places, channels = merge_places(model), stream_channels(model)
+    by_step = {name: macs_at_tokens(model, name, curves.left) for place in places for name in place.behind}
+    return MergeCosts(
+        fixed=float(counted(model).macs - sum(macs_G[0] for macs_G in by_step.values())),
+        running_LG=np.array([np.sum([by_step[name] for name in place.behind], axis=0) for place in places]),
+        merging_GG=of_merges(curves, lambda tokens, count: merge_macs(tokens, curves.protected, count, channels)),
+    )

@@ -32,9 +32,7 @@ MOST = 0.95  # of the tokens are merged away at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergePlace:
-    """Where a block merges: the step before it, the tokens protected, the steps of fewer tokens up to the next place
-    and the `sites` that stand in them.
-    """
+    """The step before a merge, tokens protected, steps of fewer tokens up to the next place and the `sites` in them."""
 
     before: str
     protected: int
@@ -64,9 +62,9 @@ def merge_places(model: nn.Module) -> list[MergePlace]:
     return places
 
 
-def _lost(place: MergePlace, tangent: Tangent, amounts: Sequence[int]) -> list[float]:
+def _lost(place: MergePlace, tangent: Tangent[str], amounts: Sequence[int]) -> list[float]:
     """Squared change of the outputs of a piece, to first order, with so many tokens merged at one place alone."""
-    x_BNC = tangent.behind[place.before]
+    x_BNC = tangent.at[place.before]
     tokens, merged, lost = Tokens(x_BNC, None, sources_of(x_BNC)), 0, []
     for amount in amounts:
         merge = TokenMerge(count=amount - merged, protected=place.protected, how="merge")
@@ -93,14 +91,17 @@ def amounts_offered(tokens: int, most: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeCurves:
-    """What merging loses of the outputs [L,G], squared and relative, by how many tokens are merged away [G] when a
-    block is done.
-    """
+    """What merging loses of the outputs [L,G], squared and relative, by how many tokens are gone [G] behind a block."""
 
     tokens: int
     protected: int
     amounts_G: NDArray[np.int64]
     errors_LG: Array
+
+    @property
+    def left(self) -> list[int]:
+        """The tokens that are left [G]."""
+        return [self.tokens - int(amount) for amount in self.amounts_G]
 
 
 def merge_curves(model: nn.Module, inputs: Inputs) -> MergeCurves:

@@ -1,50 +1,168 @@
-"""What a plan of merged tokens and widths pays in: multiply-adds, or measured time."""
+"""What a plan of merged tokens and widths pays in: multiply-adds, or measured time.
 
-from collections.abc import Callable
+In time merging saves and costs what layers at a few numbers of tokens, and merges of a few sizes, take alone. Between
+those it is interpolated, so that one set of measurements prices every schedule. Legend: L blocks that can merge, G
+numbers of tokens merged so far.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
+import numpy as np
 from torch import nn
 
+from corp_deploy.families import traced_model
 from corp_deploy.families.counting import site_costs
 from corp_deploy.families.family import sites_of
+from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.merging import most_merged
 from corp_deploy.traced.models.parts import tokens_that_enter
+from corp_deploy.traced.models.steps import SegmentStep
+from corp_deploy.traced.models.token_merging import TokenMerge
+from perf.bench.latency_table import Grid, LatencyTable
 
 from .budget import dense_cost
 from .curves import CostCurve
-from .latency import LatencyTarget
-from .latency_of_tokens import merges_of
-from .merge_costs import MergeCosts, merge_costs_in_macs
-from .merge_curves import MergeCurves
-from .merge_latency import MergeLatencies, measure_merge_latencies, merge_costs_in_ns, sites_ns
-from .probe import Probe
+from .latency import POINTS, LatencyTarget, in_nanoseconds, name_at_tokens, opened_grids, refuse_disturbed
+from .latency_of_tokens import latency_at, merges_of, spread
+from .merge_costs import MergeCosts, merge_costs_in_macs, of_merges
+from .merge_curves import MergeCurves, merge_places
+
+TOKENS = 4  # numbers of tokens that a layer and a merge are measured at
+FEWER_POINTS = 3  # widths of a layer that are measured with fewer than all tokens
+FEW = 1 / 8  # of the most that can be merged at once; a merge of so many is measured, and one of all those
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeLatencies:
+    """Tables of each site's layer by its number of tokens, of merges by the tokens that enter and how many are merged
+    away, and of the dense model, at one batch size. `parts`: sites whose tables are of all that any is, each part of
+    the model once.
+    """
+
+    sites: Mapping[str, Mapping[int, LatencyTable]]
+    merges: Mapping[int, Mapping[int, LatencyTable]]
+    protected: int
+    dense: LatencyTable
+    batch: int
+    parts: tuple[str, ...] = ()
+
+    def site_ms(self, site: str, size: int, tokens: int) -> float:
+        """Of a site's layer."""
+        return latency_at(self.sites[site], tokens, size, self.batch)
+
+    def merge_ms(self, tokens: int, count: int) -> float:
+        """Of one merge, straight between those measured: by the share of what can be merged, and by tokens."""
+        if not count:
+            return 0.0
+        share, measured = count / most_merged("merge", tokens, self.protected), sorted(self.merges)
+        at = []
+        for entering in measured:
+            counts, most = sorted(self.merges[entering]), most_merged("merge", entering, self.protected)
+            took = [self.merges[entering][each].latency_ms(1, self.batch) for each in counts]
+            at.append(np.interp(share, [each / most for each in counts], took))
+        return float(np.interp(tokens, measured, at))
+
+    def model_ms(self) -> float:
+        """Of the dense model."""
+        return self.dense.latency_ms(1, self.batch)
+
+
+def _merge_sizes(tokens: int, protected: int) -> list[int]:
+    most = most_merged("merge", tokens, protected)
+    return sorted({max(1, round(FEW * most)), most}) if most else []
+
+
+def measure_merge_latencies(
+    dense: Checkpoint, method: Method, losses: MergeCurves, where: LatencyTarget
+) -> MergeLatencies:
+    """A few dozen timings, from the cache where it holds them: of one layer of each shape, one merge of each size, and
+    the model. Raises BadInput where other programs had the machine for too much of one.
+    """
+    model, places = dense.model, merge_places(dense.model)
+    counts = spread(tuple(losses.tokens - int(amount) for amount in losses.amounts_G[::-1]), TOKENS)
+    with opened_grids(model, method, where) as grids:
+        shapes = grids.shapes
+        behind = {shapes[name]: name for place in places for name in place.sites if name in shapes}
+        at_shapes: dict[str, dict[int, Grid]] = {}
+        for shape in dict.fromkeys(shapes.values()):
+            site = behind.get(shape) or next(site for site, own in shapes.items() if own == shape)
+            at_shapes[shape] = {
+                tokens: grids.of_site(
+                    name_at_tokens(shape, tokens, losses.tokens),
+                    site,
+                    tokens,
+                    points=POINTS if tokens == losses.tokens else FEWER_POINTS,
+                )
+                for tokens in (counts if shape in behind else counts[-1:])
+            }
+        merges: dict[int, dict[int, Grid]] = {}
+        for tokens in counts:
+            for count in _merge_sizes(tokens, losses.protected):
+                merge = TokenMerge(count=count, protected=losses.protected, how="merge")
+                merges.setdefault(tokens, {})[count] = grids.of_merge(merge, tokens)
+        whole = grids.of_model(dense)
+        every = [grid for of in (*at_shapes.values(), *merges.values()) for grid in of.values()]
+        measured = grids.measured({grid.name: grid for grid in (*every, whole)})
+    tables = {name: table for name, (table, _) in measured.items()}
+    refuse_disturbed(tables)
+
+    def tables_of(grids: Mapping[int, Grid]) -> dict[int, LatencyTable]:
+        return {size: tables[grid.name] for size, grid in grids.items()}
+
+    return MergeLatencies(
+        sites={
+            site.name: tables_of(at_shapes[shapes[site.name]]) if site.name in shapes else {}
+            for site in sites_of(model).every
+        },
+        merges={tokens: tables_of(sizes) for tokens, sizes in merges.items()},
+        protected=losses.protected,
+        dense=tables[whole.name],
+        batch=where.batches[0],
+        parts=_parts(model),
+    )
+
+
+def _parts(model: nn.Module) -> tuple[str, ...]:
+    """A site for each step, that stands in no other."""
+    every = [site.name for site in sites_of(model).every]
+    steps = [step for step in traced_model.steps(model) if isinstance(step, SegmentStep)]
+    count = Counter(name for step in steps for name in step.sites)
+    own = ([name for name in step.sites if count[name] == 1 and name in every] for step in steps)
+    return tuple(names[0] for names in own if names)
+
+
+def sites_ns(dense: Checkpoint, latencies: MergeLatencies, tokens: Mapping[str, int]) -> dict[str, int]:
+    """Of the layer of each part of the model at its own width and so many tokens."""
+    sites = sites_of(dense.model).by_name
+    return {name: round(1e6 * latencies.site_ms(name, sites[name].width, tokens[name])) for name in latencies.parts}
+
+
+def merge_costs_in_ns(dense: Checkpoint, losses: MergeCurves, latencies: MergeLatencies) -> MergeCosts:
+    """Nanoseconds of one call, by layers and merges measured alone; what they can't explain of the model is fixed."""
+    behind = [[name for name in place.sites if name in latencies.parts] for place in merge_places(dense.model)]
+    at = [sites_ns(dense, latencies, dict.fromkeys(latencies.sites, tokens)) for tokens in losses.left]
+    alone = at[0]  # with all tokens
+    total = max(round(1e6 * latencies.model_ms()), sum(alone.values()))
+    return MergeCosts(
+        fixed=float(total - sum(alone[name] for names in behind for name in names)),
+        running_LG=np.array([[sum(of[name] for name in names) for of in at] for names in behind], dtype=np.float64),
+        merging_GG=of_merges(losses, lambda tokens, count: 1e6 * latencies.merge_ms(tokens, count)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """In one currency: the dense model's cost, that of schedules, and `priced`: the sites' curves in a model that
-    merges tokens, with that model's cost. `where` tells latency's.
-    """
+    """The dense cost, that of schedules, and the sites' curves in a model that merges tokens with that model's cost."""
 
-    currency: Literal["macs", "latency"]
     full_cost: int
     costs: MergeCosts
     priced: Callable[[nn.Module], tuple[list[CostCurve], int]]
-    where: LatencyTarget | None = None
-
-    def used(self, share: float, allowed: float) -> str:
-        """What of a budget a plan uses, in words."""
-        if self.where is None:
-            return f"budget: {share:.1%} of the dense {self.currency} used of {allowed:.1%} allowed"
-        return (
-            f"budget: {share:.1%} of the dense latency predicted of {allowed:.1%} allowed, which is "
-            f"{share * self.full_cost / 1e6:.3f} of {self.full_cost / 1e6:.3f} ms at batch {self.where.batches[0]} in "
-            f"{self.where.backend}"
-        )
 
 
-def prices_in_macs(probe: Probe, curves: list[CostCurve], losses: MergeCurves) -> Prices:
+def prices_in_macs(dense: nn.Module, curves: list[CostCurve], losses: MergeCurves) -> Prices:
     """Counted, and by formula."""
 
     def priced(model: nn.Module) -> tuple[list[CostCurve], int]:
@@ -59,39 +177,28 @@ def prices_in_macs(probe: Probe, curves: list[CostCurve], losses: MergeCurves) -
         ]
         return repriced, dense_cost(model, "macs")
 
-    full_cost = dense_cost(probe.model, "macs")
-    return Prices(currency="macs", full_cost=full_cost, costs=merge_costs_in_macs(probe.model, losses), priced=priced)
+    return Prices(full_cost=dense_cost(dense, "macs"), costs=merge_costs_in_macs(dense, losses), priced=priced)
 
 
 def prices_by_latencies(
-    dense: Checkpoint, curves: list[CostCurve], losses: MergeCurves, latencies: MergeLatencies, where: LatencyTarget
+    dense: Checkpoint, curves: list[CostCurve], losses: MergeCurves, latencies: MergeLatencies
 ) -> Prices:
     """Nanoseconds, by what was measured; a merged model costs what its layers and merges do, beside what is fixed."""
-    sites = sites_of(dense.model).by_name
-    alone = sites_ns(dense, latencies, tokens_that_enter(dense.model))
-    full_cost = max(round(1e6 * latencies.model_ms()), sum(alone.values()))
+    alone = sum(sites_ns(dense, latencies, tokens_that_enter(dense.model)).values())
+    full_cost = max(round(1e6 * latencies.model_ms()), alone)
 
     def priced(model: nn.Module) -> tuple[list[CostCurve], int]:
         tokens = tokens_that_enter(model)
-        now = sites_ns(dense, latencies, tokens)
+        now = sum(sites_ns(dense, latencies, tokens).values())
         merging = sum(latencies.merge_ms(entering, merge.count) for merge, entering in merges_of(model).values())
-        repriced = list[CostCurve]()
-        for curve in curves:
-            at, widths = tokens[curve.site], [*curve.widths, sites[curve.site].width]
-            costs = [round(1e6 * latencies.site_ms(curve.site, width, at)) for width in widths]
-            least = min(costs)
-            *of_widths, cost_now = (cost - least for cost in costs)
-            repriced.append(replace(curve, costs=tuple(of_widths), cost_now=cost_now))
-        return repriced, full_cost - sum(alone.values()) + sum(now.values()) + round(1e6 * merging)
+        repriced = in_nanoseconds(curves, lambda site, width: latencies.site_ms(site, width, tokens[site]))
+        return repriced, full_cost - alone + now + round(1e6 * merging)
 
-    costs = merge_costs_in_ns(dense, losses, latencies)
-    return Prices(currency="latency", full_cost=full_cost, costs=costs, priced=priced, where=where)
+    return Prices(full_cost=full_cost, costs=merge_costs_in_ns(dense, losses, latencies), priced=priced)
 
 
 def prices_in_time(
-    dense: Checkpoint, probe: Probe, curves: list[CostCurve], losses: MergeCurves, where: LatencyTarget
+    dense: Checkpoint, method: Method, curves: list[CostCurve], losses: MergeCurves, where: LatencyTarget
 ) -> Prices:
     """Measured on this machine, or read from the tables where they hold it."""
-    return prices_by_latencies(
-        dense, curves, losses, measure_merge_latencies(dense, probe.method, losses, where), where
-    )
+    return prices_by_latencies(dense, curves, losses, measure_merge_latencies(dense, method, losses, where))

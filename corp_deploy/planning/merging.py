@@ -12,10 +12,8 @@ from ground.errors import BadInput
 
 
 def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging | None:
-    """What a model merges as it was asked for, None where nothing was.
-
-    Where one number stands for all blocks, a block merges no more than it can. Raises BadInput for a text that is no
-    schedule of its blocks.
+    """What a model merges as it was asked for, None where nothing was. Where one number stands for all blocks, a block
+    merges no more than it can. Raises BadInput for a text that is no schedule of its blocks.
     """
     text = choice.schedule
     if text is None:

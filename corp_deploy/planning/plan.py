@@ -12,9 +12,9 @@ from ground.effort import Stopwatch
 from ground.errors import BadInput
 
 from .budget import Allocation, allocate, dense_cost, uniform
-from .budget_planner import BudgetPlanner, budget_planner, probe_of, probed
+from .budget_planner import Planner, budget_planner, probe_of, probed
 from .curves import cost_curves
-from .joint_planner import JointPlanner, joint_planner
+from .joint_planner import joint_planner
 from .probe import Probe
 from .request import ReductionRequest
 from .width_plan import WidthPlan
@@ -27,7 +27,7 @@ class HeadChoice:
     method: Method
     allocated: Allocation
     reason: str
-    ways: dict[str, Allocation]
+    ways: tuple[Allocation, ...]
 
 
 def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
@@ -37,27 +37,26 @@ def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     with square ones where Q/K must stay, since padded heads alone take nothing from those.
     """
     dense = dense_cost(probe.model, "macs")
-    padded = replace(probe, method=replace(probe.method, geometry="padded"))
-    square = replace(probe, method=replace(probe.method, geometry="square"))
-    padded_curves, square_curves = cost_curves(padded, "macs"), cost_curves(square, "macs")
+    methods = [replace(probe.method, geometry=geometry) for geometry in ("padded", "square")]
+    curves = [cost_curves(replace(probe, method=method), "macs") for method in methods]
     if share is None:
         stays = any(isinstance(site, TracedValues) and site.queries is None for site in sites_of(probe.model).every)
-        way, curves = (square, square_curves) if stays else (padded, padded_curves)
-        share = uniform(way.model, way.method, curves, dense).share
-    ways = ((padded, allocate(padded_curves, dense, share)), (square, allocate(square_curves, dense, share)))
-    better, worse = sorted(ways, key=lambda way: way[1].predicted_error)
-    name, other = better[0].method.geometry, worse[0].method.geometry
+        share = uniform(probe.model, methods[stays], curves[stays], dense).share
+    ways = [
+        (method, replace(allocate(own, dense, share), name=f"{method.geometry} heads"))
+        for method, own in zip(methods, curves, strict=True)
+    ]
+    (method, better), (_, worse) = sorted(ways, key=lambda way: way[1].predicted_error)
     reason = (
-        f"heads: {name}, because at {share:.1%} of the dense MACs its predicted logit error is "
-        f"{better[1].predicted_error:.4f}, that of {other} heads {worse[1].predicted_error:.4f}"
+        f"heads: {method.geometry}, because at {share:.1%} of the dense MACs its predicted logit error is "
+        f"{better.predicted_error:.4f}, that of {worse.name} {worse.predicted_error:.4f}"
     )
-    every = {f"{probe.method.geometry} heads": allocated for probe, allocated in ways}
-    return HeadChoice(method=better[0].method, allocated=better[1], reason=reason, ways=every)
+    return HeadChoice(method=method, allocated=better, reason=reason, ways=tuple(way for _, way in ways))
 
 
 def planner_of(
     dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
-) -> BudgetPlanner | JointPlanner:
+) -> Planner:
     """For every share of the cost that the request counts, from one look at the images."""
     if request.options.auto_merging:
         return joint_planner(dense, moments, request, images, watch=watch)
@@ -80,9 +79,7 @@ def plan(
     images: InputSet | None,
     watch: Stopwatch | None = None,
 ) -> WidthPlan:
-    """Settle geometry and widths. `watch` takes the time of selecting as a part of its own. Raises BadInput when images
-    are needed and missing.
-    """
+    """Settle geometry and widths; `watch` takes the time of selecting apart. Raises BadInput where images lack."""
     options, share = request.options, request.options.share
     if options.auto_merging and (share is None or options.auto_heads):
         raise BadInput(
@@ -106,7 +103,7 @@ def plan(
             method=choice.method,
             widths=choice.allocated.widths,
             decisions=(choice.reason,),
-            ways=tuple(probed(name, probe, allocation) for name, allocation in choice.ways.items()),
+            ways=probed(probe, choice.ways),
             eliminations=probe.eliminations,
             metrics=probe.moments.metrics,
         )

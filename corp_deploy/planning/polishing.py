@@ -42,10 +42,6 @@ class PolishInputs:
     judges: InputSet | None
 
 
-def _positions(images: InputSet, chosen_B: Tensor) -> InputSet:
-    return images.subset(chosen_B.nonzero().squeeze(1).tolist())
-
-
 def _groups(images: InputSet, moments: Moments) -> Tensor | None:
     """The group that calibration put each input in."""
     if not len(moments.group_ids):
@@ -71,7 +67,7 @@ def inputs_to_polish(
     was_seen_B = torch.isin(images.ids, moments.image_ids)
     if bool(was_seen_B.all()) or not bool(was_seen_B.any()):
         return PolishInputs(reduced_on=images, fitted=images, groups_B=_groups(images, moments), judges=None)
-    fitted, others = _positions(images, was_seen_B), _positions(images, ~was_seen_B)
+    fitted, others = (images.subset(each.nonzero().squeeze(1).tolist()) for each in (was_seen_B, ~was_seen_B))
     return PolishInputs(reduced_on=fitted, fitted=fitted, groups_B=None, judges=others)
 
 

@@ -24,9 +24,7 @@ RUNS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSplit:
-    """Inputs to look at, moments without them, and the others, all where all are looked at; a closed loop is tried on a
-    `few` of these.
-    """
+    """Inputs to look at, moments without them, and the others (all where all are looked at)."""
 
     inputs: Inputs
     moments: Moments
@@ -34,6 +32,7 @@ class ProbeSplit:
 
     @property
     def few(self) -> InputSet:
+        """What a closed loop is tried on."""
         return self.others.subset(_spread(self.others.count, IN_LOOP))
 
 
@@ -74,18 +73,17 @@ def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
 
 
 def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> ProbeSplit:
-    """A few images, of groups of their own where groups of theirs are known, and the moments of the others.
-
-    Of fewer than ALL_BELOW images all, and the moments as they are, as where nothing would be left of them.
+    """A few images, of groups of their own where groups of theirs are known, and the moments of the others. Of fewer
+    than ALL_BELOW images all, and the moments as they are, as where nothing would be left of them.
     """
-    where = device(dense.model)
     few = images.count < ALL_BELOW
     by_group = moments.half is not None and not few
     places = _of_groups(images, moments) if by_group else []
     # Of images that the moments are not of no group is known.
     chosen = images if few else images.subset(places or _positions(images.count))
-    (inputs,) = chosen.subset(_spread(chosen.count, IMAGES)).batches(chosen.count)
-    apart = ProbeSplit(inputs=to_device(inputs, where), moments=moments, others=_others(images, chosen))
+    left_out = (~torch.isin(images.ids, chosen.ids)).nonzero().squeeze(1).tolist()
+    others = images.subset(left_out) if left_out else images
+    apart = ProbeSplit(inputs=few_of(dense, chosen, IMAGES), moments=moments, others=others)
     if few or not torch.isin(chosen.ids, moments.image_ids).any():
         return apart
     left = [moments] if moments.half is None else [moments, moments.half]
@@ -94,24 +92,11 @@ def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> ProbeSpl
     return replace(apart, moments=_left(dense, moments, chosen))
 
 
-def few_of(dense: Checkpoint, images: InputSet) -> Inputs:
-    """A few of these, evenly: enough for means over all their tokens."""
-    spread = images.subset(_spread(images.count, FEW))
+def few_of(dense: Checkpoint, images: InputSet, most: int = FEW) -> Inputs:
+    """At most so many of these, evenly; a FEW are enough for means over all their tokens."""
+    spread = images.subset(_spread(images.count, most))
     (inputs,) = spread.batches(spread.count)
     return to_device(inputs, device(dense.model))
-
-
-def from_everywhere(dense: Checkpoint, images: InputSet) -> Inputs:
-    """As many inputs as a budget looks at, evenly from all: no fit need leave out what nothing is fitted to."""
-    spread = images.subset(_spread(images.count, IMAGES))
-    (inputs,) = spread.batches(spread.count)
-    return to_device(inputs, device(dense.model))
-
-
-def _others(images: InputSet, chosen: InputSet) -> InputSet:
-    """Those that were not chosen; all where all were."""
-    places = (~torch.isin(images.ids, chosen.ids)).nonzero().squeeze(1).tolist()
-    return images.subset(places) if places else images
 
 
 def _spread(count: int, most: int) -> list[int]:

@@ -1,13 +1,10 @@
 """What changes of layers do to the outputs of a traced model, to first order: as curvature.py does of branches.
 
-For a change d of what a layer gives the outputs change by J d, and with random signs v, E (v' J d)^2 = |J d|^2.
-
 Legend: B inputs, V directions.
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,24 +15,13 @@ from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, Called, every_layer
 
-from .curvature import DIRECTIONS, joined, signs
+from .curvature import Tangent, joined, tangent_of
 
 _PIECE = 8  # inputs whose gradients by all layers' outputs are in memory at a time
 _ALIKE = 1.0
 MOST_OUTPUTS = 2048
 Change = Mapping[str, Tensor]
 """By the name of a weight or bias by how much it changes, of dense sizes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tangent:
-    """Of a piece of the inputs: what each layer reads, the gradients of the outputs [V,B,...] by what it gives, and the
-    outputs' energy.
-    """
-
-    entering: Mapping[Called, Tensor]
-    gradients: Mapping[Called, Tensor]
-    energy: float
 
 
 class _Moved(fx.Interpreter):
@@ -55,55 +41,42 @@ class _Moved(fx.Interpreter):
         return out + self.zeros[layer]
 
 
-def _tangent(program: Program, inputs: Inputs, layers: Mapping[fx.Node, Called], drawn: torch.Generator) -> _Tangent:
+def _tangent(
+    program: Program, inputs: Inputs, layers: Mapping[fx.Node, Called], drawn: torch.Generator
+) -> Tangent[Called]:
     moved = _Moved(program, layers)
     with torch.enable_grad():
-        outputs = joined(as_tuple(moved.run(*tensors_by_name(inputs).values())))
-        by_direction = [
-            torch.autograd.grad(
-                outputs,
-                tuple(moved.zeros.values()),
-                signs(outputs, drawn),
-                retain_graph=True,
-                materialize_grads=True,  # what no output hangs on moves none
-            )
-            for _ in range(DIRECTIONS)
-        ]
-    gradients = map(torch.stack, zip(*by_direction, strict=True))
-    energy = float(outputs.detach().double().square().sum())
-    return _Tangent(entering=moved.entering, gradients=dict(zip(moved.zeros, gradients, strict=True)), energy=energy)
+        given = moved.run(*(each.clone() for each in tensors_by_name(inputs).values()))
+        return tangent_of(joined(as_tuple(given)), moved.entering, moved.zeros, drawn)
 
 
-def _tangents(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> Iterator[_Tangent]:
-    """Of pieces of the inputs, for layers of these weights; none where there is no such layer."""
+def _tangents(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> Iterator[Tangent[Called]]:
+    """Of pieces of the inputs, what each layer of these weights reads, and gradients by what it gives."""
     program, drawn = tracing(model).running, torch.Generator().manual_seed(0)
     layers = {layer.node: layer for layer in every_layer(program) if layer.weight in weights}
     with torch.inference_mode(False), torch.no_grad():
         for piece in chunks(inputs, _PIECE) if layers else ():
-            own = {name: each.clone() for name, each in tensors_by_name(piece).items()}
-            yield _tangent(program, own, layers, drawn)
+            yield _tangent(program, piece, layers, drawn)
 
 
-def _moved_by(tangent: _Tangent, layer: Called, change: Change) -> Tensor | None:
+def _moved_by(tangent: Tangent[Called], layer: Called, change: Change) -> Tensor | None:
     """By how much a change of this layer moves the outputs in each direction [V,B]."""
     weight, bias = change.get(layer.weight), change.get(layer.bias)
     if weight is None:
         return None
-    x, node = tangent.entering[layer], layer.node
+    x, node = tangent.at[layer], layer.node
     assert callable(node.target), node
     d_BX = node.target(x, weight.to(x), None if bias is None else bias.to(x), *node.args[3:])
     return torch.einsum("vbx,bx->vb", tangent.gradients[layer].flatten(2), d_BX.flatten(1)).double()
 
 
 def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Change]) -> list[float]:
-    """Squared relative change of the outputs by each of these alone. Runs the model once forwards and DIRECTIONS times
-    backwards, and every layer that changes once for each.
-    """
+    """Squared relative change of the outputs by each of these alone, by DIRECTIONS backward passes for all."""
     effects, energy = [0.0] * len(changes), 0.0
     for tangent in _tangents(model, inputs, {name for change in changes for name in change}):
         energy += tangent.energy
         for place, change in enumerate(changes):
-            every = (_moved_by(tangent, layer, change) for layer in tangent.entering)
+            every = (_moved_by(tangent, layer, change) for layer in tangent.at)
             moved = [each for each in every if each is not None]
             effects[place] += float(sum(moved).square().mean(dim=0).sum()) if moved else 0.0  # type: ignore[union-attr]
     return [effect / energy for effect in effects] if any(effects) else effects

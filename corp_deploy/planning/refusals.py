@@ -1,22 +1,25 @@
-"""Refusals of options that don't fit this model or these moments."""
+"""Refusals of options that don't fit this model, these moments, or a configuration of transformers."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from calib.active import ACTIVE_EPS
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.hf_saved import INSTEAD
 from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.hub_snapshot import CONFIG
+from corp_deploy.store.transformers_saved import FOLDER, origin_of
 from ground.errors import BadInput
 
 from .merging import merging_checkpoint
 from .reach import refuse_far_budget
 from .request import ReductionRequest
-from .saving import require_sayable
 
 
 def refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:
@@ -31,23 +34,16 @@ def refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:
 
 def refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
     """Raise BadInput for options of a kind of sites that the model doesn't have."""
-    geometry = "auto" if request.options.auto_heads else request.method.geometry
+    method = request.method
+    geometry = "auto" if request.options.auto_heads else method.geometry
     # Heads are padded where nothing is said of them.
     heads = None if geometry == "padded" else geometry
-    of_heads = {
-        "--attn": request.method.attention_sparsity,
-        "--whole-heads": request.method.heads_sparsity,
-        "--heads": heads,
-    }
+    of_heads = {"--attn": method.attention_sparsity, "--whole-heads": method.heads_sparsity, "--heads": heads}
+    of_rows = {"--conv": method.conv_sparsity, "--residual": method.residual_sparsity, "--rescale": method.rescales}
     refuse_idle_options(dense.model, "heads", of_heads)
-    refuse_idle_options(dense.model, "channels", {"--mlp": request.method.mlp_sparsity})
-    of_rows = {
-        "--conv": request.method.conv_sparsity,
-        "--residual": request.method.residual_sparsity,
-        "--rescale": request.method.rescales,
-    }
+    refuse_idle_options(dense.model, "channels", {"--mlp": method.mlp_sparsity})
     refuse_idle_options(dense.model, "convolutions", of_rows)
-    if request.method.residual_sparsity is not None:
+    if method.residual_sparsity is not None:
         require_streams(sites_of(dense.model), type(dense.model).__name__)
 
 
@@ -61,6 +57,35 @@ def as_merged(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint,
     if auto or merging is not None:  # tokens merge behind attentions
         request = replace(request, method=replace(request.method, empties=False))
     return dense, request
+
+
+def require_sayable(dense: Checkpoint, request: ReductionRequest) -> None:
+    """Raise BadInput, before any work, for a reduction that transformers could not be told of, by its options."""
+    options = request.options
+    if options.save_as is None:
+        return
+    origin, reason = origin_of(dense), ""
+    if options.schedule is not None or traced_model.merging_of(dense.model) is not None:
+        reason = "no class of transformers merges tokens"
+    elif options.allocates:
+        reason = (
+            "a budget gives every layer widths of its own, and a configuration has one for all; give --mlp and --attn"
+        )
+    elif options.auto_heads:
+        reason = "--heads auto may leave queries and keys narrower than values; give --heads square"
+    if reason:
+        raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
+    origin.refuse_unsayable(sites_of(dense.model), uniform_widths(dense.model, request.method))
+
+
+def refuse_outdated(directory: Path, request: ReductionRequest) -> None:
+    """Raise BadInput where a form of transformers would stay beside a model that it is not of."""
+    theirs = directory / FOLDER
+    if request.options.save_as is None and (theirs / CONFIG).is_file():
+        raise BadInput(
+            f"{theirs}: this transformers directory of another model would remain beside this one; remove it, "
+            "overwrite it with --save-as hf, or choose another --output"
+        )
 
 
 def refuse_unfit(dense: Checkpoint, request: ReductionRequest) -> None:

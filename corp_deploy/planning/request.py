@@ -30,9 +30,7 @@ class ReductionRequest:
         return self.options.currency or ("macs" if self.where is None else "latency")
 
     def loop(self, moments: Moments) -> Loop | None:
-        """The closed loop that fits to the dense stream; None for another, or none. Where the moments have halves, it
-        splits the images likewise.
-        """
+        """The closed loop that fits to the dense stream, None for another or none; it splits images as moments do."""
         if self.options.loop != "asymmetric":
             return None
         return Loop(reads=self.options.reads, half_ids=None if moments.half is None else moments.half.image_ids)

@@ -47,14 +47,11 @@ class Schedule:
 
 
 def _schedule(curves: MergeCurves, costs: MergeCosts, picks: Sequence[int]) -> Schedule:
-    amounts = [0, *(int(curves.amounts_G[pick]) for pick in picks)]
-    before = [0, *picks[:-1]]
-    error = sum(
-        curves.errors_LG[block, pick] - curves.errors_LG[block, came]
-        for block, (came, pick) in enumerate(zip(before, picks, strict=True))
-    )
-    counts = tuple(later - earlier for earlier, later in pairwise(amounts))
-    return Schedule(counts=counts, cost=costs.of(picks), error=float(error))
+    counts, error = list[int](), 0.0
+    for error_G, (came, pick) in zip(curves.errors_LG, pairwise([0, *picks]), strict=True):
+        counts.append(int(curves.amounts_G[pick] - curves.amounts_G[came]))
+        error += float(error_G[pick] - error_G[came])
+    return Schedule(counts=tuple(counts), cost=costs.of(picks), error=error)
 
 
 def most_at_once(tokens: int) -> int:
@@ -85,18 +82,14 @@ def best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Sched
 
 
 def shapes(blocks: int) -> list[list[float]]:
-    """Plain schedules, as shares of the most tokens that a block merges away, the latest first: none in the first
-    third, growing from none, growing from half, and alike in each block.
-    """
+    """Shares of the most that a block merges away, the latest first: late, growing from none, from half, and alike."""
     growing = [block / max(1, blocks - 1) for block in range(blocks)]
     from_half = [0.5 + 0.5 * share for share in growing]
     return [[float(block >= blocks // 3) for block in range(blocks)], growing, from_half, [1.0] * blocks]
 
 
 def _picks(curves: MergeCurves, shape: Sequence[float], most: float) -> list[int]:
-    """Positions in G of the schedule of this shape whose largest block merges `most` away; where a block can't merge
-    as many, as many as it can.
-    """
+    """Positions in G of the schedule of this shape; its largest block merges `most` away, each as many as it can."""
     last = len(curves.amounts_G) - 1
     between = int(curves.amounts_G[min(1, last)]) or 1
     picks, pick = [], 0
@@ -109,9 +102,7 @@ def _picks(curves: MergeCurves, shape: Sequence[float], most: float) -> list[int
 
 
 def shaped_schedule(curves: MergeCurves, costs: MergeCosts, limit: float, shape: Sequence[float]) -> Schedule | None:
-    """The schedule of this shape that merges the fewest tokens with which a model costs at most `limit`, cut where
-    tokens run out; None where there is none.
-    """
+    """Of this shape the one that merges the fewest tokens for a cost of at most `limit`; None where there is none."""
     before: list[int] | None = None
     for most in np.arange(0.0, curves.amounts_G[-1] + 1.0, 0.5):
         picks = _picks(curves, shape, float(most))

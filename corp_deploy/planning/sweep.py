@@ -21,7 +21,7 @@ from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
 from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.model import Reduction
-from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs
+from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs, save
 from corp_deploy.store.inputs import model_digest
 from ground.effort import Stopwatch, measured
 from ground.files import sha256_of_file
@@ -30,13 +30,13 @@ from perf.runners.protocol import stopwatch
 from perf.timing.watch import version
 
 from .budget_planner import BudgetPlanner, budget_planner
-from .carried_out import in_one_pass
+from .carried_out import as_planned
 from .curves import eliminations
 from .lineage import reduced_checkpoint
 from .sweep_points import SweepPoint, with_fronts
-from .sweep_scores import Scored, outputs
+from .sweep_scores import Scored, worst_agreement
 from .sweep_speed import Bench, is_leader, this_machine
-from .sweep_trials import SweepRequest, TrialFolder, key_of
+from .sweep_trials import Scores, SweepRequest, TrialFolder, key_of
 from .width_plan import WidthPlan
 
 Done = Callable[[str, int], None]
@@ -45,9 +45,7 @@ TRIALS = "trials"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepContext:
-    """What a sweep is about: the dense model, its moments by file, the inputs that judge and those that merged channels
-    and budgets look at.
-    """
+    """The dense model, its moments by file, inputs that judge and those that merged channels and budgets look at."""
 
     dense: Checkpoint
     moments: tuple[Path, ...]
@@ -69,7 +67,7 @@ class SweepContext:
         labels = self.scored.labels_N
         return {
             "dense": model_digest(self.dense.model),
-            "inputs": self.scored.digest,
+            "inputs": self.source.digest,
             "labels": None if labels is None else labels.tolist(),
             "calibration": None if self.calibration is None else self.calibration.digest,
             "batch_size": self.scored.batch_size,
@@ -79,9 +77,7 @@ class SweepContext:
 
 @dataclass(slots=True)
 class SweepCache:
-    """What the reductions of a sweep share: one elimination per MLP serves every width, one set of probes every budget
-    of a geometry.
-    """
+    """What reductions share: an elimination per MLP serves every width, a set of probes every budget of a geometry."""
 
     swept: SweepContext
     loaded: dict[int, Moments] = field(default_factory=dict)
@@ -115,21 +111,15 @@ class SweepCache:
         with measured(None if request.budget is None else watch, "plan"):
             planned = self._planned(request, watch)
         dense, images, path = self.swept.dense, self.swept.calibration, self.swept.moments[request.moments]
-        reduction = in_one_pass(dense.model, self.moments(request.moments), planned, images=images, watch=watch)
+        reduction = as_planned(dense.model, planned, moments=self.moments(request.moments), images=images, watch=watch)
         return reduction, reduced_checkpoint(dense, reduction, planned, request.preset, path, None, (images,))
-
-
-def _sites(reduction: Reduction) -> dict[str, Any]:
-    gap = None if reduction.gap is None else [reduction.gap.share_fitted, reduction.gap.share_held_out]
-    return {"reduced": len(reduction.coverage.reduced), "refused": len(reduction.coverage.refused), "gap": gap}
 
 
 def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, images: int) -> SweepPoint:
     """A reduced model, judged."""
     method, scored = request.method, swept.scored
-    answers = outputs(reduced.model, scored.inputs, scored.batch_size)
-    scores, right, cost = scored.scores(answers), scored.accuracies(answers), macs(reduced.model)
-    agreements = [score.agreement for score in scores if score.agreement is not None]
+    answers, cost = scored.answers(reduced.model), macs(reduced.model)
+    scores, (accuracy, top5) = scored.scores(answers), scored.accuracies(answers)
     sites = reduced.lineage["sweep_sites"]
     return SweepPoint(
         preset=request.preset,
@@ -144,9 +134,9 @@ def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, imag
         macs_share=cost / macs(swept.dense.model),
         parameters=parameters(reduced.model),
         relative_error=max(score.relative_error for score in scores),
-        agreement=min(agreements, default=None),
-        accuracy=None if right is None else right.top1,
-        top5=None if right is None else right.top5,
+        agreement=worst_agreement(scores),
+        accuracy=accuracy,
+        top5=top5,
         sites_reduced=sites["reduced"],
         sites_refused=sites["refused"],
         outputs=scores if len(scores) > 1 else (),
@@ -174,9 +164,7 @@ class SweepRun:
 
 
 def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
-    """Every trial, in the order asked for; those that stand in the folder already are not made again. Raises BadInput
-    for moments of another model and budgets out of reach.
-    """
+    """Every trial as asked for, finished ones as they are. Raises BadInput for other moments, and for far budgets."""
     run = run or SweepRun()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) if run.folder is None else run.folder / TRIALS
@@ -197,20 +185,11 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
 
 def _folders(swept: SweepContext, requests: Sequence[SweepRequest], root: Path) -> list[TrialFolder]:
     identity, digests = swept.identity, [sha256_of_file(path) for path in swept.moments]
-    keys = [
-        key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
-        for each in requests
-    ]
-    return [
-        TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key) for each, key in zip(requests, keys, strict=True)
-    ]
-
-
-def _mine(unfinished: Sequence[int], ranks: Ranks) -> list[int]:
-    """This process's share of the trials that are not finished, by every process's reading of the same list."""
-    everywhere = ranks.all_gather(list(unfinished))
-    left = [place for place in everywhere[0] if all(place in one for one in everywhere)]
-    return left[ranks.rank :: ranks.size]
+    folders = []
+    for each in requests:
+        key = key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
+        folders.append(TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key))
+    return folders
 
 
 def _reduce_all(
@@ -225,9 +204,11 @@ def _reduce_all(
         return scored and kept and not bench.wants_engine(folder) and (timed or folder.has_reduced())
 
     left = [place for place, folder in enumerate(folders) if not finished(folder)]
-    mine = _mine(left, run.ranks)
+    # Every process reads the same list, and has its share of it.
+    everywhere = run.ranks.all_gather(left)
+    shared = [place for place in everywhere[0] if all(place in one for one in everywhere)]
     run.report_progress("reducing", len(folders) - len(left))
-    for count, place in enumerate(mine, start=1):
+    for count, place in enumerate(shared[run.ranks.rank :: run.ranks.size], start=1):
         _reduce_one(work, requests[place], folders[place], bench)
         run.report_progress("reducing", len(folders) - len(left) + count)
 
@@ -237,14 +218,20 @@ def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, be
     reduced = folder.reduced() if folder.model.is_dir() else None
     if reduced is None:
         reduction, checkpoint = work.reduce(request, watch)
-        about = {"sweep_trial": folder.key, "sweep_sites": _sites(reduction)}
+        coverage, gap = reduction.coverage, reduction.gap
+        sites = {
+            "reduced": len(coverage.reduced),
+            "refused": len(coverage.refused),
+            "gap": None if gap is None else [gap.share_fitted, gap.share_held_out],
+        }
+        about = {"sweep_trial": folder.key, "sweep_sites": sites}
         reduced = replace(checkpoint, lineage={**checkpoint.lineage, **about})
-        folder.write_reduced(reduced)
+        save(reduced, folder.model)
     if folder.scores() is None:
         images = work.moments(request.moments).images
         with watch.measure("score"):
             point = _point(work.swept, request, reduced, images)
-        folder.write_scores(replace(point, effort=watch.efforts))
+        folder.write(Scores(key=folder.key, point=replace(point, effort=watch.efforts)))
     if bench.wants_engine(folder):
         bench.build(folder, reduced)
 
@@ -254,25 +241,19 @@ def _time_all(folders: Sequence[TrialFolder], bench: Bench, run: SweepRun) -> No
     if run.speed.bench is None:
         return
     left = [place for place, folder in enumerate(folders) if bench.wants_timing(folder) and folder.has_reduced()]
-    mine = _of_machine(left, run.ranks)
     run.report_progress("timing", len(folders) - len(left))
-    for count, place in enumerate(mine, start=1):
+    for count, place in enumerate(_of_machine(left, run.ranks), start=1):
         bench.time(folders[place], command=run.command)
         run.report_progress("timing", len(folders) - len(left) + count)
 
 
 def _of_machine(left: Sequence[int], ranks: Ranks) -> list[int]:
-    """Those of the trials that this process times: of the machines that see a trial's model one, by its first process,
-    as two that time on one machine would time each other.
-    """
-    own = this_machine()
-    trials_by_machine = [
-        (machine, place) for machine, places in ranks.all_gather((own, list(left))) for place in places
-    ]
-    mine = []
-    for place in left:
-        machines = sorted({machine for machine, at in trials_by_machine if at == place})
-        if is_leader() and machines[place % len(machines)] == own:
+    """Those that this process times: of the machines that see a trial's model one, by its first process."""
+    own, mine = this_machine(), []
+    everywhere = ranks.all_gather((own, list(left)))
+    for place in left if is_leader() else ():
+        machines = sorted({machine for machine, places in everywhere if place in places})
+        if machines[place % len(machines)] == own:
             mine.append(place)
     return mine
 
@@ -282,9 +263,7 @@ def _whole(folder: TrialFolder, bench: Bench, request: SweepRequest) -> SweepPoi
     point = folder.scores()
     if point is None:
         return None
-    engine_key, timing_key = bench.keys_of(folder)
-    built, timing = folder.engine(engine_key), folder.timing(timing_key)
-    effort = dict(point.effort)
+    built, timing, effort = bench.engine_of(folder), bench.timing_of(folder), dict(point.effort)
     if built is not None:
         effort["build"] = built.effort
         point = replace(point, engine=built.figures)

@@ -2,7 +2,7 @@
 which of them no other one beats. PURE.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -177,14 +177,13 @@ def with_fronts(points: Sequence[SweepPoint]) -> list[SweepPoint]:
     by_macs = front([(point.macs, point.relative_error) for point in points])
     marked = [replace(point, on_front=place in by_macs, fronts=()) for place, point in enumerate(points)]
     for batch in batches_of(points):
-        timed = {
-            place: 1.0 / speed.speedup.value
+        timed = [
+            (place, (1.0 / speed.speedup.value, *_lacking(point)))
             for place, point in enumerate(points)
             if (speed := point.speed_at(batch)) is not None and speed.speedup is not None
-        }
-        places = list(timed)
-        for position in front([(timed[place], *_lacking(points[place])) for place in places]):
-            place = places[position]
+        ]
+        for position in front([values for _, values in timed]):
+            place, _ = timed[position]
             marked[place] = replace(marked[place], fronts=(*marked[place].fronts, batch))
     return marked
 
@@ -196,19 +195,18 @@ def batches_of(points: Sequence[SweepPoint]) -> tuple[int, ...]:
 
 def require_agreeing(points: Sequence[SweepPoint], least: float) -> list[SweepPoint]:
     """The trials whose agreement is at least `least`. Raises BadInput when there is none."""
-    labelled = [point for point in points if point.agreement is not None]
-    if not labelled:
+    judged = [(point.agreement, point) for point in points if point.agreement is not None]
+    if not judged:
         raise BadInput(
             "--min-agreement: too few inputs for embeddings to have neighbours, so none can agree; give more"
         )
-    agreeing = [point for point in labelled if point.agreement is not None and point.agreement >= least]
-    if not agreeing:
-        best = max(labelled, key=lambda point: point.agreement or 0.0)
+    agreement, best = max(judged, key=lambda pair: pair[0])
+    if agreement < least:
         raise BadInput(
-            f"no trial agrees on {least:.2%} of the images, the best reaches {best.agreement:.2%} "
+            f"no trial agrees on {least:.2%} of the images, the best reaches {agreement:.2%} "
             f"({best.preset}, {best.macs_share:.2f} of the MACs); sweep lower sparsities or lower --min-agreement"
         )
-    return agreeing
+    return [point for agreement, point in judged if agreement >= least]
 
 
 def smallest_that_agrees(points: Sequence[SweepPoint], least: float) -> SweepPoint:
@@ -217,20 +215,14 @@ def smallest_that_agrees(points: Sequence[SweepPoint], least: float) -> SweepPoi
 
 
 def fastest_that_agrees(points: Sequence[SweepPoint], least: float) -> dict[int, SweepPoint]:
-    """By batch size the trial of largest measured speed-up among those that agree so much; none where none was
-    measured. Raises BadInput when none agrees.
-    """
-    agreeing = require_agreeing(points, least)
-
-    def speedup(batch: int) -> Callable[[SweepPoint], float]:
-        def value(point: SweepPoint) -> float:
-            speed = point.speed_at(batch)
-            return -1.0 if speed is None or speed.speedup is None else speed.speedup.value
-
-        return value
-
-    best = {batch: max(agreeing, key=speedup(batch)) for batch in batches_of(agreeing)}
-    return {batch: point for batch, point in best.items() if speedup(batch)(point) > 0.0}
+    """By batch size the trial of largest speed-up among those that agree so much. Raises BadInput when none does."""
+    best = dict[int, tuple[float, SweepPoint]]()
+    for point in require_agreeing(points, least):
+        for speed in point.speeds:
+            gain = 0.0 if speed.speedup is None else speed.speedup.value
+            if gain > (best[speed.batch][0] if speed.batch in best else 0.0):
+                best[speed.batch] = gain, point
+    return {batch: point for batch, (_, point) in best.items()}
 
 
 def smallest_by_error(points: Sequence[SweepPoint]) -> dict[float, SweepPoint]:

@@ -58,18 +58,21 @@ class Bench:
         self.engine_key = key_of(**engine)
         self.speed_key = key_of(**engine, speed=speed.values, machine=here)
 
-    def keys_of(self, folder: TrialFolder) -> tuple[str, str]:
-        """Of the trial's engine and of its timing."""
-        return key_of(trial=folder.key, by=self.engine_key), key_of(trial=folder.key, by=self.speed_key)
+    def engine_of(self, folder: TrialFolder) -> EngineBuilt | None:
+        return folder.read(EngineBuilt, key_of(trial=folder.key, by=self.engine_key))
+
+    def timing_of(self, folder: TrialFolder) -> Timing | None:
+        there = (folder.path / BENCH).is_file()
+        return folder.read(Timing, key_of(trial=folder.key, by=self.speed_key)) if there else None
 
     def wants_engine(self, folder: TrialFolder) -> bool:
         if self.speed.engine is None:
             return False
         timed = self.speed.bench == "engine" and self.wants_timing(folder)
-        return folder.engine(self.keys_of(folder)[0]) is None or (timed and not (folder.path / PLAN_FILE).is_file())
+        return self.engine_of(folder) is None or (timed and not (folder.path / PLAN_FILE).is_file())
 
     def wants_timing(self, folder: TrialFolder) -> bool:
-        return self.speed.bench is not None and folder.timing(self.keys_of(folder)[1]) is None
+        return self.speed.bench is not None and self.timing_of(folder) is None
 
     def build(self, folder: TrialFolder, reduced: Checkpoint) -> None:
         """The engine of a trial, its figures written, its plan kept where it is to be timed."""
@@ -89,8 +92,8 @@ class Bench:
             attention_sites=len(record.attention_sites),
             fused_attention=record.fused_attention,
         )
-        key = self.keys_of(folder)[0]
-        folder.write_engine(EngineBuilt(key=key, figures=figures, effort=watch.efforts["build"]))
+        key = key_of(trial=folder.key, by=self.engine_key)
+        folder.write(EngineBuilt(key=key, figures=figures, effort=watch.efforts["build"]))
 
     def time(self, folder: TrialFolder, *, command: Sequence[str] = ()) -> None:
         """Dense against the trial's reduced model, interleaved; the raw samples stay beside it."""
@@ -106,9 +109,9 @@ class Bench:
             )
         save_bench(measured, folder.path / BENCH)
         summary = summarise(measured)
-        folder.write_timing(
+        folder.write(
             Timing(
-                key=self.keys_of(folder)[1],
+                key=key_of(trial=folder.key, by=self.speed_key),
                 speeds=tuple(speed_of_row(row, summary.reference, summary.candidate) for row in summary.rows),
                 size_bytes=measured.candidate.size_bytes,
                 fused_attention=measured.candidate.fused_attention,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from corp_deploy.reduction.method import Method
-from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from ground.effort import Effort
 from ground.errors import BadInput
 from ground.files import locked, write_json
@@ -25,10 +25,8 @@ from ground.records import json_from_record, record_from_file
 
 from .sweep_points import EngineFigures, SpeedAtBatch, SweepPoint
 
-REDUCED, SCORE, ENGINE, TIMING, BENCH = "reduced", "score.json", "engine.json", "timing.json", "bench.json"
+REDUCED, BENCH = "reduced", "bench.json"
 KIND = "corp-deploy/sweep-trial"
-
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,38 +62,44 @@ class SweepRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """A point without its speeds, of the trial with this key."""
+class Finding:
+    """What was found of a trial; `key` tells by what."""
 
     key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores(Finding):
+    """A point without its speeds, of the trial with this key."""
+
     point: SweepPoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineBuilt:
+class EngineBuilt(Finding):
     """An engine's figures, of the trial and the build with this key."""
 
-    key: str
     figures: EngineFigures
     effort: Effort
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class Timing(Finding):
     """Speeds of the trial and the measurement with this key; `size_bytes`, `fused_attention`: of what was timed."""
 
-    key: str
     speeds: tuple[SpeedAtBatch, ...]
     size_bytes: int | None
     fused_attention: int | None
     effort: Effort
 
 
+FILES: Mapping[type[Finding], str] = {Scores: "score.json", EngineBuilt: "engine.json", Timing: "timing.json"}
+Found = TypeVar("Found", bound=Finding)
+
+
 @contextmanager
 def sweep_folder(folder: Path) -> Iterator[None]:
-    """A sweep's directory for this process alone, gone where nothing was left in it. Raises BadInput where another
-    works.
-    """
+    """For this process alone; gone where nothing was left in it. Raises BadInput where another works."""
     lock = folder / ".lock"
     with locked(folder, lock, what="sweep"):
         try:
@@ -118,37 +122,23 @@ class TrialFolder:
     path: Path
     key: str
 
-    def _read(self, name: str, kind: type[Record], key: str) -> Record | None:
-        if not (self.path / name).is_file():
+    def read(self, kind: type[Found], key: str) -> Found | None:
+        path = self.path / FILES[kind]
+        if not path.is_file():
             return None
         try:
-            record = record_from_file(self.path / name, kind, kind=KIND)
+            record = record_from_file(path, kind, kind=KIND)
         except BadInput:
             return None
-        return record if getattr(record, "key", None) == key else None
+        return record if record.key == key else None
 
-    def _write(self, name: str, record: Scores | EngineBuilt | Timing) -> None:
+    def write(self, record: Finding) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / name, {"kind": KIND, "version": 1, **json_from_record(record)})
+        write_json(self.path / FILES[type(record)], {"kind": KIND, "version": 1, **json_from_record(record)})
 
     def scores(self) -> SweepPoint | None:
-        found = self._read(SCORE, Scores, self.key)
+        found = self.read(Scores, self.key)
         return None if found is None else found.point
-
-    def write_scores(self, point: SweepPoint) -> None:
-        self._write(SCORE, Scores(key=self.key, point=point))
-
-    def engine(self, key: str) -> EngineBuilt | None:
-        return self._read(ENGINE, EngineBuilt, key)
-
-    def write_engine(self, built: EngineBuilt) -> None:
-        self._write(ENGINE, built)
-
-    def timing(self, key: str) -> Timing | None:
-        return self._read(TIMING, Timing, key) if (self.path / BENCH).is_file() else None
-
-    def write_timing(self, timing: Timing) -> None:
-        self._write(TIMING, timing)
 
     @property
     def model(self) -> Path:
@@ -164,9 +154,6 @@ class TrialFolder:
 
     def has_reduced(self) -> bool:
         return (self.model / "config.json").is_file() and self.reduced() is not None
-
-    def write_reduced(self, checkpoint: Checkpoint) -> None:
-        save(checkpoint, self.model)
 
     def drop_reduced(self) -> None:
         shutil.rmtree(self.model, ignore_errors=True)

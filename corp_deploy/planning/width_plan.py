@@ -15,9 +15,7 @@ from corp_deploy.traced.models.merging import Merging
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedAllocation:
-    """An allocation of a budget: the share of the dense cost that stays, the relative logit error that the curves
-    predict, and the one found on the images of the probe.
-    """
+    """A budget's allocation: the share that stays, the relative error predicted, and the one found by the probe."""
 
     name: str
     share: float

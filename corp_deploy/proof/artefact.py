@@ -1,7 +1,7 @@
 """An engine or a graph by itself: what it is and was made of, and how it answers, with no model to hold it against."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +10,13 @@ import onnxruntime
 from corp_deploy.store.onnx_file import PREFIX, facts_of_onnx
 from export.engine.record import record_of_plan
 from export.graph.check import load_onnx
-from export.graph.ports import GraphPort, noted_outputs, ports_of_graph
+from export.graph.ports import noted_outputs, ports_of_graph
 from ground.errors import BadInput, Missing
 from ground.files import sha256_of_file
 from ground.ports import LOGITS, OutputPort, Port
 from perf.parity.source import Source
 
-from .candidates import Candidate, Run, candidate_from_path
+from .candidates import Candidate, Run, candidate_from_path, fixed_ports
 
 NOTE = f"{PREFIX}preprocessing"
 
@@ -46,18 +46,18 @@ class Artefact:
     @contextmanager
     def opened(self, elsewhere: str) -> Iterator[Run]:
         """How it answers. Raises Missing, with the command for `elsewhere`, where this machine can't load it."""
-        entered = self.candidate.opened(self.outputs)
-        try:
-            run = entered.__enter__()
-        except (BadInput, Missing) as error:
-            if self.candidate.form != "engine":
-                raise
-            built = f"{self.source.backend} {self.source.version} for SM {', '.join(self.source.targets) or 'unknown'}"
-            raise Missing(f"{self.path}: built by {built}, and it can't be run here: {error}\n{elsewhere}") from error
-        try:
+        with ExitStack() as stack:
+            try:
+                run = stack.enter_context(self.candidate.opened(self.outputs))
+            except (BadInput, Missing) as error:
+                if self.candidate.form != "engine":
+                    raise
+                targets = ", ".join(self.source.targets) or "unknown"
+                built = f"{self.source.backend} {self.source.version} for SM {targets}"
+                raise Missing(
+                    f"{self.path}: built by {built}, and it can't be run here: {error}\n{elsewhere}"
+                ) from error
             yield run
-        finally:
-            entered.__exit__(None, None, None)
 
 
 def artefact_from_path(path: Path) -> Artefact:
@@ -80,13 +80,12 @@ def _from_plan(path: Path) -> Artefact:
         graph_sha256=record.onnx_sha256,
         sha256=record.plan_sha256,
     )
-    first = record.batches[0]  # the one that a runner takes
-    roles = record.roles
+    first, roles = record.batches[0], record.roles  # the profile that a runner takes
     return Artefact(
         path=path,
         candidate=candidate,
         source=source,
-        inputs=_ports(record.inputs, path),
+        inputs=fixed_ports(record.inputs, path),
         outputs=tuple(OutputPort(name=each.name, role=roles.get(each.name, LOGITS.role)) for each in record.outputs),
         batches=(first.smallest, first.largest),
         preprocessing=record.notes.get(NOTE),
@@ -96,12 +95,13 @@ def _from_plan(path: Path) -> Artefact:
 
 def _from_graph(path: Path) -> Artefact:
     candidate, proto, digest = candidate_from_path(path), load_onnx(path), sha256_of_file(path)
+    precision = facts_of_onnx(path).precision
     source = Source(
-        label=f"{Path(path.parent.name) / path.name} ONNX {facts_of_onnx(path).precision}",
+        label=f"{Path(path.parent.name) / path.name} ONNX {precision}",
         backend="onnxruntime",
         version=onnxruntime.__version__,
         targets=(),
-        precision=facts_of_onnx(path).precision,
+        precision=precision,
         graph_sha256=digest,
         sha256=digest,
     )
@@ -109,19 +109,8 @@ def _from_graph(path: Path) -> Artefact:
         path=path,
         candidate=candidate,
         source=source,
-        inputs=_ports(ports_of_graph(proto)[0], path),
+        inputs=fixed_ports(ports_of_graph(proto)[0], path),
         outputs=tuple(noted_outputs(proto)),
         batches=None if candidate.batch is None else (candidate.batch, candidate.batch),
         preprocessing=next((each.value for each in proto.metadata_props if each.key == NOTE), None),
-    )
-
-
-def _ports(values: Sequence[GraphPort], path: Path) -> tuple[Port, ...]:
-    for value in values:
-        if not all(isinstance(size, int) for size in value.shape[1:]):
-            raise BadInput(
-                f"{path}: its input {value.name} is {list(value.shape)}, expected fixed sizes behind the batch"
-            )
-    return tuple(
-        Port(name=each.name, dtype=each.dtype, shape=tuple(int(size) for size in each.shape[1:])) for each in values
     )

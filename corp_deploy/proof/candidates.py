@@ -1,7 +1,7 @@
 """The steps of a parity chain: model directories, typed graphs, engines; each with how it is run and what it claims."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,9 +94,8 @@ class Candidate:
 
     @contextmanager
     def opened(self, outputs: Sequence[OutputPort]) -> Iterator[Run]:
-        """The step as a function from feeds of N inputs, at any N, to answers under the names of `outputs`.
-
-        Raises BadInput for a step that gives other outputs.
+        """The step as a function from feeds of N inputs, at any N, to answers under the names of `outputs`. Raises
+        BadInput for a step that gives other outputs.
         """
         with tempfile.TemporaryDirectory() as scratch, self._runner(Path(scratch)) as runner:
             names = [port.name for port in runner.outputs]
@@ -183,7 +182,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
         float_type=type_by_name(record.precision),
         backend=record.backend,
         sha256=record.plan_sha256,
-        inputs=tuple(_port(each) for each in record.inputs),
+        inputs=ports_of(record.inputs),
     )
 
 
@@ -203,9 +202,7 @@ def in_runtime(graph: Candidate, runtime: Runtime) -> Candidate:
 
 
 def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) -> list[Candidate]:
-    """Every graph followed by itself in these runtimes. Raises BadInput where there is no graph, Missing where a
-    runtime is not installed.
-    """
+    """Every graph followed by itself in these. Raises BadInput without a graph, Missing without such a runtime."""
     if runtimes and not any(each.form == "graph" for each in candidates):
         raise BadInput(f"{', '.join(runtimes)} runs .onnx files, and there is none among the candidates; name one")
     if runtimes:
@@ -246,9 +243,27 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
     )
 
 
-def _port(value: GraphPort) -> Port:
-    sizes = (size if isinstance(size, int) else -1 for size in value.shape[1:])
-    return Port(name=value.name, shape=tuple(sizes), dtype=value.dtype)
+def ports_of(values: Iterable[GraphPort]) -> tuple[Port, ...]:
+    """A size that is open is -1."""
+    return tuple(
+        Port(
+            name=value.name,
+            shape=tuple(size if isinstance(size, int) else -1 for size in value.shape[1:]),
+            dtype=value.dtype,
+        )
+        for value in values
+    )
+
+
+def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") -> tuple[Port, ...]:
+    """Raises BadInput for sizes that are open."""
+    for value in values:
+        if not all(isinstance(size, int) for size in value.shape[1:]):
+            raise BadInput(
+                f"{path}: its input {value.name} is {list(value.shape)}, expected [batch, ...] with fixed sizes behind "
+                f"the batch{remedy}"
+            )
+    return ports_of(values)
 
 
 def of_model(candidates: Sequence[Candidate], dense: Checkpoint) -> list[Candidate]:

@@ -1,6 +1,7 @@
 """The parity chain: dense torch -> reduced torch -> ONNX FP32 -> FP16 or BF16 -> engine, on real inputs, by links."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,6 @@ from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
 from perf.parity.parity import Link, LinkKind, Parity
 from perf.parity.structure import StructuralTest
-from perf.record.fitted import FittedInputs
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, of_model, outputs_at
@@ -67,50 +67,97 @@ class Step:
         return self.by_batch[max(self.by_batch)]
 
 
-def _by_batch(candidate: Candidate, run: Run, feeds: Feeds, batches: Sequence[int]) -> dict[int, Outputs]:
-    """All inputs at the largest batch size; at every other one a batch of them, and no fewer than EACH_SIZE."""
-    if candidate.batch:
-        return {candidate.batch: outputs_at(run, feeds, candidate.batch)}
-    largest = max(batches)
-    few = {size: rows_of(feeds, slice(max(size, EACH_SIZE))) for size in sorted(set(batches)) if size != largest}
-    by_batch = {size: outputs_at(run, some, size) for size, some in few.items()}
-    return by_batch | {largest: outputs_at(run, feeds, largest)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """What every step of one proof is held by: the dense model and its answers, the inputs at these batch sizes, the
+    rules of each output, the heads apart and the types of sixteen bits that candidates are held in.
+    """
 
+    dense: Checkpoint
+    answers: Outputs
+    feeds: Feeds
+    batches: Sequence[int]
+    rules: Sequence[LinkRules]
+    heads: Heads
+    halves: Collection[FloatType]
 
-def _step(
-    candidate: Candidate,
-    before: Reference,
-    proof_inputs: ProofInputs,
-    batches: Sequence[int],
-    rules: Sequence[LinkRules],
-    heads: Heads,
-    halves: Collection[FloatType],
-) -> Step:
-    bounds = [rule.rounding(candidate.float_type).max_relative_error for rule in rules]
-    bound = max(each for each in bounds if each is not None)
-    ports = [rule.port for rule in rules if rule.port not in heads.ports]
-    with candidate.opened(ports) as backbone:
-        run = heads.behind(backbone, max(batches))
-        by_batch = _by_batch(candidate, run, proof_inputs.feeds, batches)
-        merges = before.merges
-        if candidate.checkpoint is not None:
-            most = max(by_batch)
-            own = candidate.checkpoint, proof_inputs.feeds, by_batch[most], most
-            merges = merges_of(*own, halves=halves, heads=heads)
-        findings = structural_tests(candidate, run, proof_inputs.feeds, by_batch, bound, merges)
-    narrow: LinkKind = "quantised" if candidate.quantised else "half"
-    kind: LinkKind = "reduced" if candidate.form == "torch" else narrow if candidate.rounds else "exact"
+    def walk(self, candidates: Sequence[Candidate], on_progress: Callable[[Sequence[Step]], None]) -> list[Step]:
+        """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
+        steps = list[Step]()
+        single: Step | None = None
+        merges = self._merges_of(self.dense, self.answers, max(self.batches))
+        for candidate in candidates:
+            if candidate.form == "torch" or single is None:
+                own = None if candidate.form == "torch" else merges
+                before = Reference(label=DENSE, answers=self.answers, merges=own)
+            else:
+                before = Reference(label=single.candidate.label, answers=single.answers, merges=merges)
+            previous = None if single is None else single.candidate
+            step = self._step(candidate, before)
+            room = _headroom(previous, candidate, self.feeds)
+            step = replace(step, findings=(*step.findings, *room), located=self._located(step, before, previous))
+            merges = merges if candidate.checkpoint is None else step.merges
+            single = single if candidate.rounds or candidate.runtime is not None else step
+            steps.append(step)
+            on_progress(steps)
+        return steps
 
-    def links_of(by_batch: Mapping[int, Outputs]) -> tuple[Link, ...]:
-        return tuple(rule.link(candidate, candidate.name, kind, before, by_batch) for rule in rules)
+    def whole(self, steps: Sequence[Step]) -> list[Link]:
+        """From the dense model to the last step, where there are several."""
+        if len(steps) < 2:
+            return []
+        before, last = Reference(label=DENSE, answers=self.answers), steps[-1]
+        return [rule.link(last.candidate, "whole", "whole", before, last.by_batch) for rule in self.rules]
 
-    def links_as_typed() -> tuple[Link, ...]:
-        with replace(candidate, as_typed=True).opened(ports) as backbone:
-            run = heads.behind(backbone, max(batches))
-            return links_of(_by_batch(candidate, run, proof_inputs.feeds, batches))
+    def _step(self, candidate: Candidate, before: Reference) -> Step:
+        bounds = [rule.rounding(candidate.float_type).max_relative_error for rule in self.rules]
+        bound = max(each for each in bounds if each is not None)
+        with self._opened(candidate) as run:
+            by_batch = self._by_batch(candidate, run)
+            merges = before.merges
+            if candidate.checkpoint is not None:
+                merges = self._merges_of(candidate.checkpoint, by_batch[max(by_batch)], max(by_batch))
+            findings = structural_tests(candidate, run, self.feeds, by_batch, bound, merges)
+        narrow: LinkKind = "quantised" if candidate.quantised else "half"
+        kind: LinkKind = "reduced" if candidate.form == "torch" else narrow if candidate.rounds else "exact"
 
-    links = with_reasons(links_of(by_batch), candidate, links_as_typed)
-    return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings), merges=merges)
+        def links_of(by_batch: Mapping[int, Outputs]) -> tuple[Link, ...]:
+            return tuple(rule.link(candidate, candidate.name, kind, before, by_batch) for rule in self.rules)
+
+        def links_as_typed() -> tuple[Link, ...]:
+            with self._opened(replace(candidate, as_typed=True)) as run:
+                return links_of(self._by_batch(candidate, run))
+
+        links = with_reasons(links_of(by_batch), candidate, links_as_typed)
+        return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings), merges=merges)
+
+    @contextmanager
+    def _opened(self, candidate: Candidate) -> Iterator[Run]:
+        """With the maps that heads make of its outputs."""
+        ports = [rule.port for rule in self.rules if rule.port not in self.heads.ports]
+        with candidate.opened(ports) as backbone:
+            yield self.heads.behind(backbone, max(self.batches))
+
+    def _by_batch(self, candidate: Candidate, run: Run) -> dict[int, Outputs]:
+        """All inputs at the largest batch size; at every other one a batch of them, and no fewer than EACH_SIZE."""
+        if candidate.batch:
+            return {candidate.batch: outputs_at(run, self.feeds, candidate.batch)}
+        *smaller, largest = sorted(set(self.batches))
+        few = {size: rows_of(self.feeds, slice(max(size, EACH_SIZE))) for size in smaller}
+        by_batch = {size: outputs_at(run, some, size) for size, some in few.items()}
+        return by_batch | {largest: outputs_at(run, self.feeds, largest)}
+
+    def _merges_of(self, checkpoint: Checkpoint, answers: Outputs, batch: int) -> Merges | None:
+        return merges_of(checkpoint, self.feeds, answers, batch, halves=self.halves, heads=self.heads)
+
+    def _located(self, step: Step, before: Reference, previous: Candidate | None) -> FaultLocation | None:
+        """Where the first failing output of a step breaks, where that can be told."""
+        failing = next((each for each in step.links if each.status == "FAIL"), None)
+        if failing is None:
+            return None
+        own = failing.output or next(iter(step.answers))
+        worst = worst_inputs(self.feeds, before.answers[own], step.answers[own], failing.role)
+        return located(failing.name, step.candidate, previous, self.dense, worst, self.rules[0].products)
 
 
 def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[StructuralTest]:
@@ -119,54 +166,6 @@ def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[S
     if single is None or single.form != "graph" or not is_fp16:
         return []
     return [headroom(fp16.label, single.path, fp16.path, single.fed(rows_of(feeds, slice(HEADROOM_INPUTS))))]
-
-
-def _halves(candidates: Sequence[Candidate]) -> tuple[FloatType, ...]:
-    """The types of sixteen bits that candidates are held in."""
-    return tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
-
-
-def _located(
-    step: Step, before: Reference, previous: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
-) -> FaultLocation | None:
-    """Where the first failing output of a step breaks, where that can be told."""
-    failing = next((each for each in step.links if each.status == "FAIL"), None)
-    if failing is None:
-        return None
-    own = failing.output or next(iter(step.answers))
-    worst = worst_inputs(feeds, before.answers[own], step.answers[own], failing.role)
-    return located(failing.name, step.candidate, previous, dense, worst, products)
-
-
-def _walk(
-    dense: Checkpoint,
-    candidates: Sequence[Candidate],
-    proof_inputs: ProofInputs,
-    batches: Sequence[int],
-    rules: Sequence[LinkRules],
-    heads: Heads,
-    answers: Outputs,
-    on_progress: Callable[[Sequence[Step]], None],
-) -> list[Step]:
-    """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
-    steps, halves = list[Step](), _halves(candidates)
-    single: Step | None = None
-    merges = merges_of(dense, proof_inputs.feeds, answers, max(batches), halves=halves, heads=heads)
-    for candidate in candidates:
-        if candidate.form == "torch" or single is None:
-            before = Reference(label=DENSE, answers=answers, merges=None if candidate.form == "torch" else merges)
-        else:
-            before = Reference(label=single.candidate.label, answers=single.answers, merges=merges)
-        previous = None if single is None else single.candidate
-        step = _step(candidate, before, proof_inputs, batches, rules, heads, halves)
-        room = _headroom(previous, candidate, proof_inputs.feeds)
-        block = _located(step, before, previous, dense, proof_inputs.feeds, rules[0].products)
-        step = replace(step, findings=(*step.findings, *room), located=block)
-        merges = merges if candidate.checkpoint is None else step.merges
-        single = single if candidate.rounds or candidate.runtime is not None else step
-        steps.append(step)
-        on_progress(steps)
-    return steps
 
 
 def prove(
@@ -195,10 +194,11 @@ def prove(
     if limits.min_agreement is not None:
         for port in ports:
             require_agreement(port, proof_inputs.count)
-    proof_inputs = replace(proof_inputs, feeds=checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}"))
+    feeds = checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}")
     candidates = of_model(candidates, dense)
     for candidate in candidates:
-        candidate.require_feeds(proof_inputs.feeds)
+        candidate.require_feeds(feeds)
+    halves = tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
 
     def finished(steps: Sequence[Step]) -> None:
         if answered is not None:
@@ -206,45 +206,36 @@ def prove(
         if on_progress is not None:
             on_progress(len(steps))
 
-    with opened_heads(limits.heads, ports, threshold=limits.map_threshold) as own_heads:
+    with opened_heads(limits.heads, ports, threshold=limits.map_threshold) as heads:
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
-            answers = outputs_at(own_heads.behind(runner, max(batches)), proof_inputs.feeds, max(batches))
+            answers = outputs_at(heads.behind(runner, max(batches)), feeds, max(batches))
         if answered is not None:
             answered(DENSE, answers)
-        rules = link_rules(dense, proof_inputs, answers, max(batches), limits, own_heads, _halves(candidates))
-        steps = _walk(dense, candidates, proof_inputs, batches, rules, own_heads, answers, finished)
-        records = own_heads.records
+        rules = link_rules(dense, feeds, answers, max(batches), limits, heads, halves)
+        chain = Chain(
+            dense=dense, answers=answers, feeds=feeds, batches=batches, rules=rules, heads=heads, halves=halves
+        )
+        steps = chain.walk(candidates, finished)
+        records = heads.records
     by_label = {DENSE: answers} | {step.candidate.label: step.answers for step in steps}
+    fingerprints = [candidate.fitted for candidate in candidates] + ([] if moments is None else [moments.fingerprints])
     return Proof(
         parity=Parity(
             images=proof_inputs.images,
-            links=(*(each for step in steps for each in step.links), *_whole(steps, answers, rules)),
+            links=(*(each for step in steps for each in step.links), *chain.whole(steps)),
             structure=(
                 *(each for step in steps for each in step.findings),
-                *(input_range(moments, proof_inputs.feeds) if moments is not None else ()),
+                *(input_range(moments, feeds) if moments is not None else ()),
             ),
             located=tuple(step.located for step in steps if step.located is not None),
-            shift=None if moments is None else shift_of_inputs(dense, moments, proof_inputs.feeds),
+            shift=None if moments is None else shift_of_inputs(dense, moments, feeds),
             heads=records,
-            fitted=_fitted(proof_inputs, candidates, moments),
+            fitted=fitted_inputs(proof_inputs.fingerprints, fingerprints, noun=proof_inputs.kind),
             **_labelled(by_label, proof_inputs.labels, ports),
         ),
         figures=_figures(by_label, rules),
         answers=by_label,
     )
-
-
-def _fitted(proof_inputs: ProofInputs, candidates: Sequence[Candidate], moments: Moments | None) -> FittedInputs | None:
-    fingerprints = [candidate.fitted for candidate in candidates] + ([] if moments is None else [moments.fingerprints])
-    return fitted_inputs(proof_inputs.fingerprints, fingerprints, noun=proof_inputs.kind)
-
-
-def _whole(steps: Sequence[Step], answers: Outputs, rules: Sequence[LinkRules]) -> list[Link]:
-    """From the dense model to the last step, where there are several."""
-    if len(steps) < 2:
-        return []
-    before, last = Reference(label=DENSE, answers=answers), steps[-1]
-    return [rule.link(last.candidate, "whole", "whole", before, last.by_batch) for rule in rules]
 
 
 def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dict[str, NDArray[np.generic]]:

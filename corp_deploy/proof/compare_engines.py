@@ -5,7 +5,7 @@ A directory: inputs.npz, outputs.npz, and golden.json, which holds their digests
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +34,35 @@ RECORD, INPUTS, OUTPUTS = "golden.json", "inputs.npz", "outputs.npz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GoldenRecord:
-    """golden.json. `batch`: the size at which it answered; `names` of the inputs, where they have any."""
+class Answered:
+    """What answered, and on what. `batch`: the size at which it did; `names` of the inputs, where they have any."""
 
     source: Source
     images: ImageSet
     batch: Positive
     outputs: tuple[OutputPort, ...]
-    inputs_sha256: Sha256
-    outputs_sha256: Sha256
     names: tuple[str, ...] = ()
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What golden.json and the answers in memory have in common."""
+        return {each.name: getattr(self, each.name) for each in fields(Answered)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Golden:
+class GoldenRecord(Answered):
+    """golden.json."""
+
+    inputs_sha256: Sha256
+    outputs_sha256: Sha256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden(Answered):
     """Inputs [N, ...] by name and what one artefact answered to them."""
 
-    source: Source
-    images: ImageSet
-    batch: int
-    outputs: tuple[OutputPort, ...]
     feeds: Feeds
     answers: Outputs
-    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [port.name for port in self.outputs]
@@ -73,15 +79,8 @@ def write_golden(golden: Golden, directory: Path) -> None:
     for name, arrays in ((INPUTS, golden.feeds), (OUTPUTS, golden.answers)):
         with replacing(directory / name) as temporary, temporary.open("wb") as file:
             np.savez(file, **{key: np.asarray(array) for key, array in arrays.items()})  # type: ignore[arg-type]
-    record = GoldenRecord(
-        source=golden.source,
-        images=golden.images,
-        batch=golden.batch,
-        outputs=golden.outputs,
-        inputs_sha256=sha256_of_file(directory / INPUTS),
-        outputs_sha256=sha256_of_file(directory / OUTPUTS),
-        names=golden.names,
-    )
+    inputs, outputs = (sha256_of_file(directory / name) for name in (INPUTS, OUTPUTS))
+    record = GoldenRecord(**golden.shared, inputs_sha256=inputs, outputs_sha256=outputs)
     write_json(directory / RECORD, {"kind": KIND, "version": VERSION, **json_from_record(record)})
 
 
@@ -89,19 +88,8 @@ def read_golden(directory: Path) -> Golden:
     """Raises BadInput for a directory that is none, and for arrays that are not those that its record names."""
     again = "write it again with `corp-deploy verify A.plan --write-golden DIR`"
     record = record_from_file(directory / RECORD, GoldenRecord, kind=KIND, version=VERSION, remedy=again)
-    arrays = {
-        name: _arrays(directory / name, digest)
-        for name, digest in ((INPUTS, record.inputs_sha256), (OUTPUTS, record.outputs_sha256))
-    }
-    return Golden(
-        source=record.source,
-        images=record.images,
-        batch=record.batch,
-        outputs=record.outputs,
-        feeds=arrays[INPUTS],
-        answers=arrays[OUTPUTS],
-        names=record.names,
-    )
+    feeds = _arrays(directory / INPUTS, record.inputs_sha256)
+    return Golden(**record.shared, feeds=feeds, answers=_arrays(directory / OUTPUTS, record.outputs_sha256))
 
 
 def _arrays(path: Path, digest: str) -> Mapping[str, NDArray[Any]]:
@@ -111,21 +99,14 @@ def _arrays(path: Path, digest: str) -> Mapping[str, NDArray[Any]]:
     return arrays_from_npz(path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commands:
+def commands(reference: Path, candidates: Sequence[Path], *, inputs: str, output: Path) -> str:
     """What to type in an environment that loads the reference, and then in this one."""
-
-    inputs: str
-    output: str
-
-    def elsewhere(self, reference: Path, candidates: Sequence[Path]) -> str:
-        """The pair of commands for two environments."""
-        second = " ".join(["corp-deploy verify golden", *map(str, candidates), "-o", self.output])
-        return (
-            f"each engine needs an environment that loads it; where {reference} does:\n"
-            f"  corp-deploy verify {reference} {self.inputs} --write-golden golden\n"
-            f"and where {' and '.join(map(str, candidates))} does, with the directory golden:\n  {second}"
-        )
+    second = " ".join(["corp-deploy verify golden", *map(str, candidates), "-o", str(output)])
+    return (
+        f"each engine needs an environment that loads it; where {reference} does:\n"
+        f"  corp-deploy verify {reference} {inputs} --write-golden golden\n"
+        f"and where {' and '.join(map(str, candidates))} does, with the directory golden:\n  {second}"
+    )
 
 
 def golden_of(
@@ -181,16 +162,18 @@ def compare(
     on_progress: Callable[[int], None] | None = None,
     answered: Callable[[str, Outputs], None] | None = None,
 ) -> Proof:
-    """Every candidate against the golden answers, a link an output; raises BadInput for other inputs or outputs.
-    `on_progress` and `answered` hear as they do of `prove`.
-    """
+    """Every candidate against the golden answers, a link an output, as `prove` does; raises BadInput for others."""
     links, findings = [], []
     arrays: dict[str, NDArray[np.generic]] = {}
     output_limits, several = limits.of_outputs(), len(golden.outputs) > 1
     if answered is not None:
         answered(golden.source.label, golden.answers)
     for place, each in enumerate(candidates):
-        _require_outputs(golden, each)
+        own, expected = ([port.name for port in outputs] for outputs in (each.outputs, golden.outputs))
+        if sorted(own) != sorted(expected):
+            raise BadInput(f"{each.path}: gives {', '.join(own)}, expected {', '.join(expected)} as the reference does")
+        exact = golden.source.precision == each.source.precision == "fp32"
+        kind: LinkKind = "quantised" if each.candidate.quantised else "exact" if exact else "half"
         feeds = checked_feeds(golden.feeds, each.inputs, where=f"inputs for {each.path}")
         with each.opened(elsewhere) as run:
             by_batch = {size: outputs_at(run, feeds, size) for size in each.sizes(batches)}
@@ -204,7 +187,7 @@ def compare(
             links.append(
                 link(
                     name=name,
-                    kind=_kind(golden, each),
+                    kind=kind,
                     reference=golden.source.label,
                     candidate=each.source.label,
                     reference_rows=golden.answers[port.name],
@@ -214,23 +197,10 @@ def compare(
                     several=several,
                 )
             )
-            own = figures(golden.answers[port.name], {name: answers[port.name]}, role=port.role)
-            arrays |= {f"{port.name}.{key}" if several else key: np.asarray(array) for key, array in own.items()}
+            found = figures(golden.answers[port.name], {name: answers[port.name]}, role=port.role)
+            arrays |= {f"{port.name}.{key}" if several else key: np.asarray(array) for key, array in found.items()}
         if on_progress is not None:
             on_progress(place + 1)
     sources = (golden.source, *(each.source for each in candidates))
     parity = Parity(images=golden.images, links=tuple(links), structure=tuple(findings), sources=sources)
     return Proof(parity=parity, figures=arrays)
-
-
-def _kind(golden: Golden, artefact: Artefact) -> LinkKind:
-    """By what the candidate is held in."""
-    if artefact.candidate.quantised:
-        return "quantised"
-    return "exact" if golden.source.precision == artefact.source.precision == "fp32" else "half"
-
-
-def _require_outputs(golden: Golden, artefact: Artefact) -> None:
-    own, expected = [port.name for port in artefact.outputs], [port.name for port in golden.outputs]
-    if sorted(own) != sorted(expected):
-        raise BadInput(f"{artefact.path}: gives {', '.join(own)}, expected {', '.join(expected)} as the reference does")

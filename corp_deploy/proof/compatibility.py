@@ -50,17 +50,12 @@ def build_priced(graph: Path, choices: BuildOptions, output: Path, *, library: L
 def bench_lines(record: EngineRecord, output: Path) -> tuple[str, ...]:
     """The commands that time the plans for one GPU against the compatible one."""
     assert record.compatibility is not None, record
-    batches = _batches(record)
-    return tuple(
-        str(
-            Invocation(
-                command="bench",
-                arguments=(str(beside(output, plan.target)), str(output)),
-                options={"batch": batches, "output": str(output.with_suffix(f".{plan.target}.bench.json"))},
-            )
-        )
-        for plan in record.compatibility.plans
-    )
+    lines = []
+    for plan in record.compatibility.plans:
+        options = {"batch": _batches(record), "output": str(output.with_suffix(f".{plan.target}.bench.json"))}
+        arguments = (str(beside(output, plan.target)), str(output))
+        lines.append(str(Invocation(command="bench", arguments=arguments, options=options)))
+    return tuple(lines)
 
 
 def _batches(record: EngineRecord) -> tuple[int, ...]:

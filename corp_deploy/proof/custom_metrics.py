@@ -57,9 +57,51 @@ class Meter:
     def measure(self, label: str, outputs: Outputs) -> None:
         """Of the artefact of this label."""
         for request, digest, rows in zip(self._requests, self._digests, self._rows, strict=True):
-            where = f"metric {request.name} of {label}"
-            value = _value(request, _arrays(outputs, self._inputs), where, self._below, self._time_limit_s)
+            value = self._value(request, _arrays(outputs, self._inputs), f"metric {request.name} of {label}")
             rows.append(OwnMetric(name=request.name, model=label, value=value, command=request.command, sha256=digest))
+
+    def _value(self, request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str) -> float:
+        if request.is_code:
+            code = request.code(self._below)
+            answer = code.called({"outputs": arrays})
+            try:
+                value = float(answer)
+            except (TypeError, ValueError):
+                raise BadInput(f"{where}: {code.function}() gives {quoted(str(answer))}, expected one number") from None
+        else:
+            with tempfile.TemporaryDirectory() as private:  # of this user alone
+                path = Path(private) / "outputs.npz"
+                np.savez(path, **arrays)  # type: ignore[arg-type]
+                words = [word.replace(OUTPUTS, str(path)) for word in request.argv]
+                value = _number(self._printed(words, where, f"the file holds {', '.join(arrays)}"), where)
+        if not math.isfinite(value):
+            raise BadInput(f"{where}: is {value}, expected a finite number")
+        return value
+
+    def _printed(self, words: Sequence[str], where: str, source: str) -> str:
+        """What the command prints. All that it started ends with it."""
+        try:
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=self._below,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise BadInput(f"{where}: {quoted(words[0])} can't be run ({error.strerror})") from None
+        try:
+            out, err = process.communicate(timeout=self._time_limit_s)
+        except subprocess.TimeoutExpired:
+            raise BadInput(
+                f"{where}: took longer than {self._time_limit_s:g} s and was stopped; make it faster, or give "
+                "--metric-time-limit"
+            ) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        if process.returncode:
+            stderr = err.decode(errors="replace").strip()[-_LAST_WORDS:] or "it said nothing"
+            raise BadInput(f"{where}: exit code {process.returncode}, expected 0 ({source}): {stderr}")
+        return out.decode(errors="replace")
 
     @property
     def metrics(self) -> tuple[OwnMetric, ...]:
@@ -85,71 +127,18 @@ def _arrays(outputs: Outputs, inputs: ProofInputs) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def files_named(request: MetricRequest, below: Path) -> list[Path]:
-    """The files among its words, in their order."""
-    if request.is_code:
-        return [below / file_and_function(request.command)[0]]
-    return [below / word for word in request.argv if OUTPUTS not in word and (below / word).is_file()]
-
-
 def _digest(request: MetricRequest, inputs: ProofInputs, below: Path) -> str:
     """Of the labels and of its words, a file's by what is in it: where it stands doesn't change what is measured."""
-    digest, named = hashlib.sha256(), set(files_named(request, below))
-    words = file_and_function(request.command) if request.is_code else request.argv
-    for word in words:
-        part = sha256_of_file(below / word) if below / word in named else str(word)
+    digest = hashlib.sha256()
+    path, function = file_and_function(request.command)
+    words = [str(path), function] if request.is_code else request.argv
+    for place, word in enumerate(words):
+        is_named = place == 0 if request.is_code else OUTPUTS not in word and (below / word).is_file()
+        part = sha256_of_file(below / word) if is_named else word
         digest.update(hashlib.sha256(part.encode()).digest())
     if inputs.labels is not None:
         digest.update(np.ascontiguousarray(inputs.labels, dtype="<i8").tobytes())
     return digest.hexdigest()
-
-
-def _value(
-    request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str, below: Path, time_limit_s: float
-) -> float:
-    if request.is_code:
-        return _called(request, arrays, where, below)
-    with tempfile.TemporaryDirectory() as private:  # of this user alone
-        path = Path(private) / "outputs.npz"
-        np.savez(path, **arrays)  # type: ignore[arg-type]
-        words = [word.replace(OUTPUTS, str(path)) for word in request.argv]
-        printed = _printed(words, where, f"the file holds {', '.join(arrays)}", below, time_limit_s)
-        return _finite(_number(printed, where), where)
-
-
-def _called(request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str, below: Path) -> float:
-    code = request.code(below)
-    answer = code.called({"outputs": arrays})
-    try:
-        value = float(answer)
-    except (TypeError, ValueError):
-        raise BadInput(f"{where}: {code.function}() gives {quoted(str(answer))}, expected one number") from None
-    return _finite(value, where)
-
-
-def _printed(words: Sequence[str], where: str, source: str, below: Path, time_limit_s: float) -> str:
-    """What the command prints. All that it started ends with it."""
-    try:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=below,
-            start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        raise BadInput(f"{where}: {quoted(words[0])} can't be run ({error.strerror})") from None
-    try:
-        out, err = process.communicate(timeout=time_limit_s)
-    except subprocess.TimeoutExpired:
-        raise BadInput(
-            f"{where}: took longer than {time_limit_s:g} s and was stopped; make it faster, or give --metric-time-limit"
-        ) from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    if process.returncode:
-        stderr = err.decode(errors="replace").strip()[-_LAST_WORDS:] or "it said nothing"
-        raise BadInput(f"{where}: exit code {process.returncode}, expected 0 ({source}): {stderr}")
-    return out.decode(errors="replace")
 
 
 def _number(printed: str, where: str) -> float:
@@ -160,9 +149,3 @@ def _number(printed: str, where: str) -> float:
         return float(lines[-1].replace("_", "none"))  # which Python takes between digits
     except ValueError:
         raise BadInput(f"{where}: the last line is {quoted(lines[-1])}, expected a number and nothing else") from None
-
-
-def _finite(value: float, where: str) -> float:
-    if not math.isfinite(value):
-        raise BadInput(f"{where}: is {value}, expected a finite number")
-    return value

@@ -25,7 +25,7 @@ from ground.files import sha256_of_file, write_json
 from perf.bench.bench import Subject, bench
 from perf.parity.measures import measures
 from perf.record.decoders import DecoderBench, Prefill
-from perf.record.runs import Bench, Flat
+from perf.record.runs import Flat
 from perf.runners.cuda import first_uuid
 from perf.runners.decoder import IDS, LOGITS, DecoderRunner
 from perf.runners.onnx_session import Provider
@@ -97,23 +97,24 @@ def verify_decoder(
         BadInput: a directory that is no decoder, another model's graph, or more tokens than it can place.
         Missing: transformers, ONNX Runtime or the provider is absent.
     """
-    _, arguments = decoder_arguments(directory, {})
-    of_model = arguments.decoder
-    _require_alike(directory, graph, of_model.vocabulary, (of_model.layers, of_model.groups, of_model.head))
+    decoder, cache = decoder_arguments(directory, {})[1].decoder, graph.cache
+    of_graph, of_model = (cache.layers, cache.groups, cache.head), (decoder.layers, decoder.groups, decoder.head)
+    if (graph.vocabulary, of_graph) != (decoder.vocabulary, of_model):
+        raise BadInput(
+            f"{graph.path}: of {graph.vocabulary} words and layers, groups and head {list(of_graph)}, and {directory} "
+            f"has {decoder.vocabulary} and {list(of_model)}; give the directory that the graph was built of"
+        )
     length = ids_BN.shape[1]
-    if length > min(graph.longest, of_model.longest):
-        raise BadInput(f"{length} tokens, and {directory} places {of_model.longest} at most; give a smaller --length")
-    reference = open_reference(directory)
-    runner = DecoderRunner(graph.path, graph.cache, length, provider=provider)
-    with runner:
-        exact = runner.describe()["precision"] == "fp32"
-        bound = MOST_ERROR if max_error is None and exact else max_error
-        feeds = {IDS: ids_BN}
+    if length > min(graph.longest, decoder.longest):
+        raise BadInput(f"{length} tokens, and {directory} places {decoder.longest} at most; give a smaller --length")
+    reference, feeds = open_reference(directory), {IDS: ids_BN}
+    with DecoderRunner(graph.path, cache, length, provider=provider) as runner:
+        runtime = runner.describe()
+        bound = MOST_ERROR if max_error is None and runtime["precision"] == "fp32" else max_error
         links = (
             _link("prefill", reference.prefill(ids_BN), runner(feeds)[LOGITS], bound),
             _link("token by token", reference.steps(ids_BN), runner.steps(feeds)[LOGITS], bound),
         )
-        runtime = runner.describe()
     return DecoderParity(
         model=str(directory),
         graph=facts_of_graph(graph),
@@ -130,26 +131,13 @@ def save_decoder_parity(parity: DecoderParity, path: Path) -> None:
 
 
 def _link(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32], bound: float | None) -> Link:
-    found = asdict(measures(expected, actual, role="token logits"))
-    return Link(name=name, measures={key: _number(value) for key, value in found.items()}, bound=bound)
-
-
-def _number(value: Any) -> Any:
     """A figure that is not finite is null in a record."""
-    return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
-def _require_alike(directory: Path, graph: DecoderGraph, vocabulary: int, of_model: tuple[int, int, int]) -> None:
-    of_graph = graph.cache.layers, graph.cache.groups, graph.cache.head
-    if (graph.vocabulary, of_graph) != (vocabulary, of_model):
-        raise BadInput(
-            f"{graph.path}: of {graph.vocabulary} words and layers, groups and head {list(of_graph)}, and {directory} "
-            f"has {vocabulary} and {list(of_model)}; give the directory that the graph was built of"
-        )
+    found = asdict(measures(expected, actual, role="token logits"))
+    endless = [key for key, value in found.items() if isinstance(value, float) and not np.isfinite(value)]
+    return Link(name=name, measures=found | dict.fromkeys(endless), bound=bound)
 
 
 NAMES = ("dense", "reduced")
-Progress = Callable[[float, str], None]
 
 
 def measure_decoders(
@@ -159,7 +147,7 @@ def measure_decoders(
     plan: Plan,
     *,
     command: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: Callable[[float, str], None] | None = None,
 ) -> DecoderBench:
     """Time two directories that export-decoder has written, or plain ones, which are exported to FP32 first.
 
@@ -171,53 +159,60 @@ def measure_decoders(
     """
     began_s = perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        graphs = [_graph(path, Path(scratch) / name) for name, path in zip(NAMES, (dense, reduced), strict=True)]
-        _require_comparable(graphs, load)
+        graphs = {name: _graph(path, Path(scratch) / name) for name, path in zip(NAMES, (dense, reduced), strict=True)}
+        _require_comparable(load, *graphs.values())
         every = [(length, 0, (1,)) for length in load.lengths] + [(load.cached + 1, load.cached, load.batches)]
         benches, made_s = [], (perf_counter() - began_s) / (len(load.lengths) + len(load.batches))
         for index, (length, cached, batches) in enumerate(every):
-            say = None if progress is None else partial(_within, progress, index, len(every))
-            benches.append(_timed(graphs, length, cached, batches, load, plan, command, say, made_s))
+
+            def say(share: float, text: str, index: int = index) -> None:
+                if progress is not None:
+                    progress((index + share) / len(every), text)
+
+            one, other = (_subject(name, graph, length, cached, load) for name, graph in graphs.items())
+            ids = drawn_ids(graphs["dense"].vocabulary, sequences=max(batches), length=length, seed=0)
+            with watching(first_uuid() if load.provider == "cuda" else None) as (watch, gpu):
+                benches.append(
+                    bench(
+                        (one, other),
+                        {IDS: ids},
+                        batches,
+                        plan,
+                        described=environment(gpu),
+                        command=command,
+                        watch=watch,
+                        progress=say,
+                        made_s=made_s * len(batches),
+                    )
+                )
     *prefill, decode = benches
+    words = [*(f"prefill of {length} tokens" for length in load.lengths), f"decoding behind {load.cached} tokens"]
     return DecoderBench(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=tuple(command),
-        caches={name: graph.cache for name, graph in zip(NAMES, graphs, strict=True)},
+        caches={name: graph.cache for name, graph in graphs.items()},
         prefill=tuple(Prefill(length=length, bench=each) for length, each in zip(load.lengths, prefill, strict=True)),
         cached=load.cached,
         decode=decode,
         warnings=tuple(
-            f"{_words(length, cached)}: {warning}"
-            for (length, cached, _), each in zip(every, benches, strict=True)
-            for warning in each.warnings
+            f"{what}: {warning}" for what, each in zip(words, benches, strict=True) for warning in each.warnings
         ),
     )
 
 
-def _words(length: int, cached: int) -> str:
-    return f"decoding behind {cached} tokens" if cached else f"prefill of {length} tokens"
-
-
-def _within(progress: Progress, index: int, count: int, share: float, text: str) -> None:
-    progress((index + share) / count, text)
-
-
 def _graph(directory: Path, scratch: Path) -> DecoderGraph:
-    return graph_of_directory(directory if (directory / SETTINGS).is_file() else _exported(directory, scratch))
-
-
-def _exported(directory: Path, scratch: Path) -> Path:
+    if (directory / SETTINGS).is_file():
+        return graph_of_directory(directory)
     export_decoder(directory, scratch)
-    return scratch
+    return graph_of_directory(scratch)
 
 
-def _require_comparable(graphs: Sequence[DecoderGraph], load: DecoderLoad) -> None:
-    dense, reduced = graphs
+def _require_comparable(load: DecoderLoad, dense: DecoderGraph, reduced: DecoderGraph) -> None:
     if dense.vocabulary != reduced.vocabulary:
         raise BadInput(
             f"{dense.path} knows {dense.vocabulary} words, {reduced.path} {reduced.vocabulary}: not one task"
         )
-    for graph in graphs:
+    for graph in (dense, reduced):
         DecoderRunner(graph.path, graph.cache, load.longest, provider=load.provider)  # refuses what it can't be run by
         if load.longest > graph.longest:
             raise BadInput(
@@ -231,30 +226,3 @@ def _subject(name: str, graph: DecoderGraph, length: int, cached: int, load: Dec
         DecoderRunner, graph.path, graph.cache, length, cached=cached, provider=load.provider, threads=load.threads
     )
     return Subject(name=name, open=opened, size_bytes=graph.size_bytes, sha256=sha256_of_file(graph.path))
-
-
-def _timed(
-    graphs: Sequence[DecoderGraph],
-    length: int,
-    cached: int,
-    batches: Sequence[int],
-    load: DecoderLoad,
-    plan: Plan,
-    command: Sequence[str],
-    progress: Progress | None,
-    made_s: float,
-) -> Bench:
-    one, other = (_subject(name, graph, length, cached, load) for name, graph in zip(NAMES, graphs, strict=True))
-    ids = drawn_ids(graphs[0].vocabulary, sequences=max(batches), length=length, seed=0)
-    with watching(first_uuid() if load.provider == "cuda" else None) as (watch, gpu):
-        return bench(
-            (one, other),
-            {IDS: ids},
-            batches,
-            plan,
-            described=environment(gpu),
-            command=command,
-            watch=watch,
-            progress=progress,
-            made_s=made_s * len(batches),
-        )

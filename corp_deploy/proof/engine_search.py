@@ -7,7 +7,7 @@ it. A break costs a write of one tensor, float32 costs a block its fast kernels.
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
@@ -21,12 +21,12 @@ from ground.feeds import Feeds, Outputs, batch_size
 from ground.gpu import require_cuda
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
-from ground.precision import type_by_name
+from ground.precision import FloatType, type_by_name
 from perf.parity.block_outputs import site_of
 from perf.parity.measures import Measures, measures
 from perf.parity.tolerance import Tolerance, judge
 
-from .candidates import Candidate
+from .candidates import Candidate, outputs_at
 
 BATCH = 16
 Answers = Callable[[Path], Outputs]
@@ -35,9 +35,7 @@ Write = Callable[[Path, Sequence[str], Sequence[str]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """Where fusion is broken, which sites are kept in more bits, the engine's error then, and how many were built (0
-    where none was asked).
-    """
+    """Where fusion is broken, which sites are kept in more bits, the error then, and how many engines were built."""
 
     breaks: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
@@ -77,85 +75,85 @@ def measured(
     }
 
 
-def worst_error(errors: Mapping[str, Measures]) -> float:
-    """Of any output."""
-    return max(each.relative_error for each in errors.values())
-
-
-def first_failing(errors: Mapping[str, Measures], bounds: Mapping[str, Tolerance]) -> str | None:
-    """The name of the first output that doesn't pass; None where all do."""
-    return next((name for name, each in errors.items() if judge(each, bounds[name])[0] != "PASS"), None)
-
-
 def offered(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """What breaks are tried at, in the order of the graph: the softmax of every attention, where scores end and the
-    fused kernel with them, and what every part of a block gives.
-    """
+    """Where breaks are tried, in order: the softmax of every attention, and what every part of a block gives."""
     parts = {site for name in modules_of_graph(proto) if (site := site_of(f"{name}/")) == name}
     parts = {site for site in parts if any(part.isdigit() for part in site.split("."))}
     nodes = [node.name for node in proto.graph.node if node.op_type == "Softmax" and "/" in node.name]
     return breakable(proto, (*sorted(parts), *nodes))
 
 
-def mended(
-    write: Write,
-    answers: Answers,
-    *,
-    reference: Outputs,
-    ports: Sequence[OutputPort],
-    bounds: Mapping[str, Tolerance],
-    scratch: Path,
-) -> RepairResult:
-    """The fewest breaks that let the engine pass `bounds` (by output) against `reference`; where no break helps, the
-    fewest sites kept. `write` makes a graph (path, breaks, kept sites), `answers` what its engine says.
-
-    Raises BadInput where neither helps.
+@dataclass(kw_only=True)
+class Trials:
+    """Graphs of one model with other breaks and other sites kept, each made and judged once, by `bounds` (by output)
+    against `reference`: `write` makes one (path, breaks, kept sites), `answers` is what it says, or its engine.
+    `are_flips`: whether every change of the first class counts, however near two are.
     """
-    trial = _Trial(write, answers, reference, ports, bounds, scratch)
-    trial.passes((), ())
-    sites = offered(read_onnx(trial.graph))
+
+    write: Write
+    answers: Answers
+    reference: Outputs
+    ports: Sequence[OutputPort]
+    bounds: Mapping[str, Tolerance]
+    graph: Path
+    are_flips: bool = False
+    last: Outputs = field(default_factory=dict)
+    measured: dict[tuple[frozenset[str], frozenset[str]], dict[str, Measures]] = field(default_factory=dict)
+
+    def errors(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> dict[str, Measures]:
+        key = frozenset(breaks), frozenset(kept)
+        if key not in self.measured:
+            self.write(self.graph, breaks, kept)
+            self.last = self.answers(self.graph)
+            noise = None if self.are_flips else self.bounds
+            self.measured[key] = measured(self.ports, self.reference, self.last, noise)
+        return self.measured[key]
+
+    def error(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> float:
+        """Of the worst output."""
+        return max(each.relative_error for each in self.errors(breaks, kept).values())
+
+    def failing(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> str | None:
+        """The name of the first output that doesn't pass; None where all do."""
+        errors = self.errors(breaks, kept)
+        return next((name for name, each in errors.items() if judge(each, self.bounds[name])[0] != "PASS"), None)
+
+
+def mended(trials: Trials) -> RepairResult:
+    """The fewest breaks that let the engine pass; where no break helps, the fewest sites kept. Raises BadInput where
+    neither helps.
+    """
+    trials.errors()
+    sites = offered(read_onnx(trials.graph))
     blocks = tuple(site for site in sites if "/" not in site)
-    breaks = fewest(sites, lambda some: trial.passes(some, ()))
+    breaks = fewest(sites, lambda some: trials.failing(breaks=some) is None)
     kept: tuple[str, ...] | None = ()
     if breaks is None:
-        breaks, kept = (), fewest(blocks, lambda some: trial.passes((), some))
+        breaks, kept = (), fewest(blocks, lambda some: trials.failing(kept=some) is None)
     if kept is None:
         raise BadInput(
             f"no set of fusion breaks, and no set of blocks in more bits, mends this engine: it is still off by "
-            f"{trial.error((), blocks):.2g}; export fp32, or build with another version"
+            f"{trials.error(kept=blocks):.2g}; export fp32, or build with another version"
         )
-    return RepairResult(breaks=breaks, kept=kept, relative_error=trial.error(breaks, kept), engines=len(trial.measured))
+    error = trials.error(breaks, kept)
+    return RepairResult(breaks=breaks, kept=kept, relative_error=error, engines=len(trials.measured))
 
 
-class _Trial:
-    """Engines of one model with other breaks and other sites kept, each built once."""
-
-    def __init__(
-        self,
-        write: Write,
-        answers: Answers,
-        reference: Outputs,
-        ports: Sequence[OutputPort],
-        bounds: Mapping[str, Tolerance],
-        scratch: Path,
-    ) -> None:
-        self._write, self._answers = write, answers
-        self._reference, self._ports, self._bounds = reference, ports, bounds
-        self.graph = scratch / "tried.onnx"
-        self.measured: dict[tuple[frozenset[str], frozenset[str]], dict[str, Measures]] = {}
-
-    def errors(self, breaks: Sequence[str], kept: Sequence[str]) -> dict[str, Measures]:
-        key = frozenset(breaks), frozenset(kept)
-        if key not in self.measured:
-            self._write(self.graph, breaks, kept)
-            self.measured[key] = measured(self._ports, self._reference, self._answers(self.graph), self._bounds)
-        return self.measured[key]
-
-    def error(self, breaks: Sequence[str], kept: Sequence[str]) -> float:
-        return worst_error(self.errors(breaks, kept))
-
-    def passes(self, breaks: Sequence[str], kept: Sequence[str]) -> bool:
-        return first_failing(self.errors(breaks, kept), self._bounds) is None
+def graph_answers(
+    path: Path,
+    float_type: FloatType,
+    feeds: Feeds,
+    ports: Sequence[OutputPort],
+    *,
+    rest: str | None = None,
+    batch: int | None = None,
+) -> Outputs:
+    """What ONNX Runtime says of a graph, rounding as it is typed; `rest` and `batch` as a candidate has them."""
+    step = Candidate(
+        label=path.name, name=path.name, form="graph", path=path, float_type=float_type, rest=rest, batch=batch
+    )
+    with step.opened(ports) as run:
+        return outputs_at(run, feeds, BATCH)
 
 
 def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], command: str) -> Answers:

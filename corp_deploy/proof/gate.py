@@ -46,7 +46,9 @@ def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
     """At most one bench and one parity record, told apart by their kind. Raises BadInput for anything else."""
     by_kind: dict[str, Path] = {}
     for path in paths:
-        kind = _kind(path)
+        kind = str(record_from_file(path, Head).kind)
+        if kind not in ("bench", "parity"):
+            raise BadInput(f"{path}: a record of kind {kind[:100]!r}, expected bench or parity")
         if kind in by_kind:
             raise BadInput(f"{path}: a second {kind} record beside {by_kind[kind]}; give one of each kind")
         by_kind[kind] = path
@@ -62,17 +64,8 @@ def evidence_of_files(bench: Path | None, parity: Path | None, confidence: float
     )
 
 
-def _kind(path: Path) -> str:
-    kind = record_from_file(path, Head).kind
-    if kind not in ("bench", "parity"):
-        raise BadInput(f"{path}: a record of kind {str(kind)[:100]!r}, expected bench or parity")
-    return str(kind)
-
-
 def parity_row(path: Path) -> JudgedRule:
-    """The proof's own verdict as a row, at the confidence that it was made with: it fails the gate when a link failed,
-    and says what was not decided or measured only.
-    """
+    """The proof's own verdict as a row, by its own confidence: it fails the gate when a link failed."""
     parity = load_parity(path)
     return JudgedRule(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric=PARITY)
 
@@ -116,16 +109,14 @@ def write_tracking(now: Evidence, directory: Path) -> None:
 
 def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
     """Differences and rows as JSON values; latencies as value, low, high."""
-    return {
-        "comparable": comparison.comparable,
-        "differences": [asdict(difference) for difference in comparison.differences],
-        "rows": [
-            {
-                "batch": row.batch,
-                "subject": row.subject,
-                "ratio": None if row.ratio is None else row.ratio.figures,
-                "change": row.change,
-            }
-            for row in comparison.rows
-        ],
-    }
+    rows = [
+        {
+            "batch": row.batch,
+            "subject": row.subject,
+            "ratio": None if row.ratio is None else row.ratio.figures,
+            "change": row.change,
+        }
+        for row in comparison.rows
+    ]
+    differences = [asdict(difference) for difference in comparison.differences]
+    return {"comparable": comparison.comparable, "differences": differences, "rows": rows}

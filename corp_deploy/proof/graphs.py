@@ -15,12 +15,11 @@ from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from export.graph.quantiser import Quantiser
 from ground.feeds import Feeds
-from ground.precision import PRECISIONS, QUANTISED, FloatType
+from ground.precision import PRECISIONS, QUANTISED
 
-from .engine_search import Answers, RepairResult, engine_answers
+from .engine_search import RepairResult, engine_answers
 from .inputs import fed_to_graph
-from .mixed_precision import mended_mixed, sites_to_keep
-from .quantised_precision import bounds_of, mended_quantised, sites_to_leave
+from .kept_sites import bounds_of, sites_to_keep, sites_to_leave
 
 
 class Graphs:
@@ -63,33 +62,40 @@ class Graphs:
         shape: dict[str, Any] = {"opset": options.opset, "batch": options.batch, "geometry": options.heads}
         return quantiser_of(self._checkpoint, self._fed, self._chosen, graph_input=options.graph_input, **shape)
 
-    def _answers(self, backend: str, feeds: Feeds) -> Answers:
-        return engine_answers(backend, feeds, output_ports(self._checkpoint.model), self._command)
+    def _judged_by(self, feeds: Feeds) -> dict[str, Any]:
+        """Engines of the graphs, where they are asked for."""
+        options = self._options
+        if options.engine is None:
+            return {}
+        engines = engine_answers(options.engine, feeds, output_ports(self._checkpoint.model), self._command)
+        return {"engines": engines, "breaks": options.breaks}
 
     @cached_property
     def found(self) -> Mapping[str, RepairResult]:
         """What each mixed precision keeps in FP32, and where its engine's fusion is broken."""
-        return {name: self._found(PRECISIONS[name].type) for name in self._options.mixed}
-
-    def _found(self, float_type: FloatType) -> RepairResult:
         options = self._options
         if not options.auto:
-            return RepairResult(kept=tuple(options.keep_fp32))
-        how: dict[str, Any] = {"opset": options.opset, "geometry": options.heads, "float_type": float_type}
-        both = self._checkpoint, self._dense, self._feeds
-        if options.engine is None:
-            return sites_to_keep(*both, **how)
-        return mended_mixed(*both, self._answers(options.engine, self._feeds), breaks=options.breaks, **how)
+            return {name: RepairResult(kept=tuple(options.keep_fp32)) for name in options.mixed}
+        return {
+            name: sites_to_keep(
+                self._checkpoint,
+                self._dense,
+                self._feeds,
+                opset=options.opset,
+                geometry=options.heads,
+                float_type=PRECISIONS[name].type,
+                **self._judged_by(self._feeds),
+            )
+            for name in options.mixed
+        }
 
     def _left(self, precision: str) -> RepairResult:
         """The sites that are not quantised because they are too sensitive, and where an engine's fusion is broken."""
         if not self._options.auto:
             return RepairResult()
-        bounds = bounds_of(self._dense, precision, self._feeds)
+        bounds, by = bounds_of(self._dense, precision, self._feeds), self._judged_by(self._fed)
         how = self._checkpoint, self._made_of, precision, self._chosen, self._fed, bounds
-        if self._options.engine is None:
-            return sites_to_leave(*how, batch=self._options.batch)
-        return mended_quantised(*how, self._answers(self._options.engine, self._fed), breaks=self._options.breaks)
+        return sites_to_leave(*how, batch=self._options.batch, **by)
 
     def paths(self, output: Path) -> dict[str, Path]:
         """Where each graph goes: a pure one in place of a mixed one with nothing to keep."""
@@ -125,9 +131,5 @@ class Graphs:
 
     def _mended(self, name: str) -> RepairResult:
         """What was found for a precision, or for the mixed one in whose place it is written."""
-        own = (
-            found
-            for mixed, found in self.found.items()
-            if mixed == name or (not found.kept and PRECISIONS[mixed].pure == name)
-        )
-        return next(own, RepairResult())
+        idle = {PRECISIONS[mixed].pure: found for mixed, found in self.found.items() if not found.kept}
+        return self.found.get(name) or idle.get(name, RepairResult())

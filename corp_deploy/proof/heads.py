@@ -44,11 +44,12 @@ class OpenHead:
         ports = self.runner.inputs
         feeds = feeds_of_ports({name: answers[name] for name in self.reads}, ports)
         checked = checked_feeds(feeds, ports, where=f"head {self.path}")
-        own = outputs_at(self._run, checked, self.runner.fixed_batch or batch)
-        return {name: own[port.name] for name, port in zip(self.maps, self.runner.outputs, strict=True)}
 
-    def _run(self, feeds: Feeds) -> Outputs:
-        return checked_outputs(self.runner(feeds), batch_size(feeds), where=f"head {self.path}")
+        def run(feeds: Feeds) -> Outputs:
+            return checked_outputs(self.runner(feeds), batch_size(feeds), where=f"head {self.path}")
+
+        own = outputs_at(run, checked, self.runner.fixed_batch or batch)
+        return {name: own[port.name] for name, port in zip(self.maps, self.runner.outputs, strict=True)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +72,7 @@ class Heads:
         return next(head for head in self.every if name in head.maps)
 
     def behind(self, run: Run, batch: int) -> Run:
-        """A backbone that gives the maps beside its own outputs; `batch`: the heads' where their graphs leave it
-        free.
-        """
+        """A backbone that gives the maps beside its own outputs; `batch`: of heads whose graphs leave it free."""
 
         def whole(feeds: Feeds) -> Outputs:
             answers = run(feeds)
@@ -110,10 +109,6 @@ def _opened(stack: ExitStack, path: Path, outputs: Sequence[OutputPort]) -> Open
             f"head {path}: reads {', '.join(unknown)}, which the model does not give; it gives {', '.join(names)}: "
             "name the outputs that the head reads with --outputs, and the head's inputs as those are called"
         )
-    return OpenHead(path=path, runner=runner, reads=tuple(reads), products=_products(path))
-
-
-def _products(path: Path) -> int:
-    """How many of its nodes multiply matrices: at least as many as are fed by one another."""
-    graph = read_onnx(path, weights=False).graph
-    return sum(node.op_type in PRODUCTS for node in graph.node)
+    # As many nodes multiply matrices as are fed by one another, or more.
+    products = sum(node.op_type in PRODUCTS for node in read_onnx(path, weights=False).graph.node)
+    return OpenHead(path=path, runner=runner, reads=tuple(reads), products=products)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from calib.fingerprints import Fingerprints
-from calib.images import ARRAYS, Images, open_images
+from calib.images import ARRAYS, open_images
 from calib.inputs import Batch, Inputs, InputSet, tensors_by_name
 from calib.sources import Normalise
 from calib.sources import Pixels as PixelsOfPictures
@@ -84,11 +84,11 @@ def fed_to_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofInputs:
     """What a proof is made on: the model's inputs [N, ...] by name, what they are, labels where there are any; names
-    where none of them had to be left out; what identifies them where they are real.
+    where none of them had to be left out; what identifies them where they are real. None has a digest of those timed.
     """
 
     feeds: Feeds
-    digest: str
+    digest: str = ""
     kind: str = "images"
     labels: NDArray[np.int64] | None = None
     names: tuple[str, ...] = ()
@@ -106,7 +106,6 @@ class ProofInputs:
 
 def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -> ProofInputs:
     """All inputs of a set as they are fed to the model, decoded once, in files without a name instead of memory.
-
     Tensors that have no name are images.
     """
     arrays: dict[str, NDArray[Any]] = {}
@@ -142,10 +141,8 @@ def _on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
 
 
 def random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = False) -> ProofInputs:
-    """Normal noise instead of images, for who asks for it; the record says so. `pixels`: any pixels,
-    normalised.
-
-    Raises BadInput for a model whose inputs are no floats: which of them mean something only real ones show.
+    """Normal noise instead of images, for who asks for it; the record says so. `pixels`: any pixels, normalised. Raises
+    BadInput for a model whose inputs are no floats: which of them mean something only real ones show.
     """
     ports = input_ports(dense.model)
     made_of = pixels_of(dense)
@@ -178,20 +175,11 @@ def listed(ports: Sequence[Port]) -> str:
     return ", ".join(f"{port.name} {port.shape}" + f" {port.dtype}" * (port.dtype != "float32") for port in ports)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedFeeds:
-    """What is fed, and what identifies it where it is real."""
-
-    feeds: Feeds
-    fingerprints: Fingerprints | None = None
-    noun: str = "inputs"
-
-
 def _first(source: InputSet, count: int) -> Batch[Inputs]:
     return next(batch for batch in source.read(min(count, source.count)) if len(batch.ids))
 
 
-def _tokenized(text: Path, models: Sequence[Path], count: int) -> TimedFeeds:
+def _tokenized(text: Path, models: Sequence[Path], count: int) -> ProofInputs:
     """So many texts of a file, over again where it has fewer, by the tokenizer of the first model that has one."""
     directory = next((path for path in models if path.is_dir()), None)
     if directory is None:
@@ -204,24 +192,20 @@ def _tokenized(text: Path, models: Sequence[Path], count: int) -> TimedFeeds:
     feeds = {
         name: np.resize(each.numpy(), (count, *each.shape[1:])) for name, each in tensors_by_name(batch.inputs).items()
     }
-    return TimedFeeds(feeds=feeds, fingerprints=Fingerprints(ids=batch.ids), noun=source.noun)
+    return ProofInputs(feeds=feeds, kind=source.noun, fingerprints=Fingerprints(ids=batch.ids))
 
 
-def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[Path], count: int) -> TimedFeeds:
-    """So many images of a file, over again where it has fewer; noise without one, and of tokens the same one."""
+def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
+    """So many images of a file, over again where it has fewer, as the port takes them, normalised as the first model
+    directory says; noise without a file, and of tokens the same one.
+    """
     if path is None:
-        return TimedFeeds(feeds=random_feeds(ports, count, seed=0))
+        return ProofInputs(feeds=random_feeds(ports, count, seed=0), kind="inputs")
     if len(ports) != 1 or len(ports[0].shape) != 3:
         raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images out")
     if path.suffix not in ARRAYS:
         raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
-    images, fingerprints = _images(path, ports[0], models, count)
-    feeds = {ports[0].name: np.resize(images, (count, *ports[0].shape))}
-    return TimedFeeds(feeds=feeds, fingerprints=fingerprints, noun=Images.noun)
-
-
-def _images(path: Path, port: Port, models: Sequence[Path], count: int) -> tuple[NDArray[Any], Fingerprints]:
-    """Up to `count` of a file, as the port takes them; pixels are normalised as the first model directory says."""
+    (port,) = ports
     channels, height, width = port.shape
     directory = next((each for each in models if each.is_dir()), None)
     pixels: PixelsOfPictures | None = None
@@ -232,15 +216,18 @@ def _images(path: Path, port: Port, models: Sequence[Path], count: int) -> tuple
     source = open_images(path, image_shape=(channels, height, width), transform=no_picture, pixels=pixels)
     batch = _first(source, count)
     images: NDArray[np.float32] = tensors_by_name(batch.inputs)["input"].numpy()
-    uint8_images = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
-    return uint8_images, Fingerprints.of(batch.ids, batch.inputs)
+    taken: NDArray[Any] = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
+    return ProofInputs(
+        feeds={port.name: np.resize(taken, (count, *port.shape))},
+        fingerprints=Fingerprints.of(batch.ids, batch.inputs),
+    )
 
 
 def _of_directory(directory: Path, path: Path) -> Normalise:
     return normalising(image_spec(model_of_directory(directory).model), where=str(path))
 
 
-def feeds_to_time(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> TimedFeeds:
+def feeds_to_time(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
     """So many inputs for these ports; among `models` is the tokenizer. Raises BadInput for what does not fit."""
     if fed.text is None:
         return _images_or_noise(fed.images, ports, models, count)

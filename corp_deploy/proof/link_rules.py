@@ -33,7 +33,6 @@ from perf.runners.module import tensors_of_ports
 from .candidates import Candidate, outputs_at
 from .half_products import HalfProducts
 from .heads import Heads
-from .inputs import ProofInputs
 from .reach import reaches, unreachable
 
 DENSE = "dense torch fp32"
@@ -84,9 +83,7 @@ class ParityLimits(ProofOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merges:
-    """A torch model that merges tokens: how near each input [N] is to merging others, its own error in sixteen bits by
-    type and output.
-    """
+    """How near each input [N] is to merging other tokens, and the model's own error in 16 bits by type and output."""
 
     margins_N: NDArray[np.float64]
     noise: Mapping[FloatType, Mapping[str, Measures]]
@@ -94,9 +91,7 @@ class Merges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a candidate is held against: its label in the record and its answers to all inputs; `merges` where the torch
-    model that it computes merges tokens.
-    """
+    """What a candidate is held against; `merges` where the torch model that it computes merges tokens."""
 
     label: str
     answers: Outputs
@@ -135,13 +130,14 @@ class LinkRules:
         """The link from what stands before to a candidate."""
         own, merges, float_type = self.port.name, before.merges, candidate.float_type
         bounds, choices = self.of_user() if kind in ("reduced", "whole") else self.rounding(float_type), None
-        if merges is not None and kind in ("half", "quantised"):
+        is_narrow = kind in ("half", "quantised")
+        if merges is not None and is_narrow:
             # Half precision alone has other tokens merged: its yardstick is what it does to this very model.
             noise, factor = merges.noise[float_type][own], self.limits.factor(float_type)
             bounds = tolerance.half(noise, float_type=float_type, factor=factor, whose="the merged model")
         elif merges is not None and kind == "exact":
             choices = Choices(margins_N=merges.margins_N, limit=self.limits.max_apart)
-        if kind in ("half", "quantised") and candidate.emulated:
+        if is_narrow and candidate.emulated:
             bounds = replace(bounds, rule=f"{bounds.rule}{AS_TYPED}")
         judged = link(
             name=name,
@@ -156,30 +152,23 @@ class LinkRules:
             several=self.several,
             threshold=self.threshold,
         )
-        if merges is None or kind not in ("half", "quantised"):
+        if merges is None or not is_narrow:
             return judged
-        answers = by_batch[judged.batch][own]
+        # And on how many inputs it errs more than this type does where nothing is merged.
+        answers, plain = by_batch[judged.batch][own], self.rounding(float_type).max_relative_error or 0.0
         off_N = relative_errors(before.answers[own][: len(answers)], answers, role=self.port.role)
-        return replace(
-            judged, reason=f"{judged.reason}; {self._beyond_rounding(off_N, judged.measures.inputs, float_type)}"
-        )
-
-    def _beyond_rounding(self, off_N: NDArray[np.float64], noun: str, float_type: FloatType) -> str:
-        """On how many inputs a half link errs more than half precision does where nothing is merged."""
-        plain = self.rounding(float_type).max_relative_error or 0.0
         count = int((off_N > plain).sum())
-        return (
-            f"{count} of {len(off_N)} {noun} ({count / len(off_N):.1%}) err more than {plain:.2g}, what "
-            f"{float_type.label} does to the dense model: other tokens are merged there"
+        more = (
+            f"{count} of {len(off_N)} {judged.measures.inputs} ({count / len(off_N):.1%}) err more than {plain:.2g}, "
+            f"what {float_type.label} does to the dense model: other tokens are merged there"
         )
+        return replace(judged, reason=f"{judged.reason}; {more}")
 
 
 def merges_of(
     checkpoint: Checkpoint, feeds: Feeds, answers: Outputs, batch: int, *, halves: Collection[FloatType], heads: Heads
 ) -> Merges | None:
-    """How near each input is to other merged tokens, and the model's own error in those types of sixteen bits that
-    steps to come are held in; None for a model that merges none.
-    """
+    """How near inputs are to other merges, and the own error in types of steps to come; None where none merge."""
     if traced_model.merging_of(checkpoint.model) is None:
         return None
     margins = []
@@ -228,21 +217,17 @@ def _rounding(exportable: nn.Module, float_type: FloatType, feeds: Feeds, batch:
 
 def link_rules(
     dense: Checkpoint,
-    proof_inputs: ProofInputs,
+    feeds: Feeds,
     answers: Outputs,
     batch: int,
     limits: ParityLimits,
     heads: Heads,
     halves: Collection[FloatType],
 ) -> list[LinkRules]:
-    """Those of each output of the dense model, and of each map of its heads; `halves` are the types of sixteen bits
-    that candidates are held in.
-    """
+    """Of each output of the dense model and each map of its heads; `halves`: types that candidates are held in."""
     ports = output_ports(dense.model)
     types = dict.fromkeys((FLOAT16, *halves))
-    noises = {
-        float_type: _own_noise(dense, float_type, proof_inputs.feeds, answers, batch, heads) for float_type in types
-    }
+    noises = {each: _own_noise(dense, each, feeds, answers, batch, heads) for each in types}
     noise, products = noises[FLOAT16], counted(dense.model).chain
 
     def rules(port: OutputPort, **own: Any) -> LinkRules:
@@ -265,9 +250,7 @@ def link_rules(
 
 
 def _magnified(map_noise: Measures, noises: Sequence[Measures]) -> float:
-    """How many times larger a head makes the relative error of what it reads, by the dense model's own in FP16; never
-    under 1, and 1 where there is none to tell by.
-    """
+    """How many times larger a head makes relative errors, by the dense ones in FP16; 1 at least."""
     least = min(noise.relative_error for noise in noises)
     ratio = map_noise.relative_error / least if least > 0 else 1.0
     return max(1.0, ratio) if math.isfinite(ratio) else 1.0

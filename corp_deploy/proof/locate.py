@@ -79,16 +79,16 @@ def fix_command(
     graph = shown or graph
     stem = graph.name.removesuffix(".onnx")
     stem = next((stem.removesuffix(f".{word}") for word in EVERY_WORD if stem.endswith(f".{word}")), stem)
-    mixed = "" if _word(float_type) else mixed_with_float32(float_type).name
-    model = graph.parent if beside else "DIR"
-    options: dict[str, Any] = {"model": model, "precision": mixed, "keep_fp32": ["{site}"]}
-    if (word := _word(float_type)) is not None:
-        mixed = word
-        options = {"model": model, "precision": word, "keep_rest": ["{site}"], "images": "IMAGES"}
+    word = _word(float_type) or mixed_with_float32(float_type).name
+    options: dict[str, Any] = {"model": graph.parent if beside else "DIR", "precision": word}
+    if _word(float_type) is None:
+        options |= {"keep_fp32": ["{site}"]}
+    else:
+        options |= {"keep_rest": ["{site}"], "images": "IMAGES"}
         options |= {"rest": rest} if rest not in (None, Quantisation().rest) else {}
         options |= {"weight_bits": weight_bits} if weight_bits != 8 else {}
     options |= {"input": graph_input} if graph_input != "float32" else {}
-    return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{mixed}.onnx")}))
+    return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{word}.onnx")}))
 
 
 def _graph_input(candidate: Candidate) -> GraphInput:

@@ -91,9 +91,7 @@ def metrics_from_texts(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
 
 
 def require_runnable(requests: Sequence[MetricRequest], *, below: Path = Path()) -> None:
-    """Raise BadInput for programs and files that are not there, and for functions where code isn't trusted; a command
-    is trusted by being typed.
-    """
+    """Raise BadInput for programs and files that are not there, and for functions where code isn't trusted."""
     for request in requests:
         if request.is_code:
             refuse_untrusted(file_and_function(request.command)[0].name, to="measure outputs")

@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from calib.fingerprints import Fingerprints
@@ -38,7 +36,7 @@ from .link_rules import DENSE
 
 KIND = "corp-deploy/perplexity"
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNJUDGED"]
-ORDER: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS")
+ORDER: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS", "UNJUDGED")
 
 
 class LanguageLimits(LanguageOptions):
@@ -56,11 +54,10 @@ class LanguageLimits(LanguageOptions):
             for what, interval, limit, least in every
             if limit is not None
         ]
-        for verdict in ORDER:
-            words = [why for own, why in verdicts if own == verdict]
-            if words:
-                return verdict, "; ".join(words)
-        return "UNJUDGED", "no limit was set"
+        if not verdicts:
+            return "UNJUDGED", "no limit was set"
+        worst = min((verdict for verdict, _ in verdicts), key=ORDER.index)
+        return worst, "; ".join(why for own, why in verdicts if own == worst)
 
     def _judged(self, what: str, measured: Range, limit: float, least: bool, sequences: int) -> tuple[Verdict, str]:
         def breaks(end: float) -> bool:
@@ -96,8 +93,8 @@ class LanguageProof:
     @property
     def verdict(self) -> Verdict:
         """The worst of all."""
-        own = {verdict for verdict, _ in self.verdicts.values()}
-        return next((each for each in ORDER if each in own), "UNJUDGED")
+        own = (verdict for verdict, _ in self.verdicts.values())
+        return min(own, key=ORDER.index, default="UNJUDGED")
 
     def as_json(self) -> dict[str, Any]:
         """The record."""
@@ -118,7 +115,6 @@ def perplexities(
     on_progress: Callable[[int], None] | None = None,
 ) -> LanguageProof:
     """The dense decoder and every candidate on the same sequences. `on_progress` hears how many sequences are finished.
-
     Raises BadInput for a model that is no decoder, and for a candidate of other outputs.
     """
     spec = sequence_spec(dense.model)
@@ -159,15 +155,9 @@ def _found(
         feeds = {name: tensor.numpy() for name, tensor in inputs.items()}
         (ids_BT,) = feeds.values()
         answers = {label: outputs_at(run, feeds, batch)[output] for label, run in runs.items()}
-        for label, own in answers.items():
-            found[label] += _rows(answers[DENSE], own, ids_BT)
+        for label, own_BTV in answers.items():
+            found[label] += map(sequence_measures, answers[DENSE], own_BTV, ids_BT)
         finished += len(ids_BT)
         if on_progress is not None:
             on_progress(finished)
     return found
-
-
-def _rows(
-    dense_BTV: NDArray[np.floating], own_BTV: NDArray[np.floating], ids_BT: NDArray[np.integer]
-) -> list[SequenceMeasures]:
-    return [sequence_measures(*each) for each in zip(dense_BTV, own_BTV, ids_BT, strict=True)]

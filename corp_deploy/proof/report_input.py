@@ -11,7 +11,7 @@ import msgspec
 
 from corp_deploy.families.merging_record import MergingRecord
 from corp_deploy.reduction.report import SiteReport
-from corp_deploy.store.manifest import Manifest, ManifestEntry, efforts_below, load_manifest, rows_of_efforts
+from corp_deploy.store.manifest import efforts_below, load_manifest, rows_of_efforts
 from corp_deploy.store.model_config import CONFIG, FITTED, ModelConfig, load_model_config
 from ground.errors import BadInput
 from ground.records import json_from_record, record_from_file, record_from_value
@@ -29,9 +29,7 @@ class Covered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReductionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Every part of every site, the ways a budget was weighed by, what was decided by itself, in words, and how
-    tokens are merged.
-    """
+    """Every part of every site, the ways a budget was weighed by, what was decided, in words, and how tokens merge."""
 
     sites: tuple[SiteReport, ...] = ()
     ways: tuple[BudgetLine, ...] = ()
@@ -74,8 +72,9 @@ class _Size:
     points: tuple[dict[str, Any], ...]
 
 
-def _effects(path: Path) -> _Effects:
-    return record_from_file(path, _Effects, kind=EFFECTS_KIND, remedy="make the record again with `corp-deploy demo`")
+def _effect_lines(path: Path) -> Any:
+    again = "make the record again with `corp-deploy demo`"
+    return json_from_record(record_from_file(path, _Effects, kind=EFFECTS_KIND, remedy=again).rows)
 
 
 def _size_lines(path: Path) -> dict[str, Any]:
@@ -97,14 +96,6 @@ def _site_line(site: SiteReport) -> dict[str, Any]:
         "stream_error": loop and loop.error / (loop.energy or 1.0),
         "stream_error_held_out": loop and loop.error_held_out / (loop.energy or 1.0),
     }
-
-
-def _merging_lines(reduction: ReductionRecord) -> dict[str, Any] | None:
-    """How tokens are merged, in words and by block; None where none are."""
-    merging = reduction.merging
-    if merging is None:
-        return None
-    return {"verb": merging.verb, "sentences": merging.sentences(), "blocks": merging.rows}
 
 
 def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
@@ -131,25 +122,9 @@ def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
     ]
 
 
-def _lineage(manifest: Manifest | None, reduced: ModelConfig | None) -> dict[str, Any]:
-    lineage = lineage_of_model(reduced) if reduced else {}
-    if manifest is not None:
-        lineage |= {
-            "versions": manifest.versions,
-            "files": {name: entry.sha256 for name, entry in _shown_files(manifest).items()},
-        }
-    return lineage
-
-
 def lineage_of_model(config: ModelConfig) -> dict[str, Any]:
     """Where a model comes from, without how it was reduced."""
     return {key: value for key, value in config.lineage.items() if key not in ("reduction", "command", FITTED)}
-
-
-def _shown_files(manifest: Manifest | None) -> dict[str, ManifestEntry]:
-    """The files that a report tells of: it can't hold its own digest."""
-    files = {} if manifest is None else manifest.files
-    return {name: entry for name, entry in files.items() if not entry.made_by.startswith(REPORTS)}
 
 
 def record_of_directory(directory: Path, title: str | None = None) -> dict[str, Any]:
@@ -165,9 +140,15 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
     folder = directory / "reduced"
     reduced = load_model_config(folder) if (folder / CONFIG).is_file() else None
     reduction = reduction_of(reduced, folder) if reduced else ReductionRecord()
-    effects = _optional(directory / "effects.json", _effects)
+    merging = reduction.merging
     manifest = load_manifest(directory) if (directory / "manifest.json").is_file() else None
-    commands = [entry.made_by for entry in _shown_files(manifest).values() if entry.made_by]
+    # A report can't hold its own digest.
+    every = {} if manifest is None else manifest.files
+    files = {name: entry for name, entry in every.items() if not entry.made_by.startswith(REPORTS)}
+    lineage = lineage_of_model(reduced) if reduced else {}
+    if manifest is not None:
+        digests = {name: entry.sha256 for name, entry in files.items()}
+        lineage |= {"versions": manifest.versions, "files": digests}
     return {
         "title": title or f"{directory.resolve().name}: dense against reduced",
         "bench": bench and json_of_file(directory / "bench.json", "bench"),
@@ -179,9 +160,9 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
         "coverage": reduction.coverage and reduction.coverage.verdict,
         "models": _models(bench, parity),
         "ways": json_from_record(reduction.ways),
-        "merging": _merging_lines(reduction),
+        "merging": merging and {"verb": merging.verb, "sentences": merging.sentences(), "blocks": merging.rows},
         "effort": rows_of_efforts(efforts_below(directory)),
-        "effects": json_from_record(effects.rows if effects else ()),
-        "lineage": _lineage(manifest, reduced),
-        "commands": list(dict.fromkeys(commands)),
+        "effects": _optional(directory / "effects.json", _effect_lines) or [],
+        "lineage": lineage,
+        "commands": list(dict.fromkeys(entry.made_by for entry in files.values() if entry.made_by)),
     }

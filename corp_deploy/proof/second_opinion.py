@@ -48,38 +48,28 @@ class _Comparison:
     shapes: Mapping[str, Sequence[int]]
     atol: Mapping[str, float]
 
-    @property
-    def inputs(self) -> str:
-        return f"{self.stem}.inputs.json"
-
-    @property
-    def first(self) -> str:
-        return f"{self.stem}.first.json"
-
-    @property
-    def golden(self) -> str:
-        return f"{self.stem}.golden.json"
+    def file(self, what: str) -> str:
+        """Of inputs, of the first batch of them, of golden answers, of what is inside."""
+        return f"{self.stem}.{what}.json"
 
     def run(self) -> str:
         """The line that repeats it."""
         bounds = [f"{name}:{bound:.6g}" for name, bound in self.atol.items()]
-        return shlex.join([*_run(self.graph, self.inputs, self.golden), *bounds])
+        return shlex.join([*_run(self.graph, self.file("inputs"), self.file("golden")), *bounds])
 
     def debug(self) -> list[str]:
-        """The lines that keep what the good graph has inside on the first batch, hold this one's inside against it, and
-        cut out what fails.
-        """
-        layers, both = f"{self.stem}.layers.json", f"{self.stem}.layers.inputs.json"
+        """The lines that keep what the good graph has inside, hold this one's against it, and cut out what fails."""
+        first, layers, both = map(self.file, ("first", "layers", "layers.inputs"))
         bound = f"{max(self.atol.values(), default=1e-5):.6g}"
         shapes = [f"{name}:[{','.join(map(str, shape))}]" for name, shape in self.shapes.items()]
         every = ["--onnx-outputs", "mark", "all"]
-        kept = ["polygraphy", "run", self.good, "--onnxrt", *every, "--load-inputs", self.first, "--save-outputs"]
+        kept = ["polygraphy", "run", self.good, "--onnxrt", *every, "--load-inputs", first, "--save-outputs"]
         cut = ["polygraphy", "debug", "reduce", self.graph, "-o", f"{self.stem}.smallest.onnx", "--mode", "bisect"]
         check = [*_run("polygraphy_debug.onnx", both, layers), bound]
         lines = [
             [*kept, layers],
-            [*_run(self.graph, self.first, layers), bound, *every],
-            ["polygraphy", "data", "merge", self.first, layers, "-o", both],
+            [*_run(self.graph, first, layers), bound, *every],
+            ["polygraphy", "data", "merge", first, layers, "-o", both],
             [*cut, "--model-input-shapes", *shapes, "--load-inputs", both, "--check", *check],
         ]
         return [shlex.join(line) for line in lines]
@@ -132,9 +122,7 @@ def write_second_opinion(
     proof: Proof, candidates: Sequence[Candidate], feeds: Feeds, directory: Path, *, batch: int
 ) -> list[str]:
     """Write inputs and golden answers of every graph's link, batches of `batch` or the one that it fixes, and the
-    script and the README of the lines that compare them; returns the run lines.
-
-    Raises Missing without Polygraphy.
+    script and the README of the lines that compare them; returns the run lines. Raises Missing without Polygraphy.
     """
     require_second_opinion(candidates)
     directory.mkdir(parents=True, exist_ok=True)
@@ -150,13 +138,19 @@ def write_second_opinion(
 def _written(
     proof: Proof, graphs: Sequence[Candidate], place: int, feeds: Feeds, directory: Path, batch: int
 ) -> _Comparison:
+    from polygraphy.comparator import RunResults
+    from polygraphy.json import save_json
+    from polygraphy.logger import G_LOGGER
+
     candidate = graphs[place]
     own_inputs, own_outputs = _names(candidate.path)
     links = [each for each in proof.parity.links if each.candidate == candidate.label and each.kind != "whole"]
-    golden = proof.answers[links[0].reference]
+    reference = links[0].reference
+    golden = proof.answers[reference]
     size, fixed = candidate.batch or batch, candidate.batch is not None
     fed = _iterations(_renamed(candidate.fed(feeds), own_inputs), size, fixed=fixed)
-    before = next((each.path for each in graphs if each.label == links[0].reference), candidate.path)
+    answers = _iterations(_renamed(golden, own_outputs), size, fixed=fixed)
+    before = next((each.path for each in graphs if each.label == reference), candidate.path)
     comparison = _Comparison(
         graph=os.path.relpath(candidate.path, directory),
         good=os.path.relpath(before, directory),
@@ -164,30 +158,15 @@ def _written(
         shapes={name: array.shape for name, array in fed[0].items()},
         atol=_bounds(links, golden, own_outputs),
     )
-    answers = _iterations(_renamed(golden, own_outputs), size, fixed=fixed)
-    _save(fed, answers, links[0].reference, directory, comparison)
-    return comparison
-
-
-def _save(
-    fed: list[dict[str, NDArray[Any]]],
-    answers: list[dict[str, NDArray[Any]]],
-    reference: str,
-    directory: Path,
-    comparison: _Comparison,
-) -> None:
-    from polygraphy.comparator import RunResults
-    from polygraphy.json import save_json
-    from polygraphy.logger import G_LOGGER
-
     results = RunResults()
     results.add(answers, runtime=[0.0] * len(answers), runner_name=reference)
     with G_LOGGER.verbosity(G_LOGGER.ERROR):
-        for name, parts in ((comparison.inputs, fed), (comparison.first, fed[:1])):
-            with replacing(directory / name) as temporary:
+        for name, parts in (("inputs", fed), ("first", fed[:1])):
+            with replacing(directory / comparison.file(name)) as temporary:
                 save_json(parts, str(temporary))
-        with replacing(directory / comparison.golden) as temporary:
+        with replacing(directory / comparison.file("golden")) as temporary:
             results.save(str(temporary))
+    return comparison
 
 
 def _readme(comparisons: Sequence[_Comparison], left_out: Sequence[str]) -> str:

@@ -29,9 +29,7 @@ def _stats(moments: Moments, name: str) -> Stats:
 
 
 def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
-    """Compare the inputs with the calibration at every site that the moments hold, tokens merged as they were then;
-    None for too few of them. The moments are of this model.
-    """
+    """The inputs beside the calibration at every site, tokens merged as then; None for too few. Same model."""
     count = batch_size(feeds)
     if count < PARTS:
         return None
@@ -58,26 +56,24 @@ def _batches(feeds: Feeds, start: int, stop: int) -> Iterator[Mapping[str, Tenso
 
 
 def input_range(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
-    """Whether there are inputs enough to compare with the calibration, and those with values outside what it saw."""
-    return [*_too_few(batch_size(feeds), input_noun(feeds)), *_outside(moments, feeds)]
-
-
-def _too_few(count: int, noun: str) -> Iterator[StructuralTest]:
-    """From fewer than 8 inputs no noise can be told."""
+    """Whether there are inputs enough to compare with the calibration, as from fewer than PARTS no noise can be told;
+    and those with values outside what it saw, where the moments tell the range, which is that of images.
+    """
+    count, noun, found = batch_size(feeds), input_noun(feeds), list[StructuralTest]()
     if count < PARTS:
         reason = f"{count} {noun} are too few to be compared with those of calibration; at least {PARTS} are needed"
-        yield StructuralTest(
-            candidate=f"calibration {noun}", test="shift", status="NOTED", value=count, bound=PARTS, reason=reason
+        name = f"calibration {noun}"
+        found.append(
+            StructuralTest(candidate=name, test="shift", status="NOTED", value=count, bound=PARTS, reason=reason)
         )
-
-
-def _outside(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
-    """Nothing where the moments don't tell the range, which is that of images."""
     ranges = moments.lineage.get(PIXEL_RANGE)
     if ranges is None:
-        return []
+        return found
     try:
         lows, highs = zip(*(map(float, each.split(":")) for each in ranges.split("+")), strict=True)
     except ValueError:
         raise BadInput(f"moments: their pixel range is {ranges[:100]!r}, expected LOW:HIGH; run calibrate") from None
-    return [structure.calibrated_range("calibration images", single_array(feeds), low=min(lows), high=max(highs))]
+    return [
+        *found,
+        structure.calibrated_range("calibration images", single_array(feeds), low=min(lows), high=max(highs)),
+    ]

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.invocation.running import Device, FedOptions, RunOptions
 from corp_deploy.invocation.table import BENCH
@@ -18,8 +17,7 @@ from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_
 from export.engine.record import EngineRecord, record_of_plan
 from ground.errors import BadInput, Missing
 from ground.files import sha256_of_file
-from ground.ports import Port
-from perf.bench.bench import Subject, bench
+from perf.bench.bench import bench
 from perf.record.runs import Bench
 from perf.runners.cuda import first_uuid
 from perf.runners.engine import EngineRunner
@@ -31,8 +29,9 @@ from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 from perf.timing.watch import environment, watching
 
+from .candidates import fixed_ports
 from .engine_trust import record_of_trusted_plan
-from .torch_package import Contender, compiled_contender, contender_from_package
+from .torch_package import Contender, compiled_contender, contender_from_package, costs_of, facts_of_file
 
 # Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.
 SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_rounds=0)
@@ -52,15 +51,7 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunO
         flush_l2=bool(running.flush_l2),
         label=weights.parent.name,
     )
-    subject = Subject(
-        name=name,
-        open=open_module,
-        macs=macs(checkpoint.model),
-        params=parameters(checkpoint.model),
-        size_bytes=weights.stat().st_size,
-        sha256=sha256_of_file(weights),
-    )
-    return Contender(subject=subject, inputs=inputs, static_batch=None)
+    return Contender(name=name, open=open_module, inputs=inputs, **costs_of(checkpoint), **facts_of_file(weights))
 
 
 def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
@@ -69,27 +60,26 @@ def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
         if min(port.shape, default=1) < 0:
             sizes = ", ".join("?" if size < 0 else str(size) for size in port.shape)
             raise BadInput(f"{path}: takes {port.name} of no fixed size ({sizes}); export it for one size")
-    subject = Subject(
+    if running.backend == "openvino":
+        opened: Callable[[], Runner] = partial(OpenVinoRunner, path, arithmetic=running.dtype, threads=running.threads)
+    else:
+        opened = partial(
+            OnnxRunner,
+            path,
+            provider=running.provider or "cpu",
+            threads=running.threads,
+            cuda_graph=running.cuda_graph,
+            flush_l2=bool(running.flush_l2),
+        )
+    return Contender(
         name=name,
-        open=_graph_runner(path, running),
+        open=opened,
         macs=facts.macs,
         params=facts.parameters,
-        size_bytes=path.stat().st_size,
-        sha256=sha256_of_file(path),
-    )
-    return Contender(subject=subject, inputs=facts.inputs, static_batch=facts.batch, fitted=facts.fitted)
-
-
-def _graph_runner(path: Path, running: RunOptions) -> Callable[[], Runner]:
-    if running.backend == "openvino":
-        return partial(OpenVinoRunner, path, arithmetic=running.dtype, threads=running.threads)
-    return partial(
-        OnnxRunner,
-        path,
-        provider=running.provider or "cpu",
-        threads=running.threads,
-        cuda_graph=running.cuda_graph,
-        flush_l2=bool(running.flush_l2),
+        inputs=facts.inputs,
+        static_batch=facts.batch,
+        fitted=facts.fitted,
+        **facts_of_file(path),
     )
 
 
@@ -113,7 +103,7 @@ def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
         precision=record.precision,
         sha256=record.plan_sha256,
     )
-    subject = Subject(
+    return Contender(
         name=name,
         open=open_engine,
         macs=None if facts is None else facts.macs,
@@ -124,19 +114,9 @@ def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
         sparse_layers=record.sparse_layers,
         plan_bytes=record.plan_bytes,
         device_memory=record.device_memory_bytes or None,
+        inputs=fixed_ports(record.inputs, path, remedy="; build it from a graph of one size"),
+        fitted=None if facts is None else facts.fitted,
     )
-    for value in record.inputs:
-        if not all(isinstance(size, int) for size in value.shape[1:]):
-            raise BadInput(
-                f"{path}: its input {value.name} is {list(value.shape)}, expected [batch, ...] with fixed sizes behind "
-                "the batch; build it from a graph of one size"
-            )
-    inputs = tuple(
-        Port(name=value.name, shape=tuple(int(size) for size in value.shape[1:]), dtype=value.dtype)
-        for value in record.inputs
-    )
-    fitted = None if facts is None else facts.fitted
-    return Contender(subject=subject, inputs=inputs, static_batch=None, fitted=fitted)
 
 
 def way_to_run(path: Path, running: RunOptions) -> str:
@@ -188,39 +168,32 @@ def _contender(
         return _from_onnx(name, path, running)
     checkpoint = model_of_directory(path)
     fitted = fitted_of_lineage(checkpoint.lineage, where=str(path))
-    return replace(_of_directory(name, path, checkpoint, running, scratch, batches), fitted=fitted)
-
-
-def _of_directory(
-    name: str, path: Path, checkpoint: Checkpoint, running: RunOptions, scratch: Path, batches: Sequence[int]
-) -> Contender:
     if running.backend == "torch":
         if not (path / WEIGHTS).is_file():  # a snapshot, whose weights may be of another kind or in several files
             path = scratch / name / path.name
             save(checkpoint, path)
-        return _from_module(name, checkpoint, path / WEIGHTS, running)
-    if running.backend == "aotinductor":
-        return compiled_contender(name, checkpoint, scratch / f"{name}.pt2", running, path.name, batches)
-    graph = scratch / f"{name}.onnx"
-    export_checkpoint(checkpoint, graph, precision="fp32")
-    return _from_onnx(name, graph, running)
+        made = _from_module(name, checkpoint, path / WEIGHTS, running)
+    elif running.backend == "aotinductor":
+        made = compiled_contender(name, checkpoint, scratch / f"{name}.pt2", running, path.name, batches)
+    else:
+        graph = scratch / f"{name}.onnx"
+        export_checkpoint(checkpoint, graph, precision="fp32")
+        made = _from_onnx(name, graph, running)
+    return replace(made, fitted=fitted)
 
 
 def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]) -> None:
-    if _sizes(dense.inputs) != _sizes(reduced.inputs):
-        one, other = dense.subject.name, reduced.subject.name
-        raise BadInput(f"{one} takes {listed(dense.inputs)}, {other} {listed(reduced.inputs)}: not the same task")
+    one, other = ([(port.dtype, port.shape) for port in each.inputs] for each in (dense, reduced))
+    if one != other:  # whatever they are called
+        raise BadInput(
+            f"{dense.name} takes {listed(dense.inputs)}, {reduced.name} {listed(reduced.inputs)}: not the same task"
+        )
     for contender in (dense, reduced):
         if contender.static_batch is not None and list(batches) != [contender.static_batch]:
             raise BadInput(
-                f"{contender.subject.name}: its batch is fixed at {contender.static_batch}, asked for {list(batches)}; "
+                f"{contender.name}: its batch is fixed at {contender.static_batch}, asked for {list(batches)}; "
                 f"measure --batch {contender.static_batch}, or export with a dynamic batch"
             )
-
-
-def _sizes(ports: Sequence[Port]) -> list[tuple[str, tuple[int, ...]]]:
-    """What ports take, whatever they are called."""
-    return [(port.dtype, port.shape) for port in ports]
 
 
 def measure(
@@ -252,7 +225,7 @@ def measure(
         timed = feeds_to_time(fed, one.inputs, (dense, reduced), max(batches))
         with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
             measured = bench(
-                (one.subject, other.subject),
+                (one, other),
                 timed.feeds,
                 batches,
                 plan,
@@ -264,7 +237,7 @@ def measure(
                 progress=progress,
                 made_s=perf_counter() - began_s,
             )
-    fitted = fitted_inputs(timed.fingerprints, (one.fitted, other.fitted), noun=timed.noun)
+    fitted = fitted_inputs(timed.fingerprints, (one.fitted, other.fitted), noun=timed.kind)
     remarks = () if fitted is None or not fitted.has_overlap else (fitted.warning,)
     return replace(measured, warnings=(*measured.warnings, *remarks), fitted=fitted)
 

@@ -14,12 +14,6 @@ from .link_rules import Merges
 SLOTS, EXTREME_INPUTS = 8, 4
 
 
-def _untested(label: str, bound: float, noun: str) -> StructuralTest:
-    """No batch tests where every input is as near to other merged tokens as rounding is."""
-    reason = f"all {noun} have merged tokens that are alike to {bound:.1g}, so batches may merge others; not tested"
-    return StructuralTest(candidate=label, test="batch-slot", status="NOTED", value=0.0, bound=bound, reason=reason)
-
-
 def structural_tests(
     candidate: Candidate, run: Run, feeds: Feeds, by_batch: Mapping[int, Outputs], bound: float, merges: Merges | None
 ) -> list[StructuralTest]:
@@ -30,7 +24,13 @@ def structural_tests(
         # Another batch size rounds otherwise, which may have other tokens merged: tests of what settles its tokens.
         firm_N = Choices(margins_N=merges.margins_N).stable_inputs(bound)
         if not len(firm_N):
-            return [*structure.outputs(label, by_batch[max(by_batch)], noun=noun), _untested(label, bound, noun)]
+            why = (
+                f"all {noun} have merged tokens that are alike to {bound:.1g}, so batches may merge others; not tested"
+            )
+            untested = StructuralTest(
+                candidate=label, test="batch-slot", status="NOTED", value=0.0, bound=bound, reason=why
+            )
+            return [*structure.outputs(label, by_batch[max(by_batch)], noun=noun), untested]
         feeds = rows_of(feeds, firm_N)
         by_batch = {size: rows_of(rows, firm_N[firm_N < batch_size(rows)]) for size, rows in by_batch.items()}
         by_batch = {size: rows for size, rows in by_batch.items() if batch_size(rows)}

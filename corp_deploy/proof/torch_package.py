@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +30,20 @@ from perf.runners.torch_package import PackageRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """One of the two as perf's subject, what it takes, its fixed batch if any, and what it was fitted to
-    where it tells.
-    """
+class Contender(Subject):
+    """One of the two as perf's subject, what it takes, its fixed batch, and what it was fitted to where it tells."""
 
-    subject: Subject
     inputs: tuple[Port, ...]
-    static_batch: int | None
+    static_batch: int | None = None
     fitted: Fingerprints | None = None
+
+
+def facts_of_file(path: Path) -> dict[str, Any]:
+    return {"size_bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+
+
+def costs_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {"macs": macs(checkpoint.model), "params": parameters(checkpoint.model)}
 
 
 LARGEST_BATCH = 1024
@@ -104,21 +110,14 @@ def contender_from_package(name: str, path: Path, images: Path | None, running: 
     """A package that is handed over. Raises BadInput where its code may not be run."""
     refuse_untrusted(f"{path} (a package of AOTInductor)")
     inputs = (port_of_images(images, path),)
-    subject = Subject(
-        name=name,
-        open=partial(PackageRunner, path, inputs=inputs, threads=running.threads),
-        size_bytes=path.stat().st_size,
-        sha256=sha256_of_file(path),
-    )
-    return Contender(subject=subject, inputs=inputs, static_batch=None)
+    opened = partial(PackageRunner, path, inputs=inputs, threads=running.threads)
+    return Contender(name=name, open=opened, inputs=inputs, **facts_of_file(path))
 
 
 def compiled_contender(
     name: str, checkpoint: Checkpoint, path: Path, running: RunOptions, label: str, batches: Sequence[int]
 ) -> Contender:
-    """A model as a package that is made here, and so no foreign code; `label` stands in the record. Raises BadInput for
-    a batch of 1 beside others, which are programs of their own.
-    """
+    """A package that is made here, and so no foreign code. Raises BadInput for a batch of 1 beside others."""
     if 1 in batches and len(batches) > 1:
         others = ",".join(str(batch) for batch in batches if batch > 1)
         raise BadInput(
@@ -139,12 +138,11 @@ def compiled_contender(
         threads=running.threads,
         label=label,
     )
-    subject = Subject(
+    return Contender(
         name=name,
         open=open_package,
-        macs=macs(checkpoint.model),
-        params=parameters(checkpoint.model),
-        size_bytes=path.stat().st_size,
-        sha256=sha256_of_file(path),
+        inputs=inputs,
+        static_batch=1 if single else None,
+        **costs_of(checkpoint),
+        **facts_of_file(path),
     )
-    return Contender(subject=subject, inputs=inputs, static_batch=1 if single else None)

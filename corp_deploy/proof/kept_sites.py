@@ -1,0 +1,199 @@
+"""Graphs that find their own exceptions: the blocks that break in sixteen bits stay in FP32, and the fewest of the most
+sensitive ones are not quantised to INT8 or FP8.
+"""
+
+import tempfile
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import onnx
+from torch import nn
+
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import input_ports, output_ports
+from corp_deploy.families.widths import HeadGeometry
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.store.quantised_onnx import Quantisation, export_quantised
+from export.graph.quantised import layers, simulated
+from export.graph.quantiser import Quantiser
+from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs, feeds_of_ports
+from ground.onnx_file import read_onnx
+from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_with_float32, type_by_name
+from perf.parity import tolerance
+from perf.parity.block_outputs import locate_in_half, site_of
+from perf.parity.locate import FaultLocation, keep_until_it_passes
+from perf.parity.tolerance import Tolerance
+from perf.runners.module import ModuleRunner
+
+from .candidates import outputs_at
+from .engine_search import BATCH, Answers, RepairResult, Trials, graph_answers, measured, mended
+from .locate import dense_noise, worst_inputs
+
+FACTOR = 4.0
+"""Times the dense model's own error in that type, as `verify` judges it."""
+
+
+def sites_to_keep(
+    checkpoint: Checkpoint,
+    dense: Checkpoint,
+    feeds: Feeds,
+    *,
+    opset: int | None,
+    geometry: HeadGeometry | None = None,
+    float_type: FloatType = FLOAT16,
+    engines: Answers | None = None,
+    breaks: Sequence[str] = (),
+) -> RepairResult:
+    """The fewest blocks that must stay in FP32 for the graph, else held in this type of sixteen bits, to pass its
+    tolerance on these inputs. `geometry` as for export_checkpoint.
+
+    Judged by what `engines` of the graphs say, where they are given: fusion breaks are tried before FP32, beside
+    `breaks`, which are there in any case. Raises BadInput when no set of blocks makes it pass.
+    """
+    mixed, ports = mixed_with_float32(float_type), output_ports(checkpoint.model)
+
+    def write(path: Path, sites: Sequence[str], kept: Sequence[str]) -> None:
+        export_checkpoint(
+            checkpoint,
+            path,
+            precision=mixed.name if kept else mixed.pure,  # one with nothing to keep is no mixed one
+            opset=opset,
+            keep_fp32=kept,
+            geometry=geometry,
+            breaks=(*breaks, *sites),
+        )
+
+    with tempfile.TemporaryDirectory() as scratch:
+        fp32 = Path(scratch) / "fp32.onnx"
+        export_checkpoint(checkpoint, fp32, precision="fp32", opset=opset, geometry=geometry)
+        trials = Trials(
+            write=write,
+            answers=engines or (lambda path: graph_answers(path, float_type, feeds, ports)),
+            reference=graph_answers(fp32, FLOAT32, feeds, ports),
+            ports=ports,
+            bounds=_bounds(dense, float_type, Path(scratch), feeds, opset),
+            graph=Path(scratch) / "half.onnx",
+        )
+        if engines is not None:
+            return mended(trials)
+
+        def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
+            name = trials.failing(kept=kept)
+            if name is None:
+                return None
+            role = next(port.role for port in ports if port.name == name)
+            worst = worst_inputs(feeds, trials.reference[name], trials.last[name], role)
+            noise_by_block = dense_noise(dense, worst, float_type)
+            graphs = read_onnx(fp32), read_onnx(trials.graph)
+            return locate_in_half("half", *graphs, worst, noise=noise_by_block, float_type=float_type)
+
+        kept, left = keep_until_it_passes(attempt)
+        if left is not None:
+            raise BadInput(f"no set of blocks in FP32 mends this graph; still {left.reason}; export fp32")
+        return RepairResult(kept=kept, relative_error=trials.error(kept=kept))
+
+
+def _bounds(
+    dense: Checkpoint, float_type: FloatType, scratch: Path, feeds: Feeds, opset: int | None
+) -> dict[str, Tolerance]:
+    """By output."""
+    fp32, half, ports = scratch / "dense.onnx", scratch / "dense16.onnx", output_ports(dense.model)
+    export_checkpoint(dense, fp32, precision="fp32", opset=opset)
+    export_checkpoint(dense, half, precision=mixed_with_float32(float_type).pure, opset=opset)
+    exact, rounded = graph_answers(fp32, FLOAT32, feeds, ports), graph_answers(half, float_type, feeds, ports)
+    noise = measured(ports, exact, rounded)
+    return {name: tolerance.half(each, float_type=float_type, factor=FACTOR) for name, each in noise.items()}
+
+
+def sites_to_leave(
+    checkpoint: Checkpoint,
+    made_of: Quantiser,
+    precision: str,
+    chosen: Quantisation,
+    feeds: Feeds,
+    bounds: Mapping[str, Tolerance],
+    *,
+    batch: int | None,
+    engines: Answers | None = None,
+    breaks: Sequence[str] = (),
+) -> RepairResult:
+    """Sites in the order of what quantising each alone costs; the fewest of the first ones whose leaving lets the graph
+    pass `bounds` (by output) against its FP32 twin, found by bisection and made sure of. What `chosen` keeps stays
+    kept.
+
+    Judged by what `engines` of the graphs say, where they are given: fusion breaks are tried before sites are left as
+    they are, beside `breaks`, which are there in any case. Raises BadInput when not even one quantised site passes.
+    """
+    ports, float_type = output_ports(checkpoint.model), type_by_name(precision)
+    modules = {layer.module: site_of(layer.node) for layer in layers(made_of.fp32_graph)}
+
+    def is_left(module: str, left: Sequence[str]) -> bool:
+        if engines is None:
+            return modules[module] in left
+        return any(fnmatchcase(module, pattern) for site in left for pattern in (site, f"{site}.*"))
+
+    def write(path: Path, sites: Sequence[str], left: Sequence[str]) -> None:
+        keep = (*chosen.keep_rest, *(module for module in modules if is_left(module, left)))
+        keeping = replace(chosen, keep_rest=keep)
+        export_quantised(made_of, path, precision=precision, chosen=keeping, breaks=(*breaks, *sites))
+
+    def answers(path: Path) -> Outputs:
+        return graph_answers(path, float_type, feeds, ports, rest=made_of.rest_precision, batch=batch)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        single = Path(scratch) / "single.onnx"
+        onnx.save(made_of.fp32_graph, str(single))
+        trials = Trials(
+            write=write,
+            answers=engines or answers,
+            reference=graph_answers(single, FLOAT32, feeds, ports),
+            ports=ports,
+            bounds=bounds,
+            graph=Path(scratch) / "tried.onnx",
+            are_flips=engines is None,
+        )
+        return mended(trials) if engines is not None else _fewest_left(trials, modules.values(), precision, chosen.rest)
+
+
+def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str, rest: str) -> RepairResult:
+    if trials.failing() is None:
+        return RepairResult(relative_error=trials.error())
+    sites = tuple(dict.fromkeys(sites_of_layers))
+    alone = {site: trials.error(kept=[each for each in sites if each != site]) for site in sites}
+    order = sorted(alone, key=lambda site: (-alone[site], site))
+
+    def passes(count: int) -> bool:
+        return trials.failing(kept=order[:count]) is None
+
+    most = len(order) - 1
+    if most < 1 or not passes(most):
+        least = order[-1]
+        raise BadInput(
+            f"{precision}: no set of blocks left in {rest} lets this graph pass: with {least} alone quantised it is "
+            f"still off by {alone[least]:.2g}; export {rest}"
+        )
+    kept = tuple(order[: 1 + bisect_left(range(1, most), True, key=passes)])  # more pass where fewer do
+    return RepairResult(kept=kept, relative_error=trials.error(kept=kept))
+
+
+def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:
+    """By output twice what plain rounding does to the dense model, as `verify` judges it."""
+    exportable, inputs, ports = (
+        traced_model.exportable(dense.model),
+        input_ports(dense.model),
+        output_ports(dense.model),
+    )
+
+    def run(model: nn.Module) -> Outputs:
+        with ModuleRunner(model, inputs=inputs, outputs=ports, label=precision) as runner:
+            return outputs_at(lambda part: runner(feeds_of_ports(part, inputs)), feeds, BATCH)
+
+    exportable = traced_model.exportable(dense.model)
+    noise = measured(ports, run(exportable), run(simulated(exportable, precision, run)))
+    float_type = type_by_name(precision)
+    return {name: tolerance.half(each, float_type=float_type, factor=2.0) for name, each in noise.items()}
