@@ -107,11 +107,6 @@ def kill_everywhere(home: Path) -> Iterator[tuple[int, bool]]:
         point += 1
 
 
-def _fake_program(home: Path) -> None:
-    for point, same in kill_everywhere(home):
-        print(point, "same" if same else "different")
-
-
 def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     """A real release, killed and resumed once for each point; says how many stages stood after each kill."""
     import torch
@@ -139,6 +134,7 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "fake":
-        _fake_program(Path(sys.argv[2]))
+        for at, same in kill_everywhere(Path(sys.argv[2])):
+            print(at, "same" if same else "different")
     else:
         _release_program(Path(sys.argv[2]), Path(sys.argv[3]), [int(word) for word in sys.argv[4:]])

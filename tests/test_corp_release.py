@@ -346,15 +346,6 @@ def test_what_the_images_can_never_show_is_told_before_any_stage(home: Path) -> 
     assert "88.89 %, limit 98 % (the point alone decides) (1 of 9 images flipped)" in said(alone)
 
 
-@pytest.mark.slow("graph")
-def test_what_is_not_there_is_named_before_anything_runs(home: Path) -> None:
-    edit(home, "calibration.npy", "nowhere")
-    assert "calibration.images: " in release(home, expect=2).stderr
-    edit(home, "nowhere", "calibration.npy")
-    edit(home, 'model = "dense"', 'model = "vit_tiny_patch16_224"')
-    assert "model.weights: the timm model 'vit_tiny_patch16_224' needs" in release(home, expect=2).stderr
-
-
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a recipe needs, and beside it files that will not do."""
@@ -405,6 +396,7 @@ WRONG = [
     ('["fp32"]', '["fp32", "int8"]\nrest = "fp32"', "calibration.images, which are 12; write range_samples = 12"),
     ('"dense"', '"folder"', "model.model: {}/folder/config.json: no such file"),
     ('"dense"', '"./words.txt"', "model.model: {}/words.txt is a file, expected the directory of a model"),
+    ('"dense"', '"vit_tiny_patch16_224"', "model.weights: the timm model 'vit_tiny_patch16_224' needs the weights"),
     ('"dense"', '"vit_tiny_patch16_224"\nweights = "words.txt"', "[model]: {}/words.txt: weights of kind '.txt'"),
     ('"dense"', '"vit_tiny_patch16_224"\nweights = "folder"', "model.weights: {}/folder is a folder, expected a"),
 ]

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ CONTAINERS: dict[str, tuple[str, Any]] = {
     "Lightning": ("last.ckpt", {"state_dict": prefixed("model."), "hyper_parameters": {"lr": 0.1}}),
     "compiled and distributed": ("w.pt", prefixed("_orig_mod.module.")),
     "distributed and compiled": ("w.pth", {"model": prefixed("module._orig_mod.model.")}),
+    "Hugging Face's wrapper": ("wrapped.pth", prefixed("timm_model.module.")),
+    "safetensors": ("w.safetensors", prefixed("_orig_mod.model.")),
     "a compiled block": (
         "blocks.pth",
         {name.replace("blocks.0.", "blocks.0._orig_mod."): tensor for name, tensor in STATE.items()},
@@ -63,15 +65,10 @@ CONTAINERS: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_every_container_gives_the_same_tensors(kind: str, tmp_path: Path) -> None:
     name, content = CONTAINERS[kind]
-    torch.save(content, tmp_path / name)
+    write: Callable[[Any, Path], object] = save_file if name.endswith(".safetensors") else torch.save
+    write(content, tmp_path / name)
     same(read_weights(tmp_path / name).state, STATE)
     same(loaded(tmp_path / name), STATE)
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "timm_model.", "model.module."])
-def test_prefixes_are_taken_off_in_safetensors_too(prefix: str, tmp_path: Path) -> None:
-    save_file(prefixed(prefix), tmp_path / "w.safetensors")
-    same(read_weights(tmp_path / "w.safetensors").state, STATE)
 
 
 def test_what_stands_beside_the_model_is_left_out_and_named(tmp_path: Path) -> None:

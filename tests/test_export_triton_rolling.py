@@ -55,7 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(server, folder / "models", graphs)
 
 
-def images(count: int, seed: int = 0) -> NDArray[np.float32]:
+def images(count: int, seed: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal((count, *SHAPE)).astype(np.float32)
 
 

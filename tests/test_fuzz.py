@@ -124,18 +124,14 @@ def test_labels_of_groups_that_are_no_letters(tmp_path: Path, codes: tuple[int, 
 
 def test_a_graph_whose_fault_can_t_be_told() -> None:
     """The checker names an input that nothing gives, of which it can't make a text."""
-    images, logits = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y"))
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["none"], ["y"], name="n")], "g", [images], [logits])
-    model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 20)])
-    content = model.SerializeToString().replace(b"none", b"\xf1one")
-    assert "onnx.checker: it is not valid, and names what is no text in UTF-8" in check_onnx(
-        onnx.load_from_string(content)
-    )
+    content = relu(of="none").SerializeToString().replace(b"none", b"\xf1one")
+    said = "onnx.checker: it is not valid, and names what is no text in UTF-8"
+    assert said in check_onnx(onnx.load_from_string(content))
 
 
-def relu() -> onnx.ModelProto:
+def relu(of: str = "x") -> onnx.ModelProto:
     images, logits = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y"))
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"], name="node")], "g", [images], [logits])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", [of], ["y"], name="node")], "g", [images], [logits])
     model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 20)])
     model.metadata_props.add(key="made", value="text")
     return model

@@ -95,12 +95,16 @@ REDUCED = {
 RIDGE = ("--ridge", "0.0001")  # what they were made with
 
 
+def reduced(given: Sequence[object], *more: object) -> None:
+    """By a golden model's name, its moments' and options."""
+    model, moments, *options = given
+    own = ("--model", newest(f"models/{model}"), "--moments", newest(f"moments/{moments}.safetensors"))
+    invoked("reduce", *own, *options, *more)
+
+
 @pytest.mark.parametrize("name", REDUCED)
 def test_golden_moments_give_the_golden_model(name: str, tmp_path: Path) -> None:
-    model, moments, *options = REDUCED[name]
-    invoked("reduce", "--model", newest(f"models/{model}"), "--moments",
-                   newest(f"moments/{moments}.safetensors"), *options, *RIDGE, "--align",
-                   "mlp=8,head=8,conv=8", "-o", tmp_path / "again")  # fmt: skip
+    reduced(REDUCED[name], *RIDGE, "--align", "mlp=8,head=8,conv=8", "-o", tmp_path / "again")
     # Another processor may solve to other last digits, which a model takes through float32.
     expected = EXPECTED[NEWEST[f"models/{name}"]][f"models/{name}"]["outputs"]
     require_same(plain(answers_of(load_checkpoint(tmp_path / "again").model)), expected, name, tolerance=1e-3)
@@ -115,12 +119,10 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_golden_moments_of_other_kinds_reduce(name: str, tmp_path: Path) -> None:
-    model, moments, *options = OTHERS[name]
-    invoked("reduce", "--model", newest(f"models/{model}"), "--moments",
-                   newest(f"moments/{moments}.safetensors"), *options, "--align", "mlp=8,head=8",
-                   "-o", tmp_path / "reduced", "--json")  # fmt: skip
-    dense, reduced = (load_checkpoint(each).model for each in (newest(f"models/{model}"), tmp_path / "reduced"))
-    assert sum(p.numel() for p in reduced.parameters()) < sum(p.numel() for p in dense.parameters())
+    reduced(OTHERS[name], "--align", "mlp=8,head=8", "-o", tmp_path / "reduced", "--json")
+    models = [load_checkpoint(each).model for each in (newest(f"models/{OTHERS[name][0]}"), tmp_path / "reduced")]
+    dense, smaller = (sum(each.numel() for each in model.parameters()) for model in models)
+    assert smaller < dense
 
 
 @pytest.fixture(scope="module")

@@ -114,20 +114,15 @@ def card(name: str) -> str:
 
 
 def terminal(name: str) -> str:
-    capture = CliRunner()
     table = Table(name, title=name)
     table.add_row(name)
-
-    def shown() -> None:
+    with CliRunner().isolation(color=True) as (stdout, stderr, _):
         out = Output(json=False, quiet=False)
         with out.progress(name, 1, unit=printable(name)) as done:
             done(1)
         out.result({}, name, table, sweep_table(swept(name)))
         out.note(name)
         out.warn(name)
-
-    with capture.isolation(color=True) as (stdout, stderr, _):
-        shown()
         return (stdout.getvalue() + stderr.getvalue()).decode()
 
 
@@ -212,15 +207,13 @@ def test_a_cell_that_begins_like_a_formula_is_a_text(first: str) -> None:
     assert csv_cell("a=1") == "a=1"
 
 
-def test_a_config_reads_back_as_it_was_meant() -> None:
+def test_what_is_read_back_is_what_was_meant() -> None:
+    assert json.loads(as_json(NAME)) == {NAME: NAME}
     message = parse(config(NAME))
     assert message.text("name") == NAME
     assert [each.text("name") for each in message.messages("input")] == [NAME]
     assert len(config(NAME).splitlines()) == len(config(PLAIN).splitlines())
     assert [field.name for field in message.fields] == [field.name for field in parse(config(PLAIN)).fields]
-
-
-def test_a_recipe_reads_back_as_it_was_meant() -> None:
     content = tomllib.loads(starter(NAME))
     assert content["model"] == {"model": NAME, "weights": NAME}
     assert content["held_out"] == {"images": NAME, "labels": NAME}
@@ -237,12 +230,7 @@ def test_a_shell_reads_one_word(output: str) -> None:
 
 
 def test_names_in_comments_stay_on_their_line() -> None:
-    assert "\n" not in one_line(NAME + "\nid")
-    assert "\n" not in markdown_line(NAME + "\nid")
-
-
-def test_json_reads_back_as_it_was_meant() -> None:
-    assert json.loads(as_json(NAME)) == {NAME: NAME}
+    assert "\n" not in one_line(NAME + "\nid") + markdown_line(NAME + "\nid")
 
 
 def test_a_hostile_file_name_goes_through_the_commands(tmp_path: Path) -> None:

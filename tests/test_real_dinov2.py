@@ -2,8 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -24,13 +25,19 @@ from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import Missing
 from tests.command import invoked
 
+T = TypeVar("T")
+
+
+def there(get: Callable[[], T]) -> T:
+    try:
+        return get()
+    except Missing as reason:
+        pytest.skip(str(reason).replace(str(ROOT), ".venv/real"))
+
 
 @pytest.fixture(scope="module")
 def graph() -> Path:
-    try:
-        return weights.graph_file()
-    except Missing as reason:
-        pytest.skip(str(reason).replace(str(ROOT), ".venv/real"))
+    return there(weights.graph_file)
 
 
 @pytest.mark.slow("models")
@@ -120,10 +127,7 @@ RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "real_convnet.js
 
 @pytest.fixture(scope="module")
 def state() -> dict[str, torch.Tensor]:
-    try:
-        return lite0.state()
-    except Missing as reason:
-        pytest.skip(str(reason).replace(str(ROOT), ".venv/real"))
+    return there(lite0.state)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def _read(path: Path) -> dict[str, Any]:
     text = _text(path)
     try:
         raw = tomllib.loads(text)
-        _refuse_depth(raw)
+        if _depth(raw) > DEEPEST:
+            raise RecursionError
     except RecursionError:
         raise BadInput(f"{path}: not a recipe: its values are nested too deep") from None
     except ValueError as error:
@@ -75,14 +76,10 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse_depth(raw: dict[str, Any]) -> None:
-    """Raise RecursionError for tables in tables without end, which dotted keys write on one line."""
-    level: list[Any] = [raw]
-    for _ in range(DEEPEST):
-        inner = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [each for values in inner for each in values if isinstance(each, dict | list)]
-    if level:
-        raise RecursionError
+def _depth(value: object) -> int:
+    """Of tables in tables, which dotted keys write on one line. Raises RecursionError for those without end."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
 
 def _refuse_unknown(where: str, words: Iterable[str], allowed: Iterable[str]) -> None:

@@ -134,7 +134,8 @@ def ids_for_model(model: nn.Module, path: Path, *, samples: int | None = None, s
     """Open token ids for a decoder. Raises calib's BadInput, and one for a model that takes none."""
     spec = sequence_spec(model)
     if spec is None:
-        raise BadInput(f"{path}: token ids are for a decoder, this model takes {text_or_images(model)}")
+        medium = traced_model.input_spec(model).medium
+        raise BadInput(f"{path}: token ids are for a decoder, this model takes {medium}: give --{medium}")
     return open_ids(path, length=spec.shape[0], vocabulary=spec.vocabulary, samples=samples, seed=seed)
 
 
@@ -155,12 +156,6 @@ def inputs_for_model(
             return texts_for_model(model, path, samples=samples, seed=seed)
         case "arrays":
             return arrays_for_model(model, path, samples=samples, seed=seed)
-
-
-def text_or_images(model: nn.Module) -> str:
-    """What a model takes, and the option that gives it."""
-    medium = traced_model.input_spec(model).medium
-    return f"{medium}: give --{medium}"
 
 
 def _refuse_rgb(path: Path, spec: ImageSpec) -> None:

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ground.transaction import FORMER
 from .findings import ERROR, WARNING, LintFinding, error, finding, in_config
 from .lint_artifact import openvino_limits, own_limits
 from .lint_files import DEFAULT_FILES, foreign_config, foreign_files, lint_version
-from .pbtxt import Field, Message, Name, ParseError, parse
+from .pbtxt import Message, Name, ParseError, parse
 from .server_releases import ServerRelease, server_release, vulnerability_warnings
 from .versions import versions_of
 
@@ -74,7 +74,12 @@ FIELDS: dict[str, Any] = dict.fromkeys(_NOT_LOOKED_INTO) | _fields(
     model_transaction_policy=_fields(truth="decoupled"),
     response_cache=_fields(truth="enable"),
 )
-_KINDS = {"text": "a text in quotes", "int": "a whole number", "bool": "true or false", "name": "a bare word"}
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "text": ("a text in quotes", lambda value: isinstance(value, str) and not isinstance(value, Name)),
+    "int": ("a whole number", lambda value: type(value) is int),
+    "bool": ("true or false", lambda value: isinstance(value, bool) or (type(value) is int and value in (0, 1))),
+    "name": ("a bare word", lambda value: isinstance(value, Name)),
+}
 
 
 def misused_fields(message: Message, fields: dict[str, Any] = FIELDS, path: str = "") -> Iterator[tuple[int, str]]:
@@ -92,18 +97,8 @@ def misused_fields(message: Message, fields: dict[str, Any] = FIELDS, path: str 
                 yield from misused_fields(field.value, kind, f"{where}.")
             else:
                 yield field.line, f"{where} holds fields in braces, got {field.value!r}"
-        elif isinstance(kind, str) and not _holds(field, kind):
-            yield field.line, f"{where} is {_KINDS[kind]}, got {field.value!r}"
-
-
-def _holds(field: Field, kind: str) -> bool:
-    value = field.value
-    return {
-        "text": isinstance(value, str) and not isinstance(value, Name),
-        "int": type(value) is int,
-        "bool": isinstance(value, bool) or (type(value) is int and value in (0, 1)),
-        "name": isinstance(value, Name),
-    }[kind]
+        elif isinstance(kind, str) and not _KINDS[kind][1](field.value):
+            yield field.line, f"{where} is {_KINDS[kind][0]}, got {field.value!r}"
 
 
 MOST_BYTES = 2**20
