@@ -80,7 +80,13 @@ class OnnxRunner:
         require_provider(ort.get_available_providers(), self.provider)
         precision = onnx_precision(self.path)
         if self.provider == "cpu":
-            _refuse_untyped(self.path, precision)
+            float_type = type_by_name(precision)
+            if float_type in (BFLOAT16, FLOAT8):  # what a CPU would do with it is no run of it
+                raise BadInput(
+                    f"{self.path}: a {float_type.label} graph, and ONNX Runtime's CPU kernels have no arithmetic in "
+                    f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; "
+                    "verify rounds it by itself, as it is typed"
+                )
         options = session_options(self.threads)
         if self.provider != "cpu":
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
@@ -236,14 +242,3 @@ def onnx_precision(path: Path) -> str:
     if size >= 0.99 * sizes.total():
         return "fp32" if most is FLOAT32 else mixed_with_float32(most).pure
     return mixed_with_float32(max(HALVES, key=lambda each: sizes[each])).name
-
-
-def _refuse_untyped(path: Path, precision: str) -> None:
-    """What a CPU would do with such a graph is no run of it."""
-    float_type = type_by_name(precision)
-    if float_type in (BFLOAT16, FLOAT8):
-        raise BadInput(
-            f"{path}: a {float_type.label} graph, and ONNX Runtime's CPU kernels have no arithmetic in "
-            f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; verify "
-            "rounds it by itself, as it is typed"
-        )
