@@ -104,12 +104,16 @@ def test_a_measure_of_each_artefact_judged_against_the_dense_model(home: Path) -
     assert verdict(f"metric.hits < {reduced - 0.01}") == "PASS"
     assert verdict("metric.hits@reduced < -1") == "PASS"
     assert verdict(f"dense.metric.hits < {dense + 0.01}") == "FAIL"
-    gap = reduced - dense
-    assert verdict(f"metric.hits < dense {gap + 0.01:+.4f}".replace("+", "+ ").replace("-", "- ")) == "FAIL"
-    assert verdict(f"metric.hits < dense {gap - 0.01:+.4f}".replace("+", "+ ").replace("-", "- ")) == "PASS"
+    assert verdict(f"metric.hits < dense {signed(reduced - dense + 0.01)}") == "FAIL"
+    assert verdict(f"metric.hits < dense {signed(reduced - dense - 0.01)}") == "PASS"
     rejects(r"no measure 'misses' of your own, it has hits; give verify --metric misses=", verdict, "metric.misses < 1")
     rejects("not of 'other'", verdict, "other.metric.hits < 1")
     invoked("gate", "parity.json", "--fail-if", "metric.hits < 2", code=1)
+
+
+def signed(gap: float) -> str:
+    """As rules write what is added to a bound."""
+    return f"{'-' if gap < 0 else '+'} {abs(gap):.6f}"
 
 
 def _labelled() -> ProofInputs:
@@ -202,9 +206,7 @@ def test_a_measure_is_held_against_that_of_an_older_proof(home: Path) -> None:
         result = run("gate", "now.json", "--fail-if", rule, "--baseline-parity", baseline, "--json")
         return result.exit_code, [row["verdict"] for row in json.loads(result.stdout)["rules"][1:]]
 
-    gap = own - value
-    above, below = (f"metric.own < baseline {gap + step:+.6f}" for step in (0.001, -0.001))
-    above, below = (text.replace("+", "+ ").replace("-", "- ") for text in (above, below))
+    above, below = (f"metric.own < baseline {signed(own - value + step)}" for step in (0.001, -0.001))
     assert verdict(above, "old.json") == (1, ["FAIL"])
     assert verdict(below, "old.json")[1] == ["PASS"]
     assert verdict("relative_error > baseline", "old.json")[1] == ["FAIL"]

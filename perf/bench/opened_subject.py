@@ -55,9 +55,10 @@ class RoundRobin:
 def joined(laps: list[Laps]) -> Laps:
     """Calls of several as those of one, without the time between them."""
     every = {each.name: [getattr(lap, each.name) for lap in laps] for each in fields(Laps)}
-    known: dict[str, Any] = {name: values for name, values in every.items() if None not in values}
-    totals = {name: sum(known[name]) for name in ("calls", "wall_ms", "enqueue_ms") if name in known}
-    return Laps(**totals | {name: tuple(chain(*known[name])) for name in known.keys() - totals.keys()})
+    known = {name: values for name, values in every.items() if None not in values}
+    totals: dict[str, Any] = {name: sum(known[name]) for name in ("calls", "wall_ms", "enqueue_ms") if name in known}
+    times: dict[str, Any] = {name: tuple(chain(*known[name])) for name in known.keys() - totals.keys()}
+    return Laps(**totals, **times)
 
 
 def round_robin_calls(calls: int) -> int:
