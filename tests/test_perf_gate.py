@@ -26,6 +26,8 @@ from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Block, Row, Subject
 from perf.stats.compare import compare, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
+from tests.doubles import some
+from tests.histories import block, row
 from tests.refusals import rejects
 
 Times = Mapping[str, "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"]
@@ -36,19 +38,9 @@ def noisy(ms: float, spread: float = 0.01, rounds: int = 20, calls: int = 20, se
 
 
 def row_of(batch: int, times: Times, *, lost_rel: float = 0.0) -> Row:
-    blocks = [
-        Block(
-            round=index, subject=name, at_s=0.0, calls=len(round_ms), wall_ms=float(np.sum(round_ms)),
-            compute_ms=tuple(float(ms) for ms in round_ms), lost_ms=tuple(float(lost_rel * ms) for ms in round_ms),
-        )
-        for name, rounds_ms in times.items()
-        for index, round_ms in enumerate(rounds_ms)
-    ]  # fmt: skip
-    return Row(
-        batch=batch,
-        trials={name: BenchTrial(status="ok", warm_up_flat=True, peak_memory_bytes=1000) for name in times},
-        calls_per_block=20, settle_calls=1, stop="narrow", blocks=tuple(blocks), noise_blocks=(),
-    )  # fmt: skip
+    trials = {name: BenchTrial(status="ok", warm_up_flat=True, peak_memory_bytes=1000) for name in times}
+    rounds = ((index, name, ms) for name, rounds_ms in times.items() for index, ms in enumerate(rounds_ms))
+    return row(batch, (block(index, name, ms, lost_rel=lost_rel) for index, name, ms in rounds), trials=trials)
 
 
 def bench_of(*rows: Row, gpu: str = "A Card", dense_sha: str | None = None, reduced_bytes: int = 600) -> Bench:
@@ -149,11 +141,9 @@ def test_a_bound_inside_the_interval_is_inconclusive_and_says_how_many_more_bloc
     """Width shrinks with the root of the rounds: recompute what is told from the interval itself."""
     judged = one("speedup@b8 < 1.255", plain(spread=0.1))
     assert judged.verdict == "INCONCLUSIVE"
-    assert judged.value is not None
-    assert judged.low is not None
-    assert judged.high is not None
-    gap = judged.value - 1.255
-    width = judged.value - judged.low if gap > 0 else judged.high - judged.value
+    value, low, high = map(some, (judged.value, judged.low, judged.high))
+    gap = value - 1.255
+    width = value - low if gap > 0 else high - value
     blocks = 4 * int(np.ceil(20 * ((width / gap) ** 2 - 1)))
     assert f"about {blocks} more blocks would decide" in judged.message
 
@@ -231,8 +221,7 @@ def test_a_figure_on_the_bound_is_not_promised_a_decision() -> None:
     judged = one("speedup@b8 < 1.0", bench_of(row_of(8, {name: noisy(5.0, seed=3) for name in ("dense", "reduced")})))
     assert judged.verdict == "PASS"  # both alike to the last digit: the interval is a point, and not below 1
     wide = plain(10.0, 10.0, spread=0.2)
-    value = one("speedup@b8 < 1.0", wide).value
-    assert value is not None
+    value = some(one("speedup@b8 < 1.0", wide).value)
     assert "many more would not decide" in one(f"speedup@b8 < {value:.15f}", wide).message
 
 
@@ -419,9 +408,7 @@ def test_junit_counts_and_escapes() -> None:
     cases = list(suite)
     assert [case.get("name") for case in cases] == ["speedup@b8 < 1.2", "size_bytes > 500", "top1_agreement < 0.99"]
     assert cases[1].find("failure") is not None
-    error = cases[2].find("error")
-    assert error is not None
-    assert error.get("type") == "INCONCLUSIVE"
+    assert some(cases[2].find("error")).get("type") == "INCONCLUSIVE"
 
 
 def test_markdown_and_json(tmp_path: Path) -> None:

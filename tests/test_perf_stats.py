@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from perf.parity.labels import mcnemar
-from perf.record.runs import BenchTrial, Block, GpuState, Row
+from perf.record.runs import BenchTrial, GpuState, Row
 from perf.runners.protocol import HostBound, ParallelStreams
 from perf.stats.decision import fewest, fewest_for_share, most_confidence, share_interval, wilson
 from perf.stats.stability import warnings_of
@@ -34,6 +34,7 @@ from perf.stats.stats import (
     trend_score,
     upper_rank,
 )
+from tests.histories import block, row
 from tests.refusals import rejects
 
 times = st.lists(st.floats(0.1, 1e3), min_size=1, max_size=200)
@@ -260,34 +261,26 @@ STATE = GpuState(
 )
 
 
-def row(call_ms: Callable[[int, int], float], *, rounds: int = 20, **every_block: Any) -> Row:
+def timed(call_ms: Callable[[int, int], float], *, rounds: int = 20, **every_block: Any) -> Row:
     """Blocks of ten calls; `call_ms(round, call)`."""
-    blocks = []
-    for index in range(rounds):
-        for name in ("dense", "reduced", "reduced", "dense"):
-            times = tuple(call_ms(index, call) for call in range(10))
-            block = Block(round=index, subject=name, at_s=0.0, calls=10, wall_ms=sum(times), compute_ms=times)
-            blocks.append(replace(block, **every_block))
-    trials = {name: BenchTrial(status="ok", warm_up_flat=True) for name in ("dense", "reduced")}
-    return Row(
-        batch=8, trials=trials, calls_per_block=10, settle_calls=1, stop="narrow", blocks=tuple(blocks), noise_blocks=()
-    )
+    turns = [(index, name) for index in range(rounds) for name in ("dense", "reduced", "reduced", "dense")]
+    return row(8, (block(at, name, [call_ms(at, call) for call in range(10)], **every_block) for at, name in turns))
 
 
 def test_a_steady_measurement_is_not_commented() -> None:
-    assert warnings_of([row(lambda index, call: 5.0 + 0.01 * ((7 * index + call) % 5))]) == []
+    assert warnings_of([timed(lambda index, call: 5.0 + 0.01 * ((7 * index + call) % 5))]) == []
 
 
 @pytest.mark.parametrize(
     ("shaky", "words"),
     [
-        (row(lambda index, call: 5.0 if call % 2 else 8.0), "samples vary by 23"),
-        (row(lambda index, call: 5.0 + 0.05 * index), "times drifted by +17"),
-        (row(lambda index, call: 5.0, gpu=replace(STATE, foreign_processes=2)), "2 other processes used the GPU"),
-        (row(lambda index, call: 5.0, gpu=replace(STATE, throttle=("sw_power_cap",))), "lowered the clocks in 80 of"),
-        (row(lambda index, call: 5.0, enqueue_ms=49.0), "measure with a CUDA graph"),
+        (timed(lambda index, call: 5.0 if call % 2 else 8.0), "samples vary by 23"),
+        (timed(lambda index, call: 5.0 + 0.05 * index), "times drifted by +17"),
+        (timed(lambda index, call: 5.0, gpu=replace(STATE, foreign_processes=2)), "2 other processes used the GPU"),
+        (timed(lambda index, call: 5.0, gpu=replace(STATE, throttle=("sw_power_cap",))), "lowered the clocks in 80 of"),
+        (timed(lambda index, call: 5.0, enqueue_ms=49.0), "measure with a CUDA graph"),
         (
-            row(lambda index, call: 5.0, lost_ms=(3.0,) * 10),
+            timed(lambda index, call: 5.0, lost_ms=(3.0,) * 10),
             "disturbed: other programs took the CPU from 100 % of the calls",
         ),
     ],
@@ -297,21 +290,21 @@ def test_each_kind_of_shakiness_is_named(shaky: Row, words: str) -> None:
 
 
 def test_a_device_clock_is_held_to_less_variation_than_the_hosts() -> None:
-    varying = row(lambda index, call: 5.0 + 0.4 * (call % 2))  # 4 %
+    varying = timed(lambda index, call: 5.0 + 0.4 * (call % 2))  # 4 %
     assert warnings_of([varying]) == []
-    on_device = row(lambda index, call: 5.0 + 0.4 * (call % 2), enqueue_ms=1.0)
+    on_device = timed(lambda index, call: 5.0 + 0.4 * (call % 2), enqueue_ms=1.0)
     assert any("above 2.5 % is unstable" in text for text in warnings_of([on_device]))
 
 
 def test_dropped_rounds_are_counted_with_the_reason() -> None:
-    steady = row(lambda index, call: 5.0)
+    steady = timed(lambda index, call: 5.0)
     hot = replace(steady.blocks[5], dropped="throttled: hw_slowdown")
     spoilt = replace(steady, blocks=(*steady.blocks[:5], hot, *steady.blocks[6:]))
     assert warnings_of([spoilt]) == ["batch 8, 1 of 20 rounds left out: throttled: hw_slowdown"]
 
 
 def test_a_warm_up_that_was_cut_short_and_a_subject_that_failed_are_told() -> None:
-    steady = row(lambda index, call: 5.0)
+    steady = timed(lambda index, call: 5.0)
     trials = {"dense": BenchTrial(status="ok"), "reduced": BenchTrial(status="failed", message="ValueError: no")}
     told = warnings_of([replace(steady, trials=trials)])
     assert "batch 8, dense: the warm-up reached its time limit before the times were flat" in told

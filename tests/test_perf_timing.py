@@ -15,7 +15,8 @@ from perf.stats.summary import speedup
 from perf.timing.laps import Clock, Laps, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import has_vnni, lost_time
-from tests.doubles import FakeClock
+from tests.doubles import FakeClock, some
+from tests.histories import block
 
 PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)
 
@@ -120,8 +121,7 @@ def test_a_steady_machine_stops_as_soon_as_it_may() -> None:
     bounds = {"dense": steady(clock, 6.0), "reduced": steady(clock, 4.0)}
     blocks, stop = measure_pair(bounds, PLAN, calls=5, clock=clock)
     assert (stop, len(blocks)) == ("narrow", 4 * PLAN.min_rounds)
-    ratio = speedup(blocks, "dense", "reduced")
-    assert ratio is not None
+    ratio = some(speedup(blocks, "dense", "reduced"))
     assert (ratio.value, ratio.low, ratio.high) == (1.5, 1.5, 1.5)
 
 
@@ -166,9 +166,7 @@ def test_a_machine_that_slows_down_steadily_does_not_bias_the_ratio() -> None:
 
     bounds = {"dense": ByTime(clock, slowing(5.0)), "same": ByTime(clock, slowing(5.0))}
     blocks = measure_rounds(bounds, 40, calls=5, clock=clock)
-    ratio = speedup(blocks, "dense", "same")
-    assert ratio is not None
-    assert ratio.value == pytest.approx(1.0, abs=0.002)
+    assert some(speedup(blocks, "dense", "same")).value == pytest.approx(1.0, abs=0.002)
     assert drift(blocks, "dense") == pytest.approx(0.36, abs=0.05)
 
 
@@ -180,8 +178,7 @@ def test_a_load_that_comes_and_goes_does_not_hide_a_five_percent_difference() ->
 
     bounds = {"dense": ByTime(clock, loaded(5.0)), "slower": ByTime(clock, loaded(5.25))}
     blocks = measure_rounds(bounds, 40, calls=5, clock=clock)
-    ratio = speedup(blocks, "dense", "slower")
-    assert ratio is not None
+    ratio = some(speedup(blocks, "dense", "slower"))
     assert ratio.value == pytest.approx(1 / 1.05, abs=0.002)
     assert ratio.high < 0.97
 
@@ -233,14 +230,10 @@ def test_calls_that_others_interrupted_are_left_out() -> None:
 def lost(*rounds: str) -> tuple[Block, ...]:
     """Rounds of an a-block and a b-block; `x` is an interrupted call, `.` a clean one: "x./.." is a, then b."""
     return tuple(
-        Block(
-            round=index, subject=name, at_s=0.0, calls=len(calls), wall_ms=10.0 * len(calls),
-            compute_ms=tuple(10.0 + index for _ in calls),
-            lost_ms=tuple(5.0 if call == "x" else 0.0 for call in calls),
-        )
+        block(index, name, [10.0 + index] * len(calls), lost_ms=tuple(5.0 if call == "x" else 0.0 for call in calls))
         for index, text in enumerate(rounds)
         for name, calls in zip("ab", text.split("/"), strict=True)
-    )  # fmt: skip
+    )
 
 
 def test_rounds_are_taken_together_until_both_have_clean_calls() -> None:

@@ -135,7 +135,11 @@ class OnnxRunner:
     def bind(self, feeds: Feeds) -> Bound:
         checked = dict(self._checked(feeds))
         if self.provider != "cpu":
-            return self._bind_cuda(checked)
+            staging, launch = self._staged(checked)
+            for _ in range(3):  # kernels are chosen in the first runs, and a graph is captured
+                launch()
+            self._stream.synchronize()
+            return staging.bound(launch, flush_l2=self.flush_l2)
         run, output_names = self._session.run, self._output_names
         return HostBound(lambda: run(output_names, checked), outputs=self._outputs_by_name)
 
@@ -174,14 +178,6 @@ class OnnxRunner:
         captures = "trt_cuda_graph_enable" if self.provider == "tensorrt" else "enable_cuda_graph"
         stream = str(self._stream.cuda_stream)
         return {"device_id": "0", "user_compute_stream": stream, captures: str(int(self.cuda_graph))}
-
-    def _bind_cuda(self, feeds: Feeds) -> Bound:
-        """The first runs happen here: kernels are chosen in them, and a graph is captured."""
-        staging, launch = self._staged(feeds)
-        for _ in range(3):
-            launch()
-        self._stream.synchronize()
-        return staging.bound(launch, flush_l2=self.flush_l2)
 
     def _staged(self, feeds: Feeds) -> tuple[Staging, Callable[[], None]]:
         """Fixed device addresses bound to the session, which enqueues on its own stream without waiting."""

@@ -133,7 +133,9 @@ def _rounds(
             if (begun - started) / 1e9 + last_s > limit_s:
                 return
             blocks = list[Block]()
-            for name in _order(tuple(bounds), index):
+            # Forth and back, so that a steady drift cancels; every other round begins at the other end, in fairness.
+            names = tuple(bounds) if index % 2 == 0 else tuple(bounds)[::-1]
+            for name in names + names[::-1]:
                 if (clock() - started) / 1e9 >= limit_s:
                     if blocks:
                         yield [replace(block, dropped=LATE) for block in blocks]
@@ -143,12 +145,6 @@ def _rounds(
             if on_round is not None:
                 on_round(index + 1)
             yield blocks
-
-
-def _order(names: tuple[str, ...], index: int) -> tuple[str, ...]:
-    """Forth and back, so that a steady drift cancels; every other round begins at the other end, in fairness."""
-    back = names[::-1]
-    return names + back if index % 2 == 0 else back + names
 
 
 def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock: Clock, watch: Watch) -> Block:
