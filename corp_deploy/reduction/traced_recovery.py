@@ -27,7 +27,10 @@ _OF_VECTORS: Mapping[str, Callable[..., ChannelRecovery]] = {
     "affine-v1": channels.affine_v1,
     "im2col": channels.affine,
 }
-_OF_MAPS: Mapping[str, Callable[..., ChannelRecovery]] = {**patches.RECOVERIES, "affine-v1": patches.RECOVERIES["affine"]}
+_OF_MAPS: Mapping[str, Callable[..., ChannelRecovery]] = {
+    **patches.RECOVERIES,
+    "affine-v1": patches.RECOVERIES["affine"],
+}
 
 
 def recovered(read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: float) -> ChannelRecovery:

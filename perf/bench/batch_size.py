@@ -153,24 +153,18 @@ class BatchSize:
             share_s = (self.limit.left_s - allocation.plain_s) / (len(subjects) - place)
             if share_s < CALLS_AROUND * calls_s[subject.name]:
                 continue
-            blocks = self._audited(subject, allocation, limit_from_now(self.limit.clock, share_s))
-            if blocks is None or whole_rounds(blocks):
-                repeats[subject.name] = blocks or ()
+            limit, rounds = limit_from_now(self.limit.clock, share_s), allocation.audit_rounds
+            how: dict[str, Any] = {"calls": allocation.calls, "limit": limit, "watch": self.watch}
+            try:
+                blocks = repeat_blocks(subject.bind, self.feeds, self.batch, rounds, **how)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                repeats[subject.name] = ()  # no memory for so many batches at once: what was measured before stays
+                continue
+            if whole_rounds(blocks):
+                repeats[subject.name] = blocks
         return repeats
-
-    def _audited(
-        self, subject: OpenedSubject, allocation: TimeAllocation, limit: TimeLimit
-    ) -> tuple[Block, ...] | None:
-        """None where there is no memory for so many batches at once: what was measured before stays."""
-        rounds, calls = allocation.audit_rounds, allocation.calls
-        try:
-            return repeat_blocks(
-                subject.bind, self.feeds, self.batch, rounds, calls=calls, limit=limit, watch=self.watch
-            )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
 
     def _row(self, ready: Mapping[str, BoundSubject], *, stop: str, calls: int = 1, **measured: Any) -> Row:
         return Row(

@@ -9,8 +9,9 @@ verified. One sample, repeated, is held against many after its test 04.
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, cycle, repeat
+from typing import Any
 
 import numpy as np
 
@@ -53,17 +54,11 @@ class RoundRobin:
 
 def joined(laps: list[Laps]) -> Laps:
     """Calls of several as those of one, without the time between them."""
-    both = [each.end_to_end_ms for each in laps if each.end_to_end_ms is not None]
-    lost = [each.lost_ms for each in laps if each.lost_ms is not None]
-    issued = [each.enqueue_ms for each in laps if each.enqueue_ms is not None]
-    return Laps(
-        calls=sum(each.calls for each in laps),
-        wall_ms=sum(each.wall_ms for each in laps),
-        compute_ms=tuple(chain.from_iterable(each.compute_ms for each in laps)),
-        end_to_end_ms=tuple(chain.from_iterable(both)) if len(both) == len(laps) else None,
-        enqueue_ms=sum(issued) if len(issued) == len(laps) else None,
-        lost_ms=tuple(chain.from_iterable(lost)) if len(lost) == len(laps) else None,
-    )
+    every = {each.name: [getattr(lap, each.name) for lap in laps] for each in fields(Laps)}
+    known = {name: values for name, values in every.items() if None not in values}
+    totals: dict[str, Any] = {name: sum(known[name]) for name in ("calls", "wall_ms", "enqueue_ms") if name in known}
+    times: dict[str, Any] = {name: tuple(chain(*known[name])) for name in known.keys() - totals.keys()}
+    return Laps(**totals, **times)
 
 
 def round_robin_calls(calls: int) -> int:

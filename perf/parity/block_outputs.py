@@ -21,7 +21,7 @@ from ground.feeds import Feeds, batch_size, rows_of, single_array
 from ground.onnx_file import read_onnx
 from ground.precision import FLOAT16, FLOAT32, FloatType
 
-from .locate import FaultLocation, block_errors, locate, noise_of
+from .locate import FaultLocation, block_errors, locate
 from .rounding import NARROW, element_types, rounded_graph
 from .structure import StructuralTest, finding
 from .tolerance import exact
@@ -174,7 +174,7 @@ def _run(model: ModelProto, feeds: Feeds, batch: int) -> Iterator[dict[str, Any]
 def block_noise(dense_fp32: ModelProto, dense_half: ModelProto, feeds: Feeds) -> dict[str, float]:
     """Each block's own noise in sixteen bits, of the dense model, by key."""
     fp32, half = (outputs_of_graph(graph, feeds) for graph in (dense_fp32, dense_half))
-    return noise_of(fp32, half)
+    return {block.key: block.error for block in block_errors(fp32, half)}
 
 
 def locate_in_half(

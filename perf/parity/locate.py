@@ -61,8 +61,7 @@ def block_errors(
     """Every block that both sides have, in the reference's order.
 
     `noise` is what each block's output may be off by: of links in sixteen bits the dense model's own error in that type
-    at that block (see noise_of), of exact links one bound for all. Raises BadInput when no block is shared or shapes
-    differ.
+    at that block, of exact links one bound for all. Raises BadInput when no block is shared or shapes differ.
     """
     shared = [key for key in reference if key in candidate]
     if not shared:
@@ -72,11 +71,6 @@ def block_errors(
             "model"
         )
     return [_block_error(key, reference[key], candidate[key], _floor(noise, key, float_type)) for key in shared]
-
-
-def noise_of(reference: Arrays, half: Arrays) -> dict[str, float]:
-    """Each block's own noise in sixteen bits: the relative error of the dense model's form in them against FP32."""
-    return {block.key: block.error for block in block_errors(reference, half)}
 
 
 def locate(

@@ -158,9 +158,8 @@ def _is_of_one(map_KHW: Maps) -> bool:
 
 def _answers(map_KHW: Floats, threshold: float) -> Places:
     """The class of each place."""
-    if _is_of_one(map_KHW):
-        return (map_KHW > threshold).reshape(-1).astype(np.int64)
-    return map_KHW.argmax(axis=0).reshape(-1)
+    one = _is_of_one(map_KHW)
+    return (map_KHW > threshold).reshape(-1).astype(np.int64) if one else map_KHW.argmax(axis=0).reshape(-1)
 
 
 def _figures_of_map(reference_KHW: Maps, candidate_KHW: Maps, threshold: float) -> tuple[object, ...]:

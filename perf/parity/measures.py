@@ -33,7 +33,6 @@ from .similarity import LEAST_ROWS, drawn_rows, linear_cka, same_neighbour, toke
 HINT = "run both on the same inputs"
 EMBEDDING = OutputKind(name="embedding", shape="[inputs, features]", rank=2, hint=HINT)
 FEATURE_MAP = OutputKind(name="feature map", shape="[inputs, ...]", rank=None, hint=HINT)
-LEAST_INPUTS = LEAST_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,7 @@ class EmbeddingMeasures(WithoutMargins):
     @property
     def agreement_line(self) -> str:
         if self.neighbour_agreement is None:
-            return f"nearest neighbours need {LEAST_INPUTS} inputs, got {self.images}"
+            return f"nearest neighbours need {LEAST_ROWS} inputs, got {self.images}"
         return f"{self.agreement_name} {percent(self.neighbour_agreement)}"
 
     @property
@@ -204,9 +203,9 @@ def largest_logit(reference: Array, role: Role) -> float:
 
 def require_agreement(port: OutputPort, inputs: int) -> None:
     """Raises BadInput where a least agreement was asked of an output on which inputs can't agree or differ."""
-    if port.role == "embedding" and inputs < LEAST_INPUTS:
+    if port.role == "embedding" and inputs < LEAST_ROWS:
         raise BadInput(
-            f"min agreement: {port.name} is an embedding, whose nearest neighbours need {LEAST_INPUTS} inputs, got "
+            f"min agreement: {port.name} is an embedding, whose nearest neighbours need {LEAST_ROWS} inputs, got "
             f"{inputs}; give more inputs, or set a largest relative error (max error) instead"
         )
 

@@ -38,10 +38,9 @@ def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float
     answers = run({name: np.repeat(array, batch, axis=0) for name, array in one.items()})
     medians = {name: np.broadcast_to(np.median(rows, axis=0), rows.shape) for name, rows in answers.items()}
     off, noun = _deviation(candidate, answers, medians), input_noun(one).removesuffix("s")
-    reason = f"one {noun} in all {batch} slots: the answers differ by {off.text}, {bound:.2g} allowed"
-    if deviating := off.over(bound):
-        reason += f"; slots {_some(deviating)} differ from the median slot"
-    return finding(candidate, "batch-slot", off.largest, bound, reason)
+    deviating = off.over(bound)
+    more = f"; slots {_some(deviating)} differ from the median slot" if deviating else ""
+    return off.finding(candidate, "batch-slot", f"one {noun} in all {batch} slots", bound, more)
 
 
 def permutation(
@@ -52,10 +51,9 @@ def permutation(
     order_N = np.random.default_rng(0).permutation(count)
     straight = run(feeds) if straight is None else straight
     off = _deviation(candidate, run(rows_of(feeds, order_N)), rows_of(straight, order_N))
-    reason = f"a shuffled batch of {count}: the answers differ by {off.text}, {bound:.2g} allowed"
-    if deviating := sorted(int(order_N[place]) for place in off.over(bound)):
-        reason += f"; {input_noun(feeds)} {_some(deviating)}"
-    return finding(candidate, "permutation", off.largest, bound, reason)
+    deviating = sorted(int(order_N[place]) for place in off.over(bound))
+    more = f"; {input_noun(feeds)} {_some(deviating)}" if deviating else ""
+    return off.finding(candidate, "permutation", f"a shuffled batch of {count}", bound, more)
 
 
 def batch_sizes(
@@ -71,9 +69,8 @@ def batch_sizes(
         count = batch_size(by_batch[batch])
         off = _deviation(candidate, by_batch[batch], rows_of(by_batch[first], slice(count)))
         deviating = len(off.over(bound))
-        reason = f"batch {batch} against {first}: the answers differ by {off.text}, {bound:.2g} allowed"
-        reason += f"; {deviating} of {count} {noun}" if deviating else ""
-        tests.append(finding(candidate, "batch-size", off.largest, bound, reason))
+        more = f"; {deviating} of {count} {noun}" if deviating else ""
+        tests.append(off.finding(candidate, "batch-size", f"batch {batch} against {first}", bound, more))
     return tests
 
 
@@ -135,6 +132,10 @@ class _Deviation:
 
     def over(self, bound: float) -> list[int]:
         return [place for place, off in enumerate(self.off_N) if not off <= bound]
+
+    def finding(self, candidate: str, test: str, what: str, bound: float, more: str) -> StructuralTest:
+        reason = f"{what}: the answers differ by {self.text}, {bound:.2g} allowed{more}"
+        return finding(candidate, test, self.largest, bound, reason)
 
 
 def _deviation(candidate: str, answers: Outputs, expected: Outputs) -> _Deviation:

@@ -80,7 +80,13 @@ class OnnxRunner:
         require_provider(ort.get_available_providers(), self.provider)
         precision = onnx_precision(self.path)
         if self.provider == "cpu":
-            _refuse_untyped(self.path, precision)
+            float_type = type_by_name(precision)
+            if float_type in (BFLOAT16, FLOAT8):  # what a CPU would do with it is no run of it
+                raise BadInput(
+                    f"{self.path}: a {float_type.label} graph, and ONNX Runtime's CPU kernels have no arithmetic in "
+                    f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; "
+                    "verify rounds it by itself, as it is typed"
+                )
         options = session_options(self.threads)
         if self.provider != "cpu":
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
@@ -129,7 +135,11 @@ class OnnxRunner:
     def bind(self, feeds: Feeds) -> Bound:
         checked = dict(self._checked(feeds))
         if self.provider != "cpu":
-            return self._bind_cuda(checked)
+            staging, launch = self._staged(checked)
+            for _ in range(3):  # kernels are chosen in the first runs, and a graph is captured
+                launch()
+            self._stream.synchronize()
+            return staging.bound(launch, flush_l2=self.flush_l2)
         run, output_names = self._session.run, self._output_names
         return HostBound(lambda: run(output_names, checked), outputs=self._outputs_by_name)
 
@@ -168,14 +178,6 @@ class OnnxRunner:
         captures = "trt_cuda_graph_enable" if self.provider == "tensorrt" else "enable_cuda_graph"
         stream = str(self._stream.cuda_stream)
         return {"device_id": "0", "user_compute_stream": stream, captures: str(int(self.cuda_graph))}
-
-    def _bind_cuda(self, feeds: Feeds) -> Bound:
-        """The first runs happen here: kernels are chosen in them, and a graph is captured."""
-        staging, launch = self._staged(feeds)
-        for _ in range(3):
-            launch()
-        self._stream.synchronize()
-        return staging.bound(launch, flush_l2=self.flush_l2)
 
     def _staged(self, feeds: Feeds) -> tuple[Staging, Callable[[], None]]:
         """Fixed device addresses bound to the session, which enqueues on its own stream without waiting."""
@@ -236,14 +238,3 @@ def onnx_precision(path: Path) -> str:
     if size >= 0.99 * sizes.total():
         return "fp32" if most is FLOAT32 else mixed_with_float32(most).pure
     return mixed_with_float32(max(HALVES, key=lambda each: sizes[each])).name
-
-
-def _refuse_untyped(path: Path, precision: str) -> None:
-    """What a CPU would do with such a graph is no run of it."""
-    float_type = type_by_name(precision)
-    if float_type in (BFLOAT16, FLOAT8):
-        raise BadInput(
-            f"{path}: a {float_type.label} graph, and ONNX Runtime's CPU kernels have no arithmetic in "
-            f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; verify "
-            "rounds it by itself, as it is typed"
-        )

@@ -123,15 +123,6 @@ def require_provider(available: list[str], provider: Provider) -> None:
         )
 
 
-def require_granted(granted: list[str], provider: Provider) -> None:
-    """Raise Missing when the session was given another provider than the one asked for."""
-    if PROVIDERS[provider] not in granted:
-        raise Missing(
-            f"asked ONNX Runtime for {PROVIDERS[provider]} and got {', '.join(granted)}: its libraries failed to load; "
-            f"check the driver and the CUDA, cuDNN and TensorRT versions that this onnxruntime-gpu was built for"
-        )
-
-
 def session_options(threads: int | None, *, log_severity: int = 3) -> Any:
     """With so many threads inside an operator, None for ONNX Runtime's choice."""
     options = onnxruntime_here().SessionOptions()
@@ -145,7 +136,9 @@ def session_options(threads: int | None, *, log_severity: int = 3) -> Any:
 
 
 def opened_session(path: Path, provider: Provider, options: Any, provider_options: Mapping[str, str]) -> Any:
-    """Raises BadInput for a graph that can't be loaded, Missing where the provider doesn't take all of it."""
+    """Raises BadInput for a graph that can't be loaded, Missing where another provider than asked for would run it or a
+    part of it.
+    """
     ort = onnxruntime_here()
     try:
         # Its Python part would open the session again, or go on at a call, with another provider than asked for.
@@ -161,5 +154,10 @@ def opened_session(path: Path, provider: Provider, options: Any, provider_option
                 f"time it with provider cpu, or build an engine of it ({error!s:.300})"
             ) from error
         raise BadInput(f"{path}: ONNX Runtime cannot load it: {error}") from error
-    require_granted(session.get_providers(), provider)
+    granted = session.get_providers()
+    if PROVIDERS[provider] not in granted:
+        raise Missing(
+            f"asked ONNX Runtime for {PROVIDERS[provider]} and got {', '.join(granted)}: its libraries failed to load; "
+            f"check the driver and the CUDA, cuDNN and TensorRT versions that this onnxruntime-gpu was built for"
+        )
     return session

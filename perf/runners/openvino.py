@@ -180,7 +180,9 @@ class CompiledSettings:
 
     def require(self, arithmetic: Arithmetic | None, threads: int | None) -> None:
         """Raise Missing where it would be run otherwise than asked: OpenVINO takes the nearest that the CPU has."""
-        if arithmetic is not None and not self._computes(arithmetic):
+        # Products of fewer bits than asked for are none; in a lower type some may stay as they were.
+        halves = {"fp16", "bf16"} & set(self.products)
+        if arithmetic is not None and (self.hint != arithmetic or halves != {arithmetic} - {"fp32"}):
             if self.hint != arithmetic:
                 raise Missing(
                     f"asked OpenVINO for {arithmetic} and got {self.hint}, the nearest that this CPU has: ask for that "
@@ -198,13 +200,6 @@ class CompiledSettings:
             )
         if self.execution_mode != "ACCURACY":
             raise Missing(f"asked OpenVINO for execution mode ACCURACY and got {self.execution_mode}")
-
-    def _computes(self, arithmetic: Arithmetic) -> bool:
-        """Products of fewer bits than asked for are none; in a lower type some may stay as they were."""
-        halves = {"fp16", "bf16"} & set(self.products)
-        if arithmetic == "fp32":
-            return self.hint == "fp32" and not halves
-        return self.hint == arithmetic and halves == {arithmetic}
 
 
 def require_openvino() -> Any:

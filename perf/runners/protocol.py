@@ -29,7 +29,7 @@ class Gauge:
     """Memory of the process or device in bytes, and how it is told."""
 
     method: str
-    reset_peak: Callable[[], object]
+    reset_peak: Callable[[], None]
     now: Callable[[], int]
     peak: Callable[[], int]
 
