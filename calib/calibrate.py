@@ -40,19 +40,6 @@ class Snapshots:
         """The same, with moments changed before they are written."""
         return replace(self, write=lambda count, moments: self.write(count, change(count, moments)))
 
-    def split_batches(self, batch_size: int, inputs: int) -> bool:
-        """Whether one falls inside a batch, so that its sums are taken in a copy."""
-        return any(count % batch_size and count < inputs for count in self.counts)
-
-    def refuse_lost(self, position: int) -> None:
-        """Raises BadInput for one up to `position` that an interrupted run wrote and that is gone."""
-        lost = [count for count in self.counts if count <= position and not self.written(count)]
-        if lost:
-            raise BadInput(
-                f"snapshot of the first {lost[0]}: its file is missing, and the interrupted run is past it; put it "
-                "back, or remove the checkpoint to start again"
-            )
-
 
 def refuse_counts(counts: tuple[int, ...]) -> None:
     """Raises BadInput unless they ascend from 1 or more."""
@@ -85,8 +72,12 @@ class _Share:
             moments, progress = saved
             self.collector.resume_from(moments, progress.kernel)
             self.position, self.bad, self.fingerprints = progress.position, list(progress.bad), moments.fingerprints
-            if self.snapshots:
-                self.snapshots.refuse_lost(self.position)
+            for count in self.snapshots.counts if self.snapshots else ():
+                if self.snapshots and count <= self.position and not self.snapshots.written(count):
+                    raise BadInput(
+                        f"snapshot of the first {count}: its file is missing, and the interrupted run is past it; put "
+                        "it back, or remove the checkpoint to start again"
+                    )
 
     def take(self, batch: Batch[Inputs], run: Mapping[str, str]) -> None:
         before = self.collector.images
@@ -187,7 +178,8 @@ def calibrate(
     if snapshots:
         snapshots = snapshots.changed(lambda _, moments: replace(moments, lineage=lineage))
         run["snapshots"] = ",".join(map(str, snapshots.counts))
-    copies = 2 if snapshots and snapshots.split_batches(batch_size, inputs.count) else 1
+    counts = snapshots.counts if snapshots else ()  # for one inside a batch the sums are taken in a copy
+    copies = 2 if any(count % batch_size and count < inputs.count for count in counts) else 1
     own = checkpoint.of_rank(ranks) if checkpoint else None
     collector = Collector(model, sites, device=device, options=options)
     share = _Share(collector, inputs, ranks.share(inputs.count), own, snapshots)

@@ -58,12 +58,6 @@ def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments 
     return groups, half
 
 
-def _differing(left: object, right: object) -> str:
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return "the dims or channels that they cover; choose both by the moments of one first pass"
-    return f"got {left} and {right}"
-
-
 def added(name: str, a: OneKind, b: OneKind) -> OneKind:
     """The statistics of the images of both; what is not a sum (eps, the kept dims and channels) must agree."""
     if type(a) is not type(b):
@@ -74,7 +68,9 @@ def added(name: str, a: OneKind, b: OneKind) -> OneKind:
         if f.name in NOT_SUMS:
             same = torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else left == right
             if not same:
-                raise BadInput(f"{name}: moments to merge differ in {f.name}, {_differing(left, right)}")
+                covered = "the dims or channels that they cover; choose both by the moments of one first pass"
+                how = covered if isinstance(left, Tensor) or isinstance(right, Tensor) else f"got {left} and {right}"
+                raise BadInput(f"{name}: moments to merge differ in {f.name}, {how}")
             merged[f.name] = left
         elif (left is None) != (right is None):
             raise BadInput(f"{name}: only one of the moments to merge has {f.name}; calibrate both with or without it")

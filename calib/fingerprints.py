@@ -29,15 +29,11 @@ _TIE = 1e-6  # of the largest frequency: what rounding may leave of one that is 
 _ROWS = 1024
 
 
-def _cosines() -> Tensor:
-    places = torch.arange(SIDE, dtype=torch.float64)[:, None] + 0.5
-    return torch.cos(math.pi / SIDE * places * torch.arange(FREQUENCIES, dtype=torch.float64))
-
-
 def perceptual_hashes(images_BCHW: Tensor) -> Tensor:
     """int64 [B,2] of images, preprocessed or not."""
     grey_BSS = adaptive_avg_pool2d(images_BCHW.double().mean(1, keepdim=True), SIDE)[:, 0]
-    cosines_SF = _cosines()
+    places = torch.arange(SIDE, dtype=torch.float64)[:, None] + 0.5
+    cosines_SF = torch.cos(math.pi / SIDE * places * torch.arange(FREQUENCIES, dtype=torch.float64))
     frequencies = (cosines_SF.T @ grey_BSS @ cosines_SF).flatten(1)[:, 1 : 1 + BITS]
     bound_B1 = frequencies.median(1, keepdim=True).values + _TIE * frequencies.abs().amax(1, keepdim=True)
     bits = (frequencies > bound_B1).reshape(-1, 2, 64).long()

@@ -160,8 +160,8 @@ OneKind = TypeVar("OneKind", bound=SiteMoments)
 def on_device(moments: OneKind, device: torch.device | str) -> OneKind:
     """The same sums on another device; no copy where they are there already."""
     values = ((each.name, getattr(moments, each.name)) for each in fields(moments))
-    moved: dict[str, Any] = {name: value.to(device) for name, value in values if isinstance(value, Tensor)}
-    return replace(moments, **moved)
+    tensors: dict[str, Any] = {name: value.to(device) for name, value in values if isinstance(value, Tensor)}
+    return replace(moments, **tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

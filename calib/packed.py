@@ -21,15 +21,14 @@ SYMMETRIC = frozenset(
 UPPER = ":upper"  # behind the name of a sum that is stored as a triangle
 
 
-def _is_symmetric(x_DD: Tensor) -> bool:
-    """To the bit, so that 0.0 is not -0.0."""
-    bits_DD = x_DD.view(torch.int64)
-    return torch.equal(bits_DD, bits_DD.mT)
-
-
 def stored_name(name: str, value: Tensor) -> str:
-    """The name that a sum `site/field` is stored by: with UPPER if nothing is lost by that."""
-    return name + UPPER if name.rpartition("/")[2] in SYMMETRIC and _is_symmetric(value) else name
+    """The name that a sum `site/field` is stored by: with UPPER if nothing is lost by that, to the bit, so that 0.0 is
+    not -0.0.
+    """
+    if name.rpartition("/")[2] not in SYMMETRIC:
+        return name
+    bits_DD = value.view(torch.int64)
+    return name + UPPER if torch.equal(bits_DD, bits_DD.mT) else name
 
 
 def stored(name: str, value: Tensor) -> Tensor:

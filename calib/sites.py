@@ -64,12 +64,12 @@ class Tap:
     of_input: bool = False
 
     def listen(self, site: str, callback: Callable[[Tensor], None]) -> RemovableHandle:
-        def hear(x: Tensor) -> None:
+        def on_tensor(x: Tensor) -> None:
             callback(self.checked(site, self.take(x)))
 
         if self.of_input:
-            return self.module.register_forward_pre_hook(lambda _, inputs: hear(inputs[0]))
-        return self.module.register_forward_hook(lambda _, inputs, output: hear(output))
+            return self.module.register_forward_pre_hook(lambda _, inputs: on_tensor(inputs[0]))
+        return self.module.register_forward_hook(lambda _, inputs, output: on_tensor(output))
 
 
 def _entering(module: nn.Module) -> Tap:

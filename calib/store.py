@@ -170,16 +170,6 @@ def _read_tensor(path: Path, file: Any, stored_as: str, expected: str) -> Tensor
     return tensor
 
 
-def _moments_from_tensors(entry: _Entry, tensors: Mapping[str, Any], where: str) -> SiteMoments:
-    kind = _MOMENTS[type(entry)]
-    counts: dict[str, Any] = msgspec.structs.asdict(entry)
-    names = {each.name for each in fields(kind)} - counts.keys()
-    needed = {each.name for each in fields(kind) if each.default is MISSING} - counts.keys()
-    if tensors.keys() - names or needed - tensors.keys():
-        raise BadInput(f"{where}: its entries are not those of {kind.__name__}; the file is damaged: {_REMEDY}")
-    return kind(**counts, **tensors)
-
-
 class _SitesOfFile(Mapping[str, SiteMoments]):
     """Reads and checks a site when it is asked for, and keeps nothing."""
 
@@ -187,7 +177,8 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
         self._path, self._own, self._digests, self._prefix = path, own, digests, prefix
 
     def __getitem__(self, site: str) -> SiteMoments:
-        entry = self._own.sites[site]
+        numbers: dict[str, Any] = msgspec.structs.asdict(self._own.sites[site])
+        kind = _MOMENTS[type(self._own.sites[site])]
         with _opened(self._path) as file:
             tensors = {
                 name.rpartition("/")[2]: _read_tensor(self._path, file, name, expected)
@@ -195,7 +186,12 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
                 if name.rpartition("/")[0] == self._prefix + site
             }
         where = f"{self._path}: {site}"
-        return _moments_from_tensors(entry, unpacked(tensors, where, _REMEDY), where)
+        sums: dict[str, Any] = unpacked(tensors, where, _REMEDY)
+        names = {each.name for each in fields(kind)} - numbers.keys()
+        needed = {each.name for each in fields(kind) if each.default is MISSING} - numbers.keys()
+        if sums.keys() - names or needed - sums.keys():
+            raise BadInput(f"{where}: its entries are not those of {kind.__name__}; the file is damaged: {_REMEDY}")
+        return kind(**numbers, **sums)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own.order)

@@ -29,12 +29,6 @@ from .running_sums import RunningSums
 from .sites import Role
 
 
-def _ones_outside(kept_HK: Tensor, dim: int) -> Tensor:
-    """1 at removed dims, 0 at kept ones, [H,D]."""
-    ones_HD = torch.ones(len(kept_HK), dim, dtype=torch.float64, device=kept_HK.device)
-    return ones_HD.scatter_(1, kept_HK, 0.0)
-
-
 def _by_window(x: Tensor, weights: Weights | None, slots: Weights | None) -> tuple[Tensor, Weights | None]:
     """[B,H,N,D] as it is, [B,W,H,N,D] with a row for each window, of which what is there counts; `slots`: of one
     input's windows.
@@ -173,7 +167,7 @@ class HeadSums(RunningSums[HeadMoments]):
         sum_P (Q_S'Q_P)(K_P'K_S) is the product over all dims less the one over S; likewise the energy of P.
         """
         heads = torch.arange(len(kept_HK), device=kept_HK.device)[:, None]
-        removed_HD = _ones_outside(kept_HK, qq_BHDD.shape[-1])
+        removed_HD = torch.ones_like(qq_BHDD[0, :, 0]).scatter_(1, kept_HK, 0.0)
         q_rows_BHKD = qq_BHDD[:, heads, kept_HK] * removed_HD[:, None]
         k_rows_BHKD = kk_BHDD[:, heads, kept_HK]
         self.totals["target_HKK"].add_((q_rows_BHKD @ k_rows_BHKD.mT).sum(0))

@@ -77,8 +77,8 @@ def _sha256(content: bytes) -> bytes:
     return sha256(content).digest()
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Of every line: its number, where it begins, and its bytes without the line's end and a byte-order mark."""
+def _read(path: Path) -> Iterator[tuple[Line, str]]:
+    """Every line, without its end and a byte-order mark."""
     with regular_file(path).open("rb") as file:
         offset = number = 0
         while whole := file.readline(MOST_LINE_BYTES + 2):
@@ -89,37 +89,28 @@ def _numbered(path: Path) -> Iterator[tuple[int, int, bytes]]:
                     f"{path}: line {number} is longer than {MOST_LINE_BYTES} bytes; expected text, a line a document"
                 )
             mark = codecs.BOM_UTF8 if number == 1 and content.startswith(codecs.BOM_UTF8) else b""
-            yield number, offset + len(mark), content.removeprefix(mark)
+            content = content.removeprefix(mark)
+            try:
+                yield Line(offset + len(mark), len(content)), content.decode()
+            except UnicodeDecodeError as error:
+                raise BadInput(
+                    f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start + 1} of the line); save "
+                    "the file as UTF-8"
+                ) from None
             offset += len(whole)
 
 
-def _lines(path: Path) -> tuple[list[Line], int]:
-    """The lines that hold a document, and how many are blank."""
-    lines, blank = list[Line](), 0
-    for number, offset, content in _numbered(path):
-        try:
-            text = content.decode()
-        except UnicodeDecodeError as error:
-            raise BadInput(
-                f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start + 1} of the line); save the "
-                "file as UTF-8"
-            ) from None
-        if text.strip():
-            lines.append(Line(offset, len(content)))
-        else:
-            blank += 1
-    return lines, blank
-
-
-def _opened(path: Path) -> list[Line]:
+def _lines(path: Path) -> tuple[Line, ...]:
+    """Those that hold a document."""
     try:
-        lines, blank = _lines(path)
+        every = [(line, bool(text.strip())) for line, text in _read(path)]
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file, expected UTF-8 text, a line a document") from None
     except OSError as error:
         raise BadInput(f"{path}: can't be read ({error.strerror})") from error
+    lines = tuple(line for line, is_document in every if is_document)
     if not lines:
-        holds = f"{blank} blank lines" if blank else "nothing"
+        holds = f"{len(every)} blank lines" if every else "nothing"
         raise BadInput(f"{path}: holds {holds}, expected UTF-8 text, a line a document")
     return lines
 
@@ -130,8 +121,8 @@ def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: 
     Raises BadInput for a file that is missing, no regular one, empty, not UTF-8 or with a line beyond MOST_LINE_BYTES,
     for fewer documents than samples, and where `encode` gives no tensors with the batch in front.
     """
-    lines = _opened(path)
-    opened = Texts(available=len(lines), path=path, lines=tuple(lines), encode=encode, first={})
+    lines = _lines(path)
+    opened = Texts(available=len(lines), path=path, lines=lines, encode=encode, first={})
     texts = opened.sampled(samples, seed, where=path)
     first = encode([content.decode() for content in texts._contents(texts.places[:1])])
     if batch_size_of(first) != 1:

@@ -237,7 +237,8 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
     elif outside or tensor.HasField("raw_data"):
         fits = needed <= size_bytes
     else:
-        fits = numbers <= 8 * _spelled_out(tensor)
+        lists = tensor.float_data, tensor.int32_data, tensor.int64_data, tensor.double_data, tensor.uint64_data
+        fits = numbers <= 8 * sum(map(len, lists))  # each may hold several narrow ones
     if not fits:
         raise BadInput(f"{where} is {list(tensor.dims)[:8]}, and its numbers are not all there; export it again")
     if tensor.HasField("raw_data") and bits is not None and size_bytes != needed:
@@ -245,12 +246,6 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
             f"{where} is {list(tensor.dims)[:8]}, {needed} bytes, and {size_bytes} are there; export it again"
         )
     return outside
-
-
-def _spelled_out(tensor: "TensorProto") -> int:
-    """How many numbers stand in the file one by one; each may hold several narrow ones."""
-    lists = tensor.float_data, tensor.int32_data, tensor.int64_data, tensor.double_data, tensor.uint64_data
-    return sum(map(len, lists))
 
 
 def _bytes_outside(tensor: "TensorProto", path: Path, where: str) -> int:

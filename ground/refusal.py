@@ -70,11 +70,6 @@ def _described(expected: str) -> str:
     )
 
 
-def _suggestion(word: str, alternatives: list[str]) -> str:
-    near = get_close_matches(word, alternatives, n=1)
-    return f"did you mean {near[0]!r}" if near else f"known are {', '.join(alternatives)}"
-
-
 def _reason(problem: str, types: list[inspect.Type], value: Any) -> str:
     if match := re.fullmatch(r"Object missing required field `(.*)`", problem):
         return f"the key {match[1]!r} is missing"
@@ -85,7 +80,9 @@ def _reason(problem: str, types: list[inspect.Type], value: Any) -> str:
             if isinstance(each, inspect.StructType | inspect.DataclassType)
             for field in each.fields
         ]
-        return f"unknown key {match[1][:_SHOWN]!r}; {_suggestion(match[1], alternatives)}"
+        near = get_close_matches(match[1], alternatives, n=1)
+        hint = f"did you mean {near[0]!r}" if near else f"known are {', '.join(alternatives)}"
+        return f"unknown key {match[1][:_SHOWN]!r}; {hint}"
     if match := re.fullmatch(r"(?s)Invalid enum value (.*)", problem):
         alternatives = [str(word) for each in types if isinstance(each, inspect.LiteralType) for word in each.values]
         return f"got {match[1][:_SHOWN]}, expected {' or '.join(alternatives)}"

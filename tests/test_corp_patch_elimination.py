@@ -149,25 +149,6 @@ def test_separate_eliminations_are_joined_round_by_round() -> None:
     assert result.ridge == max(each.ridge for each in alone)
 
 
-@pytest.mark.parametrize("taps", [1, 4, 9])
-def test_planted_multiples_leave_first_at_no_loss(taps: int) -> None:
-    """Channel j = a channel i in every place: one of each pair goes before anything else."""
-    u = patches_of(10, taps, 600, seed=9).view(600, 10, taps)
-    for copy, of, factor in ((7, 2, 0.3), (1, 4, 5.0), (9, 0, 1.0)):
-        u[:, copy] = factor * u[:, of]
-    flat, weight = u.flatten(1), weight_of(4, 10 * taps)
-    cov = covariance_of(flat)
-    result = eliminate_blocks(cov, weight, taps, ridge_rel=1e-9)
-    assert sorted(min(pair) for pair in ({7, 2}, {1, 4}, {9, 0}) if pair & set(result.order_F[:3].tolist())) == [
-        0,
-        1,
-        2,
-    ]
-    whole = ridge_loss(cov, weight, [], 0.0)
-    assert result.error_at(7) < 1e-5 * whole
-    assert result.error_at(6) > 1e-3 * whole
-
-
 @pytest.mark.parametrize("taps", [1, 4])
 def test_dead_channels_leave_first_by_index_and_cost_nothing(taps: int) -> None:
     """Constants, and channels that nothing reads; in rounds they are the first of their groups."""

@@ -139,14 +139,6 @@ def test_snapshots_of_convolutions(tmp_path: Path) -> None:
         assert any(isinstance(site, PatchMoments) for site in snapshot.sites.values())
 
 
-def test_snapshots_of_restricted_systems(tmp_path: Path, home: Path) -> None:
-    calibrated(home, "images.npy", tmp_path / "ranks.safetensors")
-    kept = ("--attention-system", "--attn", 0.5, "--moments", tmp_path / "ranks.safetensors")
-    calibrated(home, "images.npy", tmp_path / "m.safetensors", *kept, "--snapshots", "5")
-    calibrated(home, "first5.npy", tmp_path / "alone.safetensors", *kept)
-    assert_equal(load(tmp_path / "m.5.safetensors"), load(tmp_path / "alone.safetensors"))
-
-
 @pytest.mark.slow("models")
 def test_a_resumed_run_writes_the_same_snapshots(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = tmp_path / "groups.json"

@@ -75,32 +75,18 @@ class _Surgeon:
         self.h_MTT[pick] = torch.eye(self.size, dtype=u_Tm.dtype, device=u_Tm.device)
         self.gone_M[pick] = True
 
-    def left(self) -> Tensor:
-        """The blocks that are not gone."""
-        return self.here_M[~self.gone_M]
-
     def _apply(self) -> None:
         past_J2m = self.b_u_J2m[: self.rows]
         u_Jm = past_J2m[:, 1]
         self.h_mm.addmm_(u_Jm.T, u_Jm, alpha=-1.0)
         self.n_mm.addmm_(past_J2m.flatten(0, 1).T, past_J2m.flip(1).flatten(0, 1), alpha=-1.0)
         if 8 * int(self.gone_M.sum()) >= self.gone_M.numel():  # dead rows cost as much as live ones
-            self._shrink()
+            stay_M = (~self.gone_M).nonzero().squeeze(1)
+            stay_m = columns(stay_M, self.size)
+            self.h_mm, self.n_mm = self.h_mm[stay_m[:, None], stay_m], self.n_mm[stay_m[:, None], stay_m]
+            self.h_MTT, self.n_MTT = self.h_MTT[stay_M], self.n_MTT[stay_M]
+            self.here_M, self.gone_M = self.here_M[stay_M], self.gone_M[stay_M]
         self._clear()
-
-    def _shrink(self) -> None:
-        stay_M = (~self.gone_M).nonzero().squeeze(1)
-        stay_m = columns(stay_M, self.size)
-        self.h_mm, self.n_mm = self.h_mm[stay_m[:, None], stay_m], self.n_mm[stay_m[:, None], stay_m]
-        self.h_MTT, self.n_MTT = self.h_MTT[stay_M], self.n_MTT[stay_M]
-        self.here_M, self.gone_M = self.here_M[stay_M], self.gone_M[stay_M]
-
-
-def _formed_anew(shifted_UU: Tensor, target_OU: Tensor, here_M: Tensor, size: int) -> _Surgeon:
-    """With no rounding of past removals in it."""
-    here_m = columns(here_M, size)
-    factor_mm = torch.linalg.cholesky(shifted_UU[here_m[:, None], here_m])
-    return _Surgeon(here_M, factor_mm, torch.cholesky_solve(target_OU[:, here_m].T, factor_mm).T)
 
 
 def _remove_all(
@@ -116,7 +102,10 @@ def _remove_all(
     until = count // 2
     for left in range(count, 0, -1):
         if left == until:
-            surgeon, until = _formed_anew(shifted.matrix_FF, target_OU, surgeon.left(), size), until // 2
+            here_M, until = surgeon.here_M[~surgeon.gone_M], until // 2
+            here_m = columns(here_M, size)
+            factor_mm = torch.linalg.cholesky(shifted.matrix_FF[here_m[:, None], here_m])
+            surgeon = _Surgeon(here_M, factor_mm, torch.cholesky_solve(target_OU[:, here_m].T, factor_mm).T)
         cost_M = surgeon.costs().masked_fill(done_G[group_of_C[surgeon.here_M]], torch.inf)
         pick = int(cost_M.argmin())
         order.append(surgeon.here_M[pick])

@@ -25,12 +25,6 @@ def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
     return torch.tensor(picks, device=distance_FF.device)
 
 
-def _numbered(cluster_F: Tensor) -> Tensor:
-    """Clusters renumbered by their lowest channel, so that the numbering says nothing about the seeding."""
-    names: dict[int, int] = {}
-    return cluster_F.new_tensor([names.setdefault(cluster, len(names)) for cluster in cluster_F.tolist()])
-
-
 def averages(cluster_F: Tensor, width: int) -> Tensor:
     """[K, F]: rows that average the channels of a cluster."""
     member_KF = torch.nn.functional.one_hot(cluster_F, width).T.to(torch.float64)
@@ -62,4 +56,6 @@ def cluster_rows(rows_FI: Tensor, width: int, *, seed: int) -> Tensor:
             break
         cluster_F = new_F
         centre_KI = averages(cluster_F, width) @ scaled_FI
-    return _numbered(cluster_F)
+    # Numbered by their lowest channel, so that the numbers say nothing about the seeding.
+    names: dict[int, int] = {}
+    return cluster_F.new_tensor([names.setdefault(cluster, len(names)) for cluster in cluster_F.tolist()])

@@ -55,11 +55,6 @@ class Residuals:
         return self.tangent.sensitivity(self.weighted(out_XO)).mT @ self.tangent.entering_XD
 
 
-def _summed(tensors: Iterable[Tensor]) -> Tensor:
-    """One after the other, so that no more than two are held."""
-    return reduce(torch.add, tensors)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kronecker:
     """G (x) A + ridge I by the eigenvalues of both: what it takes to divide by it."""
@@ -119,7 +114,8 @@ def gauss_newton(pieces: Iterable[Residuals], *, ridge_rel: float, iterations: i
     for _ in range(iterations):
         if not gain > least:
             return
-        curved_RD = _summed(piece.back(piece.tangent.along(towards_RD)) for piece in pieces) / weight
+        curved = (piece.back(piece.tangent.along(towards_RD)) for piece in pieces)
+        curved_RD = reduce(torch.add, curved) / weight  # one after the other, so that no more than two are held
         curved_RD = curved_RD + ridge * towards_RD
         bend = float((towards_RD * curved_RD).double().sum())
         if not bend > 0.0:

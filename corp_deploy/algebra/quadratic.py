@@ -33,11 +33,6 @@ def pseudo_solve(cross_OK: Tensor, gram_KK: Tensor) -> tuple[Tensor, float]:
     return ((cross_OK @ vectors_KK) * inverse_K) @ vectors_KK.T, float(largest / worst)
 
 
-def _bound(width: int, ridge_rel: float) -> float:
-    """On the 1-norm condition number: no eigenvalue of gram is above its trace, width / ridge_rel times the ridge."""
-    return width * (1.0 + width / ridge_rel) if ridge_rel > 0.0 else math.inf
-
-
 def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: bool = False) -> RidgeSolution:
     """Solve X (gram + ridge I) = cross in float64, ridge = ridge_rel * mean diagonal of gram.
 
@@ -53,7 +48,8 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: b
     matrix_KK.diagonal().add_(ridge)
     factor_KK, info = torch.linalg.cholesky_ex(matrix_KK)
     if int(info) == 0:
-        condition = _bound(len(gram_KK), ridge_rel) if bound else math.inf
+        # No eigenvalue of gram is above its trace, width / ridge_rel times the ridge.
+        condition = len(gram_KK) * (1.0 + len(gram_KK) / ridge_rel) if bound and ridge_rel > 0.0 else math.inf
         if condition * _CUTOFF_REL >= 1.0:
             norm = torch.linalg.matrix_norm(matrix_KK, ord=1)
             condition = max(float(norm * torch.linalg.matrix_norm(torch.cholesky_inverse(factor_KK), ord=1)), 1.0)

@@ -92,7 +92,12 @@ def refit_on_support(right_OK: Tensor, system_KK: Tensor, mask_OK: Tensor, start
     each = max(1, _AT_ONCE // kept**2)
     if len(supports_PK) < len(mask_OK) // 2:
         for number, support_K in enumerate(supports_PK):
-            _refit_alike_(new_OK, residual_OK, system_KK, support_K, (which_O == number).nonzero().flatten())
+            kept_S, rows_X = support_K.nonzero().flatten(), (which_O == number).nonzero().flatten()
+            system_SS, right_XS = system_KK[kept_S[:, None], kept_S], residual_OK[rows_X[:, None], kept_S]
+            factor_SS, info = torch.linalg.cholesky_ex(system_SS)
+            is_singular = bool(_is_singular(factor_SS, info))
+            solved_SX = torch.cholesky_solve(right_XS.T, factor_SS)
+            new_OK[rows_X[:, None], kept_S] = pseudo_solve(right_XS, system_SS)[0] if is_singular else solved_SX.T
     else:
         kept_OS = mask_OK.nonzero()[:, 1].view(-1, kept)
         for rows_X in torch.arange(len(mask_OK), device=mask_OK.device).split(each):
@@ -100,15 +105,6 @@ def refit_on_support(right_OK: Tensor, system_KK: Tensor, mask_OK: Tensor, start
             system_XSS = system_KK[kept_XS[:, :, None], kept_XS[:, None, :]]
             new_OK[rows_X[:, None], kept_XS] = _solved(residual_OK[rows_X[:, None], kept_XS], system_XSS)
     return new_OK + start_OK * mask_OK
-
-
-def _refit_alike_(new_OK: Tensor, residual_OK: Tensor, system_KK: Tensor, support_K: Tensor, rows_X: Tensor) -> None:
-    kept_S = support_K.nonzero().flatten()
-    system_SS, right_XS = system_KK[kept_S[:, None], kept_S], residual_OK[rows_X[:, None], kept_S]
-    factor_SS, info = torch.linalg.cholesky_ex(system_SS)
-    singular = bool(_is_singular(factor_SS, info))
-    solved_XS = pseudo_solve(right_XS, system_SS)[0] if singular else torch.cholesky_solve(right_XS.T, factor_SS).T
-    new_OK[rows_X[:, None], kept_S] = solved_XS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

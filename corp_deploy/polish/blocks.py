@@ -25,7 +25,7 @@ from .matrices import chosen_
 from .objective import stream_error
 from .parts import Parts
 from .subject import Subject
-from .walk import Block, blocks
+from .walk import blocks
 
 _AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
 
@@ -123,16 +123,6 @@ class OneBlock:
         return math.sqrt(mean_over(errors, self.ranks))
 
 
-@torch.no_grad()
-def _behind_dense(block: Block, rows: Sequence[StreamPair]) -> list[StreamPair]:
-    return [row._replace(dense=block(StreamState.of(row.dense, row.weights)).tokens.x) for row in rows]
-
-
-@torch.no_grad()
-def _behind_reduced(block: Block, rows: Sequence[StreamPair]) -> list[StreamPair]:
-    return [row._replace(reduced=block(row.reduced)) for row in rows]
-
-
 def _reduced(subject: Subject) -> list[bool]:
     """Of each block whether a site in it is narrower than the dense model's."""
     models = subject.dense, subject.model
@@ -148,11 +138,14 @@ def polish_blocks_(subject: Subject, parts: Parts) -> None:
     fitted, judging = (first_streams(subject.dense, each) for each in inputs)
     reduced = _reduced(subject)
     for index, (before, block) in enumerate(zip(blocks(subject.dense), blocks(model), strict=True)):
-        fitted, judging = (_behind_dense(before, rows) for rows in (fitted, judging))
+        fitted, judging = (
+            [row._replace(dense=before(StreamState.of(row.dense, row.weights)).tokens.x) for row in rows]
+            for rows in (fitted, judging)
+        )
         matrices = chosen_(model, block) if reduced[index] else ()
         if matrices and not parts.was_finished_(matrices):
             read = subject.read if index == len(reduced) - 1 else None
             problem = OneBlock(model, index, fitted, judging, read=read, piece=options.piece, ranks=subject.ranks)
             descent = Descent(problem, matrices, options, parts.pace(sum(reduced)), subject.ranks)
             parts.fit_(block.name, descent, of=sum(reduced))
-        fitted, judging = (_behind_reduced(block, rows) for rows in (fitted, judging))
+        fitted, judging = ([row._replace(reduced=block(row.reduced)) for row in rows] for rows in (fitted, judging))

@@ -200,20 +200,17 @@ class Descent(Fit):
         error, averaged = errors
         position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=averaged),)
 
-    def _draws(self, step: int) -> list[Draw]:
-        rows_per_step = self.options.batch_size * self.ranks.size
-        draws = drawn(self.problem.rows, first=step * rows_per_step, size=rows_per_step, seed=self.options.seed)
-        return draws[self.ranks.rank :: self.ranks.size]
-
     def run(
         self, position: Position, save: Callable[[Position], None] = ignored, hear: Callable[[Position], None] = ignored
     ) -> None:
+        count = self.options.batch_size * self.ranks.size
         adam = Adam(self.matrices, position.means, position.squares)
         self.set_(position.values)
         before, began = position.seconds, time.monotonic()
         way = self.pace.way(position.step, position.seconds)
         while way < 1.0:
-            self.problem.backward(self._draws(position.step))
+            draws = drawn(self.problem.rows, first=position.step * count, size=count, seed=self.options.seed)
+            self.problem.backward(draws[self.ranks.rank :: self.ranks.size])
             adam.step_(position.step + 1, step_size(self.options, way) * min(1.0, position.curve[0].error))
             position.step, position.seconds = position.step + 1, self.pace.since(before, began, self.ranks)
             now = self.pace.way(position.step, position.seconds)

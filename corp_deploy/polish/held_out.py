@@ -24,13 +24,6 @@ class ValidationSplit:
     held_out: InputSet
 
 
-def _by_group(groups_B: Tensor, every: int) -> list[int]:
-    """The inputs of each `every`-th group, or of the last one where there are fewer groups."""
-    groups = list(dict.fromkeys(groups_B.tolist()))
-    rows = set(groups[every - 1 :: every] or groups[-1:])
-    return [position for position, group in enumerate(groups_B.tolist()) if group in rows]
-
-
 def _thinned(images: InputSet, rows: list[int]) -> InputSet:
     """Those at these positions, or so many of them as judge, evenly spaced."""
     chosen = rows if len(rows) <= _MOST else [rows[index * len(rows) // _MOST] for index in range(_MOST)]
@@ -49,7 +42,9 @@ def parted(
     if judges is not None:
         return ValidationSplit(fitted=images, held_out=_thinned(judges, list(range(judges.count))))
     groups_B = torch.arange(images.count) if groups_B is None else groups_B
-    rows = _by_group(groups_B, every)
+    groups = list(dict.fromkeys(groups_B.tolist()))
+    judging = set(groups[every - 1 :: every] or groups[-1:])  # the last one where there are fewer groups
+    rows = [position for position, group in enumerate(groups_B.tolist()) if group in judging]
     aside = torch.isin(images.ids, images.ids[rows])
     fitted = (~aside).nonzero().squeeze(1).tolist()
     if not rows or not fitted:

@@ -150,14 +150,11 @@ class AlternatingFit(Fit):
     def start(self) -> Position:
         return Position.first(self.values(), self.judge.relative(self.judge.error()))
 
-    def _sweep_(self, step: int) -> None:
-        """On each so many-th pair, others in each sweep, of MOST_TOKENS together at most, or on one pair."""
-        error = self.judge.error()
+    def _some(self, sweep: int) -> Sequence[Pair]:
+        """Each so many-th pair, others in each sweep, of MOST_TOKENS together at most, or one pair."""
         tokens = sum(pair.reduced.shape[:2].numel() for pair in self.fitted)
         stride = min(-(-tokens // MOST_TOKENS), len(self.fitted))
-        some = self.fitted[step % stride :: stride]
-        for each in self.sublayer.steps:
-            error = take_(each, some, self.judge, self.how, error)
+        return self.fitted[sweep % stride :: stride]
 
     @torch.no_grad()
     def run(
@@ -166,7 +163,9 @@ class AlternatingFit(Fit):
         self.set_(position.values)
         before, began, gained = position.seconds, time.monotonic(), True
         while gained and self.pace.way(position.step, position.seconds) < 1.0:
-            self._sweep_(position.step)
+            some, error = self._some(position.step), self.judge.error()
+            for each in self.sublayer.steps:
+                error = take_(each, some, self.judge, self.how, error)
             error = self.judge.relative(self.judge.error())
             gained = error < position.best_error
             position.step, position.seconds = position.step + 1, self.pace.since(before, began, self.ranks)
