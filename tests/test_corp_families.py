@@ -151,9 +151,8 @@ def test_uniform_square_heads_reduce_the_values_alone(tmp_path: Path) -> None:
     assert {site.name: site.width for site in sites_of(square.model).every} == {
         f"blocks.{number}.{part}": width for number in (0, 1) for part, width in (("attn.v", 24), ("mlp", 192))
     }
-    looped = reduce_traced(
-        dense.model, opened("q/k norm"), best(attention_sparsity=0.5, geometry="square"), loop=Loop()
-    )
+    asked = best(attention_sparsity=0.5, geometry="square")
+    looped = reduce_traced(dense.model, opened("q/k norm"), asked, loop=Loop())
     assert relative_error(looped.model, "q/k norm") < relative_error(square.model, "q/k norm")
     save(replace(dense, model=square.model), tmp_path)
     again = load_checkpoint(tmp_path).model

@@ -147,10 +147,7 @@ def site_of(model: nn.Module) -> TracedPairs:
 def queries_and_keys(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     """As calibration hears them, [X,H,N,D] float64, each window by itself."""
     taps, given = site_of(model).listening()[0].taps, dict[str, Tensor]()
-    handles = [
-        taps["q"].listen("", partial(given.__setitem__, "q")),
-        taps["k"].listen("", partial(given.__setitem__, "k")),
-    ]
+    handles = [taps[role].listen("", partial(given.__setitem__, role)) for role in ("q", "k")]
     with torch.no_grad():
         listened(model)(images)
     for handle in handles:

@@ -152,10 +152,7 @@ class Decomposed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.rows, self.columns = (
-            nn.Parameter(torch.randn(2, 2, D // HEADS)),
-            nn.Parameter(torch.randn(3, 3, D // HEADS)),
-        )
+        self.rows, self.columns = (nn.Parameter(torch.randn(count, count, D // HEADS)) for count in (2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, C = x.shape

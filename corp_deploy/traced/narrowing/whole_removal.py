@@ -55,8 +55,9 @@ def without_sites(program: Program, places: Iterable[WholeRemoval], inputs: list
         # In the place of what that layer gave, so that the two stand in the module that they stood in.
         nothing.meta = {key: each for key, each in writer.meta.items() if key not in ("val", "sizes")}
         reader.update_arg(0, nothing)
-        weight = str(reader.args[1].target)
-        set_tensor_(graph, weight, graph.get_parameter(weight)[:, :0])
+        name = str(reader.args[1].target)
+        weight = graph.get_parameter(name)
+        set_tensor_(graph, name, weight.new_zeros(len(weight), 0))
     settle_(graph)
     size_(graph, inputs, any_batch=program.any_batch)
     return replace(program, graph=graph)

@@ -61,15 +61,15 @@ def between(program: Program, source: fx.Node) -> Subprogram | None:
 
 
 def needed(
-    program: Program, ends: Iterable[fx.Node], known: Collection[fx.Node]
+    program: Program, ends: Iterable[fx.Node], available: Collection[fx.Node]
 ) -> tuple[tuple[fx.Node, ...] | None, set[fx.Node]]:
-    """What has to run for these nodes, in order, behind which ones of those known; None where inputs have to be."""
+    """What has to run for these nodes, in order, behind which ones of those available; None where inputs have to be."""
 
     def entering(node: fx.Node) -> list[fx.Node]:
-        return [] if node in known or number_of(node) is not None else node.all_input_nodes
+        return [] if node in available or number_of(node) is not None else node.all_input_nodes
 
     every = reached(ends, entering)
-    found = {node for node in every if node in known}
+    found = {node for node in every if node in available}
     if any(node.op not in ("get_attr", "call_function") for node in every.keys() - found):
         return None, found
     inside = (node for node in program.nodes if node in every and node not in found)
