@@ -4,7 +4,7 @@ images gives, held-out ones in a file of their own.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +242,7 @@ def write_moments(
     if summaries and run.snapshots:
         summaries[0]["snapshots"] = run.files(output).summaries()
     if summaries and (gap := overfitting(checkpoint.model, moments)) is not None:
-        summaries[0]["overfitting"] = asdict(gap)
+        summaries[0]["overfitting"] = gap.as_json()
     if parts.held_out is not None:
         # Held-out images are few: the passes over all the others are the ones worth going on with.
         path = held_out_path(output)

@@ -7,8 +7,9 @@ and falls with the number of photographs.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +41,9 @@ class Overfitting:
     share_held_out: float
     tokens_effective: float | None
     more_groups: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
     def sentence(self, lead: str) -> str:
         """What `lead` loses, and whether more images would help."""

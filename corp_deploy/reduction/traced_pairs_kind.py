@@ -98,10 +98,12 @@ class TracedPairsKind:
             site.name, moments, method, scores_HD, dims, splits, in_planes=in_planes, grouped=grouped
         )
         report = qk_report(site.name, site.dims, recovery, moments, method, held_out, ridge)
-        maps, kept_HK = (recovery.q_map_HRD, recovery.k_map_HRD), recovery.planes_HK
+        maps = recovery.q_map_HRD, recovery.k_map_HRD
         if method.rotates and narrower and repair.mixing == "free":  # the same logits, of more even ranges
             maps = rotated_maps(maps[0]), rotated_maps(maps[1])
-        if kept_HK is None:  # mixtures stand at the places of the largest scales, the first ones of equals
+        if recovery.planes_HK is not None:
+            kept_HK = recovery.planes_HK
+        else:  # mixtures stand at the places of the largest scales, the first ones of equals
             least = [side.scale_HTD.abs().amin(1) for side in repair.sides]
             kept_HK = scores.kept_from_scores(torch.minimum(*least), places)
         kept_HR = _dims_at(site, kept_HK)
