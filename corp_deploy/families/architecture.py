@@ -51,11 +51,8 @@ class Preprocessing:
 
     def spread(self, channels: int) -> "Preprocessing":
         """A single mean and std as one for each channel, others as they are."""
-        return replace(self, mean=_spread(self.mean, channels), std=_spread(self.std, channels))
-
-
-def _spread(values: tuple[float, ...] | None, channels: int) -> tuple[float, ...] | None:
-    return values * channels if values is not None and len(values) == 1 else values
+        mean, std = (each * channels if each and len(each) == 1 else each for each in (self.mean, self.std))
+        return replace(self, mean=mean, std=std)
 
 
 OF_TORCHVISION = "torchvision:"

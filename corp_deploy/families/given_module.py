@@ -90,7 +90,7 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
         result, other = (_run(model, spec.ports, parameters, count) for count in BATCHES)
     except Exception as error:
         raise BadInput(
-            f"{type(model).__name__} can't be run on {listed(spec.ports)}: {_reason(error)}. (a) Does it take that? "
+            f"{type(model).__name__} can't be run on {listed(spec.ports)}: {in_a_line(error)}. (a) Does it take that? "
             f"If not, {WRITE}; (b) control flow that looks at values can't be traced: give a module without it; (c) of "
             "a fixed size say that one"
         ) from None
@@ -154,7 +154,7 @@ def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
         except BadInput:
             raise
         except Exception as error:
-            reason = reason or _reason(error)
+            reason = reason or in_a_line(error)
             continue
         return channels, side, side
     raise BadInput(
@@ -163,7 +163,7 @@ def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
     )
 
 
-def _reason(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__
 

@@ -20,7 +20,7 @@ from ground.errors import BadInput, Missing
 from ground.ports import Port
 
 from .architecture import Architecture, Preprocessing
-from .given_module import PREPARED, facts_with
+from .given_module import PREPARED, facts_with, in_a_line
 from .hf_config import Sides, both
 from .timm_images import BY_CHANNEL, ImageSpec
 from .tokenizer import TextSpec, Tokenization
@@ -140,7 +140,7 @@ def _read(directory: Path, arguments: Arguments) -> tuple[nn.Module, Mapping[str
                 **arguments.left_out,
             )
         except Exception as error:
-            raise BadInput(f"{directory}: transformers can't read it ({_line(error)})") from None
+            raise BadInput(f"{directory}: transformers can't read it ({in_a_line(error)})") from None
     return read
 
 
@@ -150,7 +150,7 @@ def _built(arguments: Arguments, where: str) -> nn.Module:
         with _quiet():
             model: nn.Module = kind(config, **arguments.left_out)
     except Exception as error:
-        raise BadInput(f"{where}: transformers can't build a {kind.__name__} of this ({_line(error)})") from None
+        raise BadInput(f"{where}: transformers can't build a {kind.__name__} of this ({in_a_line(error)})") from None
     return model
 
 
@@ -192,7 +192,7 @@ def _config(values: Mapping[str, Any], where: str) -> Any:
     try:
         return kinds[kind].from_dict({**values, **_WRITTEN})
     except Exception as error:
-        raise BadInput(f"{where}: not the configuration of a {kind}: {_line(error)}") from None
+        raise BadInput(f"{where}: not the configuration of a {kind}: {in_a_line(error)}") from None
 
 
 def _class_of(values: Mapping[str, Any], where: str) -> Any:
@@ -246,7 +246,3 @@ def most_tokens(config: Mapping[str, Any], *, where: str) -> int:
     """The same of a configuration."""
     with torch.device("meta"):
         return longest(_built(Arguments(config=dict(config)), where))
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

@@ -14,7 +14,7 @@ from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.models.module import TracedModule, Tracing, facts_of, traced_module, traced_state, tracing
 from corp_deploy.traced.models.offered import names_of, traced_sites
 from corp_deploy.traced.models.pairs import TracedPairs
-from corp_deploy.traced.models.sites import Site, Sites
+from corp_deploy.traced.models.sites import Sites
 from corp_deploy.traced.programs.attention_masks import factor
 from ground.errors import BadInput
 from ground.ports import Role
@@ -79,8 +79,12 @@ class _Found:
         if entry["heads"] != heads:
             raise BadInput(f"{_where(path)}: got {entry['heads']!r:.50} heads, the program has {heads}; say these")
         pairs = [name for name, groups in self.named.items() if _is_written(groups, ("queries and keys",), (qkv,))]
-        if entry.get("scale") is not None:
-            _refuse_other_scale(path, [each for each in self.sites.every if each.name in pairs], entry["scale"])
+        if (scale := entry.get("scale")) is not None:
+            own = [_scale(each) for each in self.sites.every if each.name in pairs and isinstance(each, TracedPairs)]
+            stated = float(scale) if isinstance(scale, int | float) else math.nan
+            if not own or any(each is None or not math.isclose(each, stated, rel_tol=CLOSE) for each in own):
+                by = f"by {own[0]:.6g}" if own and own[0] is not None else "otherwise than by one number"
+                raise BadInput(f"{_where(path)}: got scale {scale!r:.50}, the program scales {by}; leave `scale` out")
         return [*values, *pairs]
 
     def _linear(self, path: str, layer: str) -> str:
@@ -130,16 +134,6 @@ def _names(spans: Sequence[Span]) -> set[str]:
 def _is_written(groups: Groups, kinds: Sequence[str], layers: Sequence[str]) -> bool:
     """Whether they are of these kinds, and all of these layers write them."""
     return groups.kind in kinds and {f"{layer}.weight" for layer in layers} <= _names(groups.writers)
-
-
-def _refuse_other_scale(path: str, pairs: Sequence[Site], scale: object) -> None:
-    """Raise BadInput for another scale than the program's."""
-    own = [_scale(each) for each in pairs if isinstance(each, TracedPairs)]
-    stated_scale = float(scale) if isinstance(scale, int | float) else math.nan
-    if own and all(each is not None and math.isclose(each, stated_scale, rel_tol=CLOSE) for each in own):
-        return
-    by = f"by {own[0]:.6g}" if own and own[0] is not None else "otherwise than by one number"
-    raise BadInput(f"{_where(path)}: got scale {scale!r:.50}, the program scales {by}; leave `scale` out")
 
 
 def _scale(site: TracedPairs) -> float | None:

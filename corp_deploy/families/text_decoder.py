@@ -144,16 +144,10 @@ class TextDecoder(nn.Module):
         self.norm = _norm(architecture)
         self.head = None if architecture.tied else nn.Linear(architecture.width, architecture.vocabulary, bias=False)
 
-    def logits(self, x_BNC: Tensor) -> Tensor:
-        """Of what the last block gave [B,N,V]."""
-        x_BNC = self.norm(x_BNC)
-        if self.head is None:
-            return F.linear(x_BNC, self.embeddings.word.weight)
-        out: Tensor = self.head(x_BNC)
-        return out
-
     def forward(self, input_ids: Tensor) -> Tensor:
         x_BNC: Tensor = self.embeddings(input_ids)
         for block in self.blocks:
             x_BNC = block(x_BNC)
-        return self.logits(x_BNC)
+        x_BNC = self.norm(x_BNC)
+        out: Tensor = F.linear(x_BNC, self.embeddings.word.weight) if self.head is None else self.head(x_BNC)
+        return out

@@ -143,8 +143,8 @@ class TextEncoder(nn.Module):
             x_BNC = block(x_BNC, attention_mask)
         return x_BNC
 
-    def pooled(self, x_BNC: Tensor, attention_mask: Tensor) -> Tensor:
-        """One embedding a text [B,C] of what the last block gave."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x_BNC = self.tokens(input_ids, attention_mask)
         if self.architecture.pooling == "first":
             out_BC = x_BNC[:, 0]
         else:
@@ -155,6 +155,3 @@ class TextEncoder(nn.Module):
         if self.architecture.normalize:
             out_BC = F.normalize(out_BC.to(torch.float32), dim=-1)
         return out_BC.to(x_BNC.dtype)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.pooled(self.tokens(input_ids, attention_mask), attention_mask)

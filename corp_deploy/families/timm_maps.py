@@ -64,7 +64,7 @@ class _Stream:
         return self.front_BFC[:, first] if kind == "class" else self.front_BFC[:, first : first + count]
 
 
-def _given(
+def _named_tensors(
     model: Any, images: Tensor, numbers: Mapping[Output, int | None], kinds: Sequence[str]
 ) -> Tensor | tuple[Tensor, ...]:
     """One output bare, several as a tuple, each of the stream of a number: None for the head's own, -1 for what the
@@ -124,7 +124,7 @@ def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
         state.plain.__name__,
         (state.plain,),
         {
-            "forward": lambda self, images: _given(self, images, numbers, layers.kinds),
+            "forward": lambda self, images: _named_tensors(self, images, numbers, layers.kinds),
             "__module__": state.plain.__module__,
         },
     )

@@ -57,8 +57,10 @@ def architecture_of(
     if reserved := [key for key in kwargs if key.startswith("weights") or key in ("pretrained", "progress")]:
         raise BadInput(f"--model-kwargs: {reserved[0]}: nothing is downloaded; give --weights FILE")
     own: dict[str, Any] = {"transform_input": True} if name in _OF_TRAINING else {}
-    side = _side_of_places(state or {})
-    if side is not None:
+    side = None
+    if state is not None and {"encoder.pos_embedding", "conv_proj.weight"} <= state.keys():
+        # Of the square images that a VisionTransformer's positions are for.
+        side = isqrt(state["encoder.pos_embedding"].shape[1] - 1) * int(state["conv_proj.weight"].shape[-1])
         if kwargs.get("img_size", side) not in (side, [side, side]):
             raise BadInput(
                 f"--model {text:.100}: its weights have positions for images of {side}x{side}, --model-kwargs ask for "
@@ -73,7 +75,8 @@ def architecture_of(
     images = Preprocessing(
         mean=tuple(prepares.mean),
         std=tuple(prepares.std),
-        crop_pct=_crop_pct(prepares.resize_size[0], prepares.crop_size[0]),
+        # Rounded down: timm, which prepares images, takes the whole part of the side that it resizes to.
+        crop_pct=floor(prepares.crop_size[0] / prepares.resize_size[0] * 1e6) / 1e6,
         interpolation=prepares.interpolation.value,
         crop_mode="center",
     )
@@ -91,18 +94,6 @@ def _classes(name: str, state: State) -> dict[str, int]:
         model = _built(Architecture(name=PREFIX + name))
     classifier = [key for key, each in model.named_parameters() if each.dim() > 1][-1]
     return {"num_classes": len(state[classifier])} if classifier in state else {}
-
-
-def _crop_pct(resized: int, side: int) -> float:
-    """Rounded down: timm, which prepares images, takes the whole part of the side that it resizes to."""
-    return floor(side / resized * 1e6) / 1e6
-
-
-def _side_of_places(state: State) -> int | None:
-    """Of the square images that a VisionTransformer's positions are for; None where it has none."""
-    if not {"encoder.pos_embedding", "conv_proj.weight"} <= state.keys():
-        return None
-    return isqrt(state["encoder.pos_embedding"].shape[1] - 1) * int(state["conv_proj.weight"].shape[-1])
 
 
 def names_of(model: nn.Module) -> list[str]:

@@ -19,7 +19,6 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
-from corp_deploy.algebra.rotation import rotated_back, rotated_maps
 from corp_deploy.algebra.scores import kept_from_scores
 from corp_deploy.algebra.values import ValueRecovery
 from ground.errors import BadInput
@@ -253,14 +252,3 @@ def qk_report(
     energy = float(logit_scale(site, moments, method).sum())
     elsewhere = None if held_out is None else judged_qk(site, recovery, held_out, method)
     return site_report(site, "qk", widths, recovery, energy=energy, held_out=elsewhere, ridge=ridge)
-
-
-def rotated_qk(qk: QkRecovery) -> QkRecovery:
-    """The same logits, by channels of more even ranges."""
-    return replace(qk, q_map_HRD=rotated_maps(qk.q_map_HRD), k_map_HRD=rotated_maps(qk.k_map_HRD))
-
-
-def rotated_values(values: ValueRecovery) -> ValueRecovery:
-    """The same outputs, by channels of more even ranges."""
-    weight_OK = rotated_back(values.weight_OK, len(values.v_map_HRV))
-    return replace(values, v_map_HRV=rotated_maps(values.v_map_HRV), weight_OK=weight_OK)

@@ -59,7 +59,7 @@ class Reduction:
             "coverage": self.coverage.as_json(),
             "sites": [asdict(site) for site in self.sites],
             "notes": list(self.notes),
-            **({} if self.gap is None else {"data_gap": asdict(self.gap)}),
+            **({} if self.gap is None else {"data_gap": self.gap.as_json()}),
             **({} if self.polish is None else {"polish": dict(self.polish)}),
             **({} if self.sparsity is None else {"sparsity": self.sparsity.as_json()}),
         }

@@ -2,9 +2,9 @@
 images gives, held-out ones in a file of their own.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,6 @@ class CalibrationRequest:
     groups: str | None = None
 
 
-@contextmanager
-def _no_progress(title: str, images: int) -> Iterator[Callable[[int], None]]:
-    yield lambda count: None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRun:
     """By which processes, and who hears what.
@@ -88,7 +83,7 @@ class CalibrationRun:
     save_every: int | None = None
     snapshots: tuple[int, ...] = ()
     on_bytes_needed: Callable[[int], None] = lambda size: None
-    progress: Progress = _no_progress
+    progress: Progress = lambda title, images: nullcontext(lambda count: None)
     fitting: Callable[[float], str]
     smaller: Callable[[int], None] = lambda size: None
 
@@ -100,15 +95,18 @@ class CalibrationRun:
         return ResumeFile(path=self.unfinished.with_name(name), every=self.save_every)
 
     @property
+    def _states(self) -> list[ResumeFile]:
+        return [state.of_rank(self.ranks) for state in map(self.state, STATES) if state is not None]
+
+    @property
     def goes_on(self) -> bool:
         """Whether an interrupted run left a state."""
-        return any(state is not None and state.of_rank(self.ranks).path.exists() for state in map(self.state, STATES))
+        return any(state.path.exists() for state in self._states)
 
     def clear(self) -> None:
         """Remove the states, once what was made from them is safe."""
-        for state in map(self.state, STATES):
-            if state is not None:
-                state.of_rank(self.ranks).clear()
+        for state in self._states:
+            state.clear()
         self.files(self.unfinished).clear()
 
     def files(self, output: Path) -> SnapshotFiles:
@@ -244,7 +242,7 @@ def write_moments(
     if summaries and run.snapshots:
         summaries[0]["snapshots"] = run.files(output).summaries()
     if summaries and (gap := overfitting(checkpoint.model, moments)) is not None:
-        summaries[0]["overfitting"] = asdict(gap)
+        summaries[0]["overfitting"] = gap.as_json()
     if parts.held_out is not None:
         # Held-out images are few: the passes over all the others are the ones worth going on with.
         path = held_out_path(output)

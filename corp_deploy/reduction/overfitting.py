@@ -7,8 +7,9 @@ and falls with the number of photographs.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,9 @@ class Overfitting:
     tokens_effective: float | None
     more_groups: int | None
 
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
     def sentence(self, lead: str) -> str:
         """What `lead` loses, and whether more images would help."""
         lost = (
@@ -71,7 +75,10 @@ def from_splits(fitted: float, held_out: float, *, groups: int, weights: float) 
 
 def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
     """Judged at some MLPs; None for moments that know no groups, or hold no MLPs."""
-    every = [(site, width) for site in sites_of(model).every if (width := _half_of(site, moments))]
+    mlps = (site for site in sites_of(model).every if kind_of(site).sparsity(_METHOD))
+    held = [site for site in mlps if all(each.name in moments.sites for each in site.listening())]
+    # About half of their channels.
+    every = [(site, width) for site in held if (width := kind_of(site).uniform(site, _METHOD))]
     if moments.half is None or not every:
         return None
     sites, groups = every[:: max(1, len(every) // LOOKED_AT)], len(moments.group_ids.unique())
@@ -90,13 +97,6 @@ def data_gap(reports: Iterable[SiteReport], moments: Moments) -> Overfitting | N
         groups=len(moments.group_ids.unique()),
         weights=fmean(width for _, width in fits),
     )
-
-
-def _half_of(site: Site, moments: Moments) -> int:
-    """About half of an MLP's channels; 0 of all else, and where the moments don't hold it."""
-    is_held = all(each.name in moments.sites for each in site.listening())
-    width = kind_of(site).uniform(site, _METHOD) if is_held and kind_of(site).sparsity(_METHOD) else None
-    return width or 0
 
 
 def _at(site: Site, moments: Moments, width: int, where: torch.device) -> tuple[float, float]:

@@ -6,7 +6,6 @@ they wait several times longer than the products take. Sites don't wait for each
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -16,16 +15,6 @@ from corp_deploy.algebra.obs import removals
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_WORKERS = 8  # each holds a handful of its site's matrices
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item], device: torch.device) -> Iterator[Result]:
@@ -46,11 +35,9 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], device: torch.de
         with torch.inference_mode(inference), torch.set_grad_enabled(not no_grad):
             return work(item)
 
-    with _threads(threads // workers), ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(alike, item) for item in items]
-        try:
-            for future in futures:
-                yield future.result()
-        finally:
-            for future in futures:
-                future.cancel()
+    torch.set_num_threads(threads // workers)
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            yield from pool.map(alike, items)
+    finally:
+        torch.set_num_threads(threads)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from calib.active import ACTIVE_EPS
 from calib.collect import Options, new_sums
 from calib.combination import added
-from calib.moments import ChannelMoments, SiteMoments, on_device
+from calib.moments import ChannelMoments, HeadMoments, SiteMoments, on_device
 from calib.patch_moments import PatchMoments
 from calib.patch_sums import PatchSums
 from calib.products import Weights, add_active_, kernel_for, weights_of
@@ -197,6 +197,7 @@ def layer_sums(
     for layer, own in sums.items():
         for half in own.moments():
             # What a NaN stays in.
+            assert not isinstance(half, HeadMoments), layer.name
             refuse_nonfinite(layer.name, half.sum_F if isinstance(half, ChannelMoments) else half.sum_GU)
     return sums
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from calib.combination import subtracted
 from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.algebra import queries_keys, scores
+from corp_deploy.algebra.rotation import rotated_maps
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.models.pairs import Side, TracedPairs
 
-from .heads import qk_report, recovered_qk, rotated_qk
+from .heads import qk_report, recovered_qk
 from .method import Method
 from .traced_change import Mapped, TracedReduced, mapped_layer
 from .traced_reads import lacking
@@ -97,9 +98,15 @@ class TracedPairsKind:
             site.name, moments, method, scores_HD, dims, splits, in_planes=in_planes, grouped=grouped
         )
         report = qk_report(site.name, site.dims, recovery, moments, method, held_out, ridge)
-        recovery = rotated_qk(recovery) if method.rotates and narrower and repair.mixing == "free" else recovery
-        kept_HK = _best_scaled(repair.sides, places) if recovery.planes_HK is None else recovery.planes_HK
-        kept_HR, maps = _dims_at(site, kept_HK), (recovery.q_map_HRD, recovery.k_map_HRD)
+        maps = recovery.q_map_HRD, recovery.k_map_HRD
+        if method.rotates and narrower and repair.mixing == "free":  # the same logits, of more even ranges
+            maps = rotated_maps(maps[0]), rotated_maps(maps[1])
+        if recovery.planes_HK is not None:
+            kept_HK = recovery.planes_HK
+        else:  # mixtures stand at the places of the largest scales, the first ones of equals
+            least = [side.scale_HTD.abs().amin(1) for side in repair.sides]
+            kept_HK = scores.kept_from_scores(torch.minimum(*least), places)
+        kept_HR = _dims_at(site, kept_HK)
         sides = zip(repair.sides, maps, strict=True)
         mapped = tuple(each for side, map_HRD in sides for each in _mapped(site, side, map_HRD, kept_HR))
         return TracedReduced(reports=[report], kept_K=_kept(site, kept_HK), mapped=mapped if narrower else ())
@@ -111,10 +118,6 @@ class TracedPairsKind:
         """What each width loses of the logits."""
         narrower = self.offers(site, method)[:-1]
         return *(self.reduced(site, moments, method, width).reports[0].error for width in narrower), 0.0
-
-
-def _weight(site: TracedPairs, name: str) -> Tensor:
-    return site.program.tensor(name).detach().double()
 
 
 def _step(site: TracedPairs, method: Method) -> int:
@@ -143,21 +146,15 @@ def _scores(site: TracedPairs, moments: HeadMoments, method: Method) -> Tensor:
     if method.qk_selection == "energy":
         own_HD = scores.logit_energy(moments.energy_HD, moments.images)
     elif site.repair.sides:
-        own_HD = scores.logit_magnitude(*(_rows(site, side) for side in site.repair.sides)).to(moments.energy_HD)
+        # [H,D,I], of heads that share their keys one behind the other.
+        rows = (
+            site.program.tensor(side.weight).detach().double().flatten(1)[side.rows_HTD].transpose(1, 2).flatten(2)
+            for side in site.repair.sides
+        )
+        own_HD = scores.logit_magnitude(*rows).to(moments.energy_HD)
     else:
         own_HD = site.writing_GX().square().sum(1)[site.both.groups_HTD[:, 0]]
     return scores.shared_by_groups(own_HD, site.both.shared)
-
-
-def _rows(site: TracedPairs, side: Side) -> Tensor:
-    """[H,D,I], of heads that share their keys one behind the other."""
-    return _weight(site, side.weight).flatten(1)[side.rows_HTD].transpose(1, 2).flatten(2)
-
-
-def _best_scaled(sides: tuple[Side, ...], places: int) -> Tensor:
-    """The places [H,K] where mixtures are to stand: those of the largest scales, the first ones of equals."""
-    least = [side.scale_HTD.abs().amin(1) for side in sides]
-    return scores.kept_from_scores(torch.minimum(*least), places)
 
 
 def _mapped(site: TracedPairs, side: Side, map_HRD: Tensor, kept_HR: Tensor) -> tuple[Mapped, Mapped]:

@@ -15,12 +15,13 @@ from corp_deploy.algebra.block_obs import eliminate_blocks
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.patches import columns
+from corp_deploy.algebra.rotation import rotated_back, rotated_maps
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
-from .heads import HeadOutputs, kept_groups, projected, recovered_values, rotated_values
+from .heads import HeadOutputs, kept_groups, projected, recovered_values
 from .method import Method
 from .report import SiteReport, site_report
 from .traced_change import Change, Mapped, TracedReduced, mapped_layer
@@ -240,7 +241,9 @@ def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> Trac
     report = site_report(site.name, "v", widths, recovery, energy=own.energy, held_out=elsewhere, ridge=ridge)
     if each == dense:
         return TracedReduced(reports=[report], kept_K=heads.kept_K(each))
-    recovery = rotated_values(recovery) if method.rotates else recovery
+    if method.rotates:  # the same outputs, by channels of more even ranges
+        weight_OK, v_map_HRV = rotated_back(recovery.weight_OK, count), rotated_maps(recovery.v_map_HRV)
+        recovery = replace(recovery, weight_OK=weight_OK, v_map_HRV=v_map_HRV)
     of_both = {"rows_HD": heads.rows_HV.to(recovery.v_map_HRV.device), "map_HRD": recovery.v_map_HRV}
     assert site.rows is not None, site.name
     return heads.reduced(recovery, [report], mapped=mapped_layer(site.program, site.rows, of_both))
