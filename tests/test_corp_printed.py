@@ -232,7 +232,7 @@ POLISH: dict[str, object] = {"reduce.polish": "model", "reduce.polish_steps": 2}
 LOOP: dict[str, object] = {"calibration.hold_out": None}
 HEAD: dict[str, object] = {"parity.head": ["head.onnx"]}
 INT8: dict[str, object] = {"export.precisions": ["fp32", "int8"], "package.name": None}
-MIXED = {"export.precisions": ["mixed"], "export.keep_fp32": ["blocks.0.attn"], "package.name": None}
+MIXED: dict[str, object] = {"export.precisions": ["mixed"], "export.keep_fp32": ["blocks.0.attn"], "package.name": None}
 COUNTED = f"first={sys.executable} -c 'print(1)' {{outputs}}"
 CHANGES: Changes = (
     changes("calibration", samples=9, seed=7, batch_size=5, device="cuda", workers=1, max_bad=2, hold_out=3)

@@ -568,7 +568,7 @@ def play_gpu(there: pytest.MonkeyPatch) -> None:
 def test_a_script_where_the_gpu_is_missing_says_what_is(home: Path) -> None:
     edit(home, "[gate]", "[targets.onnxruntime-cpu]\n[targets.tensorrt]\n[gate]")
     release(home, "--plan-only")
-    words = ["sh", home / "out" / "remaining.sh"]
+    words: list[str | Path] = ["sh", home / "out" / "remaining.sh"]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | PATH, check=False)
     assert done.returncode == 4, done
     assert "stage engine.tensorrt: tensorrt is not installed here" in done.stderr

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from export.graph.to_onnx import onnx_from_model, save
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.repository import write_repository
+from export.triton.server import DATA_TYPES
 from export.triton.variants import Package
 from export.triton.versions import serve_version
 from ground.ports import LOGITS, OutputPort, Port, image_port
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 CLASSES, SIZE, IMAGES = 10, 16, 96
 LABELS = tuple(f"digit {index}" for index in range(CLASSES))
 SERVING = Serving(preferred_batches=(4,), queue_delay_us=20_000, max_batch=8, cpu_threads=1)
-Feed = dict[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +66,24 @@ def direct(graph: Path, batch: Any) -> Any:
     return np.concatenate([session.run(["logits"], {"images": image[None]})[0] for image in batch])
 
 
-def request(batch: Any) -> dict[str, object]:
+def request(**feed: Any) -> dict[str, object]:
     """The body of a KServe inference request."""
-    shape, data = list(batch.shape), batch.ravel().tolist()
-    return {"inputs": [{"name": "images", "datatype": "FP32", "shape": shape, "data": data}]}
+    inputs = [
+        {
+            "name": name,
+            "datatype": DATA_TYPES[each.dtype.name],
+            "shape": list(each.shape),
+            "data": each.ravel().tolist(),
+        }
+        for name, each in feed.items()
+    ]
+    return {"inputs": inputs}
 
 
-def infer(server: Server, model: str, batch: Any) -> Any:
-    status, answer = server.ask(f"models/{model}/infer", post=True, content=request(batch))
+def infer(server: Server, model: str, **feed: Any) -> dict[str, Any]:
+    status, answer = server.ask(f"models/{model}/infer", post=True, content=request(**feed))
     assert status == 200, answer
-    output = answer["outputs"][0]
-    return np.asarray(output["data"]).reshape(output["shape"])
+    return {each["name"]: np.reshape(each["data"], each["shape"]) for each in answer["outputs"]}
 
 
 @pytest.mark.slow("graph", "server")
@@ -123,10 +129,12 @@ def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(served: 
     server = served.server
     assert server.load("vit_cpu") is None
     for wrong, told in ((images(9), "batch-size must be <= 8"), (images(1)[..., 1:], "unexpected shape")):
-        status, answer = server.ask("models/vit_cpu/infer", post=True, content=request(wrong))
+        status, answer = server.ask("models/vit_cpu/infer", post=True, content=request(images=wrong))
         assert status == 400
         assert told in answer["error"]
-    np.testing.assert_allclose(infer(server, "vit_cpu", images(2)), direct(served.graph, images(2)), atol=1e-5)
+    np.testing.assert_allclose(
+        infer(server, "vit_cpu", images=images(2))["logits"], direct(served.graph, images(2)), atol=1e-5
+    )
 
 
 @pytest.mark.slow("server")
@@ -139,17 +147,7 @@ def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_
             serve_version(served.repository, "vit", change)
         assert server.load("vit_cpu") is None
         assert [entry["version"] for entry in server.statistics("vit_cpu")] == [version]
-        np.testing.assert_allclose(infer(server, "vit_cpu", batch), direct(graph, batch), atol=1e-4)
-
-
-def text_request(feed: Feed) -> dict[str, object]:
-    """The body of a request with every input of the text encoder."""
-    return {
-        "inputs": [
-            {"name": name, "datatype": "INT64", "shape": list(ids.shape), "data": ids.ravel().tolist()}
-            for name, ids in feed.items()
-        ]
-    }
+        np.testing.assert_allclose(infer(server, "vit_cpu", images=batch)["logits"], direct(graph, batch), atol=1e-4)
 
 
 @pytest.mark.slow("graph", "server")
@@ -164,21 +162,16 @@ def test_several_inputs_are_served_together_as_torch_answers(served: Served, tmp
     assert metadata["outputs"] == [{"name": "embedding", "datatype": "FP32", "shape": [-1, CHANNELS]}]
     assert [entry["batch_size"] for entry in server.statistics("text_cpu")[0]["batch_stats"]] == [1, 4, 8]
 
-    def ask(feed: Feed) -> Any:
-        status, answer = server.ask("models/text_cpu/infer", post=True, content=text_request(feed))
-        assert status == 200, answer
-        return np.asarray(answer["outputs"][0]["data"]).reshape(answer["outputs"][0]["shape"])
-
     before = server.statistics("text_cpu")[0]["execution_count"]
     feeds = [sentences(1 + index % 3, seed=index) for index in range(12)]
     with ThreadPoolExecutor(len(feeds)) as pool:
-        answers = list(pool.map(ask, feeds))
+        answers = list(pool.map(lambda feed: infer(server, "text_cpu", **feed)["embedding"], feeds))
     for feed, answer in zip(feeds, answers, strict=True):
         np.testing.assert_allclose(answer, in_torch(TextEncoder(), feed)[0], rtol=0, atol=1e-5)
     assert server.statistics("text_cpu")[0]["execution_count"] - before < len(feeds), "requests ran together"
 
     one = dict(list(sentences(2).items())[:1])
-    status, answer = server.ask("models/text_cpu/infer", post=True, content=text_request(one))
+    status, answer = server.ask("models/text_cpu/infer", post=True, content=request(**one))
     assert (status, "expected 2 inputs but got 1" in answer["error"]) == (400, True), answer
 
 
@@ -205,13 +198,7 @@ def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_
     rng = np.random.default_rng(0)
     x, keep = rng.standard_normal((3, 6, 4)).astype(np.float32), rng.integers(0, 2, (3, 6, 4)).astype(bool)
     counts = rng.integers(1, 9, (3, 1)).astype(np.int32)
-    entries = [
-        {"name": name, "datatype": kind, "shape": list(array.shape), "data": array.ravel().tolist()}
-        for name, kind, array in (("x", "FP32", x), ("keep", "BOOL", keep), ("counts", "INT32", counts))
-    ]
-    status, answer = served.server.ask("models/gated_cpu/infer", post=True, content={"inputs": entries})
-    assert status == 200, answer
-    answers = {each["name"]: np.reshape(each["data"], each["shape"]) for each in answer["outputs"]}
+    answers = infer(served.server, "gated_cpu", x=x, keep=keep, counts=counts)
     np.testing.assert_allclose(answers["kept"], x * keep, rtol=1e-6)
     np.testing.assert_allclose(answers["logits"], (x * keep).sum(1) * counts, rtol=0, atol=1e-4)
 
@@ -224,8 +211,8 @@ def test_a_graph_with_a_fixed_batch_is_served_at_that_batch(served: Served, tmp_
     batch = images(2)[..., :4, :4]
     session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
     wanted = session.run(["logits"], {"images": np.ascontiguousarray(batch)})[0]
-    np.testing.assert_allclose(infer(served.server, "fixed_cpu", batch), wanted, atol=1e-5)
-    status, answer = served.server.ask("models/fixed_cpu/infer", post=True, content=request(batch[:1]))
+    np.testing.assert_allclose(infer(served.server, "fixed_cpu", images=batch)["logits"], wanted, atol=1e-5)
+    status, answer = served.server.ask("models/fixed_cpu/infer", post=True, content=request(images=batch[:1]))
     assert (status, "unexpected shape" in answer["error"]) == (400, True)
 
 

@@ -175,7 +175,7 @@ HELD = numpy_helper.from_array(np.eye(4, dtype=np.float32), "w").raw_data
 )
 def test_a_weight_has_the_numbers_that_it_says(graph: ModelProto, tmp_path: Path, weight: Any, said: str) -> None:
     if isinstance(weight, dict):
-        own = {"name": "w", "data_type": TensorProto.FLOAT, "dims": (4, 4), "raw_data": HELD}
+        own: dict[str, Any] = {"name": "w", "data_type": TensorProto.FLOAT, "dims": (4, 4), "raw_data": HELD}
         given = {key: value for key, value in (own | weight).items() if value != b""}
         graph.graph.initializer[0].CopyFrom(TensorProto(**given))
     else:
