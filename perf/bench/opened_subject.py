@@ -53,7 +53,7 @@ class RoundRobin:
 
 
 def joined(laps: list[Laps]) -> Laps:
-    """Calls of several as those of one, without the time between them."""
+    """Calls of several as those of one, without the time between them; what one of them doesn't tell, none tells."""
     every = {each.name: [getattr(lap, each.name) for lap in laps] for each in fields(Laps)}
     known = {name: values for name, values in every.items() if None not in values}
     totals: dict[str, Any] = {name: sum(known[name]) for name in ("calls", "wall_ms", "enqueue_ms") if name in known}

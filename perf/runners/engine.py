@@ -75,14 +75,14 @@ class EngineRunner:
             raise BadInput(
                 f"{self.path}: {trt.__name__} {trt.__version__} cannot load this plan: (a) it was built by another "
                 f"version, (b) for another GPU, (c) by the other of tensorrt and tensorrt_rtx, (d) it is damaged; "
-                f"{self._said}"
+                f"{self._last_error}"
             )
         self.inputs, every = _ports(trt, self._engine, self.path)
         self.outputs = tuple(port for port in every if not is_fusion_break(port.name))
         self._breaks = tuple(port.name for port in every if is_fusion_break(port.name))
 
     @property
-    def _said(self) -> str:
+    def _last_error(self) -> str:
         return f"TensorRT said: {self._log[-1]}" if self._log else "TensorRT gave no reason"
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +123,7 @@ class EngineRunner:
         staging = Staging.hold(self._stream, checked, shapes, unread=self._breaks)
         for name, tensor in {**staging.device_in, **staging.device_out}.items():
             if not context.set_tensor_address(name, tensor.data_ptr()):
-                raise RuntimeError(f"{self.path}: the engine refused the address of {name}; {self._said}")
+                raise RuntimeError(f"{self.path}: the engine refused the address of {name}; {self._last_error}")
         handle, path = self._stream.cuda_stream, self.path
 
         def launch() -> None:
@@ -146,10 +146,10 @@ class EngineRunner:
             raise BadInput(f"{self.path}: {'; '.join(beyond)}; build it with a profile that includes this batch")
         context = self._engine.create_execution_context(*self._runtime_config())
         if context is None:
-            raise MemoryError(f"{self.path}: no memory for an execution context; {self._said}")
+            raise MemoryError(f"{self.path}: no memory for an execution context; {self._last_error}")
         for name, shape in shapes.items():
             if not context.set_input_shape(name, shape):
-                raise BadInput(f"{self.path}: the engine refused the shape {list(shape)} of {name}; {self._said}")
+                raise BadInput(f"{self.path}: the engine refused the shape {list(shape)} of {name}; {self._last_error}")
         return context
 
     def _runtime_config(self) -> tuple[Any, ...]:

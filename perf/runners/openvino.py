@@ -180,18 +180,16 @@ class CompiledSettings:
 
     def require(self, arithmetic: Arithmetic | None, threads: int | None) -> None:
         """Raise Missing where it would be run otherwise than asked: OpenVINO takes the nearest that the CPU has."""
-        # Products of fewer bits than asked for are none; in a lower type some may stay as they were.
-        halves = {"fp16", "bf16"} & set(self.products)
-        if arithmetic is not None and (self.hint != arithmetic or halves != {arithmetic} - {"fp32"}):
-            if self.hint != arithmetic:
-                raise Missing(
-                    f"asked OpenVINO for {arithmetic} and got {self.hint}, the nearest that this CPU has: ask for that "
-                    f"or for fp32, or run it on a CPU with instructions for {arithmetic}"
-                )
+        if arithmetic is not None and self.hint != arithmetic:
             raise Missing(
-                f"asked OpenVINO for {arithmetic}, and it computes products in {' and '.join(self.products)}, as "
-                f"the graph is typed: export the graph in fp32, or leave out {arithmetic} to run it in the graph's "
-                "types"
+                f"asked OpenVINO for {arithmetic} and got {self.hint}, the nearest that this CPU has: ask for that or "
+                f"for fp32, or run it on a CPU with instructions for {arithmetic}"
+            )
+        # Products of fewer bits than asked for are none; in a lower type some may stay as they were.
+        if arithmetic is not None and {"fp16", "bf16"} & set(self.products) != {arithmetic} - {"fp32"}:
+            raise Missing(
+                f"asked OpenVINO for {arithmetic}, and it computes products in {' and '.join(self.products)}, as the "
+                f"graph is typed: export the graph in fp32, or leave out {arithmetic} to run it in the graph's types"
             )
         if threads is not None and self.threads != threads:
             raise Missing(
