@@ -23,6 +23,7 @@ from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.record import record_of_plan
 from export.engine.session import Library, remedies
 from export.graph.quantised import layers
+from export.graph.weights import notes_of
 from ground.feeds import Feeds, Outputs
 from ground.precision import INT8
 from ground.vulnerabilities import version_numbers
@@ -30,7 +31,7 @@ from perf.parity.rounding import rounded_graph
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from tests import tiny
 from tests.command import invoked, run
-from tests.graphs import needs_rtx
+from tests.graphs import needs_rtx, session_of
 from tests.refusals import rejects
 
 Array = NDArray[np.float32]
@@ -48,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_export_writes_each_with_what_it_is(home: Path) -> None:
     for name in ("int8", "fp8"):
         graph = onnx.load(home / "dense" / f"model.{name}.onnx")
-        notes = {entry.key: entry.value for entry in graph.metadata_props}
+        notes = notes_of(graph)
         assert (notes["export.precision"], notes["export.rest"]) == (name, "fp16")
         assert notes["export.scales"] in ("max", "mse", "entropy")
         assert len(layers(onnx.load(home / "dense" / "model.onnx"))) == int(notes["export.quantised_layers"])
@@ -103,7 +104,7 @@ def test_the_rounded_graph_computes_what_fp8_says(home: Path, tmp_path: Path) ->
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     plain = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     rounded = rounded_graph(onnx.load(path)).SerializeToString()
-    other = ort.InferenceSession(rounded, providers=["CPUExecutionProvider"])
+    other = session_of(rounded)
     one, two = (session.run(None, {"images": pixels})[0] for session in (plain, other))
     assert np.linalg.norm(one - two) < 0.01 * np.linalg.norm(one)
     rejects("a FP8 graph, and ONNX Runtime's CPU kernels have no arithmetic", OnnxRunner(path).__enter__)

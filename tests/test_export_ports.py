@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from onnx import ModelProto, TensorProto, helper
@@ -39,7 +38,7 @@ from tests.export_text import (
     sentences,
     write_text_onnx,
 )
-from tests.graphs import needs_rtx
+from tests.graphs import needs_rtx, session_of
 from tests.refusals import rejects
 from tests.test_export_check import copied
 
@@ -61,7 +60,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
 def test_the_graph_says_what_torch_says_at_every_batch(graphs: dict[str, Path], precision: str, bound: float) -> None:
-    session = ort.InferenceSession(graphs[precision], providers=["CPUExecutionProvider"])
+    session = session_of(graphs[precision])
     assert [(each.name, each.type, each.shape) for each in session.get_inputs()] == [
         (name, "tensor(int64)", ["batch", TOKENS]) for name in NAMES
     ]
@@ -111,7 +110,7 @@ def test_inputs_of_every_type_keep_it_in_half_and_outputs_come_in_order() -> Non
     rng = np.random.default_rng(0)
     x, counts = rng.standard_normal((3, 4)).astype(np.float32), rng.integers(0, 5, (3, 2)).astype(np.int32)
     keep = rng.integers(0, 2, (3, 4)).astype(bool)
-    session = ort.InferenceSession(onnx_bytes(proto), providers=["CPUExecutionProvider"])
+    session = session_of(onnx_bytes(proto))
     logits, maps = session.run(["logits", "maps"], {"x": x, "counts": counts, "keep": keep})
     exact = x[:, None] * counts[..., None]
     np.testing.assert_allclose(logits, exact.sum((1, 2))[:, None].repeat(3, 1), rtol=0, atol=2e-2)
@@ -123,7 +122,7 @@ def test_several_outputs_and_a_fixed_batch() -> None:
     model, outputs = TextEncoder(words=True), [EMBEDDING, TOKEN_LOGITS]
     proto = onnx_from_model(model, INPUTS, outputs, precision="fp32", batch=2, metadata={})
     feed = sentences(2)
-    answers = ort.InferenceSession(onnx_bytes(proto), providers=["CPUExecutionProvider"]).run(None, feed)
+    answers = session_of(onnx_bytes(proto)).run(None, feed)
     assert [answer.shape for answer in answers] == [(2, CHANNELS), (2, TOKENS, WORDS)]
     for answer, exact in zip(answers, in_torch(model, feed), strict=True):
         np.testing.assert_allclose(answer, exact, rtol=1e-4, atol=1e-5)
