@@ -17,14 +17,13 @@ from export.engine.ort_artifact import build_ort_artifact
 from export.engine.record import record_of_plan
 from export.graph.check import check_onnx
 from export.graph.ports import GraphPort, noted_inputs, noted_outputs, roles_of_graph
-from export.graph.to_onnx import onnx_bytes, onnx_from_model
+from export.graph.to_onnx import onnx_from_model
 from export.graph.weights import notes_of, write_notes
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.pbtxt import Message, parse
 from export.triton.repository import write_repository
 from export.triton.variants import Package
-from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from tests.export_text import (
     CHANNELS,
@@ -110,7 +109,7 @@ def test_inputs_of_every_type_keep_it_in_half_and_outputs_come_in_order() -> Non
     rng = np.random.default_rng(0)
     x, counts = rng.standard_normal((3, 4)).astype(np.float32), rng.integers(0, 5, (3, 2)).astype(np.int32)
     keep = rng.integers(0, 2, (3, 4)).astype(bool)
-    session = session_of(onnx_bytes(proto))
+    session = session_of(proto)
     logits, maps = session.run(["logits", "maps"], {"x": x, "counts": counts, "keep": keep})
     exact = x[:, None] * counts[..., None]
     np.testing.assert_allclose(logits, exact.sum((1, 2))[:, None].repeat(3, 1), rtol=0, atol=2e-2)
@@ -122,7 +121,7 @@ def test_several_outputs_and_a_fixed_batch() -> None:
     model, outputs = TextEncoder(words=True), [EMBEDDING, TOKEN_LOGITS]
     proto = onnx_from_model(model, INPUTS, outputs, precision="fp32", batch=2, metadata={})
     feed = sentences(2)
-    answers = session_of(onnx_bytes(proto)).run(None, feed)
+    answers = session_of(proto).run(None, feed)
     assert [answer.shape for answer in answers] == [(2, CHANNELS), (2, TOKENS, WORDS)]
     for answer, exact in zip(answers, in_torch(model, feed), strict=True):
         np.testing.assert_allclose(answer, exact, rtol=1e-4, atol=1e-5)
@@ -300,10 +299,11 @@ def test_a_config_that_contradicts_one_input_is_found(
 
 def test_what_can_not_be_served_together_is_refused(graphs: dict[str, Path], tmp_path: Path) -> None:
     labels = tuple(map(str, range(CHANNELS)))
-    with pytest.raises(BadInput, match=r"labels name classes, and its outputs are embedding \(embedding\)"):
-        write_repository(Package(name="text", cpu_onnx=graphs["fp32"], labels=labels), tmp_path / "repo")
+    labelled = Package(name="text", cpu_onnx=graphs["fp32"], labels=labels)
+    said = r"labels name classes, and its outputs are embedding \(embedding\)"
+    rejects(said, write_repository, labelled, tmp_path / "repo")
     proto = onnx.load(graphs["fp32"])
     other_batch(proto)
     onnx.save(proto, tmp_path / "batches.onnx")
-    with pytest.raises(BadInput, match=r"its inputs have different batches .*input_ids .*; export them with one"):
-        write_repository(Package(name="text", cpu_onnx=tmp_path / "batches.onnx"), tmp_path / "repo")
+    other = Package(name="text", cpu_onnx=tmp_path / "batches.onnx")
+    rejects(r"different batches .*input_ids .*; export them with one", write_repository, other, tmp_path / "repo")

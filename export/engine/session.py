@@ -8,7 +8,7 @@ TensorRT-RTX lists its kernels, to a global logger; and its parser errors lose t
 
 import importlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from ground.vulnerabilities import version_numbers
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
 from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
 from .options import BatchProfile, BuildOptions
-from .record import EngineMemory, memory_from_log, memory_of_engine
+from .record import WITHOUT_WEIGHTS, EngineMemory, memory_from_log
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 # TensorRT 11 is recommended, 10.16.1 the first of 10 with its published fixes, for servers that have 10; TensorRT-RTX
@@ -133,7 +133,9 @@ class Session:
             raise Missing(self._refusal("built a plan that it can't load again", self.messages.errors))
         inspector = engine.create_engine_inspector()
         kernels = kernels_from_inspector(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
-        return kernels, memory_of_engine(engine, logged, profiles)
+        sizes = tuple(int(engine.get_device_memory_size_for_profile_v2(index)) for index in range(profiles))
+        unknown = WITHOUT_WEIGHTS if logged.weights_bytes is None else None
+        return kernels, replace(logged, activations_bytes=sizes, reason=unknown)
 
     def _builder(self) -> Any:
         try:
