@@ -30,12 +30,9 @@ def redundancy_tables(entries: Sequence[Entry]) -> list[Table]:
     return [table for table in (*channels.values(), heads) if table.row_count]
 
 
-def _share(entry: Entry) -> float:
-    return entry.k95 / entry.dim if isinstance(entry, ChannelRedundancy) else max(entry.k95) / entry.dim
-
-
 def _point(entry: Entry) -> Point:
-    share = _share(entry)
+    k95 = entry.k95 if isinstance(entry, ChannelRedundancy) else max(entry.k95)
+    share = k95 / entry.dim
     place = ".".join(word for word in entry.site.split(".") if word.isdigit())
     return Point(label=place, value=share, low=share, high=share)
 

@@ -10,7 +10,7 @@ import importlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from onnx import ModelProto, TensorProto
 
@@ -113,7 +113,11 @@ class Session:
         if self.messages.stopped:
             raise KeyboardInterrupt
         if plan is None:
-            self._raise_build_failure()
+            errors = with_sites(self.messages.errors, {node.name for node in self.proto.graph.node})
+            if any(_NO_DRIVER.search(error) for error in errors):
+                raise self._no_gpu(errors[0])
+            more = remedies(self.library, self.proto)
+            raise BadInput(self._refusal("could not build this graph", [*errors, *more]))
         if self.choices.timing_cache is not None:
             with replacing(self.choices.timing_cache) as beside:
                 beside.write_bytes(bytes(config.get_timing_cache().serialize()))
@@ -191,12 +195,6 @@ class Session:
                 f"{', '.join(levels)}; install a newer one"
             )
         return levels[name]
-
-    def _raise_build_failure(self) -> NoReturn:
-        errors = with_sites(self.messages.errors, {node.name for node in self.proto.graph.node})
-        if any(_NO_DRIVER.search(error) for error in errors):
-            raise self._no_gpu(errors[0])
-        raise BadInput(self._refusal("could not build this graph", [*errors, *remedies(self.library, self.proto)]))
 
     def _no_gpu(self, reason: str) -> Missing:
         message = f"{_NEEDS_GPU} ({reason})"

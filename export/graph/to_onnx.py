@@ -75,7 +75,9 @@ def onnx_from_model(
     _refuse_odd_ports(inputs, outputs)
     with torch.no_grad():
         typed = typed_copy(model, precision, keep_fp32, norms=norms)
-    _refuse_large(typed)
+    size_bytes = sum(tensor.nbytes for tensor in typed.state_dict().values())
+    if size_bytes >= MAX_BYTES:
+        raise BadInput(f"the weights take {size_bytes} bytes, a single ONNX file must stay under {MAX_BYTES}; try fp16")
     samples = _samples(inputs, batch or 2)
     names = [port.name for port in inputs] + [port.name for port in outputs]
 
@@ -135,12 +137,6 @@ def _refuse_odd_ports(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> 
                 f"{port.name}: the shape behind the batch needs sizes of at least 1, such as (channels, height, width) "
                 f"of images, got {port.shape}"
             )
-
-
-def _refuse_large(model: nn.Module) -> None:
-    size_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    if size_bytes >= MAX_BYTES:
-        raise BadInput(f"the weights take {size_bytes} bytes, a single ONNX file must stay under {MAX_BYTES}; try fp16")
 
 
 def _refusal(model: nn.Module, samples: Mapping[str, torch.Tensor], error: Exception) -> str:
