@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,6 @@ from tests.export_text import (
 )
 from tests.graphs import needs_rtx, session_of
 from tests.refusals import rejects
-from tests.test_export_check import copied
 
 NAMES = ["input_ids", "attention_mask"]
 OTHER_BATCH = "got 'batch', 'masks' and 'batch'"
@@ -134,7 +134,7 @@ def rename_input(proto: ModelProto) -> None:
 
 
 def swap_inputs(proto: ModelProto) -> None:
-    for value, other in zip(proto.graph.input, copied(proto).graph.input[::-1], strict=True):
+    for value, other in zip(proto.graph.input, deepcopy(proto).graph.input[::-1], strict=True):
         value.CopyFrom(other)
 
 
@@ -195,13 +195,13 @@ def drop_notes(proto: ModelProto) -> None:
 def test_each_fault_of_a_border_is_named(
     text: ModelProto, change: Callable[[ModelProto], None], says: list[str]
 ) -> None:
-    broken = copied(text)
+    broken = deepcopy(text)
     change(broken)
     assert check_onnx(broken, backend="tensorrt-rtx") == says
 
 
 def test_a_note_that_can_not_be_read_is_named(text: ModelProto) -> None:
-    broken = copied(text)
+    broken = deepcopy(text)
     note_other_role(broken, "poem")
     (reason,) = check_onnx(broken)
     assert reason.startswith("the note export.outputs can't be read")

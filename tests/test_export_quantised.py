@@ -21,16 +21,12 @@ from export.graph.weights import notes_of
 from ground.errors import BadInput
 from ground.ports import LOGITS, image_port
 from perf.timing.watch import has_vnni
-from tests.export_vit import SHAPE, Vit, export
+from tests.export_vit import SHAPE, Vit, export, images
 from tests.graphs import session_of as plain_session
 from tests.refusals import rejects
 
 INPUTS, OUTPUTS = [image_port(SHAPE)], [LOGITS]
 Array = NDArray[np.float32]
-
-
-def images(batch: int, seed: int = 1) -> Array:
-    return np.random.default_rng(seed).standard_normal((batch, *SHAPE)).astype(np.float32)
 
 
 def batches() -> list[dict[str, Array]]:
