@@ -71,7 +71,7 @@ def onnx_from_model(
     Raises BadInput when the model refuses the shapes, can't be traced or typed, or gives a graph that won't do.
     """
     assert opset is None or opset in OPSETS, opset
-    assert not any(key.startswith(PREFIX) for key in metadata), metadata
+    assert all(key[: len(PREFIX)] != PREFIX for key in metadata), metadata
     _refuse_odd_ports(inputs, outputs)
     with torch.no_grad():
         typed = typed_copy(model, precision, keep_fp32, norms=norms)
