@@ -23,8 +23,8 @@ def engine_table(record: EngineRecord) -> Table:
         "precision": f"{record.precision} ({share:.0%} of the weights in {bits} bits)",
         "targets": ", ".join(record.targets) or "-",
         "profiles": ", ".join(record.profiles) or "-",
-        "kernels": _known(record.kernels),
-        "fused attention": f"{_known(fused)} of {sites}" if sites or fused is None else "the graph has none",
+        "kernels": _or_unknown(record.kernels),
+        "fused attention": f"{_or_unknown(fused)} of {sites}" if sites or fused is None else "the graph has none",
         "plan": f"{record.plan_bytes / 1e6:.2f} MB, built in {record.build_seconds:.1f} s",
         "device memory": _memory(record),
     }
@@ -41,7 +41,7 @@ def engine_table(record: EngineRecord) -> Table:
     return table
 
 
-def _known(count: int | None) -> str:
+def _or_unknown(count: int | None) -> str:
     return "unknown" if count is None else str(count)
 
 
