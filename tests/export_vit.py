@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from export.graph.to_onnx import onnx_from_model
+from export.graph.weights import element_types
 from ground.ports import LOGITS, Port, image_port
 
 SHAPE = (3, 32, 32)
@@ -17,6 +20,17 @@ def export(model: nn.Module, precision: str = "fp32", port: Port | None = None, 
     """The graph of a classifier of such images, or of another input."""
     given = {"metadata": {}, **options}
     return onnx_from_model(model, [port or image_port(SHAPE)], [LOGITS], precision=precision, **given)
+
+
+def images(batch: int, seed: int = 1) -> NDArray[np.float32]:
+    """Such images, random ones [batch, *SHAPE]."""
+    return np.random.default_rng(seed).standard_normal((batch, *SHAPE)).astype(np.float32)
+
+
+def input_types(proto: onnx.ModelProto, *operators: str) -> set[int | None]:
+    """ONNX's types of what these operators read first."""
+    types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
+    return {types.get(node.input[0]) for node in proto.graph.node if node.op_type in operators}
 
 
 class Attention(nn.Module):

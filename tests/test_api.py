@@ -20,12 +20,16 @@ from calib.store import load as load_moments
 from corp_deploy.api.in_python import in_python
 from corp_deploy.api.inputs import opened_inputs
 from corp_deploy.cli import main
+from corp_deploy.invocation.inputs import KINDS
+from corp_deploy.invocation.option import options_of
 from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.invocation.source import Source
 from corp_deploy.store.onnx_file import facts_of_onnx
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import tiny
 from tests.command import invoked
+from tests.pages import ROOT
 from tests.refusals import rejects
 
 FUNCTIONS = ("bench", "calibrate", "export", "load", "reduce", "sites", "verify")
@@ -34,29 +38,13 @@ OF_COMMANDS = {
     "calibrate": {"checkpoint_every", "sequential", "summary"},
     "reduce": {"workers", "max_bad"},
     "export": set(),
-    "verify": {
-        "metric", "metric_time_limit", "other_graph", "polygraphy", "random", "write_golden", "length", "provider",
-    },
+    "verify": {"random", "metric", "metric_time_limit", "polygraphy", "other_graph", "write_golden"}
+    | {"length", "provider"},
     "bench": {"lengths", "cached"},
-}  # fmt: skip
-SAID_ELSEWHERE = frozenset(
-    {
-        "model", "candidates", "as_json", "quiet", "output", "images", "arrays", "text", "tokens", "outputs", "batch",
-        "head",
-    }
-    | {"runtime", "patterns", "no_attention", "kwargs", "moments", "weights", "ema", "mean", "std", "crop_pct"}
-    | {"interpolation", "crop_mode", "trust_code"}
-)  # fmt: skip
-"""Of the model, which a Source says; of inputs and the output; under another name."""
-SHARED = frozenset(
-    {"model", "reference", "dense", "reduced", "inputs", "output", "options", "workers", "max_bad", "opset", "samples"}
-    | {
-        "seed", "names", "device", "mode", "dtype", "threads", "streams", "flush_l2", "backend", "provider",
-        "trust_code",
-    }
-    | {"trust_engine", "residual", "snapshots", "hold_out", "batch_size", "batches", "merge_metric", "merge_how"}
-    | {"break_fusion", "map_threshold", "max_apart", "time_limit"}
-)  # fmt: skip
+}
+OF_SOURCES = {*options_of(Source), *KINDS, "model", "trust_code"}
+"""What commands take beside a model's name and its inputs, which Python has as values."""
+PLAIN = {"model", "reference", "dense", "reduced", "inputs", "output", "trust_code", "trust_engine"}
 """Names that say it themselves, or mean what the command's option of the name does."""
 
 
@@ -81,10 +69,7 @@ def test_a_function_says_what_it_takes_gives_and_raises(name: str) -> None:
     words = inspect.getdoc(function) or ""
     assert "Raises BadInput" in words
     for parameter in inspect.signature(function).parameters:
-        known = f"`{parameter}`" in words or parameter in (
-            "options", "model", "reference", "dense", "reduced", "inputs",
-        )  # fmt: skip
-        assert known or parameter in SHARED, (name, parameter)
+        assert f"`{parameter}`" in words or parameter in PLAIN, (name, parameter)
 
 
 def test_the_public_names_are_there_and_no_other() -> None:
@@ -95,16 +80,17 @@ def test_the_public_names_are_there_and_no_other() -> None:
         _ = corp_deploy.calibrat  # type: ignore[attr-defined]
 
 
-def test_importing_the_package_is_light() -> None:
+def test_importing_the_package_and_what_reports_read_is_light() -> None:
     code = "import sys, corp_deploy; assert not {'torch', 'timm', 'click', 'numpy'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    code += "; import corp_deploy.proof.report_input; assert not {'torch', 'timm', 'onnx'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
 
 
 @pytest.mark.parametrize("name", sorted(OF_COMMANDS))
 def test_every_option_of_a_command_is_there_or_said_to_be_the_commands_own(name: str) -> None:
     options = {each.name for each in main.commands[name].params if isinstance(each, click.Option)}
     parameters = set(inspect.signature(getattr(corp_deploy, name)).parameters)
-    assert options - parameters - SAID_ELSEWHERE == OF_COMMANDS[name]
+    assert options - parameters - OF_SOURCES - {"as_json", "quiet"} == OF_COMMANDS[name]
 
 
 @pytest.mark.slow("graph")
@@ -146,9 +132,8 @@ def test_a_proof_on_what_the_calibration_held_out(home: Path, tmp_path: Path) ->
 
 
 def test_what_a_reduction_tells(home: Path, tmp_path: Path) -> None:
-    reduced = corp_deploy.reduce(
-        home / "dense", home / "m.safetensors", tmp_path / "reduced", mlp=0.5, align={"mlp": 8}
-    )
+    moments = home / "m.safetensors"
+    reduced = corp_deploy.reduce(home / "dense", moments, tmp_path / "reduced", mlp=0.5, align={"mlp": 8})
     dense, again = corp_deploy.load(home / "dense"), corp_deploy.load(reduced)
     images = torch.from_numpy(tiny.images(3))
     torch.testing.assert_close(reduced.model(images), again(images), rtol=0, atol=0)
@@ -166,8 +151,8 @@ def test_inputs_in_memory_are_those_of_a_file(home: Path, tmp_path: Path) -> Non
         corp_deploy.calibrate(home / "dense", inputs, tmp_path / f"{place}.safetensors", samples=9, seed=3).moments
         for place, inputs in enumerate(given)
     ]
-    first, *others = sums
-    for other in others:
+    first = sums[0]
+    for other in sums[1:]:
         assert torch.equal(first.image_ids, other.image_ids)
         for name, site in first.sites.items():
             own, same = (asdict(each) for each in (site, other.sites[name]))
@@ -181,10 +166,8 @@ def test_a_proof_with_labels_in_memory(home: Path, tmp_path: Path) -> None:
         home / "dense", [home / "reduced", home / "model.onnx"], images, labels=labels, batches=(1, 8), max_error=10.0,
         min_agreement=0.0, output=tmp_path / "parity.json",
     )  # fmt: skip
-    assert (proof.verdict, len(proof.links)) == (
-        "PASS",
-        3,
-    )  # both against the dense model, and the graph against its module
+    # Both against the dense model, and the graph against its module.
+    assert (proof.verdict, len(proof.links)) == ("PASS", 3)
     logits = corp_deploy.load(home / "dense")(torch.from_numpy(images))
     assert proof.accuracy[0].correct == int((logits.argmax(1).numpy() == labels).sum())
     assert (tmp_path / "parity.json").is_file()
@@ -292,13 +275,8 @@ def test_mistakes_get_one_message_and_leave_nothing(home: Path, tmp_path: Path) 
 def test_a_source_says_what_goes_with_a_name(tmp_path: Path) -> None:
     net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3).eval()
     save_file(net.state_dict(), tmp_path / "w.safetensors")
-    source = corp_deploy.Source(
-        "vit_tiny_patch16_224",
-        tmp_path / "w.safetensors",
-        kwargs={"img_size": 32, "depth": 1},
-        mean=[0.1],
-        outputs=["class", "patches"],
-    )
+    said: dict[str, Any] = {"kwargs": {"img_size": 32, "depth": 1}, "mean": [0.1], "outputs": ["class", "patches"]}
+    source = corp_deploy.Source("vit_tiny_patch16_224", tmp_path / "w.safetensors", **said)
     images = torch.randn(2, 3, 32, 32)
     tokens, patches = corp_deploy.load(source)(images)
     features: Any = net.forward_features
@@ -357,8 +335,7 @@ def test_a_module_of_no_library_goes_on_in_memory(tmp_path: Path) -> None:
     with pytest.raises(corp_deploy.BadInput, match=r"a torch.nn.modules.linear.Linear, and the directory's model was"):
         corp_deploy.load(corp_deploy.Source(reduced.path, module=torch.nn.Linear(2, 2)))
     rejects("model is a reduced one in memory", corp_deploy.reduce, reduced.model, calibration, tmp_path / "s", mlp=0.5)
-    with pytest.raises(corp_deploy.BadInput, match="a Net in memory can't be timed; export both"):
-        corp_deploy.bench(net, reduced)  # type: ignore[arg-type]
+    rejects("a Net in memory can't be timed; export both", corp_deploy.bench, net, reduced)  # type: ignore[arg-type]
     with pytest.raises(corp_deploy.BadInput, match="candidates: a Net; give what reduce returned"):
         corp_deploy.verify(net, net, images)  # type: ignore[arg-type]
 
@@ -397,7 +374,8 @@ def test_a_module_that_can_not_be_run_says_what_to_say(tmp_path: Path) -> None:
 def _bad_calls(home: Path, out: Path) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """A function, its arguments and its options."""
     dense, moments, images = home / "dense", home / "m.safetensors", home / "images.npy"
-    unknown, vit = tmp_text(out, "code.py", "def build():\n    return 1\n"), "vit_tiny_patch16_224"
+    unknown, vit = out / "code.py", "vit_tiny_patch16_224"
+    unknown.write_text("def build():\n    return 1\n")
     reduce: list[dict[str, Any]] = [
         {}, {"macs": 0.5}, {"macs": 0.5, "params": 0.5, "inputs": images}, {"latency": 0.5},
         {"within": "error 0.05", "macs": 0.5}, {"within": "nothing"}, {"within": "error 1e-9", "inputs": images},
@@ -442,22 +420,12 @@ def _bad_calls(home: Path, out: Path) -> list[tuple[str, tuple[Any, ...], dict[s
     ]
 
 
-def tmp_text(folder: Path, name: str, text: str) -> Path:
-    (folder / name).write_text(text)
-    return folder / name
-
-
-def _called(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    getattr(corp_deploy, name)(*arguments, **options)
-    raise AssertionError(name, options)
-
-
 @pytest.mark.parametrize("third", range(3))
 def test_no_message_of_python_speaks_of_options(home: Path, tmp_path: Path, third: int) -> None:
     """Each bad call raises, and says parameters."""
     for name, arguments, options in _bad_calls(home, tmp_path)[third::3]:
         with pytest.raises((corp_deploy.BadInput, corp_deploy.Missing)) as refused:
-            _called(name, arguments, options)
+            getattr(corp_deploy, name)(*arguments, **options)
         assert not re.search(r"--[a-z]", str(refused.value)), (name, options, str(refused.value))
 
 
@@ -467,11 +435,11 @@ def test_options_in_a_message_become_what_python_has() -> None:
         "give `macs=0.6`, `heads='auto'`, `select='heads=fold'`, `allow_partial=True`; `within='error 0.05'` "
         "or `polish`"
     )
-    assert in_python("calibrate --attention-system --attn 0.5 first") == (
-        "`calibrate(attention_system=True, attn=0.5)` first"
-    )
-    assert in_python("give --images, or --text for a text encoder") == "give `inputs` for a text encoder"
-    assert in_python("take --model NAME --weights FILE, --no-ema and --workers 2") == (
-        "take `Source(NAME, weights=FILE)`, `Source(ema=False)` and the commands' option 'workers' 2"
-    )
+    for message, words in (
+        ("calibrate --attention-system --attn 0.5 first", "`calibrate(attention_system=True, attn=0.5)` first"),
+        ("give --images, or --text for a text encoder", "give `inputs` for a text encoder"),
+        ("take --model NAME --weights FILE or --no-ema", "take `Source(NAME, weights=FILE)` or `Source(ema=False)`"),
+        ("take --workers 2", "take the commands' option 'workers' 2"),
+    ):
+        assert in_python(message) == words
     assert in_python("--trust-code", parameters=("trust_code",)) == "`trust_code=True`"

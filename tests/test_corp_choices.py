@@ -72,22 +72,6 @@ def test_what_a_reduction_looks_at_and_touches(options: dict[str, Any], images: 
     assert (choice.needs_images, choice.touches_attention) == (images, attention)
 
 
-@pytest.mark.parametrize(
-    ("options", "option", "value"),
-    [
-        ({"mlp": 0.5}, "heads", "padded"),
-        ({"mlp": 0.5}, "batch", 4),
-        ({"mlp": 0.5}, "reads", "all"),
-        ({"mlp": 0.5}, "samples", 3),
-        ({"mlp": 0.5, "preset": "vbp"}, "attn", 0.0),
-    ],
-)
-def test_an_option_that_nothing_honours_is_refused(options: dict[str, Any], option: str, value: object) -> None:
-    choice = ReduceOptions.from_options(options)
-    choice.refuse_ignored(options)
-    rejects(f"--{option} {value} is not honoured by", choice.refuse_ignored, options | {option: value})
-
-
 def test_planning_gets_what_was_asked_for() -> None:
     request = request_of(
         ReduceOptions(

@@ -18,7 +18,7 @@ from corp_deploy.invocation.method_choice import RANKING, REPAIR, MethodChoice
 from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint
 from tests import tiny
-from tests.command import invoked, run
+from tests.command import invoked, refuses
 from tests.refusals import rejects
 
 FOLDER = TemporaryDirectory()
@@ -40,13 +40,6 @@ def reduced(output: str, *options: object) -> nn.Module:
     given = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "--align", "mlp=8,head=8"]
     invoked("reduce", *given, *options, "-o", home() / output, "-q")
     return load_checkpoint(home() / output).model
-
-
-def refused(*options: object) -> str:
-    given = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "-o", home() / "never"]
-    result = invoked("reduce", *given, *options, code=2)
-    assert not (home() / "never").exists()
-    return " ".join(result.stderr.split())
 
 
 @cache
@@ -142,25 +135,28 @@ def test_a_preset_without_attention_takes_it_by_its_knob() -> None:
 
 
 def test_what_nothing_honours_is_refused() -> None:
-    assert "--attn 0.5 is not honoured by preset grail" in refused("--preset", "grail", "--attn", 0.5)
-    assert "--attn 0.5 is not honoured by preset best with --qk keep" in refused("--qk", "keep", "--attn", 0.5)
-    assert "--qk select is not honoured by a reduction that leaves attention alone" in refused(
-        "--mlp", 0.5, "--qk", "select"
-    )
-    assert "--repair conv=gram is of what stays as it is; give --conv" in refused("--mlp", 0.5, "--repair", "conv=gram")
-    assert "--select energy is of what stays as it is; give --mlp or --conv" in refused(
-        "--attn", 0.5, "--select", "energy"
-    )
-    for knob in (("--repair", "gram"), ("--select", "wanda"), ("--qk", "logit-v1")):
-        said = refused("--macs", 0.6, "--images", home() / "images.npy", *knob)
-        assert "--macs 0.6 is not honoured by preset best with " + " ".join(knob) in said
-    assert "can't repair" in refused("--preset", "fold", "--mlp", 0.5, "--repair", "none")
-    with_loop = ["--closed-loop", "--images", home() / "images.npy", "--select", "active"]
-    assert "the moments count |x| > 0.4 and the closed loop |x| > 0.001" in refused("--mlp", 0.5, *with_loop)
-    assert "'nothing': expected one of none, bias, gram, affine, or mlp= one of" in refused(
-        "--mlp", 0.5, "--repair", "nothing"
-    )
-    assert "each once or left out" in refused("--mlp", 0.5, "--repair", "mlp=gram,mlp=bias")
+    images = ("--images", home() / "images.npy")
+    for asked, said in (
+        (("--preset", "grail", "--attn", 0.5), "--attn 0.5 is not honoured by preset grail"),
+        (("--qk", "keep", "--attn", 0.5), "--attn 0.5 is not honoured by preset best with --qk keep"),
+        (("--mlp", 0.5, "--qk", "select"), "--qk select is not honoured by a reduction that leaves attention alone"),
+        (("--mlp", 0.5, "--repair", "conv=gram"), "--repair conv=gram is of what stays as it is; give --conv"),
+        (("--attn", 0.5, "--select", "energy"), "--select energy is of what stays as it is; give --mlp or --conv"),
+        *(
+            (("--macs", 0.6, *images, *knob), "--macs 0.6 is not honoured by preset best with " + " ".join(knob))
+            for knob in (("--repair", "gram"), ("--select", "wanda"), ("--qk", "logit-v1"))
+        ),
+        (("--preset", "fold", "--mlp", 0.5, "--repair", "none"), "can't repair"),
+        (
+            ("--mlp", 0.5, "--closed-loop", *images, "--select", "active"),
+            "the moments count |x| > 0.4 and the closed loop |x| > 0.001",
+        ),
+        (("--mlp", 0.5, "--repair", "nothing"), "'nothing': expected one of none, bias, gram, affine, or mlp= one of"),
+        (("--mlp", 0.5, "--repair", "mlp=gram,mlp=bias"), "each once or left out"),
+    ):
+        given = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "-o", home() / "never"]
+        refuses(said, "reduce", *given, *asked)
+        assert not (home() / "never").exists()
 
 
 def test_the_threshold_of_what_is_active_stands_in_the_moments() -> None:
@@ -201,5 +197,7 @@ def test_the_time_of_selecting_and_recovering_is_told_apart() -> None:
     effort = json.loads(plain.stdout)["effort"]
     assert list(effort) == ["select", "recover", "read and write"]
     assert all(each["seconds"] >= 0.0 and each["peak_bytes"] > 0 for each in effort.values())
-    looped = run(*given, "--mlp", 0.5, "--closed-loop", "--images", home() / "images.npy", "-o", home() / "l", "--json")
+    looped = invoked(
+        *given, "--mlp", 0.5, "--closed-loop", "--images", home() / "images.npy", "-o", home() / "l", "--json"
+    )
     assert list(json.loads(looped.stdout)["effort"]) == ["closed loop", "read and write"]

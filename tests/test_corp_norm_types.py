@@ -1,20 +1,17 @@
 """Norms of timm's in sixteen bits: each is computed in float32, root mean squares as one operator."""
 
 import numpy as np
-import onnx
 import pytest
 import timm
 import torch
-from onnx import TensorProto, shape_inference
+from onnx import TensorProto
 from timm.layers import RmsNorm, RmsNorm2d, SimpleNorm
 from torch import Tensor, nn
 
 from corp_deploy.families.norm_types import NORMS
-from export.graph.to_onnx import onnx_from_model
-from export.graph.weights import element_types
-from ground.ports import LOGITS, image_port
 from perf.parity.block_outputs import outputs_of_graph
 from tests import tiny
+from tests.export_vit import export, input_types
 
 MEANS = ("ReduceMean", "RMSNormalization", "LayerNormalization", "InstanceNormalization", "Sqrt")
 BOUNDS = {"fp16": 2e-3, "bf16": 1.6e-2}
@@ -34,16 +31,6 @@ class OneNorm(nn.Module):
         return logits
 
 
-def exported(model: nn.Module, precision: str) -> onnx.ModelProto:
-    ports = [image_port((3, 32, 32))], [LOGITS]
-    return onnx_from_model(model, *ports, precision=precision, metadata={}, norms=NORMS)
-
-
-def types_of_means(graph: onnx.ModelProto) -> set[int | None]:
-    types = element_types(shape_inference.infer_shapes(graph).graph)
-    return {types.get(node.input[0]) for node in graph.graph.node if node.op_type in MEANS}
-
-
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("norm", "precision"),
@@ -56,8 +43,8 @@ def test_every_norm_takes_its_mean_in_float32(norm: nn.Module, precision: str) -
         for parameter in norm.parameters():
             parameter.uniform_(0.5, 1.5)
     model, images = OneNorm(norm, maps=isinstance(norm, RmsNorm2d)).eval(), tiny.images(8)
-    graph = exported(model, precision)
-    assert types_of_means(graph) == {TensorProto.FLOAT}
+    graph = export(model, precision, norms=NORMS)
+    assert input_types(graph, *MEANS) == {TensorProto.FLOAT}
     one = [node for node in graph.graph.node if node.op_type == "RMSNormalization"]
     assert len(one) == (1 if isinstance(norm, RmsNorm) else 0)
     with torch.inference_mode():
@@ -72,6 +59,6 @@ def test_a_vit_of_them_keeps_each_one_operator() -> None:
     model = timm.create_model(
         "vit_tiny_patch16_224", depth=1, embed_dim=32, num_heads=2, img_size=32, norm_layer=RmsNorm, num_classes=5
     ).eval()
-    graph = exported(model, "bf16")
+    graph = export(model, "bf16", norms=NORMS)
     norms = [node.name for node in graph.graph.node if node.op_type == "RMSNormalization"]
     assert norms == ["blocks.0.norm1/RMSNormalization", "blocks.0.norm2/RMSNormalization", "norm/RMSNormalization"]

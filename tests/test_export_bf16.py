@@ -7,16 +7,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper, shape_inference
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from export.graph.check import check_onnx
 from export.graph.operator_types import unsupported_nodes
 from export.graph.precision import typed_copy
-from export.graph.weights import element_types, weight_shares
+from export.graph.weights import weight_shares
 from ground.ports import Port
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32, FloatType, precision_by_name, precision_of_shares
-from tests.export_vit import Vit, export
+from tests.export_vit import Vit, export, input_types
 from tests.refusals import rejects
 
 
@@ -51,11 +51,6 @@ class Convolutions(nn.Module):
         return logits
 
 
-def input_types(proto: onnx.ModelProto, operator: str) -> set[int | None]:
-    types = element_types(shape_inference.infer_shapes(proto).graph)
-    return {types.get(node.input[0]) for node in proto.graph.node if node.op_type == operator}
-
-
 @pytest.fixture(scope="module")
 def vit() -> onnx.ModelProto:
     return export(Vit(depth=1), "bf16")
@@ -66,10 +61,8 @@ def test_a_vit_is_bfloat16_but_for_its_ports_norms_and_softmax(vit: onnx.ModelPr
     assert vit.opset_import[0].version == 22
     assert weight_shares(vit) == {"bfloat16": 1.0}
     assert check_onnx(vit, precision="bf16") == []
-    for operator in ("MatMul", "Conv", "Gelu"):
-        assert input_types(vit, operator) == {TensorProto.BFLOAT16}, operator
-    for operator in ("Softmax", "LayerNormalization"):
-        assert input_types(vit, operator) == {TensorProto.FLOAT}, operator
+    assert input_types(vit, "MatMul", "Conv", "Gelu") == {TensorProto.BFLOAT16}
+    assert input_types(vit, "Softmax", "LayerNormalization") == {TensorProto.FLOAT}
     assert {v.type.tensor_type.elem_type for v in (*vit.graph.input, *vit.graph.output)} == {TensorProto.FLOAT}
 
 
@@ -100,9 +93,7 @@ def test_a_convolutional_network_is_typed_throughout(norm: Callable[[int], nn.Mo
     assert proto.opset_import[0].version == 22
     assert weight_shares(proto) == {"bfloat16": 1.0}
     assert input_types(proto, "Conv") == {TensorProto.BFLOAT16}
-    assert TensorProto.BFLOAT16 not in input_types(proto, "GroupNormalization") | input_types(
-        proto, "InstanceNormalization"
-    )
+    assert TensorProto.BFLOAT16 not in input_types(proto, "GroupNormalization", "InstanceNormalization")
 
 
 @pytest.mark.slow("graph")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,6 @@ def fp32() -> ModelProto:
 @pytest.fixture(scope="module")
 def fp16() -> ModelProto:
     return export(Vit(depth=1), "fp16")
-
-
-def copied(proto: ModelProto) -> ModelProto:
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    return copy
 
 
 def attention_graph(qk: int, v: int, dtype: int) -> ModelProto:
@@ -125,7 +120,7 @@ def foreign_operator(proto: ModelProto) -> None:
     ],
 )
 def test_each_fault_is_named(fp32: ModelProto, change: Callable[[ModelProto], None], says: str) -> None:
-    broken = copied(fp32)
+    broken = deepcopy(fp32)
     change(broken)
     reasons = check_onnx(broken)
     assert [bool(re.search(says, reason)) for reason in reasons] == [True], reasons
@@ -136,7 +131,7 @@ def test_wrong_precision_is_named_both_ways(fp32: ModelProto, fp16: ModelProto) 
     assert "called mixed but none" in check_onnx(fp32, precision="mixed")[0]
     assert "called fp32 but 6 of 6" in check_onnx(fp16, precision="fp32")[0]
     assert "called mixed but every" in check_onnx(fp16, precision="mixed")[0]
-    one_left = copied(fp16)
+    one_left = deepcopy(fp16)
     head = next(tensor for tensor in one_left.graph.initializer if tensor.name == "head.weight")
     head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head).astype(np.float32), "head.weight"))
     names = [node.name for node in one_left.graph.node]
@@ -230,7 +225,7 @@ def test_two_of_four_is_counted_along_the_summed_axis(fp32: ModelProto) -> None:
     assert sparse_matrices(fp32) == dict.fromkeys(linear, False) | classifier
     assert len(linear) == 4
     for along, sparse in ((0, True), (1, False)):  # MatMul reads [in, out] and sums over in
-        proto = copied(fp32)
+        proto = deepcopy(fp32)
         for tensor in proto.graph.initializer:
             if tensor.name.endswith("MatMul.1"):
                 values = numpy_helper.to_array(tensor).copy()

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from onnx import ModelProto, TensorProto, helper
@@ -18,14 +18,13 @@ from export.engine.ort_artifact import build_ort_artifact
 from export.engine.record import record_of_plan
 from export.graph.check import check_onnx
 from export.graph.ports import GraphPort, noted_inputs, noted_outputs, roles_of_graph
-from export.graph.to_onnx import onnx_bytes, onnx_from_model
+from export.graph.to_onnx import onnx_from_model
 from export.graph.weights import notes_of, write_notes
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.pbtxt import Message, parse
 from export.triton.repository import write_repository
 from export.triton.variants import Package
-from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from tests.export_text import (
     CHANNELS,
@@ -39,9 +38,8 @@ from tests.export_text import (
     sentences,
     write_text_onnx,
 )
-from tests.graphs import needs_rtx
+from tests.graphs import needs_rtx, session_of
 from tests.refusals import rejects
-from tests.test_export_check import copied
 
 NAMES = ["input_ids", "attention_mask"]
 OTHER_BATCH = "got 'batch', 'masks' and 'batch'"
@@ -61,7 +59,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
 def test_the_graph_says_what_torch_says_at_every_batch(graphs: dict[str, Path], precision: str, bound: float) -> None:
-    session = ort.InferenceSession(graphs[precision], providers=["CPUExecutionProvider"])
+    session = session_of(graphs[precision])
     assert [(each.name, each.type, each.shape) for each in session.get_inputs()] == [
         (name, "tensor(int64)", ["batch", TOKENS]) for name in NAMES
     ]
@@ -111,7 +109,7 @@ def test_inputs_of_every_type_keep_it_in_half_and_outputs_come_in_order() -> Non
     rng = np.random.default_rng(0)
     x, counts = rng.standard_normal((3, 4)).astype(np.float32), rng.integers(0, 5, (3, 2)).astype(np.int32)
     keep = rng.integers(0, 2, (3, 4)).astype(bool)
-    session = ort.InferenceSession(onnx_bytes(proto), providers=["CPUExecutionProvider"])
+    session = session_of(proto)
     logits, maps = session.run(["logits", "maps"], {"x": x, "counts": counts, "keep": keep})
     exact = x[:, None] * counts[..., None]
     np.testing.assert_allclose(logits, exact.sum((1, 2))[:, None].repeat(3, 1), rtol=0, atol=2e-2)
@@ -123,7 +121,7 @@ def test_several_outputs_and_a_fixed_batch() -> None:
     model, outputs = TextEncoder(words=True), [EMBEDDING, TOKEN_LOGITS]
     proto = onnx_from_model(model, INPUTS, outputs, precision="fp32", batch=2, metadata={})
     feed = sentences(2)
-    answers = ort.InferenceSession(onnx_bytes(proto), providers=["CPUExecutionProvider"]).run(None, feed)
+    answers = session_of(proto).run(None, feed)
     assert [answer.shape for answer in answers] == [(2, CHANNELS), (2, TOKENS, WORDS)]
     for answer, exact in zip(answers, in_torch(model, feed), strict=True):
         np.testing.assert_allclose(answer, exact, rtol=1e-4, atol=1e-5)
@@ -136,7 +134,7 @@ def rename_input(proto: ModelProto) -> None:
 
 
 def swap_inputs(proto: ModelProto) -> None:
-    for value, other in zip(proto.graph.input, copied(proto).graph.input[::-1], strict=True):
+    for value, other in zip(proto.graph.input, deepcopy(proto).graph.input[::-1], strict=True):
         value.CopyFrom(other)
 
 
@@ -197,13 +195,13 @@ def drop_notes(proto: ModelProto) -> None:
 def test_each_fault_of_a_border_is_named(
     text: ModelProto, change: Callable[[ModelProto], None], says: list[str]
 ) -> None:
-    broken = copied(text)
+    broken = deepcopy(text)
     change(broken)
     assert check_onnx(broken, backend="tensorrt-rtx") == says
 
 
 def test_a_note_that_can_not_be_read_is_named(text: ModelProto) -> None:
-    broken = copied(text)
+    broken = deepcopy(text)
     note_other_role(broken, "poem")
     (reason,) = check_onnx(broken)
     assert reason.startswith("the note export.outputs can't be read")
@@ -301,10 +299,11 @@ def test_a_config_that_contradicts_one_input_is_found(
 
 def test_what_can_not_be_served_together_is_refused(graphs: dict[str, Path], tmp_path: Path) -> None:
     labels = tuple(map(str, range(CHANNELS)))
-    with pytest.raises(BadInput, match=r"labels name classes, and its outputs are embedding \(embedding\)"):
-        write_repository(Package(name="text", cpu_onnx=graphs["fp32"], labels=labels), tmp_path / "repo")
+    labelled = Package(name="text", cpu_onnx=graphs["fp32"], labels=labels)
+    said = r"labels name classes, and its outputs are embedding \(embedding\)"
+    rejects(said, write_repository, labelled, tmp_path / "repo")
     proto = onnx.load(graphs["fp32"])
     other_batch(proto)
     onnx.save(proto, tmp_path / "batches.onnx")
-    with pytest.raises(BadInput, match=r"its inputs have different batches .*input_ids .*; export them with one"):
-        write_repository(Package(name="text", cpu_onnx=tmp_path / "batches.onnx"), tmp_path / "repo")
+    other = Package(name="text", cpu_onnx=tmp_path / "batches.onnx")
+    rejects(r"different batches .*input_ids .*; export them with one", write_repository, other, tmp_path / "repo")

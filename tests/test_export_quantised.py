@@ -6,7 +6,6 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -22,15 +21,12 @@ from export.graph.weights import notes_of
 from ground.errors import BadInput
 from ground.ports import LOGITS, image_port
 from perf.timing.watch import has_vnni
-from tests.export_vit import SHAPE, Vit, export
+from tests.export_vit import SHAPE, Vit, export, images
+from tests.graphs import session_of as plain_session
 from tests.refusals import rejects
 
 INPUTS, OUTPUTS = [image_port(SHAPE)], [LOGITS]
 Array = NDArray[np.float32]
-
-
-def images(batch: int, seed: int = 1) -> Array:
-    return np.random.default_rng(seed).standard_normal((batch, *SHAPE)).astype(np.float32)
 
 
 def batches() -> list[dict[str, Array]]:
@@ -42,11 +38,7 @@ def made(model: nn.Module, **options: Any) -> Quantiser:
 
 
 def run(proto: onnx.ModelProto, batch: Array) -> Array:
-    """Without the optimisations that give an FP8 value to operators that take none."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return cast(Array, session.run(["logits"], {"images": batch})[0])
+    return cast(Array, plain_session(proto, optimised=False).run(["logits"], {"images": batch})[0])
 
 
 def error(new: Array, old: Array) -> float:
@@ -172,7 +164,7 @@ def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
     proto = quantised(plain, FORMATS["int8"], {node.name: 1.0}, layers(plain), weight_bits=bits)
     batch = np.ones((4, 64), dtype=np.float32)
     exact = batch @ weights
-    fused = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    fused = plain_session(proto)
     assert error(session_of(proto).run(None, {"x": batch})[0], exact) < 1e-6
     off = error(cast(Array, fused.run(None, {"x": batch})[0]), exact)
     assert off < 1e-6 if bits == 7 else off > 0.5

@@ -27,7 +27,7 @@ from export.graph.to_onnx import onnx_bytes, save
 from export.graph.weights import element_types, notes_of, weight_shares
 from ground.errors import BadInput
 from ground.ports import image_port
-from tests.export_vit import SHAPE, Vit, export
+from tests.export_vit import SHAPE, Vit, export, images, input_types
 from tests.graphs import session_of
 from tests.refusals import rejects
 
@@ -44,10 +44,6 @@ def run_in_real_half(proto: onnx.ModelProto, batch: NDArray[np.float32]) -> NDAr
     return outputs[0]
 
 
-def images(batch: int, seed: int = 1) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal((batch, *SHAPE)).astype(np.float32)
-
-
 def exact(model: nn.Module, batch: NDArray[np.float32]) -> NDArray[np.float64]:
     with torch.no_grad():
         out: NDArray[np.float64] = copy.deepcopy(model).double()(torch.from_numpy(batch).double()).numpy()
@@ -56,11 +52,6 @@ def exact(model: nn.Module, batch: NDArray[np.float32]) -> NDArray[np.float64]:
 
 def relative_error(got: NDArray[np.float32], wanted: NDArray[np.float64]) -> float:
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
-
-
-def input_types(proto: onnx.ModelProto, op_type: str) -> set[int | None]:
-    types: dict[str, int] = element_types(onnx.shape_inference.infer_shapes(proto).graph)
-    return {types.get(node.input[0]) for node in proto.graph.node if node.op_type == op_type}
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +83,7 @@ def test_fp16_is_close_and_really_half(model: Vit, fp16: onnx.ModelProto) -> Non
 
 
 def test_softmax_and_layernorm_of_a_half_graph_are_computed_in_float32(fp16: onnx.ModelProto) -> None:
-    assert input_types(fp16, "Softmax") == {TensorProto.FLOAT}
-    assert input_types(fp16, "LayerNormalization") == {TensorProto.FLOAT}
+    assert input_types(fp16, "Softmax", "LayerNormalization") == {TensorProto.FLOAT}
     assert input_types(fp16, "MatMul") == {TensorProto.FLOAT16}
     assert sum(node.op_type == "LayerNormalization" for node in fp16.graph.node) == 5
 
@@ -366,5 +356,4 @@ def test_a_graph_that_is_too_large_for_one_file_is_refused() -> None:
         raise EncodeError("Failed to serialize proto")
 
     proto = SimpleNamespace(SerializeToString=refuses)
-    with pytest.raises(BadInput, match="more bytes than a single ONNX file may"):
-        onnx_bytes(proto)  # type: ignore[arg-type]
+    rejects("more bytes than a single ONNX file may", onnx_bytes, proto)  # type: ignore[arg-type]

@@ -7,14 +7,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from calib.inputs import InputSet
 from calib.store import load as load_moments
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, with_runtimes
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.engine_trust import trusting_engines
-from corp_deploy.proof.inputs import ProofInputs, inputs_from_set
+from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
 from corp_deploy.store.checkpoint import Checkpoint
@@ -36,13 +35,6 @@ def _candidates(
     if not every:
         raise BadInput("nothing to hold against the reference: give a directory, a graph or an engine as candidates")
     return of_model(with_runtimes([candidate_from_path(os.fspath(path)) for path in every], runtimes), dense)
-
-
-def _proof_inputs(dense: Checkpoint, input_set: InputSet, labels: PathLike | Array | None) -> ProofInputs:
-    if labels is None:
-        return inputs_from_set(input_set)
-    with on_disk(labels, name="labels.npy") as path:
-        return inputs_from_set(input_set, labels_from_path(path, input_set, dense.model))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +74,11 @@ def verify(call: VerifyCall) -> Parity:
         stack.enter_context(beside(call.candidates))
         steps = _candidates(call.candidates, dense, call.runtimes)
         input_set = stack.enter_context(opened_inputs(dense.model, call.inputs, **call.drawn))
-        proof_inputs = _proof_inputs(dense, call.proving(input_set, call.seed), call.labels)
+        proving, labels = call.proving(input_set, call.seed), None
+        if call.labels is not None:
+            path = stack.enter_context(on_disk(call.labels, name="labels.npy"))
+            labels = labels_from_path(path, proving, dense.model)
+        proof_inputs = inputs_from_set(proving, labels)
         for sentence in limits.unreachable(proof_inputs.images):
             warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)
         proof = prove(

@@ -26,10 +26,6 @@ def _paths(context: click.Context, parameter: click.Parameter) -> Iterator[Path]
             yield Path(str(each).removeprefix(PREFIX))
 
 
-def _read(path: Path) -> tuple[Path, ...]:
-    return (path, *(path / name for name in IN_A_MODEL)) if path.is_dir() else (path,)
-
-
 def refuse_own_inputs(context: click.Context) -> None:
     """Raise UsageError where a result would stand in the place of something that it is made from."""
     parameters = context.command.params
@@ -39,7 +35,7 @@ def refuse_own_inputs(context: click.Context) -> None:
     if saved_as := context.params.get("save_as"):
         written += [path / saved_as for path in written]
     sources = [path for each in parameters if each.name not in WRITTEN for path in _paths(context, each)]
-    read = [own for path in sources for own in _read(path)]
+    read = sources + [path / name for path in sources if path.is_dir() for name in IN_A_MODEL]
     for path in written:
         for own in read:
             if path.exists() and own.exists() and path.samefile(own):

@@ -81,7 +81,7 @@ def verify(
     from corp_deploy.store.hub_snapshot import PREFIX
 
     limits = ParityLimits.from_options(options.values)
-    of_engines = options.is_of_engines(model.model)
+    of_engines = Path(model.model).suffix in (".plan", ".onnx") or (Path(model.model) / "golden.json").exists()
     of_graph = len(candidates) == 1 and (candidates[0] / SETTINGS).is_file()
     way = "engine" if of_engines else "decoder" if of_graph else "model"
     VERIFY_REFERENCE.refuse([(model.model, way)], explicit_options())

@@ -55,10 +55,6 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
 
         return metrics_from_texts(self.metric)
 
-    def is_of_engines(self, reference: str) -> bool:
-        """Whether the reference is an engine, a graph or golden answers, and no model."""
-        return Path(reference).suffix in (".plan", ".onnx") or (Path(reference) / "golden.json").exists()
-
     def record_of(self, candidates: Sequence[Path]) -> Path:
         """Where it goes. Raises UsageError without it or without candidates."""
         if not candidates:

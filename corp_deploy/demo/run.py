@@ -87,7 +87,7 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
     report = {"title": example.title, "output": "report.html"}
     names = ("model.onnx", *(f"model.{each}.onnx" for each in scale.types))
     dense, reduced = (tuple(f"{model}/{name}" for name in names) for model in ("dense", "reduced"))
-    calls = {
+    calls: dict[tuple[str, ...], Invocation] = {
         ("moments.safetensors", "moments.held-out.safetensors"): Invocation(command="calibrate", options=calibrate),
         ("reduced/config.json", "reduced/model.safetensors"): Invocation(command="reduce", options=reduce),
     }

@@ -209,15 +209,10 @@ class MethodChoice(Record, heading="Widths and method"):
         changed = {field: value for field, value in self._knobs.items() if value is not None}
         if not changed:
             return PRESET, name
-        words = f"{name} with {self._knob_words}"
+        typed = self.command_options
+        words = " ".join([f"{name} with", *words_of({each: typed.get(each) for each in ("select", "repair", "qk")})])
         way = preset_way(words, _method(name, **changed))
         return replace(PRESET, variants={**PRESET.variants, words: way}), words
-
-    @property
-    def _knob_words(self) -> str:
-        """As they are typed."""
-        typed = self.command_options
-        return " ".join(words_of({name: typed.get(name) for name in ("select", "repair", "qk")}))
 
 
 def _method(preset: str, **changes: Any) -> Method:

@@ -4,7 +4,7 @@ A way is whatever does the work: a backend on a device, a precision, a preset, a
 data, see table and reduction_table. Imports nothing heavy.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ class Variant:
     def supports(self, option: str, value: object) -> bool:
         if option not in self.supported:
             return False
-        allowed = self.supported[option]
-        return allowed is None or all(str(each) in allowed for each in _each(value))
+        allowed, every = self.supported[option], value if isinstance(value, tuple | list) else (value,)
+        return allowed is None or all(str(each) in allowed for each in every)
 
 
 def variant(
@@ -57,18 +57,14 @@ class Axis:
 
     def refuse(self, at_work: Iterable[tuple[str, str]], options: Mapping[str, Any]) -> None:
         """Raise BadInput for an option that the ways at work would ignore; (what it works on, way's name) each."""
-        working = tuple(at_work)
+        working = [(what, self.variants[name]) for what, name in at_work]
         for option, value in options.items():
-            if option in self.options:
-                self._refuse_option(option, value, working)
+            failing = [(what, each) for what, each in working if not each.supports(option, value)]
+            ignored = failing and (option not in self.picks or len(failing) == len(working))
+            if ignored and option in self.options:
+                self._refuse_option(option, value, *failing[0])
 
-    def _refuse_option(self, option: str, value: object, working: Sequence[tuple[str, str]]) -> None:
-        failing = [
-            (what, self.variants[name]) for what, name in working if not self.variants[name].supports(option, value)
-        ]
-        if not failing or (option in self.picks and len(failing) < len(working)):
-            return
-        what, variant = failing[0]
+    def _refuse_option(self, option: str, value: object, what: str, variant: Variant) -> None:
         able = [f"{each.label} ({each.how})" for each in self.variants.values() if each.supports(option, value)]
         supporting_text = f"it is honoured by {', '.join(able)}" if able else "nothing honours it"
         hint = f"; {variant.instead[option]}" if option in variant.instead else ""
@@ -100,10 +96,6 @@ class Axis:
         """Those of the values that a way honours; options that no way is asked about pass."""
         variant = self.variants[name]
         return {key: value for key, value in values.items() if key not in self.options or variant.supports(key, value)}
-
-
-def _each(value: object) -> Sequence[object]:
-    return value if isinstance(value, tuple | list) else (value,)
 
 
 def spelled(option: str) -> str:

@@ -18,14 +18,11 @@ def sparsities_from_text(text: str) -> dict[SparseKind, Sparsity]:
     if "=" not in text:
         return dict.fromkeys(KINDS, sparsity_from_text(text))
     words = [part.strip().partition("=") for part in text.split(",")]
-    by_kind = {kind: sparsity_from_text(words_of[0]) for kind in KINDS if (words_of := _of_kind(words, kind))}
+    given = {name: pattern for name, _, pattern in reversed(words)}
+    by_kind = {kind: sparsity_from_text(given[kind]) for kind in KINDS if kind in given}
     if len(by_kind) != len(words):
         raise BadInput(f"{text[:80]!r}: expected {EXPECTED}, each once")
     return by_kind
-
-
-def _of_kind(words: list[tuple[str, str, str]], kind: str) -> list[str]:
-    return [pattern for name, _, pattern in words if name == kind]
 
 
 PATTERNS = ParsedText(

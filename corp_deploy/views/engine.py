@@ -16,13 +16,15 @@ def engine_table(record: EngineRecord) -> Table:
     """What the engine is and what it holds."""
     table = Table("", "")
     sites, fused = len(record.attention_sites), record.fused_attention
+    small = sum(record.weight_types.get(each.name, 0.0) for each in QUANTISED.values())
+    share, bits = (small, 8) if small else (record.half_weight_share, 16)
     rows = {
         "backend": f"{record.backend} {record.library_version}",
-        "precision": f"{record.precision} ({_share_in_fewer_bits(record)})",
+        "precision": f"{record.precision} ({share:.0%} of the weights in {bits} bits)",
         "targets": ", ".join(record.targets) or "-",
         "profiles": ", ".join(record.profiles) or "-",
-        "kernels": _known(record.kernels),
-        "fused attention": f"{_known(fused)} of {sites}" if sites or fused is None else "the graph has none",
+        "kernels": _or_unknown(record.kernels),
+        "fused attention": f"{_or_unknown(fused)} of {sites}" if sites or fused is None else "the graph has none",
         "plan": f"{record.plan_bytes / 1e6:.2f} MB, built in {record.build_seconds:.1f} s",
         "device memory": _memory(record),
     }
@@ -39,7 +41,7 @@ def engine_table(record: EngineRecord) -> Table:
     return table
 
 
-def _known(count: int | None) -> str:
+def _or_unknown(count: int | None) -> str:
     return "unknown" if count is None else str(count)
 
 
@@ -76,13 +78,6 @@ def _memory(record: EngineRecord) -> str:
     pairs = zip(record.batches, memory.activations_bytes, strict=True)
     peaks = ", ".join(f"{size / 1e6:.1f} MB up to batch {batch.largest}" for batch, size in pairs)
     return f"{weights}, activations {peaks}"
-
-
-def _share_in_fewer_bits(record: EngineRecord) -> str:
-    """Of the weights' elements, in eight bits or in sixteen."""
-    small = sum(record.weight_types.get(each.name, 0.0) for each in QUANTISED.values())
-    share, bits = (small, 8) if small else (record.half_weight_share, 16)
-    return f"{share:.0%} of the weights in {bits} bits"
 
 
 def _sparse_kernels(record: EngineRecord) -> str:

@@ -31,13 +31,10 @@ def redundancy_tables(entries: Sequence[Entry]) -> list[Table]:
     return [table for table in (*channels.values(), heads) if table.row_count]
 
 
-def _share(entry: Entry) -> float:
-    return entry.k95 / entry.dim if isinstance(entry, ChannelRedundancy) else max(entry.k95) / entry.dim
-
-
 def _point(entry: Entry) -> tuple[str, Interval]:
+    k95 = entry.k95 if isinstance(entry, ChannelRedundancy) else max(entry.k95)
     place = ".".join(word for word in entry.site.split(".") if word.isdigit())
-    return place, exact(_share(entry))
+    return place, exact(k95 / entry.dim)
 
 
 def redundancy_plot(entries: Sequence[Entry]) -> str:

@@ -9,14 +9,10 @@ from perf.parity.parity import Parity
 from .console import reason_cell, reasons_below
 
 
-def _agreement(parity: Parity) -> str:
-    """The column's name: of logits it is that of the first class."""
-    return "top-1 agreement" if parity.compared == "logits" else "agreement"
-
-
 def parity_table(parity: Parity) -> Table:
     """One row a link, then the structural tests that didn't pass."""
-    table = Table("link", "against", "relative error", "max abs", "cosine", _agreement(parity), "verdict")
+    agreement = "top-1 agreement" if parity.compared == "logits" else "agreement"
+    table = Table("link", "against", "relative error", "max abs", "cosine", agreement, "verdict")
     for column in table.columns[:2]:
         column.overflow = "fold"  # names are whole
     for link in parity.links:

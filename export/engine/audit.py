@@ -87,7 +87,7 @@ def audit_to_json(audits: Sequence[Audit], *, dense: str, reduced: str) -> str:
 
 def _audited(path: Path, choices: BuildOptions) -> EngineRecord:
     inputs, _ = ports_of_graph(load_onnx(path))
-    if all(isinstance(port.shape[0], int) for port in inputs):
+    if all(isinstance(size, int) for port in inputs for size in port.shape[:1]):
         choices = replace(choices, profiles=())
     record = build_engine(path, choices).record
     if record.fused_attention_sites is None:

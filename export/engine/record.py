@@ -9,10 +9,10 @@ itself. Buffers of inputs and outputs are the caller's and are not counted.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -24,6 +24,7 @@ from ground.records import Natural, Positive, Sha256, Share, record_from_file
 from .options import BatchProfile
 
 _WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
+WITHOUT_WEIGHTS = "the builder doesn't tell the weights' memory"
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 
 
@@ -37,18 +38,11 @@ class EngineMemory:
     activations_bytes: tuple[Natural, ...] | None = None
     reason: str | None = None
 
-    def by_profile(self, profiles: Sequence[BatchProfile]) -> dict[str, int]:
-        """Weights and activations together, by profile; empty where one of both is unknown."""
-        if self.weights_bytes is None or self.activations_bytes is None:
-            return {}
-        pairs = zip(profiles, self.activations_bytes, strict=True)
-        return {str(profile): self.weights_bytes + size for profile, size in pairs}
-
 
 def memory_from_log(text: str, profiles: int) -> EngineMemory:
     """From what a builder logged for `profiles` profiles (1 of a fixed batch)."""
     weights, activations = _WEIGHTS.findall(text), tuple(map(int, _ACTIVATIONS.findall(text)))
-    unknown = [] if weights else ["the builder doesn't tell the weights' memory"]
+    unknown = [] if weights else [WITHOUT_WEIGHTS]
     if len(activations) != profiles:
         unknown.append(f"the builder tells the activations' memory of {len(activations)} profiles, not of {profiles}")
     return EngineMemory(
@@ -56,13 +50,6 @@ def memory_from_log(text: str, profiles: int) -> EngineMemory:
         activations_bytes=activations if len(activations) == profiles else None,
         reason="; ".join(unknown) or None,
     )
-
-
-def memory_of_engine(engine: Any, logged: EngineMemory, profiles: int) -> EngineMemory:
-    """As a loaded engine tells its activations; its weights as the builder `logged`."""
-    sizes = tuple(int(engine.get_device_memory_size_for_profile_v2(index)) for index in range(profiles))
-    unknown = None if logged.weights_bytes is not None else "the builder doesn't tell the weights' memory"
-    return EngineMemory(weights_bytes=logged.weights_bytes, activations_bytes=sizes, reason=unknown)
 
 
 VERSION = 1
@@ -169,8 +156,11 @@ class EngineRecord:
 
     @property
     def device_memory_bytes(self) -> dict[str, int]:
-        """Weights and activations together, by profile; empty where they are unknown."""
-        return self.memory.by_profile(self.batches)
+        """Weights and activations together, by profile; empty where one of both is unknown."""
+        weights, activations = self.memory.weights_bytes, self.memory.activations_bytes
+        if weights is None or activations is None:
+            return {}
+        return {str(profile): weights + size for profile, size in zip(self.batches, activations, strict=True)}
 
     @property
     def fused_attention(self) -> int | None:

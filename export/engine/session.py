@@ -8,9 +8,9 @@ TensorRT-RTX lists its kernels, to a global logger; and its parser errors lose t
 
 import importlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from onnx import ModelProto, TensorProto
 
@@ -22,7 +22,7 @@ from ground.vulnerabilities import version_numbers
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
 from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
 from .options import BatchProfile, BuildOptions
-from .record import EngineMemory, memory_from_log, memory_of_engine
+from .record import WITHOUT_WEIGHTS, EngineMemory, memory_from_log
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 # TensorRT 11 is recommended, 10.16.1 the first of 10 with its published fixes, for servers that have 10; TensorRT-RTX
@@ -113,7 +113,11 @@ class Session:
         if self.messages.stopped:
             raise KeyboardInterrupt
         if plan is None:
-            self._raise_build_failure()
+            errors = with_sites(self.messages.errors, {node.name for node in self.proto.graph.node})
+            if any(_NO_DRIVER.search(error) for error in errors):
+                raise self._no_gpu(errors[0])
+            more = remedies(self.library, self.proto)
+            raise BadInput(self._refusal("could not build this graph", [*errors, *more]))
         if self.choices.timing_cache is not None:
             with replacing(self.choices.timing_cache) as beside:
                 beside.write_bytes(bytes(config.get_timing_cache().serialize()))
@@ -133,7 +137,9 @@ class Session:
             raise Missing(self._refusal("built a plan that it can't load again", self.messages.errors))
         inspector = engine.create_engine_inspector()
         kernels = kernels_from_inspector(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
-        return kernels, memory_of_engine(engine, logged, profiles)
+        sizes = tuple(int(engine.get_device_memory_size_for_profile_v2(index)) for index in range(profiles))
+        unknown = WITHOUT_WEIGHTS if logged.weights_bytes is None else None
+        return kernels, replace(logged, activations_bytes=sizes, reason=unknown)
 
     def _builder(self) -> Any:
         try:
@@ -189,12 +195,6 @@ class Session:
                 f"{', '.join(levels)}; install a newer one"
             )
         return levels[name]
-
-    def _raise_build_failure(self) -> NoReturn:
-        errors = with_sites(self.messages.errors, {node.name for node in self.proto.graph.node})
-        if any(_NO_DRIVER.search(error) for error in errors):
-            raise self._no_gpu(errors[0])
-        raise BadInput(self._refusal("could not build this graph", [*errors, *remedies(self.library, self.proto)]))
 
     def _no_gpu(self, reason: str) -> Missing:
         message = f"{_NEEDS_GPU} ({reason})"

@@ -86,9 +86,12 @@ def _marked(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
         inside = {name: value for name, value in fitting.items() if value is not None and value not in ending}
         if not inside:
             why = f"what {names[0]} gives is an output already" if names else "fits no module and no node"
-            shown = ", ".join(_shown(modules))
+            # Modules that one would break: those right below a number.
+            below = [name for name in modules if len(name.split(".")) > 1 and name.split(".")[-2].isdigit()]
+            shown = ", ".join((below or list(modules))[:4])
+            node = next((str(node.name) for node in proto.graph.node if node.op_type == "Softmax"), "norm/Add")
             raise BadInput(
-                f"fusion break {pattern!r}: {why}; name a module, such as {shown}, or a node, such as {_softmax(proto)}"
+                f"fusion break {pattern!r}: {why}; name a module, such as {shown}, or a node, such as {node}"
             )
         marked |= inside
     places = {name: place for place, node in enumerate(proto.graph.node) for name in node.output}
@@ -116,13 +119,3 @@ def _unfit(proto: ModelProto, value: ValueInfoProto | None) -> str | None:
     if fixed and dims[0] == (batch.dim_param or batch.dim_value):
         return None
     return f"it gives {dims}, expected a batch in front and fixed sizes behind it; break the block around it"
-
-
-def _shown(modules: Sequence[str]) -> list[str]:
-    """A few modules that one would break: those right below a number."""
-    below = [name for name in modules if len(name.split(".")) > 1 and name.split(".")[-2].isdigit()]
-    return (below or list(modules))[:4]
-
-
-def _softmax(proto: ModelProto) -> str:
-    return next((str(node.name) for node in proto.graph.node if node.op_type == "Softmax"), "norm/Add")

@@ -55,7 +55,8 @@ def roles_of_graph(proto: ModelProto) -> dict[str, Role]:
 def port_notes(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> dict[str, str]:
     """Metadata that say what the ports are; none for those of a classifier of images."""
     notes = {}
-    if not _is_images(inputs):
+    shape = inputs[0].shape
+    if len(shape) != 3 or list(inputs) != [image_port((shape[0], shape[1], shape[2]))]:
         notes[INPUTS_KEY] = msgspec.json.encode(inputs).decode()
     if list(outputs) != [LOGITS]:
         notes[OUTPUTS_KEY] = msgspec.json.encode(outputs).decode()
@@ -78,11 +79,6 @@ def _graph_port(value: ValueInfoProto) -> GraphPort:
     dims = value.type.tensor_type.shape.dim
     shape = tuple(dim.dim_param or (dim.dim_value if dim.dim_value > 0 else "?") for dim in dims)
     return GraphPort(name=value.name, dtype=dtype_of(value), shape=shape)
-
-
-def _is_images(inputs: Sequence[Port]) -> bool:
-    shape = inputs[0].shape
-    return len(shape) == 3 and list(inputs) == [image_port((shape[0], shape[1], shape[2]))]
 
 
 def _read(text: str, kind: type[T], key: str) -> T:

@@ -47,7 +47,9 @@ def node_sites(graph: GraphProto, modules: Collection[str]) -> dict[str, str]:
     for node in graph.node:
         if node.output[0] not in sites:
             near = [*node.input, *(reader.output[0] for output in node.output for reader in readers[output])]
-            sites[node.output[0]] = _common_path([sites[name] for name in near if name in sites])
+            levels = zip(*(sites[name].split(".") for name in near if name in sites), strict=False)
+            common = takewhile(lambda parts: len(set(parts)) == 1, levels)
+            sites[node.output[0]] = ".".join(parts[0] for parts in common)
     return sites
 
 
@@ -174,11 +176,6 @@ def _traced_site(node: NodeProto, modules: Collection[str]) -> str | None:
             scopes = [scope for scope in ast.literal_eval(entry.value)[:-1] if scope in modules]
             return str(scopes[-1]) if scopes else None
     return None
-
-
-def _common_path(paths: list[str]) -> str:
-    levels = zip(*(path.split(".") for path in paths), strict=False)
-    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))
 
 
 def _rename_values(graph: GraphProto, renamed: Mapping[str, str]) -> None:

@@ -71,11 +71,13 @@ def onnx_from_model(
     Raises BadInput when the model refuses the shapes, can't be traced or typed, or gives a graph that won't do.
     """
     assert opset is None or opset in OPSETS, opset
-    assert not any(key.startswith(PREFIX) for key in metadata), metadata
+    assert all(key[: len(PREFIX)] != PREFIX for key in metadata), metadata
     _refuse_odd_ports(inputs, outputs)
     with torch.no_grad():
         typed = typed_copy(model, precision, keep_fp32, norms=norms)
-    _refuse_large(typed)
+    size_bytes = sum(tensor.nbytes for tensor in typed.state_dict().values())
+    if size_bytes >= MAX_BYTES:
+        raise BadInput(f"the weights take {size_bytes} bytes, a single ONNX file must stay under {MAX_BYTES}; try fp16")
     samples = _samples(inputs, batch or 2)
     names = [port.name for port in inputs] + [port.name for port in outputs]
 
@@ -135,12 +137,6 @@ def _refuse_odd_ports(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> 
                 f"{port.name}: the shape behind the batch needs sizes of at least 1, such as (channels, height, width) "
                 f"of images, got {port.shape}"
             )
-
-
-def _refuse_large(model: nn.Module) -> None:
-    size_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    if size_bytes >= MAX_BYTES:
-        raise BadInput(f"the weights take {size_bytes} bytes, a single ONNX file must stay under {MAX_BYTES}; try fp16")
 
 
 def _refusal(model: nn.Module, samples: Mapping[str, torch.Tensor], error: Exception) -> str:

@@ -50,8 +50,13 @@ def sparse_matrices(proto: ModelProto, kept: int = 2, of: int = 4) -> dict[str, 
     Of a convolution groups run along the input channels at each place of the kernel, as TensorRT counts them. Left out
     are matrices that sum over no multiple of `of`, as a patch embedding over three colours does.
     """
-    rows = {name_of(node): _summed_last(node, index, tensor) for node, index, tensor in read_matrices(proto)}
-    return {name: _holds(matrix, kept, of) for name, matrix in rows.items() if not matrix.shape[-1] % of}
+    holds = {}
+    for node, index, tensor in read_matrices(proto):
+        matrix = _summed_last(node, index, tensor)
+        if not matrix.shape[-1] % of:
+            groups = np.ascontiguousarray(matrix).reshape(-1, of)
+            holds[name_of(node)] = bool(len(groups)) and int((groups != 0).sum(axis=1).max()) <= kept
+    return holds
 
 
 def name_of(node: NodeProto) -> str:
@@ -125,8 +130,3 @@ def _summed_last(node: NodeProto, index: int, tensor: TensorProto) -> NDArray[np
         transposed = bool(attribute_of(node, ("transA", "transB")[index]))
         return np.moveaxis(matrix, int(transposed == bool(index)), -1)
     return np.moveaxis(matrix, -1 if index == 0 else -2, -1)
-
-
-def _holds(matrix: NDArray[np.generic], kept: int, of: int) -> bool:
-    groups = np.ascontiguousarray(matrix).reshape(-1, of)
-    return bool(len(groups)) and int((groups != 0).sum(axis=1).max()) <= kept
