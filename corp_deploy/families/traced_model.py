@@ -117,16 +117,10 @@ def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
 
 def _steps_of(segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]) -> Iterator[Step]:
     """A segment and what is done at the cut behind it."""
-    rows, start, end = TokenRows(segment, image), segment.start, segment.end
+    start, end = segment.start, segment.end
     if start.is_merged and not end.is_merged and end.raw is end.node:
         yield Unmerge(name=segment.name, gives_back=False)
-    yield SegmentStep(
-        module=rows,
-        name=segment.name,
-        sites=inside,
-        mixes_tokens=bool(segment.beside),
-        compared=None if end.compared is None else rows.compared,
-    )
+    yield SegmentStep(module=TokenRows(segment, image), name=segment.name, sites=inside)
     if end.merge is not None:
         yield Merge(name=end.name, merge=end.merge)
     elif end.raw is not end.node:

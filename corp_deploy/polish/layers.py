@@ -12,7 +12,6 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.streams import Pair, embedded
-from corp_deploy.traced.models.segments import TokenRows
 from corp_deploy.traced.models.steps import Merge, SegmentStep, Step, Unmerge
 
 from .newton import AlternatingFit, Newton
@@ -51,7 +50,7 @@ def fitted_steps(dense: nn.Module, model: nn.Module) -> list[str]:
 
 
 def _sites(step: Step) -> tuple[str, ...]:
-    return step.sites if isinstance(step, SegmentStep) and isinstance(step.module, TokenRows) else ()
+    return step.sites if isinstance(step, SegmentStep) else ()
 
 
 def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], fit: Fit) -> None:

@@ -48,7 +48,6 @@ def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
     """All that writes or reads sites within a traced model's step, but streams; layers that read the same take a step
     together. What the program calls several times stays as it is.
     """
-    assert isinstance(step.module, TokenRows), step.name
     own, by_name = tracing(model), sites_of(model).by_name
     program, segment = own.running, next(each for each in own.segments if each.name == step.name)
     inside = [by_name[name] for name in step.sites if name in by_name]

@@ -6,15 +6,23 @@ Legend: B inputs, H heads, N tokens, D dimensions of a head, C channels.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.attention_masks import PRODUCTS, SDPA, SOFTMAX, values_product
-from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, module_of, operation, sizes_at_one
+from corp_deploy.traced.programs.attention_masks import PRODUCTS, SDPA, scores_of, values_product
+from corp_deploy.traced.programs.program import (
+    IN_FRONT,
+    Program,
+    arguments_of,
+    batch_of,
+    module_of,
+    operation,
+    sizes_at_one,
+)
 
 from .cuts import passed_by_all, ways_out, without_values
-from .flow import call_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,10 +60,10 @@ class Block:
 
 def blocks_of(program: Program) -> tuple[Block, ...] | str:
     """In order of the program; or why its tokens are in no stream between attentions."""
-    attentions = attentions_of(program)
+    attentions = tuple(attentions_of(program))
     if not attentions:
         return "no attention of tokens is found in its program"
-    constants, passed = without_values(program), {each.node for each in passed_by_all(program, ways_out(program))}
+    constants, passed = without_values(program), {node for node, _ in passed_by_all(program, ways_out(program))}
     by_sum: dict[fx.Node, list[Attention]] = defaultdict(list)
     before: dict[fx.Node, fx.Node] = {}
     for each in attentions:
@@ -73,26 +81,15 @@ def blocks_of(program: Program) -> tuple[Block, ...] | str:
     )
 
 
-def attentions_of(program: Program) -> tuple[Attention, ...]:
+def attentions_of(program: Program) -> Iterator[Attention]:
     """Those of as many queries as keys."""
-    return tuple(_attentions(program))
-
-
-def _attentions(program: Program) -> Iterator[Attention]:
     for node in program.nodes:
         output = values_product(node) if operation(node) in PRODUCTS else node if operation(node) == SDPA else None
         if output is not None and len(node.all_input_nodes) > 1:
             queries, keys = (sizes_at_one(each) for each in node.all_input_nodes[:2])
             if queries[-2] == keys[-2 if output is node else -1]:
-                yield Attention(product=node, output=output, scores=None if output is node else _scores(node))
-
-
-def _scores(product: fx.Node) -> fx.Node:
-    """What enters the softmax of a product."""
-    at = product
-    while operation(user := next(iter(at.users))) not in SOFTMAX:
-        at = user
-    return at
+                scores, _ = (output is not node and scores_of(node)) or (None, None)
+                yield Attention(product=node, output=output, scores=scores)
 
 
 def _added(program: Program, attention: Attention, constants: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
@@ -114,32 +111,27 @@ def in_front(program: Program, stream: fx.Node) -> int | None:
     """How many tokens [B,N,C] stand in front that are the same for every image, as class tokens are; None where such
     stand elsewhere too.
     """
-    is_same_N = _is_same(stream, 1, without_values(program), {})
+    constants = without_values(program)
+
+    @cache
+    def is_same(node: fx.Node, dim: int) -> Tensor:
+        """By place along an axis, whether no value of an image is there."""
+        rank, size = len(sizes_at_one(node)), sizes_at_one(node)[dim]
+        if node in constants or node.op != "call_function":
+            return torch.full((size,), node in constants)
+        arguments = arguments_of(node)
+        if operation(node) == "cat" and arguments["dim"] % rank == dim:
+            return torch.cat([is_same(each, dim) for each in arguments["tensors"]])
+        if operation(node) == "slice" and arguments["dim"] == dim and arguments["step"] == 1:
+            return is_same(arguments["self"], dim)[arguments["start"] :][:size]
+        same = torch.ones(size, dtype=torch.bool)
+        for each in node.all_input_nodes:
+            sizes = sizes_at_one(each)
+            if each not in constants and sizes is not None:
+                is_alike = len(sizes) == rank and sizes[dim] == size
+                same &= is_same(each, dim) if is_alike else torch.zeros_like(same)
+        return same
+
+    is_same_N = is_same(stream, 1)
     count = int(is_same_N.long().cumprod(0).sum())
     return count if count == int(is_same_N.sum()) else None
-
-
-def _is_same(node: fx.Node, dim: int, constants: set[fx.Node], memo: dict[fx.Node, Tensor]) -> Tensor:
-    """By place along an axis, whether no value of an image is there."""
-    if node not in memo:
-        memo[node] = _found(node, dim, constants, memo)
-    return memo[node]
-
-
-def _found(node: fx.Node, dim: int, constants: set[fx.Node], memo: dict[fx.Node, Tensor]) -> Tensor:
-    size = sizes_at_one(node)[dim]
-    if node in constants or node.op != "call_function":
-        return torch.full((size,), node in constants)
-    arguments = call_of(node, {}).arguments
-    if operation(node) == "cat" and arguments["dim"] % len(sizes_at_one(node)) == dim:
-        return torch.cat([_is_same(each, dim, constants, memo) for each in arguments["tensors"]])
-    if operation(node) == "slice" and arguments["dim"] == dim and arguments["step"] == 1:
-        base = _is_same(arguments["self"], dim, constants, memo)
-        return base[arguments["start"] :][:size]
-    same = torch.ones(size, dtype=torch.bool)
-    for each in node.all_input_nodes:
-        sizes = sizes_at_one(each)
-        if each not in constants and sizes is not None:
-            is_alike = len(sizes) == len(sizes_at_one(node)) and sizes[dim] == size
-            same &= _is_same(each, dim, constants, memo) if is_alike else torch.zeros_like(same)
-    return same

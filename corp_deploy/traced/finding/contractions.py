@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from .flow import Call, Flow, Value
 from .labels import LabelTensor, marked
 from .moves import fixed, stopped
-from .pointwise import combined, mixed
+from .pointwise import by_channel, combined, mixed
 from .product import FRONT, Factor, columns_stay, equation_of, factor, product, write
 
 _KERNEL = "XYZ"
@@ -66,7 +65,7 @@ def _depthwise(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor) 
     channels_C = flow.across(first, (1,), f"{call.where} convolves each channel")
     rows_O = channels_C.repeat_interleave(weight.shape[0] // first.shape[1])
     flow.use(call.node, weight.constant, (0,), rows_O, "between")
-    return biased(flow, call, _channels(rows_O, call.shape, first.why), call["bias"], 1)
+    return biased(flow, call, by_channel(rows_O, call.shape, first.why), call["bias"], 1)
 
 
 def _in_groups(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor, groups: int) -> Value:
@@ -83,11 +82,7 @@ def _in_groups(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor, 
         flow.use(call.node, source.name, (1,), ids.reshape(-1), "sums")
     rows_O = write(flow, call, kernel, "O")
     flow.guard(rows_O.reshape(groups, -1), 1, why)
-    return biased(flow, call, _channels(rows_O, call.shape, ""), call["bias"], 1)
-
-
-def _channels(labels: Tensor, shape: tuple[int, ...], why: str) -> LabelTensor:
-    return marked(labels.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape), why)
+    return biased(flow, call, by_channel(rows_O, call.shape, ""), call["bias"], 1)
 
 
 def embedding(flow: Flow, call: Call) -> Value:
@@ -108,7 +103,7 @@ def attention(flow: Flow, call: Call) -> Value:
     times = query.shape[-3] // key.shape[-3] if call["enable_gqa"] else 1
     key, value = _repeated(key, times), _repeated(value, times)
     front = FRONT[: len(query.shape) - 2]
-    part = call.giving((*call.shape[:-1], key.shape[-2]))
+    part = replace(call, shape=(*call.shape[:-1], key.shape[-2]))
     one = Factor(node=queries, marks=query, letters=f"{front}LE")
     scores = product(flow, part, one, Factor(node=keys, marks=key, letters=f"{front}SE"), f"{front}LS")
     uses = flow.uses.get(call.node, [])

@@ -14,12 +14,19 @@ from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils._pytree import tree_structure
 
-from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, module_of, number_of, operation
+from corp_deploy.traced.programs.program import (
+    IN_FRONT,
+    Program,
+    batch_of,
+    module_of,
+    number_of,
+    operation,
+    reached,
+)
 
 from .choice import labels_of
-from .compaction import kept
-from .cost import contracts, macs
-from .labels import LabelTensor, compact
+from .labels import loses
+from .product import contracts, macs
 from .sites import Found
 
 _SIZE = torch.ops.aten.sym_size.int
@@ -44,34 +51,28 @@ def cuts(analysis: Found, *, beside_outputs: bool = False, to_end: bool = False)
     out = ways_out(analysis.program) if beside_outputs else frozenset()
     chosen: list[Cut] = []
     is_due = False
-    for node in passed_by_all(analysis.program, out, along(analysis.program)):
-        is_due = is_due or any(map(contracts, node.since))
-        if is_due and _is_one_for_each_input(node.node) and not _loses(analysis, node.node, removable):
-            chosen.append(Cut(node=node.node, name=names[node.node]))
+    for node, since in passed_by_all(analysis.program, out, along(analysis.program)):
+        is_due = is_due or any(map(contracts, since))
+        if is_due and _is_one_for_each_input(node) and not loses(analysis.flow.values[node], removable):
+            chosen.append(Cut(node=node, name=names[node]))
             is_due = False
     is_at_end = bool(chosen) and not is_due and not out and not to_end
     return tuple(chosen[:-1] if is_at_end else chosen)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Passed:
-    """A node that all later ones are computed through, and those `since` the one before it, itself among them."""
-
-    node: fx.Node
-    since: list[fx.Node]
-
-
 def passed_by_all(
     program: Program, out: frozenset[tuple[fx.Node, fx.Node]] = frozenset(), others: Sequence[fx.Node] = ()
-) -> Iterator[_Passed]:
-    """`out`: uses that don't count; nor do `others` of the inputs, and what is computed of these alone."""
+) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Nodes that all later ones are computed through, and those since the one before, itself among them. `out`: uses
+    that don't count; nor do `others` of the inputs, and what is computed of these alone.
+    """
     aside = without_values(program, others) | {user for _, user in out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
     last, start = 0, 0
     for at, node in enumerate(nodes):
         if last <= at and node.op == "call_function":
-            yield _Passed(node=node, since=nodes[start : at + 1])
+            yield node, nodes[start : at + 1]
             start = at + 1
         counted = (user for user in node.users if user in place and (node, user) not in out)
         last = max([last, *(place[user] for user in counted)])
@@ -132,12 +133,6 @@ def _removable(analysis: Found) -> Tensor:
     return gone
 
 
-def _loses(analysis: Found, node: fx.Node, removable: Tensor) -> bool:
-    value = analysis.flow.values[node]
-    assert isinstance(value, LabelTensor), node
-    return value.labels is not None and not bool(kept(compact(value.labels), removable).all())
-
-
 def between(
     program: Program,
     before: fx.Node | None,
@@ -180,18 +175,20 @@ def needed(
     `beside` it, or of the inputs, in order of the program. Sizes of tensors in front of the cut are among it without
     those tensors.
     """
-    found = _needed(program, before, ends, beside)
-    inputs = {node for node in program.nodes if node.op == "placeholder"}
-    crossing = found & inputs
-    assert before is None or not crossing, (before, ends)
+    found, inputs = _needed(program, before, ends, beside), _inputs(program)
+    assert before is None or not found & inputs, (before, ends)
     found |= inputs if before is None else set()
     return [node for node in program.nodes if node in found]
 
 
 def outputs_behind(program: Program, cut: fx.Node) -> list[fx.Node]:
     """Of the outputs those that are computed of the tensor at a cut, and what goes `along`, alone."""
-    inputs = {node for node in program.nodes if node.op == "placeholder"}
+    inputs = _inputs(program)
     return [node for node in program.output.all_input_nodes if inputs.isdisjoint(_needed(program, cut, [node]))]
+
+
+def _inputs(program: Program) -> set[fx.Node]:
+    return {node for node in program.nodes if node.op == "placeholder"}
 
 
 def _needed(
@@ -200,16 +197,12 @@ def _needed(
     order = list(program.nodes)
     inside = set(order[0 if before is None else order.index(before) + 1 :])
     available = {*beside} if before is None else {before, *along(program), *beside}
-    front = [node for node in ends if node not in available]
-    found = set(front)
-    while front:
-        node = front.pop()
+
+    def entering(node: fx.Node) -> list[fx.Node]:
         is_size = operation(node) == "sym_size" and before is not None and node.args[0] not in inside | {before}
-        for each in [] if is_size else node.all_input_nodes:
-            if each not in available and each not in found:
-                found.add(each)
-                front.append(each)
-    return found
+        return [] if is_size else [each for each in node.all_input_nodes if each not in available]
+
+    return set(reached((node for node in ends if node not in available), entering))
 
 
 def _codegen(program: Program, entering: Sequence[str], after: fx.Node | None) -> _PyTreeCodeGen:

@@ -5,13 +5,13 @@ call.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.program import Program, module_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import Program, arguments_of, module_of, operation, sizes_at_one
 
 from .labels import FIXED, TYPE, Groups, LabelTensor, compact, pairs, placed, standing, tidy, varying
 
@@ -33,10 +33,6 @@ class Call:
     @property
     def op(self) -> str:
         return operation(self.node)
-
-    def giving(self, shape: tuple[int, ...]) -> "Call":
-        """A part of the call, that gives something of another shape."""
-        return replace(self, shape=shape)
 
     @property
     def where(self) -> str:
@@ -64,13 +60,7 @@ class Call:
 
 def call_of(node: fx.Node, values: Mapping[fx.Node, Value]) -> Call:
     """The call that a node is."""
-    target = node.target
-    named: dict[str, Any] = {str(place): each for place, each in enumerate(node.args)}
-    if isinstance(target, torch._ops.OpOverload):
-        schema = target._schema.arguments
-        named = {each.name: each.default_value for each in schema if each.has_default_value()}
-        named |= {each.name: argument for each, argument in zip(schema, node.args, strict=False)}
-    return Call(node, values, named | dict(node.kwargs), sizes_at_one(node))
+    return Call(node, values, arguments_of(node), sizes_at_one(node))
 
 
 Role = Literal["writes", "reads", "between", "sums", "pairs"]

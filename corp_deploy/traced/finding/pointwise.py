@@ -3,6 +3,7 @@ mixing: what makes an axis one lump, as a norm or softmax along it does; and sum
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -34,13 +35,11 @@ def is_pointwise(target: Any) -> bool:
     return name in UNTAGGED or torch.Tag.pointwise in (*target.tags, *plain.tags)
 
 
-def pointwise(flow: Flow, call: Call) -> Value:
-    """Labels as they meet, with axes of size 1 spread out; constants go along with whatever they meet."""
-    return combined(flow, call, call.tensors)
-
-
-def combined(flow: Flow, call: Call, tensors: Sequence[LabelTensor]) -> Value:
-    """Of tensors that are taken together element by element."""
+def combined(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()) -> Value:
+    """Labels as they meet, with axes of size 1 spread out; constants go along with whatever they meet. `tensors`: that
+    are taken together element by element, all that enter unless said.
+    """
+    tensors = tensors or call.tensors
     spread = [_aligned(each, len(call.shape)) for each in tensors]
     labelled = [each for each in spread if each.labels is not None]
     if not labelled:
@@ -126,7 +125,7 @@ def channelwise(flow: Flow, call: Call, axis: int = 1) -> Value:
 def over(flow: Flow, call: Call) -> Any:
     """Along the axes of `dim`, or all; the larger of two tensors is element by element."""
     if torch.Tag.pointwise in call.node.target.tags:  # type: ignore[union-attr]
-        return pointwise(flow, call)
+        return combined(flow, call)
     first, along = call.tensors[0], call["dim"]
     dims = range(len(first.shape)) if along in (None, [], ()) else [along] if isinstance(along, int) else along
     return mixed(flow, call, first, dims)
@@ -186,18 +185,22 @@ def instance_norm(flow: Flow, call: Call) -> Any:
 def native_batch_norm(flow: Flow, call: Call) -> Any:
     """One that gives its statistics too, which are none in eval."""
     first, *statistics = fixed(call.shape, "")
-    return channelwise(flow, call.giving(first.shape)), *statistics
+    return channelwise(flow, replace(call, shape=first.shape)), *statistics
 
 
 def patches(flow: Flow, call: Call) -> Any:
     """im2col [B, C x places, patches] of maps [B, C, ...], and col2im back: the places of every channel."""
-    first, is_back = call["self"], call.op == "col2im"
+    first = call["self"]
     if first.labels is None or set(first.dims) != {1}:
         return mixed(flow, call, first, range(len(first.shape)))
     labels = flow.across(first, (1,), call.where)
-    if is_back:
-        by_channel = labels.reshape(call.shape[1], -1)
-        labels = flow.lump(by_channel, (1,), f"{call.where} adds it up").reshape(-1)
+    if call.op == "col2im":
+        labels = flow.lump(labels.reshape(call.shape[1], -1), (1,), f"{call.where} adds it up").reshape(-1)
     else:
         labels = labels.repeat_interleave(call.shape[1] // first.shape[1])
-    return marked(labels.reshape(1, -1, *[1] * (len(call.shape) - 2)).expand(call.shape), first.why)
+    return by_channel(labels, call.shape, first.why)
+
+
+def by_channel(labels: Tensor, shape: tuple[int, ...], why: str) -> LabelTensor:
+    """Labels [C] of maps [B, C, ...]."""
+    return marked(labels.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape), why)

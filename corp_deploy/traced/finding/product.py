@@ -4,15 +4,16 @@ What is summed over ends there. Of a weight its columns read and its rows write;
 are multiplied are one. Letters of both factors and of the result are batches, as heads are.
 """
 
+import math
 import string
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.program import operation, sizes_at_one
+from corp_deploy.traced.programs.program import arguments_of, operation, sizes_at_one
 
-from .flow import Call, Flow, Value, call_of
+from .flow import Call, Flow, Value
 from .labels import LabelTensor, marked, placed, standing
 from .moves import fixed
 
@@ -49,7 +50,7 @@ def equation_of(node: fx.Node) -> Equation | None:
     """Of linear, matmul and its like, and einsum of two tensors; None of all else, and where an axis of one factor
     alone is summed over or a letter stands twice in one.
     """
-    op, arguments = operation(node), call_of(node, {}).arguments
+    op, arguments = operation(node), arguments_of(node)
     if op == "einsum":
         return _of_einsum(node, str(arguments["equation"]).replace(" ", ""), list(arguments["tensors"]))
     if op not in _FACTORS:
@@ -83,6 +84,25 @@ def _of_einsum(node: fx.Node, equation: str, nodes: list[Any]) -> Equation | Non
     if is_twice or (set(one) ^ set(other)) - set(out):
         return None
     return Equation((nodes[0], nodes[1]), (one, other), out)
+
+
+def macs(node: fx.Node) -> int:
+    """Of contractions; whatever works element by element is not counted."""
+    op = operation(node)
+    if op.startswith("conv") and op[-1] == "d":
+        arguments = arguments_of(node)
+        places = arguments["input"] if "transpose" in op else node
+        return int(math.prod(sizes_at_one(places)) * math.prod(sizes_at_one(arguments["weight"])[1:]))
+    if op == "scaled_dot_product_attention":
+        query, key, value = (sizes_at_one(each) for each in node.args[:3])  # type: ignore[arg-type]
+        return int(math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+    equation = equation_of(node)
+    return 0 if equation is None else math.prod(equation.sizes.values())
+
+
+def contracts(node: fx.Node) -> bool:
+    """Whether it sums products, or stands for what would where a layer reads nothing and gives a constant."""
+    return operation(node) == "linear" or macs(node) > 0 or 0 in (sizes_at_one(node) or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

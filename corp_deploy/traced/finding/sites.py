@@ -13,9 +13,9 @@ from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, modu
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, groups_of
 
 from .choice import holders, stuck
-from .cost import macs
 from .flow import Flow, Role, Use
 from .labels import LabelTensor, compact
+from .product import macs
 from .site import FixedElements, Index, Kind, Site, Span
 from .walk import walked
 
@@ -119,26 +119,20 @@ def _units(flow: Flow) -> Tensor:
     return written & read & ~stuck(flow) & ~holders(flow)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Met:
-    """Which labels are among those that attention weights sum up, that meet in products, in sums."""
-
-    summed: Tensor
-    multiplied: Tensor
-    added: Tensor
+Met = Mapping[str, Tensor]
+"""Which labels are among those that attention weights sum up, that meet in products, in sums."""
 
 
-def _met(flow: Flow) -> _Met:
-    def among(labels: Sequence[Tensor]) -> Tensor:
-        mask = torch.zeros(flow.groups.count, dtype=torch.bool)
-        for each in labels:
-            mask[_of(flow, compact(each))] = True
-        return mask
+def _met(flow: Flow) -> Met:
+    met = {}
+    for how, among in (("summed", flow.summed), ("multiplied", flow.multiplied), ("added", flow.added)):
+        met[how] = torch.zeros(flow.groups.count, dtype=torch.bool)
+        for labels in among:
+            met[how][_of(flow, compact(labels))] = True
+    return met
 
-    return _Met(summed=among(flow.summed), multiplied=among(flow.multiplied), added=among(flow.added))
 
-
-def _site(flow: Flow, met: _Met, parts: Tensor, costs: Mapping[fx.Node, int], each: _Alike) -> Site:
+def _site(flow: Flow, met: Met, parts: Tensor, costs: Mapping[fx.Node, int], each: _Alike) -> Site:
     spans: dict[Role, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
     for use, index_GM in zip(each.uses, each.index, strict=True):
         reader = "" if use.is_of_constant else use.node.name
@@ -158,17 +152,17 @@ def _site(flow: Flow, met: _Met, parts: Tensor, costs: Mapping[fx.Node, int], ea
     )
 
 
-def _kind(flow: Flow, met: _Met, each: _Alike) -> Kind:
+def _kind(flow: Flow, met: Met, each: _Alike) -> Kind:
     group = each.group_G[0]
     if any(use.role == "pairs" for use in each.uses):
         return "queries and keys"
-    if met.summed[group]:
+    if met["summed"][group]:
         return "values"
     ranks = {use: len(flow.program.tensor(use.name).shape) for use in each.uses if use.role == "writes"}
     rows = sum(index.shape[1] for use, index in zip(each.uses, each.index, strict=True) if ranks.get(use, 0) > 1)
-    if rows > 1 and met.multiplied[group]:
+    if rows > 1 and met["multiplied"][group]:
         return "gated channels"
-    if sum(rank > 1 for rank in ranks.values()) > 1 and met.added[group]:
+    if sum(rank > 1 for rank in ranks.values()) > 1 and met["added"][group]:
         return "stream"
     if max(ranks.values()) < 3 or _is_pointwise(flow, each):
         return "channels"

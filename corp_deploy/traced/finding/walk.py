@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, operation, sizes_at_one
+from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, operation, sizes_at_one, times_used
 
 from . import moves, pointwise
 from .contractions import attention, contraction, convolution, embedding
@@ -55,15 +55,9 @@ RULES: Mapping[str, Rule] = {op: rule for rule, ops in _BY_RULE for op in ops.sp
 """By an op's name in ATen; besides, torch knows what works element by element."""
 
 
-def rule_of(node: fx.Node) -> Rule | None:
-    return RULES.get(operation(node)) or (pointwise.pointwise if pointwise.is_pointwise(node.target) else None)
-
-
 def walked(program: Program, *, keeps_all: bool = False) -> Flow:
     """All that labels of the program's weights meet, in order of the program; `keeps_all` as Flow's."""
-    flow = Flow(program=program, keeps_all=keeps_all)
-    for node in program.nodes:
-        flow.times_used[str(node.target)] += len(node.users) if node.op == "get_attr" else 0
+    flow = Flow(program=program, keeps_all=keeps_all, times_used=times_used(program))
     for node in program.nodes:
         if node.op == "output":
             for source in node.all_input_nodes:
@@ -88,7 +82,7 @@ def value_of(flow: Flow, node: fx.Node) -> Any:
     for each in node.all_input_nodes:
         flow.values[each] = flow.renewed(flow.values[each])
     call = call_of(node, flow.values)
-    rule = rule_of(node)
+    rule = RULES.get(call.op) or (pointwise.combined if pointwise.is_pointwise(node.target) else None)
     if rule is not None:
         return rule(flow, call)
     if any(each.labels is not None for each in call.tensors):

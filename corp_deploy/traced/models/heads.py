@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from corp_deploy.traced.finding.labels import standing
+from corp_deploy.traced.finding.product import equation_of
 from corp_deploy.traced.finding.site import Span
-from corp_deploy.traced.programs.program import Batch, batch_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import Batch, batch_of, sizes_at_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,7 +80,8 @@ def both_heads(reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, 
     """Of the product of two tensors; or why they can't be told. `rows`: those that layers of queries and keys have of a
     group: more than a head has for its queries and its keys are of several heads, no more are of all windows alike.
     """
-    if _sums_over_several(reader):
+    equation = equation_of(reader)
+    if equation is not None and len(set.intersection(*map(set, equation.letters)) - set(equation.out)) > 1:
         return "its products are summed over several axes at once"
     labels, sizes = zip(*(_labels(span, node) for span, node in zip(spans, nodes, strict=True)), strict=True)
     if any(batch_of(node) is None for node in nodes):
@@ -103,7 +106,7 @@ def _of_axes(
     counts = range(len(spans[0].axes) - 1)
     by_head, places = [], []
     for each, of_axes, most in zip(labels, sizes, sizes[::-1], strict=True):
-        kept = _at_first(each, [place for place in counts if place not in own])
+        kept = standing(each, [*own, len(counts)])
         number = torch.arange(kept.numel()).view(kept.shape)
         for dim, place in enumerate(own):
             times = max(most[place] // of_axes[place], 1)
@@ -129,19 +132,9 @@ def _of_axes(
                 places_HTD=number.flatten()[order],
             )
         )
-    groups_HTD = by_head[0].flatten()[order_HTD]
-    complete = bool((by_head[0] >= 0).all())
-    return BothHeads(
-        queries=sides[0], keys=sides[1], groups_HTD=groups_HTD, joined=joined, shared=shared, complete=complete
-    )
-
-
-def _sums_over_several(reader: fx.Node) -> bool:
-    if operation(reader) != "einsum":
-        return False
-    terms, _, out = str(reader.args[0]).replace(" ", "").partition("->")
-    one, _, other = terms.partition(",")
-    return len((set(one) & set(other)) - set(out) - {"."}) > 1
+    groups_HTD, complete = by_head[0].flatten()[order_HTD], bool((by_head[0] >= 0).all())
+    queries, keys = sides
+    return BothHeads(queries=queries, keys=keys, groups_HTD=groups_HTD, joined=joined, shared=shared, complete=complete)
 
 
 def _labels(span: Span, node: fx.Node) -> tuple[Tensor, tuple[int, ...]]:
@@ -155,12 +148,6 @@ def _labels(span: Span, node: fx.Node) -> tuple[Tensor, tuple[int, ...]]:
 
 def _varies(labels: Tensor, dim: int) -> bool:
     return not bool((labels == labels.narrow(dim, 0, 1)).all())
-
-
-def _at_first(labels: Tensor, dims: list[int]) -> Tensor:
-    for dim in reversed(dims):
-        labels = labels.select(dim, 0)
-    return labels
 
 
 def _arranged(queries_HD: Tensor, keys_HD: Tensor) -> tuple[Tensor, int, int] | None:

@@ -4,8 +4,7 @@ another order of the groups of its sites and residual streams, that changes noth
 Legend: G groups of a site, M places of one.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -17,14 +16,15 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.finding.cuts import between, cuts
 from corp_deploy.traced.finding.site import Kind, Site, Span
 from corp_deploy.traced.finding.sites import Found, find
-from corp_deploy.traced.programs.program import SAME, Program, batch_of, operation
+from corp_deploy.traced.programs.program import SAME, Program, batch_of, operation, times_used
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, BatchFirst, Layer, layers, listening
 from ground.errors import BadInput
 
 from .mergeable import Mergeable
 from .merged_program import CutState
-from .module import Tracing, tracing
+from .module import tracing
 from .narrowing import narrowed
+from .segments import crossing
 from .token_merging import Tokens
 
 
@@ -49,13 +49,18 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
     own = tracing(model)
     if not own.program.any_batch:
         raise BadInput(f"{own.program.model}: its program is for one batch size only, so its layers can't be observed")
-    uses: Counter[str] = Counter()
-    for node in own.program.nodes:
-        uses[str(node.target)] += len(node.users) if node.op == "get_attr" else 0
+    uses = times_used(own.program)
     run, every = nn.Sequential(), dict[str, ProgramLayer]()
-    program, crossings = _crossings(own)
-    for start, end in pairwise([None, *crossings, None]):
-        piece = replace(program, graph=_between(program, start, end, merges=own.merging is not None))
+    merged = None
+    if own.merging is not None:
+        assert isinstance(own.mergeable, Mergeable), own.mergeable
+        merged = own.mergeable.merged(own.program, own.merging, follows=True)
+    program = own.program if merged is None else merged.program
+    for start, end in pairwise([None, *(crossing(merged, cut.node) for cut in cuts(own.analysis)), None]):
+        before, beside = (None, ()) if start is None else (start.node, start.token_state)
+        outputs = [end.node, *end.token_state] if merged is not None and end is not None else None
+        part = between(program, before, None if end is None else end.node, beside=beside, outputs=outputs)
+        piece = replace(program, graph=part)
         called = [each for each in layers(piece) if batch_of(each.node.all_input_nodes[0]) is not None]
         hooked, modules, _ = listening(piece, {each.node.name for each in called}, ())
         for each in called:
@@ -63,7 +68,7 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
                 modules[each.node.name].bias = None
             path = f"listened.{each.node.name}"
             inside = ".layer" if isinstance(hooked.get_submodule(path), BatchFirst) else ""
-            path = path if own.merging is None else f"module.{path}"
+            path = path if merged is None else f"module.{path}"
             layer = ProgramLayer(
                 name=each.name,
                 path=f"{len(run)}.{path}{inside}",
@@ -73,7 +78,7 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
                 kinds=_kinds(own.analysis, each.weight),
             )
             every.setdefault(each.weight, layer)
-        run.append(hooked if own.merging is None else _OfTokens(hooked, end))
+        run.append(hooked if merged is None else _OfTokens(hooked, end))
     return run, tuple(every.values())
 
 
@@ -93,22 +98,6 @@ class _OfTokens(nn.Module):
             return leaving
         names = [name for name in ("sizes", "sources") if getattr(self.end, name) is not None]
         return Tokens(leaving[0], **dict(zip(names, leaving[1:], strict=True)))
-
-
-def _crossings(own: Tracing) -> tuple[Program, list[CutState]]:
-    """What runs, and what crosses its cuts; where tokens are merged with all that is known of them."""
-    nodes = [cut.node for cut in cuts(own.analysis)]
-    if own.merging is None:
-        return own.program, [CutState(raw=node, node=node) for node in nodes]
-    assert isinstance(own.mergeable, Mergeable), own.mergeable
-    fewer = own.mergeable.merged(own.program, own.merging, follows=True)
-    return fewer.program, [fewer.crossing(node) for node in nodes]
-
-
-def _between(program: Program, start: CutState | None, end: CutState | None, *, merges: bool) -> fx.GraphModule:
-    before, beside = (None, ()) if start is None else (start.node, start.token_state)
-    outputs = [end.node, *end.token_state] if merges and end is not None else None
-    return between(program, before, None if end is None else end.node, beside=beside, outputs=outputs)
 
 
 def _kinds(analysis: Found, weight: str) -> frozenset[Kind]:
@@ -142,20 +131,17 @@ def scores(model: nn.Module, stream: Site) -> Tensor:
     """By channel of a stream sum_o (w_oj gamma_j)^2 over all layers that read it [G], float64: behind a norm of scale
     gamma a channel's variance is about gamma^2.
     """
-    return torch.stack([each_GM.sum(dim=1) for each_GM in _of_readers(tracing(model).program, stream)]).sum(dim=0)
-
-
-def _of_readers(program: Program, stream: Site) -> Iterator[Tensor]:
-    """Of each layer that reads the stream [G,M]."""
+    program, every = tracing(model).program, list[Tensor]()
     nodes, read = {node.name: node for node in program.nodes}, {span.name: span for span in stream.readers}
     for tap in stream.listening:
         layer, source = nodes[tap.reader], nodes[tap.name]
         if layer.target in (LINEAR, CONV2D):
-            span = read[str(layer.args[1].target)]  # type: ignore[union-attr]
+            span = read[str(layer.all_input_nodes[1].target)]
             squares = _laid_out(program.tensor(span.name).detach().double().square(), span.axes)
             gain = _gain(program, source)
             total_GM = squares.reshape(-1, squares.shape[-1]).sum(dim=0)[span.index_GM]
-            yield total_GM if gain is None else total_GM * gain.square()[tap.index_GM]
+            every.append((total_GM if gain is None else total_GM * gain.square()[tap.index_GM]).sum(dim=1))
+    return torch.stack(every).sum(dim=0)
 
 
 def _gain(program: Program, source: fx.Node) -> Tensor | None:
@@ -203,9 +189,7 @@ def _rises(site: Site, span: Span) -> bool:
 def _reordered(tensor: Tensor, span: Span, order_G: Tensor) -> Tensor:
     """The elements of each group where those of another stood."""
     to, source = torch.from_numpy(span.index_GM), torch.from_numpy(span.index_GM)[order_G]
-    axes = span.axes
-    last = tuple(range(-len(axes), 0))
-    moved = tensor.movedim(axes, last)
-    flat = moved.flatten(-len(axes))
+    flat, last = _laid_out(tensor, span.axes), tuple(range(-len(span.axes), 0))
     new = flat.index_copy(-1, to.reshape(-1), flat[..., source.reshape(-1)])
-    return new.reshape(moved.shape).movedim(last, axes)
+    apart: Tensor = new.unflatten(-1, [tensor.shape[axis] for axis in span.axes])
+    return apart.movedim(last, span.axes)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from corp_deploy.traced.finding.attentions import Block, attentions_of, blocks_of, in_front
-from corp_deploy.traced.finding.cost import macs
 from corp_deploy.traced.finding.cuts import passed_by_all, ways_out
+from corp_deploy.traced.finding.product import macs
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import without_biases_
 from corp_deploy.traced.programs.sizes import size_
@@ -37,13 +37,35 @@ class Mergeable:
         return int(sizes_at_one(self.blocks[0].added)[2])
 
     def merged(self, program: Program, merging: Merging, *, follows: bool = False) -> MergedProgram:
-        """See fewer_tokens. Raises BadInput where the merging doesn't fit too."""
+        """The program with tokens merged behind its blocks' attentions; `follows`: it is told where each source token
+        is, whether anything asks for that or not. Raises BadInput where the merging doesn't fit, or something needs all
+        tokens.
+        """
         if len(merging.schedule) != len(self.blocks):
             raise BadInput(
                 f"merging: a schedule of {len(merging.schedule)} entries for {len(self.blocks)} blocks; "
                 "give one a block"
             )
-        return fewer_tokens(program, self.blocks, self.protected, merging, follows=follows)
+        tokens_after(merging, self.tokens, self.protected)
+
+        def rewritten(unmerging: fx.Node | None) -> MergedProgram:
+            nodes = MergedNodes(program=program, protected=self.protected, as_before=merging.how == "drop")
+            merges = Merges(nodes=nodes, blocks=self.blocks, merging=merging, unmerging=unmerging, follows=follows)
+            return merges.merged_program()
+
+        try:
+            merged, reader = rewritten(None), None
+            if not merging.unmerged:
+                return merged
+        except PositionDependent as read:
+            reason, reader = read, read.node
+        unmerging = None if merging.how == "drop" else _last_stream(program, self.blocks, reader)
+        try:
+            if unmerging is None:
+                raise reason
+            return rewritten(unmerging)
+        except PositionDependent as still:
+            raise BadInput(f"token merging: {still}; leave --merge-tokens out") from None
 
 
 def mergeable(program: Program) -> Mergeable | str:
@@ -77,28 +99,6 @@ def merged_graph(program: Program, added: tuple[str, ...], merging: Merging) -> 
     return graph
 
 
-def fewer_tokens(
-    program: Program, blocks: Sequence[Block], protected: int, merging: Merging, *, follows: bool
-) -> MergedProgram:
-    """The program with tokens merged behind these blocks' attentions; `follows`: it is told where each source token is,
-    whether anything asks for that or not. Raises BadInput where something needs all tokens.
-    """
-    tokens_after(merging, blocks[0].tokens, protected)
-    try:
-        merged, reader = _rewritten(program, blocks, protected, merging, None, follows), None
-        if not merging.unmerged:
-            return merged
-    except PositionDependent as read:
-        reason, reader = read, read.node
-    unmerging = None if merging.how == "drop" else _last_stream(program, blocks, reader)
-    try:
-        if unmerging is None:
-            raise reason
-        return _rewritten(program, blocks, protected, merging, unmerging, follows)
-    except PositionDependent as still:
-        raise BadInput(f"token merging: {still}; leave --merge-tokens out") from None
-
-
 def at_tokens(piece: Program, protected: int, tokens: int) -> Program:
     """A part of a program that one stream enters [B,N,C], with so many tokens in it that all count alike. Raises
     BadInput where it needs all.
@@ -119,25 +119,13 @@ def at_tokens(piece: Program, protected: int, tokens: int) -> Program:
     return sized(nodes, {}, [nodes.values[entering]], dead=False)
 
 
-def _rewritten(
-    program: Program,
-    blocks: Sequence[Block],
-    protected: int,
-    merging: Merging,
-    unmerging: fx.Node | None,
-    follows: bool,
-) -> MergedProgram:
-    nodes = MergedNodes(program=program, protected=protected, as_before=merging.how == "drop")
-    return Merges(nodes=nodes, blocks=blocks, merging=merging, unmerging=unmerging, follows=follows).merged_program()
-
-
 def _last_stream(program: Program, blocks: Sequence[Block], before: fx.Node | None) -> fx.Node | None:
     """The last cut of the stream of all tokens [B,N,C] that the last block's attention is added to."""
     last, stream = None, sizes_at_one(blocks[-1].added)
-    for passed in passed_by_all(program, ways_out(program)):
-        if before in passed.since:
+    for node, since in passed_by_all(program, ways_out(program)):
+        if before in since:
             break
-        is_cut = sizes_at_one(passed.node) == stream and any(macs(each) for each in passed.since)
-        if passed.node is blocks[-1].added or (last is not None and is_cut):
-            last = passed.node
+        is_cut = sizes_at_one(node) == stream and any(map(macs, since))
+        if node is blocks[-1].added or (last is not None and is_cut):
+            last = node
     return last

@@ -4,7 +4,7 @@ Legend: B inputs, N tokens.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,29 +13,33 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from corp_deploy.traced.finding.attentions import Attention
-from corp_deploy.traced.finding.flow import call_of
+from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, added_scores
 from corp_deploy.traced.programs.folding import NUMBERS
-from corp_deploy.traced.programs.program import SAME, SHAPED, Program, module_of, number_of, operation, sizes_at_one
-
-_ARRANGED = frozenset(
-    ("permute", "transpose", "t", "mT", "movedim", "moveaxis", "swapaxes", "swapdims", "getitem", "stack")
+from corp_deploy.traced.programs.program import (
+    SAME,
+    SHAPED,
+    Program,
+    arguments_of,
+    constant_names,
+    module_of,
+    number_of,
+    operation,
+    reached,
+    sizes_at_one,
+    sizes_of_any_batch,
 )
-_REDUCED = frozenset(("mean", "sum", "amax", "amin", "softmax", "_softmax"))
-"""What fewer tokens give something alike of, where they are tokens as the others were."""
-_ALONG = _REDUCED | {
-    "cat",
-    "select",
-    "slice",
-    "narrow",
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "unbind",
-    "log_softmax",
-    "var",
-}
-"""What works along the axes that it names, and token by token along others."""
+
+_ARRANGED, _REDUCED, _ALONG = (
+    frozenset(ops.split())
+    for ops in (
+        "permute transpose t mT movedim moveaxis swapaxes swapdims getitem stack",
+        # what fewer tokens give something alike of, where they are tokens as the others were
+        "mean sum amax amin softmax _softmax",
+        # what works along the axes that it names, and token by token along others
+        "cat select slice narrow split split_with_sizes chunk unbind log_softmax var",
+    )
+)
 _ANY = "a merged token would stand at none of its places"
 
 
@@ -93,10 +97,12 @@ class MergedNodes:
         new = self.nodes[node]
         new.args, new.kwargs = fx.map_arg((args, kwargs), lambda each: self.nodes[each])
         self.values[node] = value
-        axes = frozenset(_changed_axes(sizes_at_one(node), tuple(value.shape))) if isinstance(value, Tensor) else None
-        if axes is None or axes:
+        is_one = isinstance(value, Tensor)
+        shapes = zip(sizes_at_one(node), value.shape, strict=True) if is_one else ()
+        axes = frozenset(dim for dim, (before, now) in enumerate(shapes) if before != now)
+        if axes or not is_one:
             self.units[node] = unit if is_left else (unit[0] - self.protected, unit[1] - self.protected)
-            self.axes[node] = axes or frozenset()
+            self.axes[node] = axes
 
     # Values on meta, at a batch of 1.
 
@@ -156,11 +162,11 @@ class MergedNodes:
         new_shape = _resized(old, new, sizes_at_one(node), unit)
         if new_shape is None:
             raise PositionDependent(node, f"lays tokens out by where they stand: {_ANY}")
-        sizes = _at_any_batch(node, new_shape)
+        sizes = sizes_of_any_batch(node, new_shape)
         if sizes is None:
             raise PositionDependent(node, "puts tokens and images on several axes at once")
         if operation(node) == "unflatten":
-            dim = call_of(node, {}).arguments["dim"] % len(old)
+            dim = arguments_of(node)["dim"] % len(old)
             sizes = sizes[dim : dim + 1 + len(new_shape) - len(old)]
             return (source, dim, sizes), {}
         return (source, sizes), {}
@@ -174,24 +180,24 @@ class MergedNodes:
         op = operation(node)
         entering = [each for each in node.all_input_nodes if each in self.units]
         axes, rank = frozenset[int]().union(*(self.axes[each] for each in entering)), len(sizes_at_one(entering[0]))
-        if op in _ARRANGED | SHAPED | SAME | {"expand", "broadcast_to"} or _is_pointwise(node):
+        if op in _ARRANGED | SHAPED | SAME | {"expand", "broadcast_to"} or is_pointwise(node.target):
             return True
         if attention is not None and self._is_of_tokens(node, attention):
             return True
         if op == "linear" and rank - 1 not in axes:
             return True
         if op in ("layer_norm", "rms_norm"):
-            last = len(call_of(node, {}).arguments["normalized_shape"])
+            last = len(arguments_of(node)["normalized_shape"])
             if all(dim < rank - last for dim in axes):
                 return True
-        if op in _ALONG:
+        if op in _ALONG | _REDUCED:
             return self._refuse_along(node, axes, rank)
-        if op == SDPA and self.as_before and call_of(node, {}).arguments["attn_mask"] is None:
+        if op == SDPA and self.as_before and arguments_of(node)["attn_mask"] is None:
             return True
         raise PositionDependent(node, "reads all tokens at once: those that were merged would count as one")
 
     def _refuse_along(self, node: fx.Node, axes: frozenset[int], rank: int) -> bool:
-        arguments, op = call_of(node, {}).arguments, operation(node)
+        arguments, op = arguments_of(node), operation(node)
         dims = arguments.get("dim")
         dims = range(rank) if dims is None else dims if isinstance(dims, list | tuple) else (dims,)
         if axes.isdisjoint(each % rank for each in dims) or self._reads_protected(op, arguments):
@@ -217,7 +223,7 @@ class MergedNodes:
         sides = [self.axes.get(each) for each in node.all_input_nodes[: 3 if operation(node) == SDPA else 2]]
         last = len(sizes_at_one(node.all_input_nodes[0])) - 1
         if operation(node) == SDPA:
-            arguments = call_of(node, {}).arguments
+            arguments = arguments_of(node)
             masks = arguments["attn_mask"] is not None and not _masks_nothing(self.program, node)
             if masks or arguments["is_causal"]:
                 raise PositionDependent(node, f"adds to scores by where tokens stand or masks them: {_ANY}")
@@ -228,27 +234,17 @@ class MergedNodes:
 
 def _masks_nothing(program: Program, node: fx.Node) -> bool:
     """Whether what is added to scores is nothing, for every pair and every image, and whatever weights are."""
-    front = [call_of(node, {}).arguments["attn_mask"]]
-    if front[0] is None:
+    mask = arguments_of(node)["attn_mask"]
+    if mask is None:
         return False
-    for each in front:
-        front += [source for source in each.all_input_nodes if source not in front and number_of(source) is None]
-    if not all(str(each.target).startswith(NUMBERS) for each in front if each.op == "get_attr"):
+    sources = reached([mask], lambda each: [source for source in each.all_input_nodes if number_of(source) is None])
+    if not all(name.startswith(NUMBERS) for name in constant_names(sources)):
         return False
     added = added_scores(program, node)
     return added is not None and not added.is_meta and not bool(added.any())
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
 # Sizes of what nodes give where an axis that counts tokens has become shorter.
-
-
-def _changed_axes(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[int]:
-    assert len(old) == len(new), (old, new)
-    return (dim for dim, (one, other) in enumerate(zip(old, new, strict=True)) if one != other)
 
 
 def _resized(
@@ -279,9 +275,3 @@ def _alike(old: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[list[
                 leaving.append(other + len(leaving))
         one, other = one + len(entering), other + len(leaving)
         yield entering, leaving
-
-
-def _at_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int] | None:
-    """To be reshaped to: these at a batch of 1, at any other what is left."""
-    counted = [at for at, size in enumerate(node.meta["sizes"]) if not isinstance(size, int)]
-    return None if len(counted) > 1 else [-1 if at in counted else size for at, size in enumerate(sizes)]

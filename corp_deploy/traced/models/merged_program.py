@@ -4,7 +4,7 @@ some of its attentions.
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
@@ -54,27 +54,21 @@ class MergedProgram:
 
     def crossing(self, node: fx.Node) -> CutState:
         """What stands where one of the other program's nodes does."""
-        stands = self.stands[node.name]
-        sizes_and_sources = self.sizes_at.get(node.name), self.sources_at.get(node.name)
-        raw, merge, name = stands, None, ""
-        compared: fx.Node | None = None
-        call = stands.args[0] if stands.target is operator.getitem else None
-        if isinstance(call, fx.Node) and call.op == "call_module":
-            raw, _, _, compared = call.args  # type: ignore[assignment]
-            name, compared = str(call.target), None if compared is raw else compared
-            merge = self.merge_at[node.name]
-        elif stands.target is unmerged:
-            raw = stands.args[0]  # type: ignore[assignment]
-        return CutState(
-            raw=raw,
+        stands, name = self.stands[node.name], node.name
+        state = CutState(
+            raw=stands,
             node=stands,
-            is_merged=node.name in self.merge_at,
-            sizes=sizes_and_sources[0],
-            sources=sizes_and_sources[1],
-            merge=merge,
-            name=name,
-            compared=compared,
+            is_merged=name in self.merge_at,
+            sizes=self.sizes_at.get(name),
+            sources=self.sources_at.get(name),
         )
+        call = stands.args[0] if stands.target in (operator.getitem, unmerged) else stands
+        assert isinstance(call, fx.Node), stands
+        if call.op == "call_module":
+            raw, _, _, compared = call.args
+            compared = None if compared is raw else compared
+            return replace(state, raw=raw, merge=self.merge_at[name], name=str(call.target), compared=compared)  # type: ignore[arg-type]
+        return replace(state, raw=call) if stands.target is unmerged else state
 
     def read_of(self, node: fx.Node, read_P: Tensor | None) -> Tensor | None:
         """Which places of a node [B,N,C] count, bool, of those that count with all tokens: protected ones, None for all

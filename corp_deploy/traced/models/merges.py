@@ -4,18 +4,18 @@ Legend: B inputs, H heads, N tokens, D dimensions of a head, X dimensions compar
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from corp_deploy.traced.finding.attentions import Attention, Block
 from corp_deploy.traced.finding.cuts import ways_out
-from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
-from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, operation, sizes_at_one
+from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, scale_of
+from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, constant_names, operation, sizes_at_one
 from corp_deploy.traced.programs.sizes import size_
 from ground.errors import BadInput
 
@@ -28,7 +28,8 @@ from .token_merging import TokenMerge, key_bias, unmerged
 @dataclass(slots=True, kw_only=True)
 class Merges:
     """A program on its way to one of fewer tokens. `sizes`, `sources`: of the stream by now, None for all tokens;
-    `outside`: nodes on the way to outputs in front of the last; `back`: what is given back to these.
+    `tokens_at`: by the names of nodes of fewer the merge before them, and these; `outside`: nodes on the way to outputs
+    in front of the last; `back`: what is given back to these.
     """
 
     nodes: MergedNodes
@@ -37,9 +38,7 @@ class Merges:
     unmerging: fx.Node | None
     follows: bool
     merges: dict[str, TokenMerge] = field(default_factory=dict)
-    merge_at: dict[str, TokenMerge] = field(default_factory=dict)
-    sizes_at: dict[str, fx.Node] = field(default_factory=dict)
-    sources_at: dict[str, fx.Node] = field(default_factory=dict)
+    tokens_at: dict[str, tuple[TokenMerge, fx.Node | None, fx.Node | None]] = field(default_factory=dict)
     back: dict[str, fx.Node] = field(default_factory=dict)
     outside: frozenset[fx.Node] = frozenset()
     sizes: fx.Node | None = None
@@ -65,9 +64,9 @@ class Merges:
         return MergedProgram(
             program=sized(self.nodes, self.merges, inputs, dead=self.follows),
             stands={node.name: new for node, new in self.nodes.nodes.items()},
-            merge_at=self.merge_at,
-            sizes_at=self.sizes_at,
-            sources_at=self.sources_at,
+            merge_at={name: merge for name, (merge, _, _) in self.tokens_at.items()},
+            sizes_at={name: sizes for name, (_, sizes, _) in self.tokens_at.items() if sizes is not None},
+            sources_at={name: sources for name, (*_, sources) in self.tokens_at.items() if sources is not None},
         )
 
     def _copy(self, node: fx.Node, attention: Attention | None, leaving: set[fx.Node]) -> None:
@@ -87,7 +86,7 @@ class Merges:
     def _given_back(self, node: fx.Node) -> fx.Node:
         """What stands for a node with a value for every source token."""
         if node.name not in self.back:
-            self.back[node.name] = self._new(unmerged, self.nodes.nodes[node], self.sources_at[node.name], like=node)
+            self.back[node.name] = self._new(unmerged, self.nodes.nodes[node], self.tokens_at[node.name][2], like=node)
         return self.back[node.name]
 
     @property
@@ -103,10 +102,7 @@ class Merges:
 
     def _tell(self, node: fx.Node) -> None:
         """What is known of the tokens of a node behind a merge."""
-        self.merge_at[node.name] = list(self.merges.values())[-1]
-        for nodes_by_name, of_tokens in ((self.sizes_at, self.sizes), (self.sources_at, self.sources)):
-            if of_tokens is not None:
-                nodes_by_name[node.name] = of_tokens
+        self.tokens_at[node.name] = list(self.merges.values())[-1], self.sizes, self.sources
 
     # Attentions.
 
@@ -131,27 +127,26 @@ class Merges:
         if not count:
             return
         _, tokens = self.nodes.units.get(block.added, (block.tokens, block.tokens))
-        merge = TokenMerge(
-            count=count,
-            protected=self.nodes.protected,
-            how=self.merging.how,
-            metric=self.merging.metric,
-            follows=self._is_followed,
-        )
-        name = _free(f"{block.path}.merge" if block.path else "merge", self.program, self.merges)
+        how, metric, follows = self.merging.how, self.merging.metric, self._is_followed
+        merge = TokenMerge(count=count, protected=self.nodes.protected, how=how, metric=metric, follows=follows)
+        name = self._free(f"{block.path}.merge".lstrip("."))
         stream = self.nodes.nodes[block.added]
-        compared = self._compared(block, stream)
-        call = self.nodes.graph.create_node(
-            "call_module", name, (stream, self.sizes, self.sources, compared), {}, f"of_merge_{number}"
-        )
+        arguments = stream, self.sizes, self.sources, self._compared(block, stream)
+        call = self.nodes.graph.create_node("call_module", name, arguments, {}, f"of_merge_{number}")
         call.meta["nn_module_stack"] = block.added.meta.get("nn_module_stack", {})
         parts = [self._new(operator.getitem, call, at, like=block.added) for at in range(3)]
         self.merges[name] = merge
         self.nodes.nodes[block.added], sizes, sources = parts
-        self.sizes = sizes if self.merging.how == "merge" else None
-        self.sources = sources if merge.follows else None
+        self.sizes, self.sources = sizes if how == "merge" else None, sources if follows else None
         self.nodes.begin_(block.added, tokens - count)
         self._tell(block.added)
+
+    def _free(self, name: str) -> str:
+        """A name that no other merge has, nor a module of the program."""
+        used = {each.rpartition(".")[0] for each in constant_names(self.program.nodes)} | self.merges.keys()
+        while any(each == name or each.startswith(f"{name}.") for each in used):
+            name += "_"
+        return name
 
     def _compared(self, block: Block, stream: fx.Node) -> fx.Node:
         if not self.merging.compares_attention:
@@ -164,11 +159,9 @@ class Merges:
         for each in block.attentions:
             _refuse_layout(each)
         if not by_attention:
-            keys = [
-                self._new(_keys, self.nodes.nodes[each.keys], each.scores is not None, like=block.added)
-                for each in block.attentions
-            ]
-            return keys[0] if len(keys) == 1 else self._new(torch.cat, keys, -1, like=block.added)
+            like, of_heads = block.added, [(each, self.nodes.nodes[each.keys]) for each in block.attentions]
+            keys = [self._new(_keys, stands, each.scores is not None, like=like) for each, stands in of_heads]
+            return keys[0] if len(keys) == 1 else self._new(torch.cat, keys, -1, like=like)
         if not self.nodes.protected:
             raise BadInput(
                 "merging: what the class token attends to is kept, and the model has none; merge by another metric"
@@ -182,15 +175,14 @@ class Merges:
         if attention.scores is not None:
             (softmax,) = attention.scores.users
             return self._new(_of_first, stands[softmax], like=like)
-        scale: Any = attention.product.kwargs.get("scale") or sizes_at_one(attention.queries)[-1] ** -0.5
-        return self._new(_attended, stands[attention.queries], stands[attention.keys], float(scale), like=like)
+        scale = scale_of(attention.product)
+        return self._new(_attended, stands[attention.queries], stands[attention.keys], scale, like=like)
 
     def _unmerge(self, node: fx.Node) -> None:
         if node in self.nodes.units:
             self.nodes.nodes[node] = self._new(unmerged, self.nodes.nodes[node], self.sources, like=node)
             self.nodes.end_(node)
-            for nodes_by_name in (self.merge_at, self.sizes_at, self.sources_at):
-                nodes_by_name.pop(node.name)
+            del self.tokens_at[node.name]
             self.sizes = self.sources = None
 
 
@@ -227,15 +219,7 @@ def _attended(q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
     return scores_BHN.softmax(-1, dtype=torch.float32).mean(dim=1)
 
 
-def _free(name: str, program: Program, used_names: Mapping[str, nn.Module]) -> str:
-    """A name that no other merge has, nor a module of the program."""
-    used = {str(node.target).rpartition(".")[0] for node in program.nodes if node.op == "get_attr"} | set(used_names)
-    while any(each == name or each.startswith(f"{name}.") for each in used):
-        name += "_"
-    return name
-
-
-def by_node(attentions: Sequence[Attention]) -> dict[fx.Node, Attention]:
+def by_node(attentions: Iterable[Attention]) -> dict[fx.Node, Attention]:
     """By all nodes of theirs that mix tokens."""
     return {
         node: each
@@ -248,9 +232,8 @@ def sized(nodes: MergedNodes, merges: Mapping[str, TokenMerge], inputs: Sequence
     """What was made as a program that knows its sizes; `dead`: with nodes that nothing takes."""
     program = nodes.program
     nodes.graph.set_codegen(copy(program.graph.graph._codegen))
-    root: dict[str, Any] = dict(merges)
-    root |= {str(node.target): program.tensor(str(node.target)) for node in nodes.graph.nodes if node.op == "get_attr"}
-    graph = fx.GraphModule(root, nodes.graph).eval()
+    root: dict[str, Any] = {name: program.tensor(name) for name in constant_names(nodes.graph.nodes)}
+    graph = fx.GraphModule({**merges, **root}, nodes.graph).eval()
     if not dead:
         graph.graph.eliminate_dead_code()
         graph.recompile()

@@ -16,7 +16,7 @@ from corp_deploy.traced.programs.readers import with_biases_
 from corp_deploy.traced.programs.sizes import size_
 from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput
-from ground.ports import OutputPort, Port
+from ground.ports import OutputPort
 
 from .array_inputs import Calling, InputSpec, batch_of_ports, by_ports
 from .mergeable import merged_graph
@@ -111,9 +111,7 @@ class TracedState:
     unmerged: fx.Graph | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TracedState":
-        return TracedState(
-            plain=self.plain, facts=self.facts, cut=self.cut, merging=self.merging, unmerged=self.unmerged
-        )
+        return replace(self, tracing=None)
 
 
 class TracedModule(nn.Module):
@@ -192,15 +190,9 @@ def traced_module(model: nn.Module, facts: Facts | Callable[[nn.Module], Facts])
     return _wearing(model.eval(), plain, facts, None)
 
 
-class _Narrowed(nn.Module):
-    """A narrowed program, run as it is written."""
-
-    _graph: fx.Graph
-
-
 def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut | None) -> TracedModule:
     """A program as a module that remembers what was cut of it; `name` of the dense one's class."""
-    plain: type[nn.Module] = type(name, (_Narrowed,), {"forward": type(graph).forward})
+    plain: type[nn.Module] = type(name, (nn.Module,), {"forward": type(graph).forward})
     return _wearing(graph, plain, replace(facts, calling=None), cut)
 
 
@@ -220,10 +212,9 @@ def tracing(model: nn.Module) -> Tracing:
     state = traced_state(model)
     if state.tracing is None:
         facts = facts_of(model)
-        ports = facts.spec.ports
         with torch.inference_mode(False):  # constants are kept, and gradients asked for elsewhere
-            inputs = batch_of_ports(ports, EXAMPLES, device(model))
-            program = trace(model, inputs) if state.cut is None else _again(model, ports, state.cut)
+            inputs = batch_of_ports(facts.spec.ports, EXAMPLES, device(model))
+            program = trace(model, inputs) if state.cut is None else _again(model, inputs, state.cut)
             added = with_biases_(program)
             state.tracing = Tracing(
                 program=program,
@@ -240,8 +231,8 @@ def _all_tokens(model: nn.Module) -> fx.GraphModule:
     return fx.GraphModule(model, copy.deepcopy(traced_state(model).unmerged or model._graph))  # type: ignore[arg-type]
 
 
-def _again(model: nn.Module, ports: tuple[Port, ...], cut: Cut) -> Program:
+def _again(model: nn.Module, inputs: list[Tensor], cut: Cut) -> Program:
     """The program of a narrowed module: a copy of what it runs, with the sizes of any batch."""
     graph = _all_tokens(model)
-    size_(graph, batch_of_ports(ports, EXAMPLES, device(model)), any_batch=cut.any_batch)
+    size_(graph, inputs, any_batch=cut.any_batch)
     return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())

@@ -42,9 +42,7 @@ def provable(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Ind
     """
     folded_to_constant, (own, rest) = {name: each for name, each in kept.items() if not len(each)}, _left(model, kept)
     names = {groups.key: name for name, groups in names_of(own).items()}
-    keys = {name: key for key, name in names.items()}
-    batch = random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
-    own.proved[:] = [result := prove(own.analysis, {keys[name]: groups for name, groups in rest.items()}, batch)]
+    own.proved[:] = [result := prove(own.analysis, _by_key(own, rest), _random_inputs(model, own))]
     return folded_to_constant | {names[key]: np.asarray(each) for key, each in result.kept.items()}, {
         names[key]: reason for key, reason in result.unreduced.items()
     }
@@ -63,30 +61,30 @@ def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[st
             )
     places = tuple(each for each in empty.values() if each is not None)
     if places:
-        own = own.without(
-            places, random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
-        )
+        own = own.without(places, _random_inputs(model, own))
     return own, {name: each for name, each in kept.items() if len(each) and name in names_of(own)}
+
+
+def _random_inputs(model: nn.Module, own: Tracing) -> list[Tensor]:
+    return random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
+
+
+def _by_key(own: Tracing, kept: Mapping[str, Index]) -> dict[str, Index]:
+    """By the sites' keys what is kept by their names."""
+    return {groups.key: kept[name] for name, groups in names_of(own).items() if name in kept}
 
 
 def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model without the other groups of these sites, some of its weights replaced by `tensors`, of the sizes that
     they have in it.
     """
-    (own, rest), before = _left(model, kept), traced_state(model).cut
+    own, rest = _left(model, kept)
     result = _narrow(own, rest)
-    result.set_({name: each for name, each in tensors.items() if not _is_emptied(own, name)})
+    emptied = {name for name, each in own.program.graph.named_parameters() if not each.numel()}
+    result.set_({name: each for name, each in tensors.items() if name not in emptied})
     graph = result.module
-    needless = tuple(name for name in _added(graph, own) if not bool(graph.get_parameter(name).any()))
-    without_biases_(graph, needless)
-    biases = tuple(name for name in _added(graph, own) if name not in needless)
-    return _module(model, graph, _joined(before, tracing(model), kept, biases))
-
-
-def _is_emptied(own: Tracing, name: str) -> bool:
-    """Whether a weight reads nothing any more."""
-    parameters = dict(own.program.graph.named_parameters())
-    return name in parameters and not parameters[name].numel()
+    without_biases_(graph, [name for name in _added(graph, own) if not bool(graph.get_parameter(name).any())])
+    return _module(model, graph, kept, tuple(_added(graph, own)))
 
 
 def at_widths(model: nn.Module, widths: Mapping[str, int]) -> nn.Module:
@@ -94,9 +92,7 @@ def at_widths(model: nn.Module, widths: Mapping[str, int]) -> nn.Module:
     Raises BadInput where one can't be as narrow.
     """
     own, sites = tracing(model), names_of(tracing(model))
-    kept = dict[str, Index]()
-    for name, width in widths.items():
-        kept[name] = first_groups(sites[name], width)
+    kept = {name: first_groups(sites[name], width) for name, width in widths.items()}
     new, unreduced = with_groups(model, kept, own.added)
     for name in kept:
         if reason := unreduced.get(sites[name].key):
@@ -118,25 +114,20 @@ def with_groups(
     are; and what it can't be without, with the reason, by the sites' keys.
     """
     own, rest = _left(model, kept)
-    result = narrow(own.analysis, {groups.key: rest[name] for name, groups in names_of(own).items() if name in rest})
-    without_biases_(result.module, tuple(name for name in _added(result.module, own) if name not in biases))
+    result = narrow(own.analysis, _by_key(own, rest))
+    without_biases_(result.module, [name for name in _added(result.module, own) if name not in biases])
     where = device(model)
     made_on_(result.module, torch.device("cpu") if where.type == "meta" else where)
-    return _module(
-        model, result.module, _joined(traced_state(model).cut, tracing(model), kept, biases)
-    ), result.unreduced
+    return _module(model, result.module, kept, biases), result.unreduced
 
 
 def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Narrowed:
     """What was proved last, if that is it."""
-    keys = {name: groups.key for name, groups in names_of(own).items()}
-    chosen = {keys[name]: groups for name, groups in kept.items()}
+    chosen = _by_key(own, kept)
     last = own.proved.pop() if own.proved else None
-    if (
-        last is None
-        or chosen.keys() != last.kept.keys()
-        or any(list(last.kept[key]) != list(chosen[key]) for key in chosen)
-    ):
+    if last is None or {key: list(each) for key, each in last.kept.items()} != {
+        key: list(each) for key, each in chosen.items()
+    }:
         last = narrow(own.analysis, chosen)
     assert not last.unreduced.keys() & chosen.keys(), last.unreduced
     return last
@@ -147,14 +138,15 @@ def _added(graph: fx.GraphModule, own: Tracing) -> list[str]:
     return [name for name, _ in graph.named_parameters() if name in own.added]
 
 
-def _module(model: nn.Module, graph: fx.GraphModule, cut: Cut) -> nn.Module:
+def _module(model: nn.Module, graph: fx.GraphModule, kept: Mapping[str, Index], biases: tuple[str, ...]) -> nn.Module:
     state = traced_state(model)
-    new = narrowed_module(graph, state.plain.__name__, facts_of(model), cut)
+    new = narrowed_module(graph, state.plain.__name__, facts_of(model), _joined(model, kept, biases))
     return (new if state.merging is None else merging_module(new, state.merging)).eval().requires_grad_(False)
 
 
-def _joined(before: Cut | None, own: Tracing, kept: Mapping[str, Index], biases: tuple[str, ...]) -> Cut:
+def _joined(model: nn.Module, kept: Mapping[str, Index], biases: tuple[str, ...]) -> Cut:
     """What is kept of the dense program, after what was kept of it before."""
+    own, before = tracing(model), traced_state(model).cut
     groups = names_of(own)
     if before is None:
         sizes = {name: each.size for name, each in groups.items()}

@@ -14,7 +14,7 @@ from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, whole_removal_at
 from corp_deploy.traced.programs.attention_masks import values_product
 from corp_deploy.traced.programs.means import is_mean
-from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import arguments_of, module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
 
 from .module import Tracing, facts_of, tracing
@@ -36,18 +36,13 @@ _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
 
 def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Sites:
     """In order of the program; of these names, None for all."""
-    every, refused = list[Site](), list[Refusal]()
-    named = names_of(tracing)
+    every, refused, named = list[Site](), list[Refusal](), names_of(tracing)
     for name, groups in named.items():
-        kind = _CLASSES[groups.kind]
-        if kind is TracedPairs:
-            site: Site | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
-        else:
-            site = _site(tracing, named, name, kind)
+        site = _site(tracing, named, name)
         if isinstance(site, Site):
             every.append(site)
         else:
-            refused.append(Refusal(name=name, reason=site, kind=kind.kind))
+            refused.append(Refusal(name=name, reason=site, kind=_CLASSES[groups.kind].kind))
     return Sites(
         every=tuple(each for each in _beside_queries(every) if chosen is None or each.name in chosen),
         refused=tuple(each for each in refused if chosen is None or each.name in chosen),
@@ -88,10 +83,21 @@ def names_of(tracing: Tracing) -> dict[str, Groups]:
     return named
 
 
-def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[Site]) -> Site | str:
+def _site(tracing: Tracing, named: Mapping[str, Groups], name: str) -> Site | str:
+    """Or why it stays."""
     groups = named[name]
+    kind = _CLASSES[groups.kind]
     if not tracing.program.any_batch:
         return "its program is for one batch size alone, so that no statistics can be taken"
+    own: dict[str, Any] = {
+        "name": name,
+        "groups": groups,
+        "program": tracing.program,
+        "macs_now": tracing.shares.macs.alone[groups.key],
+        "parameters_now": tracing.shares.parameters.alone[groups.key],
+    }
+    if kind is TracedPairs:
+        return pairs(tracing, own, _behind(tracing, named, groups))
     readings = list[SiteReader]()
     for span in groups.listening:
         reading = _reading(tracing, span)
@@ -101,17 +107,10 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[S
     readings = _squeezes_told(tracing, groups, readings)
     if refusal := _refusal(tracing, groups, readings):
         return refusal
-    own: dict[str, Any] = {
-        "name": name,
-        "groups": groups,
-        "readings": tuple(readings),
-        "program": tracing.program,
-        "macs_now": tracing.shares.macs.alone[groups.key],
-        "parameters_now": tracing.shares.parameters.alone[groups.key],
-        "whole_removal": whole_removal(tracing, groups, name),
-        "multiple": tracing.multiple if kind is TracedChannels else 1,
-    }
-    return values(tracing, named, own) if kind is TracedValues else kind(**own)
+    own |= {"readings": tuple(readings), "whole_removal": whole_removal(tracing, groups, name)}
+    if kind is TracedValues:
+        return values(tracing, named, own)
+    return kind(**own, multiple=tracing.multiple if kind is TracedChannels else 1)
 
 
 def whole_removal(tracing: Tracing, groups: Groups, name: str) -> WholeRemoval | None:
@@ -171,20 +170,18 @@ def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
     last = (source.meta["val"].dim() - 1,)
     if span.axes != (last if node.target is LINEAR else (1,)) or source is not node.args[0]:
         return f"{operation(node)} in {path} reads it along several axes, of which no repair is known"
-    weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
-    assert isinstance(weight, fx.Node), node
-    assert isinstance(bias, fx.Node), node
+    weight, bias = (str(arguments_of(node)[name].target) for name in ("weight", "bias"))
     distinct = len(np.unique(span.index_GM))
     assert distinct == span.index_GM.size, span
     return SiteReader(
         layer=layer,
         source=span.name,
         columns_GM=span.index_GM,
-        weight=str(weight.target),
-        bias=str(bias.target),
+        weight=weight,
+        bias=bias,
         gain_O=gain_behind(tracing.program, node),
-        is_biasless=str(bias.target) in tracing.biasless,
-        use=tracing.uses[str(weight.target)].index(node.name),
+        is_biasless=bias in tracing.biasless,
+        use=tracing.uses[weight].index(node.name),
         merge=tracing.merge_before(source.name),
     )
 

@@ -4,8 +4,10 @@ Legend: H heads, T heads that share their keys, D dimensions of a head, P of the
 tokens, G groups, M rows that write a group.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -105,10 +107,9 @@ class TracedPairs(Site):
         return repair
 
 
-def pairs(tracing: Tracing, name: str, groups: Groups, behind: str) -> TracedPairs | str:
-    """Or why they stay."""
-    if not tracing.program.any_batch:
-        return "its program is for one batch size alone, so that no statistics can be taken"
+def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs | str:
+    """The site of these fields, which are those of any; or why it stays."""
+    groups: Groups = own["groups"]
     spans = _spans(groups)
     nodes = tracing.by_node[spans[0].name], tracing.by_node[spans[1].name]
     weights = [span for span in groups.writers if tracing.program.tensor(span.name).dim() > 1]
@@ -118,31 +119,13 @@ def pairs(tracing: Tracing, name: str, groups: Groups, behind: str) -> TracedPai
         return both
     if both.groups_HP.unique().numel() != groups.size:
         return "its heads do not share dimensions evenly"
-    return TracedPairs(
-        name=name,
-        groups=groups,
-        readings=(),
-        program=tracing.program,
-        macs_now=tracing.shares.macs.alone[groups.key],
-        parameters_now=tracing.shares.parameters.alone[groups.key],
-        tracing=tracing,
-        both=both,
-        sources=(nodes[0].name, nodes[1].name),
-        product=spans[0].reader,
-        behind=behind,
-    )
+    sources, product = (nodes[0].name, nodes[1].name), spans[0].reader
+    return TracedPairs(**own, readings=(), tracing=tracing, both=both, sources=sources, product=product, behind=behind)
 
 
 def _spans(groups: Groups) -> tuple[Span, Span]:
-    """Queries and keys of the first product."""
-    first = next(each for place, each in enumerate(groups.listening) if _is_pair(groups, place))
-    return first, groups.listening[groups.listening.index(first) + 1]
-
-
-def _is_pair(groups: Groups, place: int) -> bool:
-    """Whether a span and the next one are the two sides of a product."""
-    readers = [each.reader for each in groups.listening]
-    return place + 1 < len(readers) and readers[place] == readers[place + 1]
+    """Queries and keys of the first product: two that one node reads."""
+    return next((one, other) for one, other in pairwise(groups.listening) if one.reader == other.reader)
 
 
 def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:
@@ -158,9 +141,8 @@ def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:
         if side is None:
             return none
         sides.append(side)
-    own = [
-        (name, row) for side in sides for name in (side.weight, side.bias) for row in side.rows_HTD.unique().tolist()
-    ]
+    named = [(name, side) for side in sides for name in (side.weight, side.bias)]
+    own = [(name, row) for name, side in named for row in side.rows_HTD.unique().tolist()]
     written = {(span.name, row) for span in groups.writers for row in span.index_GM.flatten().tolist()}
     if len(set(own)) != len(own) or not written <= set(own):
         return none
@@ -181,20 +163,17 @@ def _side(piece: Subprogram, groups: Groups, heads: Heads, both: BothHeads) -> S
     shift_XHTD = heads.of_one(piece(zeros)).cpu().double()
     ones = [heads.of_one(piece(zeros.index_fill(piece.row_axis, each.to(zeros.device), 1.0))) for each in rows_GM.T]
     response_MXHTD = torch.stack(ones).cpu().double() - shift_XHTD
-    if both.joined == 2:
-        strength_MHTP = response_MXHTD.abs().mean(1).unflatten(-1, (2, -1)).sum(-2)
-        if len(strength_MHTP) < 2:
-            return None
-        of_plane = strength_MHTP.topk(2, dim=0).indices
-        rows_2HTP = rows_GM[groups_HTD[..., : of_plane.shape[-1]], of_plane].sort(0).values
-        rows_HTD = rows_2HTP.permute(1, 2, 0, 3).flatten(2)
-        scale_HTD, shift_HTD = torch.ones_like(shift_XHTD[0]), torch.zeros_like(shift_XHTD[0])
-    else:
-        best_HTD = response_MXHTD.abs().mean(1).argmax(0)
-        rows_HTD = rows_GM[groups_HTD, best_HTD]
-        scale_HTD, shift_HTD = response_MXHTD[:, 0].gather(0, best_HTD[None])[0], shift_XHTD[0]
-    names = piece.layer.weight, piece.layer.bias
-    side = Side(weight=names[0], bias=names[1], rows_HTD=rows_HTD, scale_HTD=scale_HTD, shift_HTD=shift_HTD)
+    strength_MHTP = response_MXHTD.abs().mean(1).unflatten(-1, (both.joined, -1)).sum(-2)
+    if len(strength_MHTP) < both.joined:
+        return None
+    strongest_JHTP = strength_MHTP.topk(both.joined, dim=0).indices
+    rows_JHTP = rows_GM[groups_HTD[..., : strongest_JHTP.shape[-1]], strongest_JHTP].sort(0).values
+    rows_HTD = rows_JHTP.permute(1, 2, 0, 3).flatten(2)
+    scale_HTD, shift_HTD = torch.ones_like(shift_XHTD[0]), torch.zeros_like(shift_XHTD[0])
+    if both.joined == 1:
+        scale_HTD, shift_HTD = response_MXHTD[:, 0].gather(0, strongest_JHTP)[0], shift_XHTD[0]
+    weight, bias = piece.layer.weight, piece.layer.bias
+    side = Side(weight=weight, bias=bias, rows_HTD=rows_HTD, scale_HTD=scale_HTD, shift_HTD=shift_HTD)
     return side if _holds(side, piece, heads, both, zeros.device) else None
 
 

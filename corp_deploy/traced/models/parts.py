@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
-from corp_deploy.traced.finding.cost import macs
 from corp_deploy.traced.finding.cuts import between
+from corp_deploy.traced.finding.product import macs
 from corp_deploy.traced.narrowing.whole_removal import filled_
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 from ground.ports import OutputPort, Port

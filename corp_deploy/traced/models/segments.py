@@ -5,7 +5,7 @@ Legend: B inputs, N places of a stream, C channels.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from corp_deploy.traced.finding.cost import contracts
 from corp_deploy.traced.finding.cuts import along, between, cuts, needed, outputs_behind
+from corp_deploy.traced.finding.product import contracts
 from corp_deploy.traced.finding.sites import Found, common_path
 from corp_deploy.traced.programs.program import Program, constant_names, operation, sizes_at_one, tensor_of
 
@@ -103,7 +103,8 @@ class CutOutputs:
         return dict(zip(self.numbers, self.module(x, *beside), strict=True))
 
 
-def _crossing(merged: MergedProgram | None, node: fx.Node) -> CutState:
+def crossing(merged: MergedProgram | None, node: fx.Node) -> CutState:
+    """What comes to a cut of a program and goes on from there; `merged`: what runs where tokens are merged."""
     return CutState(raw=node, node=node) if merged is None else merged.crossing(node)
 
 
@@ -117,21 +118,19 @@ def given_at_cuts(analysis: Found, merged: MergedProgram | None = None) -> tuple
         return ()
     every, left, found_outputs = cuts(analysis, beside_outputs=True), set(range(len(leaves))), list[CutOutputs]()
     for cut in reversed(every):
-        behind, crossing = set(outputs_behind(program, cut.node)), _crossing(merged, cut.node)
+        behind, at = set(outputs_behind(program, cut.node)), crossing(merged, cut.node)
         numbers = tuple(sorted(number for number in left if leaves[number] in behind))
         if numbers:
             outputs = [now[number] for number in numbers]
-            beside = _nodes_beside(running, crossing, outputs)
-            assert crossing.sizes not in beside or crossing.sizes is None, cut
-            module = between(running, crossing.node, None, beside=beside, outputs=outputs)
-            found_outputs.insert(
-                0,
-                CutOutputs(
-                    name=cut.name, before=crossing.node, takes_sources=bool(beside), numbers=numbers, module=module
-                ),
+            beside = _nodes_beside(running, at, outputs)
+            assert at.sizes not in beside or at.sizes is None, cut
+            module = between(running, at.node, None, beside=beside, outputs=outputs)
+            of_cut = CutOutputs(
+                name=cut.name, before=at.node, takes_sources=bool(beside), numbers=numbers, module=module
             )
+            found_outputs.insert(0, of_cut)
             left.difference_update(numbers)
-    is_to_last = bool(found_outputs) and found_outputs[-1].before is _crossing(merged, every[-1].node).node
+    is_to_last = bool(found_outputs) and found_outputs[-1].before is crossing(merged, every[-1].node).node
     return tuple(found_outputs) if is_to_last and not left else ()
 
 
@@ -178,17 +177,15 @@ def without_padding(program: Program, count: int, where: torch.device) -> dict[f
 
 
 def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) -> tuple[Segment, ...]:
-    running, crossings = (
-        analysis.program if merged is None else merged.program,
-        [_crossing(merged, node) for node in at],
-    )
+    running, crossings = analysis.program if merged is None else merged.program, [crossing(merged, node) for node in at]
     masks, count, every = along(running), Counter[str](), list[Segment]()
     for start, end, cut in zip(crossings, crossings[1:], at[1:], strict=False):
-        ends = [end.raw] if end.compared is None else [end.raw, end.compared]
-        beside = _nodes_beside(running, start, ends)
+        outputs = None if end.compared is None else [end.raw, end.compared]
+        beside = _nodes_beside(running, start, outputs or [end.raw])
         if start.sources in beside and start.sources is not None:
             return ()
-        module = _module(running, None if start is crossings[0] else start.node, beside, end)
+        before, after = start.node, None if end.raw is single_output(running) else end.raw
+        module = between(running, before if every else None, after, beside=beside, outputs=outputs)
         beside = (*masks, *beside)
         name = common_path([node for node in module.graph.nodes if contracts(node)] or [end.raw])
         count[name] += 1
@@ -197,12 +194,6 @@ def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) 
         every.append(Segment(name=name, start=start, end=end, cut=cut, module=module, weights=weights, beside=beside))
     merges = any(node.op == "call_module" for each in every for node in each.module.graph.nodes)
     return () if merges else tuple(every)
-
-
-def _module(program: Program, before: fx.Node | None, beside: tuple[fx.Node, ...], end: CutState) -> fx.GraphModule:
-    if end.compared is not None:
-        return between(program, before, None, beside=beside, outputs=[end.raw, end.compared])
-    return between(program, before, None if end.raw is single_output(program) else end.raw, beside=beside)
 
 
 def single_output(program: Program) -> fx.Node | None:
@@ -239,14 +230,11 @@ class TokenRows(nn.Module):
 
 def cost_signature_of(graph: fx.Graph, tensors: fx.GraphModule) -> str:
     """The same for two graphs that compute alike on tensors of the same sizes."""
-    return "\n".join(_lines(graph, tensors))
-
-
-def _lines(graph: fx.Graph, tensors: fx.GraphModule) -> Iterator[str]:
-    place = {node: at for at, node in enumerate(graph.nodes)}
+    place, lines = {node: at for at, node in enumerate(graph.nodes)}, list[str]()
     for node in graph.nodes:
         sizes: Any = sizes_at_one(node)
         if node.op == "get_attr":
             sizes = tuple(tensor_of(tensors, str(node.target)).shape)
         arguments = fx.node.map_aggregate((node.args, node.kwargs), lambda each: place.get(each, each))
-        yield f"{operation(node)} {arguments} {sizes}"
+        lines.append(f"{operation(node)} {arguments} {sizes}")
+    return "\n".join(lines)

@@ -19,7 +19,7 @@ from corp_deploy.traced.finding.site import Index, Span
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import Layer, weight_with_gain
+from corp_deploy.traced.programs.readers import Layer, weight_with_gain, with_gain
 
 from .units import Units, channel_units
 
@@ -88,12 +88,7 @@ class SiteReader:
     @property
     def gained_weight(self) -> Tensor:
         """What the layer and a batch norm right behind it multiply by, float64."""
-        weight = self.layer.weight.detach().double()
-        return (
-            weight
-            if self.gain_O is None
-            else weight * self.gain_O.to(weight.device).view(-1, *[1] * (weight.dim() - 1))
-        )
+        return with_gain(self.layer.weight.detach().double(), self.gain_O)
 
     @property
     def tap(self) -> ChannelTaps | PatchTaps:

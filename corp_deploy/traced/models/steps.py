@@ -4,32 +4,25 @@ The residual stream is [B,N,C] everywhere: inputs in front, their tokens, the ch
 numbers of tokens and of channels may be others than before it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from .segments import TokenRows
 from .token_merging import TokenMerge, Tokens, sources_of, unmerged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentStep:
-    """A segment of a program as rows of tokens.
+    """A segment of a program as rows of tokens. `sites`: those that stand in it."""
 
-    `sites`: those that stand in it. `compared`: what gives beside what the module does that which tokens are then
-    compared by.
-    """
-
-    module: nn.Module
-    mixes_tokens: bool = False
-    name: str = ""
-    sites: tuple[str, ...] = ()
-    compared: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+    module: TokenRows
+    name: str
+    sites: tuple[str, ...]
 
     def passed(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The stream behind it, and what tokens are then compared by where it tells."""
-        entering = (x_BNC, weights_BN) if self.mixes_tokens and weights_BN is not None else (x_BNC,)
-        return (self.module(*entering), None) if self.compared is None else self.compared(*entering)
+        return self.module.compared(x_BNC, weights_BN)
 
     def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         return self.passed(x_BNC, weights_BN)[0]

@@ -15,6 +15,7 @@ from corp_deploy.traced.programs.attention_masks import (
     PRODUCTS,
     SDPA,
     added_scores,
+    scale_of,
     unread_queries,
     values_product,
     visible_keys,
@@ -102,9 +103,8 @@ def _counting(program: Program, both: BothHeads, queries: fx.Node, keys: fx.Node
         return _Counting(read=read)
     if len(seen_WNM) == 1:
         is_causal = sizes[-2] == others and torch.equal(seen_WNM[0], torch.ones_like(seen_WNM[0]).tril())
-        scale = product.kwargs.get("scale") or sizes[-1] ** -0.5
         in_planes = is_causal and both.joined == 2 and operation(product) == SDPA
-        return _Counting(read=read, is_causal=is_causal, plane_scale=float(scale) if in_planes else None)  # type: ignore[arg-type]
+        return _Counting(read=read, is_causal=is_causal, plane_scale=scale_of(product) if in_planes else None)
     parts = _parts(seen_WNM)
     return _Counting(read=read) if parts is None else _Counting(read=read, parts_V=parts[0], slots_VN=parts[1])
 

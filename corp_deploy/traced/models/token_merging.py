@@ -122,18 +122,14 @@ def matched(alike_BAD: Tensor, count: int) -> Match:
     return Match(kept=kept_BK, merged=merged_BR, into=into_BA, is_merged=is_merged_BA)
 
 
-def _sizes(tokens: Tokens) -> Tensor:
-    if tokens.sizes is not None:
-        return tokens.sizes
-    return torch.ones(tokens.x.shape[:2], dtype=torch.float32, device=tokens.x.device)
-
-
 def merged(tokens: Tokens, match: Match, protected: int) -> Tokens:
     """The protected tokens, the even ones kept, and the odd ones, each the mean of all that stand in it.
 
     Shares are taken before sums, so that many tokens in half precision stay within its range.
     """
-    x_BNC, sizes_BN = tokens.x, _sizes(tokens)
+    x_BNC = tokens.x
+    ones_BN = torch.ones(x_BNC.shape[:2], dtype=torch.float32, device=x_BNC.device)
+    sizes_BN = ones_BN if tokens.sizes is None else tokens.sizes
     even_BAC, odd_BDC = x_BNC[:, protected::2], x_BNC[:, protected + 1 :: 2]
     even_BA, odd_BD = sizes_BN[:, protected::2], sizes_BN[:, protected + 1 :: 2]
     into_BR = _picked(match.into, match.merged)
@@ -153,17 +149,25 @@ def merged(tokens: Tokens, match: Match, protected: int) -> Tokens:
 def _followed(sources_BM: Tensor, match: Match, protected: int, odd: int) -> Tensor:
     """Where each source token is behind a merge."""
     evens, kept = match.into.shape[1], match.kept.shape[1]
-    is_place_BKA = match.kept.unsqueeze(-1) == _places(evens, match.kept)
-    place_BA = (is_place_BKA * _places(kept, match.kept).unsqueeze(-1)).sum(dim=1)
-    even_BA = torch.where(match.is_merged, kept + match.into, place_BA)
+    even_BA = torch.where(match.is_merged, kept + match.into, _place_among(match.kept, evens))
     odd_BD = (kept + _places(odd, match.kept)).expand(even_BA.shape[0], -1)
     # Places of even and odd tokens by turns, as they stood.
     order = [token // 2 + (token % 2) * evens for token in range(evens + odd)]
     free_BN = (
         torch.cat([even_BA, odd_BD], dim=1).index_select(1, torch.tensor(order, device=even_BA.device)) + protected
     )
-    front_BP = _places(protected, free_BN).expand(free_BN.shape[0], -1)
-    return torch.cat([front_BP, free_BN], dim=1).gather(1, sources_BM)
+    return _behind_protected(free_BN, protected).gather(1, sources_BM)
+
+
+def _place_among(kept_BK: Tensor, count: int) -> Tensor:
+    """Of `count` tokens the number of each among those kept [B,count]; 0 of others."""
+    is_place_BKN = kept_BK.unsqueeze(-1) == _places(count, kept_BK)
+    return (is_place_BKN * _places(kept_BK.shape[1], kept_BK).unsqueeze(-1)).sum(dim=1)
+
+
+def _behind_protected(places_BN: Tensor, protected: int) -> Tensor:
+    """With the protected tokens' own places in front."""
+    return torch.cat([_places(protected, places_BN).expand(places_BN.shape[0], -1), places_BN], dim=1)
 
 
 def dropped(tokens: Tokens, attention_BN: Tensor, count: int, protected: int) -> Tokens:
@@ -176,10 +180,8 @@ def dropped(tokens: Tokens, attention_BN: Tensor, count: int, protected: int) ->
     x_BNC = tokens.x
     sources = tokens.sources
     if sources is not None:
-        is_place_BKN = kept_BK.unsqueeze(-1) == _places(free, kept_BK)
-        place_BN = (is_place_BKN * _places(free - count, kept_BK).unsqueeze(-1)).sum(dim=1) + protected
-        front_BP = _places(protected, place_BN).expand(place_BN.shape[0], -1)
-        places_BN = torch.cat([front_BP, torch.where(is_out_BN, -1, place_BN)], dim=1)
+        place_BN = _place_among(kept_BK, free) + protected
+        places_BN = _behind_protected(torch.where(is_out_BN, -1, place_BN), protected)
         sources = torch.where(sources < 0, -1, places_BN.gather(1, sources.clamp(min=0)))
     return Tokens(x=torch.cat([x_BNC[:, :protected], _picked(x_BNC[:, protected:], kept_BK)], dim=1), sources=sources)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from calib.sites import HeadTaps
-from corp_deploy.traced.finding.cost import macs
+from corp_deploy.traced.finding.product import macs
 from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.narrowing.narrow import Narrowed
@@ -36,24 +36,17 @@ class Tracing:
     added: tuple[str, ...]
     biasless: frozenset[str] = frozenset()
     multiple: int = 1
-    repairs: dict[str, Any] = field(default_factory=dict)
-    taps: dict[str, HeadTaps] = field(default_factory=dict, init=False)
-    offered: list[Sites] = field(default_factory=list)
-    proved: list[Narrowed] = field(default_factory=list)
     merging: Merging | None = None
+    repairs: dict[str, Any] = field(default_factory=dict, init=False)
+    taps: dict[str, HeadTaps] = field(default_factory=dict, init=False)
+    offered: list[Sites] = field(default_factory=list, init=False)
+    proved: list[Narrowed] = field(default_factory=list, init=False)
     folded_to_constant: dict[tuple[WholeRemoval, ...], "Tracing"] = field(default_factory=dict, init=False)
 
     def without(self, places: tuple[WholeRemoval, ...], inputs: list[Tensor]) -> "Tracing":
         """The program without these sites, made once."""
         if places not in self.folded_to_constant:
-            program = without_sites(self.program, places, inputs)
-            self.folded_to_constant[places] = Tracing(
-                program=program,
-                added=self.added,
-                biasless=self.biasless,
-                multiple=self.multiple,
-                merging=self.merging,
-            )
+            self.folded_to_constant[places] = replace(self, program=without_sites(self.program, places, inputs))
         return self.folded_to_constant[places]
 
     @cached_property

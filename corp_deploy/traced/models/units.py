@@ -15,7 +15,7 @@ from corp_deploy.traced.finding.choice import gone
 from corp_deploy.traced.finding.cuts import without_values
 from corp_deploy.traced.finding.site import Index, Site, Span
 from corp_deploy.traced.finding.sites import Found
-from corp_deploy.traced.programs.program import Program, number_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import Program, number_of, operation, reached, sizes_at_one
 from corp_deploy.traced.programs.readers import with_tensors
 from corp_deploy.traced.programs.subprogram import run
 
@@ -63,20 +63,17 @@ def _region(program: Program, names: Collection[str], sources: Collection[str]) 
         if is_written or (number_of(node) is None and not changed.isdisjoint(node.all_input_nodes)):
             changed.add(node)
     ends = [node for node in program.nodes if node.name in sources]
-    inside, entering, front = set[fx.Node](), set[fx.Node](), list(ends)
-    while front:
-        node = front.pop()
-        if node in inside:
-            continue
-        if node in changed or node in constants:
-            inside.add(node)
-            front += [] if operation(node) == "sym_size" else node.all_input_nodes
-        else:
-            entering.add(node)
+    of_either = changed | constants
+
+    def entering(node: fx.Node) -> list[fx.Node]:
+        return node.all_input_nodes if node in of_either and operation(node) != "sym_size" else []
+
+    every = reached(ends, entering)
+    inside = [node for node in program.nodes if node in every]
     return Region(
         changed=frozenset(changed),
-        nodes=tuple(node for node in program.nodes if node in inside),
-        entering=tuple(node for node in program.nodes if node in entering),
+        nodes=tuple(node for node in inside if node in of_either),
+        entering=tuple(node for node in inside if node not in of_either),
         ends=tuple(ends),
     )
 

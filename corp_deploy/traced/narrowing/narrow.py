@@ -9,10 +9,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from corp_deploy.traced.finding.choice import Kept, gone
-from corp_deploy.traced.finding.compaction import kept
 from corp_deploy.traced.finding.heads import together
-from corp_deploy.traced.finding.labels import LabelTensor, compact, placed
+from corp_deploy.traced.finding.labels import LabelTensor, compact, kept, placed
 from corp_deploy.traced.finding.sites import Found
+from corp_deploy.traced.programs.program import set_tensor_
 from corp_deploy.traced.programs.tracing import Inputs
 
 from .narrowing import Parts, Refused, part_of, without
@@ -98,10 +98,7 @@ class Narrowed:
         """Give the module what is left of these in the place of the dense program's, by their names there."""
         for name, (dense, keep) in self.parts.items():
             if dense in tensors:
-                owner, _, last = name.rpartition(".")
-                is_parameter = isinstance(self.module.get_submodule(owner)._parameters.get(last), nn.Parameter)
-                new = part_of(tensors[dense], keep)
-                setattr(self.module.get_submodule(owner), last, nn.Parameter(new, False) if is_parameter else new)
+                set_tensor_(self.module, name, part_of(tensors[dense], keep))
 
 
 def narrow(analysis: Found, kept: Kept) -> Narrowed:
@@ -124,10 +121,8 @@ def narrow(analysis: Found, kept: Kept) -> Narrowed:
 def _at(analysis: Found, node: fx.Node, chosen: Kept) -> list[str]:
     """The sites of which elements go at a node; all that are left to go where none is known."""
     flow = analysis.flow
-    every = [flow.values.get(each) for each in (node, *node.all_input_nodes)]
-    marks = [
-        one for each in every for one in (each if isinstance(each, tuple) else (each,)) if isinstance(one, LabelTensor)
-    ]
+    every = tree_leaves([flow.values.get(each) for each in (node, *node.all_input_nodes)])
+    marks = [each for each in every if isinstance(each, LabelTensor)]
     labels = [flow.groups.of(compact(each.labels)) for each in marks if each.labels is not None]
     units = together(analysis, chosen)
     own = {tuple(unit): gone(flow, analysis.sites, {key: chosen[key] for key in unit}) for unit in units}

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from corp_deploy.traced.finding.compaction import Uneven, compacted, kept, loses, selected
 from corp_deploy.traced.finding.flow import Call, Flow, call_of
-from corp_deploy.traced.finding.labels import LabelTensor, compact, placed
+from corp_deploy.traced.finding.labels import LabelTensor, Uneven, compact, compacted, kept, loses, placed, selected
 from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
 
-from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_of_any_batch
+from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_to_reshape
 from .rows import along, carried, is_move, numbered, way_to
 
 PROVENANCE = ("nn_module_stack", "source_fn_stack")
@@ -134,12 +133,8 @@ class _Narrowing:
             lines = base.labels.movedim(dim, 0).reshape(base.shape[dim], -1)
             keep = kept(lines, self.gone).any(1)
             if not bool(keep.all()):
-                arguments = {
-                    "self": self.nodes[source.all_input_nodes[0]],
-                    "dim": dim,
-                    "index": int(keep[:number].sum()),
-                }
-                self.nodes[node] = self.call(node, aten.select.int, arguments)
+                whole, index = self.nodes[source.all_input_nodes[0]], int(keep[:number].sum())
+                self.nodes[node] = self.call(node, aten.select.int, {"self": whole, "dim": dim, "index": index})
                 return
         self.copy(node)
 
@@ -201,7 +196,7 @@ class _Narrowing:
         op = operation(node)
         call = call_of(node.all_input_nodes[0] if op == "getitem" else node, self.flow.values)
         if op in SHAPED:
-            return aten.reshape.default, {"shape": sizes_of_any_batch(node, after)}
+            return aten.reshape.default, {"shape": sizes_to_reshape(node, after)}
         if (op in CUTS or op == "getitem") and before == after:
             return None, {}
         if call.op in ("select", "unbind") and before[call["dim"]] == 1:

@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.finding.compaction import Uneven, kept, narrowed
 from corp_deploy.traced.finding.flow import Call
-from corp_deploy.traced.finding.labels import FIXED, TYPE, LabelTensor, compact
-from corp_deploy.traced.programs.program import RUN, SHAPED
-from corp_deploy.traced.programs.sizes import BatchAffineSize
+from corp_deploy.traced.finding.labels import FIXED, TYPE, LabelTensor, Uneven, compact, kept, narrowed
+from corp_deploy.traced.programs.program import RUN, SHAPED, sizes_of_any_batch
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -18,11 +16,10 @@ SPLITS = frozenset(["split", "split_with_sizes", "chunk", "tensor_split", "unsaf
 CUTS = {"slice": "start", "narrow": "start", "select": "index"}
 
 
-def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int]:
-    """To be reshaped to in a node's place: these sizes at a batch of 1, at any other what is left."""
-    dense = node.meta["sizes"]
-    shape = [-1 if isinstance(each, BatchAffineSize) else size for each, size in zip(dense, sizes, strict=True)]
-    if shape.count(-1) > 1:
+def sizes_to_reshape(node: fx.Node, sizes: Sequence[int]) -> list[int]:
+    """In a node's place. Raises Uneven where the batch counts several."""
+    shape = sizes_of_any_batch(node, sizes)
+    if shape is None:
         raise Uneven(f"the batch counts several axes of {tuple(sizes)}")
     return shape
 
@@ -32,7 +29,7 @@ def resized(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], A
     target, arguments, new = call.node.target, dict(call.arguments), narrowed(value, gone)
     assert callable(target), call.node
     if call.op in SHAPED:
-        return aten.reshape.default, {"self": arguments["self"], "shape": sizes_of_any_batch(call.node, new.shape)}
+        return aten.reshape.default, {"self": arguments["self"], "shape": sizes_to_reshape(call.node, new.shape)}
     if call.op in ("expand", "broadcast_to"):
         arguments["size"] = _spread(call, value.shape, new.shape)
     elif call.op in SPLITS:

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from corp_deploy.traced.finding.site import Site
-from corp_deploy.traced.programs.program import Program, settle_
+from corp_deploy.traced.programs.program import Program, reached, set_tensor_, settle_
 from corp_deploy.traced.programs.readers import LINEAR
 from corp_deploy.traced.programs.sizes import size_
 
@@ -27,9 +27,7 @@ def whole_removal_at(program: Program, site: Site) -> WholeRemoval | None:
     readers = {nodes[span.reader] for span in site.listening}
     if len(readers) != 1 or (reader := readers.pop()).target is not LINEAR or len(reader.args) < 3:
         return None
-    weight, source = reader.args[1], reader.args[0]
-    assert isinstance(weight, fx.Node), reader
-    assert isinstance(source, fx.Node), reader
+    source, weight = reader.all_input_nodes[:2]
     columns = {span.index_GM.size for span in site.readers if span.name == weight.target}
     if columns != {program.tensor(str(weight.target)).shape[1]} or len(site.readers) > 1 or len(weight.users) > 1:
         return None
@@ -39,12 +37,11 @@ def whole_removal_at(program: Program, site: Site) -> WholeRemoval | None:
 
 def _writer(source: fx.Node, written: set[str]) -> fx.Node | None:
     """The nearest layer in front that writes the site, if what enters it has as many rows."""
-    front = [source]
-    for node in front:
-        if node.target is LINEAR and str(node.args[1].target) in written:  # type: ignore[union-attr]
-            return node if node.all_input_nodes[0].meta["sizes"][:-1] == source.meta["sizes"][:-1] else None
-        front += [each for each in node.all_input_nodes if each not in front and each.op == "call_function"]
-    return None
+    nodes = reached([source], lambda node: [each for each in node.all_input_nodes if each.op == "call_function"])
+    writers = (node for node in nodes if node.target is LINEAR and str(node.all_input_nodes[1].target) in written)
+    writer = next(writers, None)
+    is_as_long = writer and writer.all_input_nodes[0].meta["sizes"][:-1] == source.meta["sizes"][:-1]
+    return writer if is_as_long else None
 
 
 def without_sites(program: Program, places: Iterable[WholeRemoval], inputs: list[torch.Tensor]) -> Program:
@@ -58,7 +55,9 @@ def without_sites(program: Program, places: Iterable[WholeRemoval], inputs: list
         # In the place of what that layer gave, so that the two stand in the module that they stood in.
         nothing.meta = {key: each for key, each in writer.meta.items() if key not in ("val", "sizes")}
         reader.update_arg(0, nothing)
-        _set(graph, str(reader.args[1].target), 0)
+        name = str(reader.args[1].target)
+        weight = graph.get_parameter(name)
+        set_tensor_(graph, name, weight.new_zeros(len(weight), 0))
     settle_(graph)
     size_(graph, inputs, any_batch=program.any_batch)
     return replace(program, graph=graph)
@@ -70,14 +69,6 @@ def filled_(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         weight = parameters.get(str(node.args[1].target)) if node.target is LINEAR else None
         if weight is not None and weight.shape[1] == 0:
-            source = node.args[0]
-            source.args = (*source.args[:3], 1)
-            _set(graph, str(node.args[1].target), 1)
+            node.args[0].update_arg(3, 1)
+            set_tensor_(graph, str(node.args[1].target), weight.new_zeros(len(weight), 1))
     graph.recompile()
-
-
-def _set(graph: fx.GraphModule, name: str, columns: int) -> None:
-    """A weight of zeros that reads so many channels."""
-    owner, _, last = name.rpartition(".")
-    old = graph.get_parameter(name)
-    setattr(graph.get_submodule(owner), last, nn.Parameter(old.new_zeros(len(old), columns), requires_grad=False))

@@ -1,11 +1,11 @@
 """Attention masks of a program: which keys queries attend to and which queries are read, where all images share it."""
 
-from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor, fx
 
-from .program import SAME, SHAPED, Program, operation, sizes_at_one
+from .program import SAME, SHAPED, Program, arguments_of, operation, sizes_at_one
 from .subprogram import needed, run
 
 SDPA, SOFTMAX = "scaled_dot_product_attention", frozenset(("softmax", "_softmax"))
@@ -16,19 +16,26 @@ _BETWEEN = frozenset(("add", "sub", "mul", "div", "masked_fill", "where")) | SAM
 """What stands between the two products of an attention, beside its softmax."""
 
 
+def _way(product: fx.Node) -> list[fx.Node]:
+    """From a product of queries and keys to that with values, by what takes each alone."""
+    way = [product]
+    while len(way[-1].users) == 1 and (len(way) == 1 or operation(way[-1]) in _BETWEEN | SOFTMAX):
+        way += way[-1].users
+    return way
+
+
+def scores_of(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """What is made of a product alone, as it enters a softmax, and that."""
+    return next(((each, behind) for each, behind in pairwise(_way(product)) if operation(behind) in SOFTMAX), None)
+
+
 def values_product(product: fx.Node) -> fx.Node | None:
     """What an attention gives of its product of queries and keys: itself, or the product that its softmax enters."""
     if operation(product) == SDPA:
         return product
-    at, is_weight = product, False
-    while operation(product) in PRODUCTS and len(at.users) == 1:
-        before, (at,) = at, at.users
-        if operation(at) in PRODUCTS:
-            return at if is_weight and at.args[0] is before else None
-        is_weight |= operation(at) in SOFTMAX
-        if operation(at) not in _BETWEEN | SOFTMAX:
-            return None
-    return None
+    *way, last = _way(product)
+    is_one = bool(way) and {operation(product), operation(last)} <= PRODUCTS and last.args[0] is way[-1]
+    return last if is_one and scores_of(product) is not None else None
 
 
 def added_scores(program: Program, product: fx.Node) -> Tensor | None:
@@ -36,9 +43,10 @@ def added_scores(program: Program, product: fx.Node) -> Tensor | None:
     it broadcasts to the products of one image; None where nothing is, or what is hangs on the inputs.
     """
     if operation(product) == SDPA:
-        mask = argument(product, 3, "attn_mask")
-        added = _whatever(program, mask, ()) if isinstance(mask, fx.Node) else None
-        if added is None and mask is None and argument(product, 5, "is_causal"):
+        arguments = arguments_of(product)
+        mask = arguments["attn_mask"]
+        added = None if mask is None else _whatever(program, mask, ())
+        if mask is None and arguments["is_causal"]:
             added = torch.ones(*(sizes_at_one(each)[-2] for each in product.all_input_nodes[:2])).tril().bool()
         if added is not None and added.dtype == torch.bool:
             added = torch.zeros(added.shape, device=added.device).masked_fill(~added, -torch.inf)
@@ -53,16 +61,21 @@ def factor(program: Program, product: fx.Node) -> float | None:
     is no one number, or hangs on the inputs.
     """
     if operation(product) == SDPA:
-        scale = product.kwargs.get("scale")
-        return float(sizes_at_one(product.all_input_nodes[0])[-1] ** -0.5 if scale is None else scale)  # type: ignore[arg-type]
+        return scale_of(product)
     scores = _before_softmax(product)
-    nodes = None if scores is None else needed(program, scores, (product,))[0]
+    nodes = None if scores is None else needed(program, [scores], (product,))[0]
     if scores is None or nodes is None:
         return None
     ones = torch.ones(sizes_at_one(product), device=_where(program))
     zero, one = (run(program, nodes, {product: each})[scores] for each in (torch.zeros_like(ones), ones))
     times = (one - zero)[zero.isfinite()]
     return float(times[0]) if torch.allclose(times, times[:1]) else None
+
+
+def scale_of(product: fx.Node) -> float:
+    """What one op multiplies its products of queries and keys by."""
+    scale = arguments_of(product)["scale"]
+    return float(product.all_input_nodes[0].meta["val"].shape[-1] ** -0.5 if scale is None else scale)
 
 
 def visible_keys(added: Tensor) -> Tensor:
@@ -74,7 +87,7 @@ def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
     """Of the rows that a node gives for one image [..., rows] those that go nowhere, as padding is cut off; None where
     all are read, or that can't be told.
     """
-    nodes = tuple(_behind(program, output))
+    nodes = _behind(program, output)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.randn(sizes_at_one(output), generator=generator).to(_where(program)).requires_grad_()
@@ -89,20 +102,11 @@ def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
     return ~is_read if bool(is_read.any()) and not bool(is_read.all()) else None
 
 
-def argument(node: fx.Node, place: int, name: str) -> object:
-    """Given by its place, or by its name."""
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
-
-
 def _whatever(program: Program, node: fx.Node, zero: tuple[fx.Node, ...]) -> Tensor | None:
     """What a node gives for one image whatever it is, with zeros for some other; None where images matter."""
-    nodes, _ = needed(program, node, zero)
-    if nodes is None:
-        return None
-    value: Tensor = run(program, nodes, {each: torch.zeros(sizes_at_one(each)).to(_where(program)) for each in zero})[
-        node
-    ]
-    return value
+    nodes, _ = needed(program, [node], zero)
+    zeros = {each: torch.zeros(sizes_at_one(each), device=_where(program)) for each in zero}
+    return None if nodes is None else run(program, nodes, zeros)[node]
 
 
 def _where(program: Program) -> torch.device:
@@ -110,28 +114,19 @@ def _where(program: Program) -> torch.device:
 
 
 def _before_softmax(product: fx.Node) -> fx.Node | None:
-    """The scores that are made of a product alone, as they enter their softmax."""
-    at = product
-    while len(at.users) == 1:
-        (user,) = at.users
-        if operation(user) in SOFTMAX:
-            sizes, dim = sizes_at_one(at), argument(user, 1, "dim")
-            is_over_keys = dim in (-1, len(sizes) - 1)
-            return at if is_over_keys and sizes == sizes_at_one(product) else None
-        if operation(user) not in _BETWEEN:
-            return None
-        at = user
-    return None
+    """The scores that are made of a product alone, as they enter their softmax over keys."""
+    found = scores_of(product)
+    if found is None or sizes_at_one(found[0]) != sizes_at_one(product):
+        return None
+    return found[0] if arguments_of(found[1])["dim"] in (-1, len(sizes_at_one(product)) - 1) else None
 
 
-def _behind(program: Program, start: fx.Node) -> Iterator[fx.Node]:
+def _behind(program: Program, start: fx.Node) -> tuple[fx.Node, ...]:
     """What is made of one node and constants, in order, with these."""
-    behind, constants = {start}, set[fx.Node]()
+    behind = {start}
     for node in program.nodes:
-        if node.op != "call_function" or behind.isdisjoint(node.all_input_nodes):
-            continue
-        others = [needed(program, each, ())[0] for each in node.all_input_nodes if each not in behind]
-        if None not in others:
-            behind.add(node)
-            constants.update(each for nodes in others for each in nodes or ())
-    return (node for node in program.nodes if node in constants or (node in behind and node is not start))
+        if node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):
+            others = [each for each in node.all_input_nodes if each not in behind]
+            if needed(program, others, ())[0] is not None:
+                behind.add(node)
+    return needed(program, behind, (start,))[0] or ()

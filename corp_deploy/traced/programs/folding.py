@@ -3,9 +3,9 @@
 from collections.abc import Collection
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from .program import operation, settle_
+from .program import operation, reached, set_tensor_, settle_
 
 NUMBERS = "numbers_folded"
 """What constants are called that were computed from no parameter: nothing that is learned changes them."""
@@ -26,7 +26,7 @@ def fold_(graph: fx.GraphModule) -> tuple[str, ...]:
                 values[node] = run.run_node(node)
     for node in [node for node in values if _is_folded(node, values)]:
         names.append(_name(node, values, names))
-        _put(graph, names[-1], values[node].detach().clone(memory_format=torch.contiguous_format))
+        set_tensor_(graph, names[-1], values[node].detach().clone(memory_format=torch.contiguous_format))
         with graph.graph.inserting_before(node):
             constant = graph.graph.get_attr(names[-1])
         constant.meta = dict(node.meta)
@@ -52,10 +52,7 @@ def _is_of_rows(node: fx.Node) -> bool:
 
 def _name(node: fx.Node, free: Collection[fx.Node], used: Collection[str]) -> str:
     """Of the nearest parameter of its shape that is for nothing else; else of the nearest."""
-    front = [node]
-    for each in front:
-        front += [source for source in each.all_input_nodes if source not in front]
-    sources = [each for each in front if each.op == "get_attr"]
+    sources = [each for each in reached([node]) if each.op == "get_attr"]
     for each in sources:
         is_same = each.meta["val"].shape == node.meta["val"].shape and str(each.target) not in used
         if is_same and _is_only_for(each, node, free):
@@ -67,18 +64,5 @@ def _name(node: fx.Node, free: Collection[fx.Node], used: Collection[str]) -> st
 
 def _is_only_for(source: fx.Node, node: fx.Node, free: Collection[fx.Node]) -> bool:
     """Whether all that a parameter is used for ends in one node."""
-    front = [source]
-    for each in front:
-        front += [user for user in each.users if user is not node and user not in front]
-    return all(each in free for each in front) and bool(source.meta["val"].is_floating_point())
-
-
-def _put(graph: fx.GraphModule, name: str, value: Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    owner = graph.get_submodule(path)
-    if last in owner._parameters:
-        owner._parameters[last] = nn.Parameter(value, requires_grad=False)
-    else:
-        owner._buffers.pop(last, None)
-        vars(owner).pop(last, None)  # where a constant of the code's is kept
-        owner.register_buffer(last, value)
+    ways = reached([source], lambda each: [user for user in each.users if user is not node])
+    return all(each in free for each in ways) and bool(source.meta["val"].is_floating_point())

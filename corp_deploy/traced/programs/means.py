@@ -5,9 +5,9 @@ section 3), as layers of equal weights: what is left of channels then tells the 
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from .program import SAME, module_of, operation
+from .program import SAME, module_of, operation, set_tensor_
 
 NAME = "mean_weight"
 _SCALED = frozenset(("div", "add", "clamp_min", "clamp")) | SAME
@@ -16,38 +16,30 @@ _SCALED = frozenset(("div", "add", "clamp_min", "clamp")) | SAME
 def means_as_layers_(graph: fx.GraphModule) -> None:
     """Linear layers of a constant weight [1, channels] in their place."""
     where = next((each.device for each in graph.parameters()), torch.device("cpu"))
-    means = list(_means(graph.graph))
-    for count, (node, source, axis) in enumerate(means):
-        path = _owner(graph, module_of(node)[0])
-        value: Tensor = source.meta["val"]
-        name = f"{NAME}_{count}"
+    modules = dict(graph.named_modules())
+    for count, (node, source, axis) in enumerate(list(_means(graph.graph))):
+        path, value = module_of(node)[0], source.meta["val"]
+        name = f"{path if path in modules else ''}.{NAME}_{count}".lstrip(".")
         channels = value.shape[axis]
         weight = torch.full((1, channels), 1.0 / channels, dtype=value.dtype, device=where)
-        graph.get_submodule(path).register_buffer(name, weight)
+        set_tensor_(graph, name, weight)
         order = [*(dim for dim in range(value.dim()) if dim != axis), axis]
-        back = [order.index(dim) for dim in range(value.dim())]
         with graph.graph.inserting_before(node):
-            mean_weight = graph.graph.get_attr(f"{path}.{name}".lstrip("."))
+            mean_weight = graph.graph.get_attr(name)
             mean_weight.meta = {**node.meta, "val": weight, "sizes": tuple(weight.shape)}
             moved = _moved(graph.graph, source, order, node)
             layer = graph.graph.call_function(torch.ops.aten.linear.default, (moved, mean_weight))
-            sizes = [node.meta["sizes"][dim] for dim in order]
-            layer.meta = {**node.meta, "val": node.meta["val"].permute(order), "sizes": tuple(sizes)}
-            mean = _moved(graph.graph, layer, back, node)
+            sizes = tuple(node.meta["sizes"][dim] for dim in order)
+            layer.meta = {**node.meta, "val": node.meta["val"].permute(order), "sizes": sizes}
+            mean = _moved(graph.graph, layer, [order.index(dim) for dim in range(value.dim())], node)
         node.replace_all_uses_with(mean)
         graph.graph.erase_node(node)
-    if means:
-        graph.recompile()
+    graph.recompile()
 
 
 def is_mean(weight: str) -> bool:
     """Whether a layer's weight, by its name, is one of those."""
     return weight.rpartition(".")[2].startswith(f"{NAME}_")
-
-
-def _owner(graph: fx.GraphModule, path: str) -> str:
-    """The module that a weight is to be of: the root where a program has no such one."""
-    return path if path in dict(graph.named_modules()) else ""
 
 
 def _moved(graph: fx.Graph, source: fx.Node, order: list[int], like: fx.Node) -> fx.Node:

@@ -9,8 +9,8 @@ from copy import copy
 import torch
 from torch import fx
 
-from .attention_masks import SDPA, argument, values_product
-from .program import Program, operation, sizes_at_one
+from .attention_masks import SDPA, scale_of, values_product
+from .program import Program, arguments_of, operation, sizes_at_one
 
 HIDDEN = -30_000.0
 """Beside the scores of keys that no query sees: within half precision, and nothing behind a softmax."""
@@ -20,16 +20,16 @@ _NAME = "hidden_behind"
 def spelled_out_(graph: fx.GraphModule) -> None:
     """Attentions with no other mask; those of as many queries and keys have one constant."""
     for node in list(graph.graph.nodes):
-        is_causal = operation(node) == SDPA and argument(node, 5, "is_causal")
-        if is_causal and argument(node, 3, "attn_mask") is None and not node.kwargs.get("enable_gqa"):
+        arguments = arguments_of(node) if operation(node) == SDPA else {"is_causal": False}
+        if arguments["is_causal"] and arguments["attn_mask"] is None and not arguments["enable_gqa"]:
             _spell_out_(graph, node)
     graph.recompile()
 
 
 def _spell_out_(graph: fx.GraphModule, node: fx.Node) -> None:
     queries, keys, values = node.all_input_nodes
-    (*_, asking, width), others = queries.meta["val"].shape, keys.meta["val"].shape[-2]
-    scale, name = node.kwargs.get("scale") or width**-0.5, f"{_NAME}_{asking}_{others}"
+    asking, others = queries.meta["val"].shape[-2], keys.meta["val"].shape[-2]
+    name = f"{_NAME}_{asking}_{others}"
     if name not in dict(graph.named_buffers()):
         graph.register_buffer(name, torch.full((asking, others), HIDDEN).triu(1))
     aten, stack = torch.ops.aten, node.meta.get("nn_module_stack", {})
@@ -42,7 +42,7 @@ def _spell_out_(graph: fx.GraphModule, node: fx.Node) -> None:
     with graph.graph.inserting_before(node):
         hidden_NN = graph.graph.get_attr(name)
         transposed_keys = call_op(aten.transpose.int, keys, -2, -1)
-        scores = call_op(aten.matmul.default, call_op(aten.mul.Scalar, queries, scale), transposed_keys)
+        scores = call_op(aten.matmul.default, call_op(aten.mul.Scalar, queries, scale_of(node)), transposed_keys)
         weights = call_op(aten.softmax.int, call_op(aten.add.Tensor, scores, hidden_NN), -1, torch.float32)
         attended = call_op(aten.matmul.default, call_op(aten.to.other, weights, values), values)
     attended.meta |= node.meta

@@ -3,7 +3,8 @@ images stand in what a node gives: alone on an axis, or together with what else 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +66,31 @@ def tensor_of(module: nn.Module, name: str) -> Tensor:
     return value
 
 
-def constant_names(nodes: Iterable[fx.Node]) -> set[str]:
-    """The names of all parameters and constants."""
-    return {str(node.target) for node in nodes if node.op == "get_attr"}
+def constant_names(nodes: Iterable[fx.Node]) -> dict[str, None]:
+    """The names of all parameters and constants, in order."""
+    return {str(node.target): None for node in nodes if node.op == "get_attr"}
+
+
+def times_used(program: Program) -> Counter[str]:
+    """How often each parameter and constant is taken."""
+    taken = (node for node in program.nodes if node.op == "get_attr")
+    return Counter(str(node.target) for node in taken for _ in node.users)
+
+
+def set_tensor_(module: nn.Module, name: str, value: Tensor) -> None:
+    """A parameter, which needs no gradient, or a constant of this name, in the place of what had it before."""
+    owner, _, last = name.rpartition(".")
+    module = module.get_submodule(owner)
+    vars(module).pop(last, None)  # where a constant of the code's is kept
+    if last in module._parameters or (isinstance(value, nn.Parameter) and last not in module._buffers):
+        module._parameters[last] = nn.Parameter(value.detach(), requires_grad=False)
+    else:
+        module.register_buffer(last, value)
+
+
+def delete_tensor_(module: nn.Module, name: str) -> None:
+    owner, _, last = name.rpartition(".")
+    delattr(module.get_submodule(owner), last)
 
 
 def settle_(graph: fx.GraphModule) -> None:
@@ -75,9 +98,8 @@ def settle_(graph: fx.GraphModule) -> None:
     before = constant_names(graph.graph.nodes)
     # What drops nothing in evaluation counts as random, though.
     graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    for name in before - constant_names(graph.graph.nodes):
-        owner, _, last = name.rpartition(".")
-        delattr(graph.get_submodule(owner), last)
+    for name in before.keys() - constant_names(graph.graph.nodes).keys():
+        delete_tensor_(graph, name)
     graph.recompile()
 
 
@@ -89,6 +111,28 @@ def operation(node: fx.Node) -> str:
         namespace, _, name = node.target._schema.name.partition("::")
         return name if namespace == "aten" else f"{namespace}.{name}"
     return str(getattr(node.target, "__name__", node.target))
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """By their names in the op's schema, defaults among them; of another function by their places."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {str(place): each for place, each in enumerate(node.args)} | dict(node.kwargs)
+    schema = node.target._schema.arguments
+    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return defaults | {each.name: given for each, given in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+
+
+def reached(
+    starts: Iterable[fx.Node], along: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
+) -> dict[fx.Node, None]:
+    """These nodes and all that a way leads to from them, the nearest first: what they are computed of unless said."""
+    found = dict.fromkeys(starts)
+    front = list(found)
+    for node in front:
+        new = [each for each in along(node) if each not in found]
+        found |= dict.fromkeys(new)
+        front += new
+    return found
 
 
 def module_of(node: fx.Node) -> tuple[str, str]:
@@ -124,6 +168,15 @@ def _at_one(sizes: Any) -> Any:
     return sizes.at(1) if isinstance(sizes, BatchAffineSize) else sizes
 
 
+def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int] | None:
+    """To reshape to in a node's place: these sizes at a batch of 1, at any other what is left; None where the batch
+    counts several.
+    """
+    dense = node.meta["sizes"]
+    shape = [-1 if isinstance(each, BatchAffineSize) else size for each, size in zip(dense, sizes, strict=True)]
+    return None if shape.count(-1) > 1 else shape
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """`axis` counts [outer, images, inner], the last fastest."""
@@ -151,52 +204,29 @@ IN_FRONT = Batch(axis=0, outer=1, inner=1)
 
 def batch_of(node: fx.Node) -> Batch | None:
     """Of a tensor's node; None where that can't be told, as of a program for one batch size alone."""
-    way = [node]
-    while (place := _alone(way[-1])) is None:
-        before = next((each for each in way[-1].all_input_nodes if _counting(each) is not None), None)
-        if before is None:
-            return None
-        way.append(before)
-    for before, behind in zip(way[::-1], way[-2::-1], strict=False):
-        place = _carried(place, before, behind)
-        if place is None:
-            return None
-    return place
-
-
-def _counting(node: fx.Node) -> int | None:
-    """The one axis that the batch counts; of several tensors that of the first."""
-    sizes = node.meta.get("sizes")
-    sizes = sizes[0] if isinstance(sizes, tuple) and sizes and isinstance(sizes[0], tuple) else sizes
-    axes = (
-        [dim for dim, size in enumerate(sizes) if isinstance(size, BatchAffineSize)] if isinstance(sizes, tuple) else []
-    )
-    return axes[0] if len(axes) == 1 else None
-
-
-def _sizes(node: fx.Node) -> tuple[int, ...]:
-    sizes: Any = sizes_at_one(node)
-    return sizes[0] if isinstance(sizes[0], tuple) else sizes
-
-
-def _alone(node: fx.Node) -> Batch | None:
-    axis = _counting(node)
-    return None if axis is None or _sizes(node)[axis] != 1 else Batch(axis=axis, outer=1, inner=1)
-
-
-def _carried(place: Batch, before: fx.Node, behind: fx.Node) -> Batch | None:
-    """From a node to one that takes what it gives."""
-    axis, old, new = _counting(behind), _sizes(before), _sizes(behind)
-    if axis is None:
+    axis, sizes = _counted(node)
+    if axis is None or sizes[axis] == 1:
+        return None if axis is None else Batch(axis=axis, outer=1, inner=1)
+    before = next((each for each in node.all_input_nodes if _counted(each)[0] is not None), None)
+    place = None if before is None else batch_of(before)
+    if before is None or place is None:
         return None
-    outer, inner = place.outer, place.inner
-    if operation(behind) in SHAPED:
-        outer, other = divmod(math.prod(old[: place.axis]) * outer, math.prod(new[:axis]))
-        inner = new[axis] // max(outer, 1)
-        return None if other or outer * inner != new[axis] else Batch(axis=axis, outer=outer, inner=inner)
-    times, other = divmod(new[axis], old[place.axis])
-    if operation(behind) == "repeat":
+    old, outer, inner = _counted(before)[1], place.outer, place.inner
+    times, other = divmod(sizes[axis], old[place.axis])
+    if operation(node) in SHAPED:
+        outer, other = divmod(math.prod(old[: place.axis]) * outer, math.prod(sizes[:axis]))
+        inner = sizes[axis] // max(outer, 1)
+    elif operation(node) == "repeat":
         outer *= times
-    elif operation(behind) == "repeat_interleave":
+    elif operation(node) == "repeat_interleave":
         inner *= times
-    return Batch(axis=axis, outer=outer, inner=inner) if outer * inner == new[axis] and not other else None
+    return Batch(axis=axis, outer=outer, inner=inner) if outer * inner == sizes[axis] and not other else None
+
+
+def _counted(node: fx.Node) -> tuple[int | None, tuple[int, ...]]:
+    """The one axis that the batch counts, and the sizes at a batch of 1; of several tensors those of the first."""
+    sizes: Any = node.meta.get("sizes")
+    sizes = sizes if isinstance(sizes, tuple) else ()
+    sizes = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes
+    axes = [dim for dim, size in enumerate(sizes) if isinstance(size, BatchAffineSize)]
+    return (axes[0], _at_one(sizes)) if len(axes) == 1 else (None, ())

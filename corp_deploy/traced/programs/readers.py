@@ -13,10 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .program import IN_FRONT, Batch, Program, batch_of, constant_names, operation
-
-_SAME = ("_to_copy", "alias", "clone", "contiguous", "expand", "reshape", "slice", "squeeze", "to", "unsqueeze", "view")
-"""What gives the numbers that it is given."""
+from .program import (
+    IN_FRONT,
+    RUN,
+    SAME,
+    SHAPED,
+    Batch,
+    Program,
+    arguments_of,
+    batch_of,
+    constant_names,
+    delete_tensor_,
+    operation,
+    set_tensor_,
+)
 
 
 def vocabularies(program: Program) -> dict[str, int]:
@@ -27,7 +37,7 @@ def vocabularies(program: Program) -> dict[str, int]:
             continue
         table, source = node.args[:2]
         assert isinstance(table, fx.Node), node
-        while isinstance(source, fx.Node) and operation(source).rstrip("_") in _SAME:
+        while isinstance(source, fx.Node) and operation(source) in SAME | SHAPED | RUN:
             source = source.args[0]
         value = table.meta.get("val")
         if isinstance(source, fx.Node) and source.op == "placeholder" and isinstance(value, Tensor):
@@ -57,13 +67,11 @@ class Called:
 def every_layer(program: Program) -> Iterator[Called]:
     """Those whose weight is a parameter, in order of the program."""
     for node in program.nodes:
-        if node.op != "call_function" or node.target not in (LINEAR, CONV2D):
-            continue
-        weight, bias = (node.args[place] if len(node.args) > place else None for place in (1, 2))
-        is_parameter = [isinstance(each, fx.Node) and each.op == "get_attr" for each in (weight, bias)]
-        if not is_parameter[0] or not (is_parameter[1] or bias is None):
-            continue
-        yield Called(node=node, weight=str(weight.target), bias=str(bias.target) if is_parameter[1] else "")  # type: ignore[union-attr]
+        if node.target in (LINEAR, CONV2D):
+            arguments = arguments_of(node)
+            weight, bias = arguments["weight"], arguments["bias"]
+            if weight.op == "get_attr" and (bias is None or bias.op == "get_attr"):
+                yield Called(node=node, weight=str(weight.target), bias=str(bias.target) if bias is not None else "")
 
 
 def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
@@ -76,9 +84,7 @@ def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
 
 
 def groups_of(node: fx.Node) -> int:
-    groups = node.args[6] if len(node.args) > 6 else 1
-    assert isinstance(groups, int), node
-    return groups
+    return int(arguments_of(node).get("groups", 1))
 
 
 def gain_behind(program: Program, node: fx.Node) -> Tensor | None:
@@ -86,11 +92,10 @@ def gain_behind(program: Program, node: fx.Node) -> Tensor | None:
     norm = next(iter(node.users)) if len(node.users) == 1 else node
     if norm.target is not BATCH_NORM:
         return None
-    weight, _, _, variance = (each if each is None else program.tensor(str(each.target)) for each in norm.args[1:5])  # type: ignore[union-attr]
-    eps = norm.args[7]
-    assert variance is not None and isinstance(eps, float), norm  # noqa: PT018
-    gain_O: Tensor = (variance.double() + eps).rsqrt()
-    return gain_O if weight is None else weight.detach().double() * gain_O
+    arguments = arguments_of(norm)
+    gain_O: Tensor = (program.tensor(str(arguments["running_var"].target)).double() + arguments["eps"]).rsqrt()
+    weight = arguments["weight"]
+    return gain_O if weight is None else program.tensor(str(weight.target)).detach().double() * gain_O
 
 
 def weight_with_gain(program: Program, name: str) -> Tensor:
@@ -98,7 +103,11 @@ def weight_with_gain(program: Program, name: str) -> Tensor:
     weight = program.tensor(name).detach().double()
     calls = [layer.node for layer in every_layer(program) if layer.weight == name]
     gain_O = gain_behind(program, calls[0]) if len(calls) == 1 else None
-    return weight if gain_O is None else weight * gain_O.view(-1, *[1] * (weight.dim() - 1))
+    return with_gain(weight, gain_O)
+
+
+def with_gain(weight: Tensor, gain_O: Tensor | None) -> Tensor:
+    return weight if gain_O is None else weight * gain_O.to(weight.device).view(-1, *[1] * (weight.dim() - 1))
 
 
 def with_biases_(program: Program) -> tuple[str, ...]:
@@ -115,59 +124,46 @@ def with_biases_(program: Program) -> tuple[str, ...]:
         name = f"{stem}bias" if f"{stem}bias" not in names else f"{stem}added_bias"
         if name not in added:
             weight = program.tensor(layer.weight)
-            owner, _, last = name.rpartition(".")
-            zeros = nn.Parameter(weight.new_zeros(len(weight)), requires_grad=False)
-            graph.get_submodule(owner).register_parameter(last, zeros)
+            set_tensor_(graph, name, nn.Parameter(weight.new_zeros(len(weight)), requires_grad=False))
             added[name] = None
         with graph.graph.inserting_before(layer.node):
             bias = graph.graph.get_attr(name)
         value = program.tensor(name)
         bias.meta = {**layer.node.meta, "val": value, "sizes": tuple(value.shape)}
-        rest = layer.node.args[3:]
-        layer.node.args = (*layer.node.args[:2], bias, *rest)
+        layer.node.args = (*layer.node.args[:2], bias, *layer.node.args[3:])
         layer.node.kwargs = {key: each for key, each in layer.node.kwargs.items() if key != "bias"}
-    if added:
-        graph.recompile()
+    graph.recompile()
     return tuple(added)
 
 
-def without_biases_(graph: fx.GraphModule, names: Mapping[str, None] | tuple[str, ...]) -> None:
+def without_biases_(graph: fx.GraphModule, names: Collection[str]) -> None:
     """Take biases of these names away from their layers."""
     for node in list(graph.graph.nodes):
         if node.op == "get_attr" and str(node.target) in names:
             for user in list(node.users):
-                user.args = (*user.args[:2], None, *user.args[3:])
+                user.update_arg(2, None)
             graph.graph.erase_node(node)
     for name in names:
-        owner, _, last = name.rpartition(".")
-        delattr(graph.get_submodule(owner), last)
-    if names:
-        graph.recompile()
+        delete_tensor_(graph, name)
+    graph.recompile()
 
 
 class BatchFirst(nn.Module):
-    """A layer that has the images in front of all that it hears, wherever they stand around it."""
+    """A layer that has the images in front of all that it hears, wherever they stand around it; of one image's rows
+    [...] it hears those alone that `is_read` says to go somewhere, others are of no interest.
+    """
 
-    def __init__(self, layer: Layer, batch: Batch) -> None:
+    is_read: Tensor | None
+
+    def __init__(self, layer: Layer, batch: Batch, is_read: Tensor | None) -> None:
         super().__init__()
         self.layer, self.batch = layer, batch
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.batch.back(self.layer(self.batch.in_front(x)))
-
-
-class SelectedRows(nn.Module):
-    """A layer that hears the rows alone that go somewhere, of those of one image [...]: others are of no interest."""
-
-    is_read: Tensor
-
-    def __init__(self, layer: Layer, batch: Batch, is_read: Tensor) -> None:
-        super().__init__()
-        self.layer, self.batch = layer, batch
-        self.register_buffer("is_read", batch.in_front(is_read).flatten())
+        self.register_buffer("is_read", None if is_read is None else batch.in_front(is_read).flatten())
 
     def forward(self, x: Tensor) -> Tensor:
         front = self.batch.in_front(x)
+        if self.is_read is None:
+            return self.batch.back(self.layer(front))
         rows = front.flatten(1, -2)
         outputs = rows.new_zeros(*rows.shape[:2], self.layer.weight.shape[0])
         outputs[:, self.is_read] = self.layer(rows[:, self.is_read])
@@ -187,11 +183,13 @@ def listening(
     modules = {layer.node.name: as_module(program, layer) for layer in called if layer.node.name in hooked}
     taps: dict[str, nn.Module] = {name: nn.Identity() for name in tapped}
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    root: dict[str, Tensor | nn.Module] = {f"given.of_{name}": module for name, module in taps.items()}
+    root: dict[str, Any] = {f"given.of_{name}": module for name, module in taps.items()}
     for node in program.nodes:
         if node.name in modules:
-            entering, name = node.all_input_nodes[0], f"listened.{node.name}"
-            root[name] = _as_module(modules[node.name], batch_of(entering), read.get(node.name))
+            entering, name, layer = node.all_input_nodes[0], f"listened.{node.name}", modules[node.name]
+            batch, is_read = batch_of(entering), read.get(node.name)
+            assert batch is not None, node
+            root[name] = layer if batch == IN_FRONT and is_read is None else BatchFirst(layer, batch, is_read)
             nodes[node] = graph.call_module(name, (nodes[entering],))
         else:
             nodes[node] = graph.node_copy(node, lambda each: nodes[each])
@@ -200,9 +198,12 @@ def listening(
     for node in [each for each in graph.nodes if each.op == "get_attr" and not each.users]:
         graph.erase_node(node)
     graph.set_codegen(copy(program.graph.graph._codegen))
-    root |= {str(node.target): program.tensor(str(node.target)) for node in graph.nodes if node.op == "get_attr"}
-    own = [str(node.target) for node in program.nodes if node.op == "call_module"]
-    root |= {name: program.graph.get_submodule(name) for name in own}
+    root |= {name: program.tensor(name) for name in constant_names(graph.nodes)}
+    root |= {
+        str(each.target): program.graph.get_submodule(str(each.target))
+        for each in program.nodes
+        if each.op == "call_module"
+    }
     return fx.GraphModule(root, graph).eval(), modules, taps
 
 
@@ -210,13 +211,6 @@ def is_heard(reader: fx.Node, source: fx.Node) -> bool:
     """Whether statistics can be taken of what a layer reads: images can be told apart there, and maps are one each."""
     batch = batch_of(source)
     return batch is not None and (reader.target is LINEAR or batch.outer * batch.inner == 1)
-
-
-def _as_module(layer: Layer, batch: Batch | None, is_read: Tensor | None) -> nn.Module:
-    assert batch is not None, layer
-    if is_read is not None:
-        return SelectedRows(layer, batch, is_read)
-    return layer if batch == IN_FRONT else BatchFirst(layer, batch)
 
 
 def as_module(program: Program, layer: Called) -> Layer:
@@ -227,22 +221,14 @@ def as_module(program: Program, layer: Called) -> Layer:
     if layer.node.target is LINEAR:
         module = nn.Linear(columns, rows, bias=bias is not None, device="meta")
     else:
-        stride, padding, dilation = ((*_pair(layer.node, place),) for place in (3, 4, 5))
-        sizes = tuple(weight.shape[2:])
-        how = {"stride": stride, "padding": padding, "dilation": dilation, "bias": bias is not None}
-        groups = groups_of(layer.node)
-        module = nn.Conv2d(columns * groups, rows, sizes, groups=groups, device="meta", **how)  # type: ignore[arg-type]
+        arguments, groups = arguments_of(layer.node), groups_of(layer.node)
+        # One number stands for both directions.
+        how = {name: (arguments[name][0], arguments[name][-1]) for name in ("stride", "padding", "dilation")}
+        size = (weight.shape[2], weight.shape[3])
+        module = nn.Conv2d(columns * groups, rows, size, groups=groups, bias=bias is not None, device="meta", **how)  # type: ignore[arg-type]
     module.weight = _parameter(weight)
     module.bias = None if bias is None else _parameter(bias)
     return module
-
-
-def _pair(node: fx.Node, place: int) -> tuple[int, int]:
-    """A number for each direction."""
-    argument = node.args[place] if len(node.args) > place else None
-    numbers: Any = argument if isinstance(argument, list | tuple) else (argument,)
-    first = (0 if place == 4 else 1) if numbers[0] is None else numbers[0]
-    return int(first), int(numbers[-1] if len(numbers) > 1 else first)
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
@@ -252,10 +238,8 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 def with_tensors(program: Program, tensors: Mapping[str, Tensor]) -> Program:
     """The same program, node by node, with other values of some parameters."""
     graph = program.graph.graph
-    used = {str(node.target): None for node in graph.nodes if node.op == "get_attr"}
-    root: dict[str, Tensor] = {
-        name: _parameter(tensors[name]) if name in tensors else program.tensor(name) for name in used
-    }
+    root: dict[str, Any] = {name: program.tensor(name) for name in constant_names(graph.nodes)}
+    root |= {name: _parameter(each) for name, each in tensors.items() if name in root}
     owner = graph.owning_module
     changed = fx.GraphModule(root, graph)
     graph.owning_module = owner

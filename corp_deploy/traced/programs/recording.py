@@ -9,13 +9,14 @@ import inspect
 import operator
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import _compiling_state_context as exporting
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
@@ -46,17 +47,13 @@ def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     names, inputs = _names(model, args, kwargs), (tuple(args), dict(kwargs))
     running, (one, two) = without_memory(model), BATCHES
     first = _run(model, running, at_batch(inputs, one), names)
+
+    def beside(running: nn.Module) -> fx.GraphModule:
+        return _Graph(model, first, _run(model, running, at_batch(inputs, two), names)).build(inputs, names)
+
     with suppress(Exception):  # of one that keeps something from its first call on
-        return _program(model, first, _run(model, running, at_batch(inputs, two), names), inputs, names)
-    return _program(model, first, _run(model, without_memory(model), at_batch(inputs, two), names), inputs, names)
-
-
-def _program(model: nn.Module, first: _Recorded, other: _Recorded, inputs: Any, names: list[str]) -> fx.GraphModule:
-    if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
-        raise BatchDependentProgram(f"{len(first.calls)} calls and {len(other.calls)}")
-    if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
-        raise BatchDependentProgram("other constants")
-    return _Graph(model, first, other).build(inputs, names)
+        return beside(running)
+    return beside(without_memory(model))
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -89,7 +86,8 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
     stack = list[tuple[str, str]]()
     on_meta = bool(own) and all(each.is_meta for _, each in _tensors(model))
     recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
-    with torch.no_grad(), _compiling(), _stacked(running, stack), Numbers(), enable_python_dispatcher(), recorder:
+    # Models leave checks of numbers out where torch says that it exports them.
+    with torch.no_grad(), exporting(), _stacked(running, stack), Numbers(), enable_python_dispatcher(), recorder:
         gives = running(*args, **kwargs)
     return _Recorded(
         calls=recorder.calls,
@@ -106,20 +104,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _compiling() -> Iterator[None]:
-    """Models leave checks of numbers out where torch says that it exports them."""
-    flags = ("_is_compiling_flag", "_is_exporting_flag")
-    before = {name: getattr(torch.compiler, name) for name in flags}
-    for name in flags:
-        setattr(torch.compiler, name, True)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(torch.compiler, name, value)
-
-
-@contextmanager
 def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
     """While it runs, the stack has the modules that are running."""
     paths = {id(module): path for path, module in model.named_modules()}
@@ -133,9 +117,7 @@ def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
         if id(module) in paths:
             stack.pop()
 
-    with ExitStack() as exit_stack:
-        for handle in (hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)):
-            exit_stack.callback(handle.remove)
+    with hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave):
         yield
 
 
@@ -149,6 +131,10 @@ class _Graph:
     """What was recorded at two batches, as one graph."""
 
     def __init__(self, model: nn.Module, first: _Recorded, other: _Recorded) -> None:
+        if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
+            raise BatchDependentProgram(f"{len(first.calls)} calls and {len(other.calls)}")
+        if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
+            raise BatchDependentProgram("other constants")
         self.first, self.other = first, other
         self.root: dict[str, Tensor] = {}
         for name, each in _tensors(model):

@@ -1,6 +1,6 @@
 """Sizes that the batch counts, told apart from others by what two batches of different sizes give."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,22 +90,15 @@ class _OnMeta(fx.Interpreter):
             self.gave[key] = super().call_function(target, *arguments)
         return self.gave[key]
 
-    def run_node(self, n: fx.Node) -> Any:
-        self.values[n] = values = super().run_node(n)
-        return values
-
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self.values: dict[fx.Node, Any] = {}
         self.gave: dict[Any, Any] = {}
 
 
 def size_(graph: fx.GraphModule, inputs: Sequence[Tensor], *, any_batch: bool) -> None:
     """Tell every node what it gives, on meta, and of which sizes."""
-    values: list[Mapping[fx.Node, Any]] = []
-    for batch in BATCHES if any_batch else (len(inputs[0]),) * 2:
-        run = _OnMeta(graph)
+    runs = _OnMeta(graph), _OnMeta(graph)
+    for run, batch in zip(runs, BATCHES if any_batch else (len(inputs[0]),) * 2, strict=True):
         run.run(*at_batch(inputs, batch), enable_io_processing=False)
-        values.append(run.values)
     for node in graph.graph.nodes:
-        tell(node, values[0][node], values[1][node])
+        tell(node, *(run.env[node] for run in runs))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .program import Program, number_of, sizes_at_one
+from .program import Program, number_of, reached, sizes_at_one
 from .readers import LINEAR, Called, layers
 
 
@@ -45,9 +45,7 @@ def run(
             tensor = program.tensor(str(node.target)).detach()
             every[node] = tensor.to(dtype, copy=True) if dtype is not None and tensor.is_floating_point() else tensor
             continue
-        args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda each: every[each] if each in every else number_of(each)
-        )
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: every.get(each, number_of(each)))
         assert callable(node.target), node
         every[node] = node.target(*args, **kwargs)
     return every
@@ -56,24 +54,23 @@ def run(
 def between(program: Program, source: fx.Node) -> Subprogram | None:
     """Up to the source; None where it is made of something else than what one layer gives."""
     by_node = {each.node: each for each in layers(program)}
-    nodes, found = needed(program, source, by_node)
+    nodes, found = needed(program, [source], by_node)
     if nodes is None or len(found) != 1:
         return None
     return Subprogram(program=program, layer=by_node[found.pop()], nodes=nodes)
 
 
 def needed(
-    program: Program, source: fx.Node, layer_nodes: Collection[fx.Node]
+    program: Program, ends: Iterable[fx.Node], available: Collection[fx.Node]
 ) -> tuple[tuple[fx.Node, ...] | None, set[fx.Node]]:
-    """What has to run for a node, in order, behind which ones of those known; None where inputs have to be."""
-    every, found, front = set[fx.Node](), set[fx.Node](), [source]
-    while front:
-        node = front.pop()
-        if node in layer_nodes:
-            found.add(node)
-        elif node.op not in ("get_attr", "call_function"):
-            return None, found
-        elif node not in every and number_of(node) is None:
-            every.add(node)
-            front += node.all_input_nodes
-    return tuple(node for node in program.nodes if node in every), found
+    """What has to run for these nodes, in order, behind which ones of those available; None where inputs have to be."""
+
+    def entering(node: fx.Node) -> list[fx.Node]:
+        return [] if node in available or number_of(node) is not None else node.all_input_nodes
+
+    every = reached(ends, entering)
+    found = {node for node in every if node in available}
+    if any(node.op not in ("get_attr", "call_function") for node in every.keys() - found):
+        return None, found
+    inside = (node for node in program.nodes if node in every and node not in found)
+    return tuple(node for node in inside if number_of(node) is None), found

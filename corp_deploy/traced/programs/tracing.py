@@ -2,8 +2,8 @@
 
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -31,17 +31,18 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
     graph.requires_grad_(False)
     _without_changes_(graph.graph)
     _drop_checks_(graph.graph)
-    _without_views_(graph)
-    _by_sizes_(graph.graph)
-    _by_types_(graph.graph)
+    _by_numbers_(graph.graph)
     means_as_layers_(graph)
     return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_(graph))
 
 
 def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, bool]:
     """For any batch if that can be, else for that of the inputs."""
-    with _plain_attention(), warnings.catch_warnings():
+    with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # The fast paths of nn.MultiheadAttention and nn.TransformerEncoder are one op each.
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         with suppress(Exception):  # whatever a model's own code raises, torch.export says why
             return recorded(model, args, kwargs), True
         with suppress(Exception):
@@ -84,45 +85,28 @@ def _sizes(value: Any) -> Any:
     return BatchAffineSize(two - one, one - (two - one))
 
 
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Without the fast paths of nn.MultiheadAttention and nn.TransformerEncoder, which are one op each."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _by_sizes_(graph: fx.Graph) -> None:
-    """What is spread out to another tensor's sizes is so by these numbers, where none that the batch counts is new: of
-    the other tensor nothing else is taken, and its elements may go.
-    """
-    for node in [each for each in graph.nodes if operation(each) == "expand_as"]:
-        source = node.args[0]
-        before = (1,) * (len(node.meta["sizes"]) - len(source.meta["sizes"])) + tuple(source.meta["sizes"])
-        sizes = [-1 if was == now else now for was, now in zip(before, node.meta["sizes"], strict=True)]
-        if all(isinstance(size, int) for size in sizes):
-            node.target, node.args = torch.ops.aten.expand.default, (source, sizes)
-
-
-def _by_types_(graph: fx.Graph) -> None:
-    """What is brought to the type of another tensor and is of it is itself: it is not made of the other."""
-    for node in [each for each in graph.nodes if operation(each) == "type_as"]:
-        source = node.args[0]
-        if source.meta["val"].dtype == node.meta["val"].dtype:
+def _by_numbers_(graph: fx.Graph) -> None:
+    """Calls that take of another tensor its sizes or type alone have those themselves, so that its elements may go."""
+    for node in list(graph.nodes):
+        source: Any = node.args[0] if node.args else None
+        if node.target is torch.ops.aten.view.default:
+            # Whether a tensor can be seen as another shape depends on where it was made: an attention on another device
+            # gives other strides. A copy where it can't be is the same numbers.
+            node.target = torch.ops.aten.reshape.default
+        elif operation(node) == "type_as" and source.meta["val"].dtype == node.meta["val"].dtype:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+        elif operation(node) == "expand_as":
+            before = (1,) * (len(node.meta["sizes"]) - len(source.meta["sizes"])) + tuple(source.meta["sizes"])
+            sizes = [-1 if was == now else now for was, now in zip(before, node.meta["sizes"], strict=True)]
+            if all(isinstance(size, int) for size in sizes):  # none that the batch counts is new
+                node.target, node.args = torch.ops.aten.expand.default, (source, sizes)
 
 
 def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     """The calls that change their first argument in place, and that."""
-    return [
-        (node, node.args[0])
-        for node in graph.nodes
-        if changes_in_place(node) and node.args and isinstance(node.args[0], fx.Node)
-    ]
+    calls = [node for node in graph.nodes if changes_in_place(node) and node.args]
+    return [(node, node.args[0]) for node in calls if isinstance(node.args[0], fx.Node)]
 
 
 def _changes_a_view(graph: fx.Graph) -> bool:
@@ -154,15 +138,6 @@ def _anew(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         return op
     other = getattr(torch.ops.aten, name.removesuffix("_"))
     return getattr(other, op._overloadname) if op._overloadname in other.overloads() else op
-
-
-def _without_views_(graph: fx.GraphModule) -> None:
-    """Whether a tensor can be seen as another shape depends on where it was made: an attention on another device gives
-    other strides. A copy where it can't be is the same numbers.
-    """
-    for node in graph.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
 
 
 def _drop_checks_(graph: fx.Graph) -> None:

@@ -44,18 +44,8 @@ def _is_floating(node: fx.Node, kind: str) -> bool:
 
 def made_on_(graph: fx.GraphModule, place: torch.device) -> None:
     """Where a program makes tensors itself, of a batch's size say, it makes them there."""
-
-    moved = list[torch.device]()
-
-    def placed(argument: Any) -> Any:
-        if not isinstance(argument, torch.device):
-            return argument
-        moved.append(argument)
-        return place
-
-    _change_arguments_(graph.graph.nodes, placed)
-    if moved:
-        graph.recompile()
+    _change_arguments_(graph.graph.nodes, lambda each: place if isinstance(each, torch.device) else each)
+    graph.recompile()
 
 
 def _change_arguments_(nodes: Iterable[Any], change: Callable[[Any], Any]) -> None:
