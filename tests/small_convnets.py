@@ -48,13 +48,11 @@ def _sizes(name: str) -> dict[str, Any]:
 
 
 def _efficientnet(name: str, **kwargs: Any) -> nn.Module:
-    model: nn.Module = _create_effnet(name, **_sizes(name), **kwargs)
-    return model
+    return _create_effnet(name, **_sizes(name), **kwargs)
 
 
 def _mobilenetv3(name: str, **kwargs: Any) -> nn.Module:
-    model: nn.Module = _create_mnv3(name, **_sizes(name), **kwargs)
-    return model
+    return _create_mnv3(name, **_sizes(name), **kwargs)
 
 
 @register_model

@@ -53,10 +53,8 @@ def test_a_row_names_the_sites_that_there_are(row: dict[str, Any], tmp_path: Pat
     if row["source"] != "timm" and find_spec(row["source"]) is None:
         pytest.skip(f"{row['source']} is not installed")
     sites = sites_of(dense(instance_of(row), tmp_path).model)
-    kinds, own = (
-        Counter(HONOURED.get(each.kind, each.kind) for each in sites.every),
-        Counter(each.kind for each in sites.every),
-    )
+    own = Counter(each.kind for each in sites.every)
+    kinds = Counter(HONOURED.get(each.kind, each.kind) for each in sites.every)
     found = kinds["channels"], max(own[chain.PAIRS], own[chain.VALUES]), kinds[CONVOLUTIONS]
     assert (row["mlps"], row["attentions"], row.get("rows", 0)) == found
     assert row["reasons"] == sorted({refusal.reason for refusal in sites.refused})

@@ -20,7 +20,7 @@ from corp_deploy.traced.models.narrowing import at_widths
 from corp_deploy.traced.models.sites import Currency
 from ground.ports import Port, image_port
 from perf.parity.tolerance import exact
-from tests import tiny
+from tests import timm_models, tiny
 
 
 def hand_macs(
@@ -78,20 +78,15 @@ def torchs_macs(model: nn.Module) -> int:
     return int(counter.get_total_flops()) // 2
 
 
+FORMS = (
+    "class token", "distilled", "registers", "norm before", "attention pool", "attention pool without weights",
+    "q/k norm", "packed gate", "gate apart", "no classes",
+)  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("vit_tiny_patch16_224", {}),
-    "distilled": ("deit_tiny_distilled_patch16_224", {}),
-    "registers": ("vit_small_patch14_reg4_dinov2", {}),
-    "clip": ("vit_base_patch16_clip_224", {}),
-    "map pool": ("vit_base_patch16_siglip_224", {}),
-    "prr pool": ("vit_tiny_patch16_224", {"global_pool": "prr"}),
+    **{form: timm_models.VITS[form] for form in FORMS},
     "hybrid r26": ("vit_small_r26_s32_224", {}),
     "hybrid resnet50d": ("vit_base_resnet50d_224", {}),
     "mobile stem": ("vit_base_mci_224", {}),
-    "q/k norm": ("vit_tiny_patch16_224", {"qk_norm": True}),
-    "swiglu giant": ("vit_giant_patch14_reg4_dinov2", {}),
-    "aimv2": ("aimv2_large_patch14_224", {}),
-    "backbone": ("vit_tiny_patch16_224", {"num_classes": 0}),
     "4 channels, oblong": ("vit_tiny_patch16_224", {"in_chans": 4, "img_size": (64, 128)}),
 }
 
@@ -99,7 +94,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_count_is_torchs_own(family: str) -> None:
     name, kwargs = FAMILIES[family]
-    model = on_meta(name, depth=2, **kwargs)
+    model = on_meta(name, **kwargs | {"depth": 2})
     found = inspection_of_model(model)
     assert found["macs"] == macs(model) == torchs_macs(model)
     rows = found["sites"] + found["fixed"]

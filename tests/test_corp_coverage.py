@@ -10,13 +10,12 @@ import pytest
 from click.testing import Result
 
 from calib.store import save as save_moments
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Refusal, TracedChannels
@@ -26,11 +25,10 @@ from perf.parity.tolerance import limits
 from tests import tiny
 from tests.command import invoked
 
-SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7, "img_size": 32, "patch_size": 8}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("vit_tiny_patch16_224", SMALL),
-    "q/k norm": ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}),
-    "norm inside": ("vit_tiny_patch16_224", {**SMALL, "scale_mlp_norm": True}),
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "q/k norm": {"qk_norm": True},
+    "norm inside": {"scale_mlp_norm": True},
 }
 
 
@@ -39,13 +37,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each model with its moments, in a directory of its own."""
     root = tmp_path_factory.mktemp("models")
     np.save(root / "images.npy", tiny.images(16))
-    for family, (name, kwargs) in MODELS.items():
-        model = tiny.timm_model(name, **kwargs).requires_grad_(False)
-        tiny.enliven(model, 0)
-        checkpoint = Checkpoint(model=model, architecture=Architecture(name=name, kwargs=kwargs), lineage={})
+    for family, kwargs in MODELS.items():
+        checkpoint = tiny.checkpoint(**kwargs)
         at = root / family.replace("/", "")
         save(checkpoint, at)
-        images = images_for_model(model, root / "images.npy")
+        images = images_for_model(checkpoint.model, root / "images.npy")
         save_moments(calibrate(checkpoint, images, batch_size=8), at / "m.safetensors")
     return root
 
@@ -111,14 +107,14 @@ def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
     assert "nothing would be removed, 0 of 4 sites reduced" in refused.stderr
     assert "rounded to multiples (head 16)" in refused.stderr
     reduce(home, "plain", tmp_path / "r", *words, "--allow-partial")
-    found = sites_of(tiny.timm_model("vit_tiny_patch16_224", **SMALL))
+    found = sites_of(tiny.checkpoint().model)
     keeps = method_from_preset("vbp", attention_sparsity=0.5)
     with pytest.raises(BadInput, match="this preset's method reduces MLPs only"):
         require_as_asked(coverage(found, keeps, {}, by_site=False), keeps)
 
 
 def test_a_place_that_is_refused_counts_where_it_was_asked_for() -> None:
-    plain = sites_of(tiny.timm_model("vit_tiny_patch16_224", **{**SMALL, "depth": 1}))
+    plain = sites_of(tiny.checkpoint(depth=1).model)
     lost = {"blocks.1.attn.qk": TracedPairs.kind, "blocks.1.mlp": TracedChannels.kind}
     refused = tuple(Refusal(name=name, reason="block is odd", kind=kind) for name, kind in lost.items())
     found = replace(plain, refused=refused)
@@ -142,22 +138,41 @@ def test_a_sweep_says_what_could_not_be_reduced(home: Path, tmp_path: Path) -> N
     assert (trial["sites_reduced"], trial["sites_refused"]) == (2, 2)
 
 
+ALIGNED, PARTS = ("--align", "mlp=8,head=8"), ("--sparsity", 0.5, "--parts")
+
+
 @pytest.mark.parametrize(
-    ("family", "words"),
+    ("family", "words", "looks"),
     [
-        ("q/k norm", ("--parts", "attn", "--preset", "best", "--heads", "square", "--align", "head=8")),
-        ("plain", ("--preset", "grail")),
-        ("plain", ("--parts", "mlp", "--preset", "corp")),
+        ("q/k norm", (*PARTS, "attn", "--preset", "best", "--heads", "square", "--align", "head=8"), False),
+        ("plain", ("--preset", "grail", "--sparsity", 0.5), False),
+        ("plain", (*PARTS, "mlp", "--preset", "corp"), False),
+        pytest.param(
+            "plain",
+            (*PARTS, "mlp", "--preset", "fold", "--calibration-images", "images.npy", *ALIGNED),
+            True,
+            marks=pytest.mark.slow("models"),
+        ),
+        pytest.param(
+            "plain",
+            ("--macs", 0.8, "--preset", "best", "--sparsity", 0.0, *ALIGNED),
+            True,
+            marks=pytest.mark.slow("models"),
+        ),
     ],
 )
-def test_what_a_sweep_prints_makes_its_model(family: str, words: tuple[str, ...], home: Path, tmp_path: Path) -> None:
-    at = home / family.replace("/", "")
+def test_what_a_sweep_prints_makes_its_model(
+    family: str, words: tuple[object, ...], looks: bool, home: Path, tmp_path: Path
+) -> None:
+    """It names the images that reduce looks at."""
+    at, images = home / family.replace("/", ""), home / "images.npy"
     fixed = ["--model", at, "--moments", at / "m.safetensors"]
-    more = ["--images", home / "images.npy", "--sparsity", 0.5, *words, "--min-agreement", 0, "-o", tmp_path / "s"]
-    swept = invoked("sweep", *fixed, *more)
+    given = [images if word == "images.npy" else word for word in words]
+    swept = invoked("sweep", *fixed, "--images", images, *given, "--min-agreement", 0, "-o", tmp_path / "s")
     printed = " ".join(swept.stdout.split()).partition("agreement: ")[2].partition(" (")[0].split()
+    assert not looks or printed[-2:] == ["--images", str(images)]
     invoked("reduce", *fixed, *printed, "-o", tmp_path / "r")
-    (trial,) = json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]
+    trial = min(json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"], key=lambda each: each["macs"])
     assert macs(load_checkpoint(tmp_path / "r").model) == trial["macs"]
 
 
@@ -174,19 +189,3 @@ def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:
         report = tmp_path / f"report{suffix}"
         invoked("report", tmp_path, "-o", report)
         assert "2 of 4 sites reduced." in report.read_text().replace("\N{NO-BREAK SPACE}", " ").replace("&nbsp;", " ")
-
-
-@pytest.mark.slow("models")
-@pytest.mark.parametrize("way", ["fold", "budget"])
-def test_what_a_sweep_prints_names_the_images_that_reduce_looks_at(way: str, home: Path, tmp_path: Path) -> None:
-    at, images = home / "plain", home / "images.npy"
-    fixed = ["--model", at, "--moments", at / "m.safetensors"]
-    folded = ["--preset", "fold", "--parts", "mlp", "--sparsity", 0.5, "--calibration-images", images]
-    asked = folded if way == "fold" else ["--macs", 0.8, "--preset", "best", "--sparsity", 0.0]
-    more = ["--images", images, "--align", "mlp=8,head=8", "--min-agreement", 0.0, "-o", tmp_path / "s"]
-    swept = invoked("sweep", *fixed, *more, *asked)
-    printed = " ".join(swept.stdout.split()).partition("agreement: ")[2].partition(" (")[0].split()
-    assert printed[-2:] == ["--images", str(images)]
-    invoked("reduce", *fixed, *printed, "-o", tmp_path / "r")
-    trial = min(json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"], key=lambda each: each["macs"])
-    assert macs(load_checkpoint(tmp_path / "r").model) == trial["macs"]

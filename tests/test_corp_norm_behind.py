@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from calib.images import Images
 from corp_deploy.algebra.norm_behind import NormBehind
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.reduction import ReduceOptions
@@ -23,31 +22,25 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.checkpoint import Checkpoint
 from tests import timm_models, tiny
 from tests.small_models import error
-from tests.timm_models import SMALL, method
+from tests.timm_models import method
 
-DEEP = SMALL | {"depth": 4, "init_values": 1.0, "global_pool": "avg"}
-MODELS: dict[str, tuple[str, dict[str, object]]] = {
-    "residual post-norm": ("vit_base_patch16_rpn_224", DEEP),
-    "side by side": ("vit_small_patch16_18x2_224", DEEP | {"depth": 2, "init_values": 0.5}),
+MODELS: dict[str, dict[str, object]] = {
+    "residual post-norm": {"depth": 4, "init_values": 1.0, "global_pool": "avg"},
+    "side by side": {"init_values": 0.5, "global_pool": "avg"},
 }
 
 
 @cache
 def checkpoint(form: str) -> Checkpoint:
     """Gains of norms near one, as trained ones are."""
-    torch.manual_seed(0)
-    name, kwargs = MODELS[form]
-    architecture = Architecture(name=name, kwargs=kwargs)
-    model = dense_from_architecture(architecture)
-    tiny.enliven(model, 0)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if form == "residual post-norm" and ".norm" in key and key.endswith("weight"):
-                parameter.copy_(0.5 + 0.2 * torch.rand(len(parameter)))
-    return Checkpoint(model=model, architecture=architecture, lineage={})
+    state = timm_models.library(form, **MODELS[form]).state_dict()
+    for key, parameter in state.items():
+        if form == "residual post-norm" and ".norm" in key and key.endswith("weight"):
+            parameter.copy_(0.5 + 0.2 * torch.rand(len(parameter)))
+    return timm_models.of_state(form, state, **MODELS[form])
 
 
 def opened(model: nn.Module, count: int, seed: int = 0) -> Images:
@@ -69,8 +62,7 @@ def wanted_by_hand(gain_C: Tensor, offset_C: Tensor, added_C: Tensor, given_C: T
     rows = torch.cat([slope_CC @ basis_CT, pull * basis_CT])
     drift_C = torch.cat([added_C - normed(given_C), torch.zeros(width, dtype=added_C.dtype)])
     change_T: Tensor = torch.linalg.lstsq(rows, drift_C[:, None], driver="gelsd").solution.squeeze(1)
-    wanted_C: Tensor = given_C + basis_CT @ change_T
-    return wanted_C
+    return given_C + basis_CT @ change_T
 
 
 @pytest.mark.parametrize("case", ["random", "silent channels", "one large channel", "constant"])

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from corp_deploy import load
 from corp_deploy.families import family
@@ -21,68 +20,21 @@ from tests import tiny
 from tests.command import invoked
 from tests.refusals import rejects
 from tests.tiny import enliven
+from tests.traced_examples import SIDE, Patched
 
-SHAPE, STRIPS, WIDTH, HEADS = (3, 16, 16), 8, 48, 3
-
-
-class Spin(nn.Module):
-    """Attention of three layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ask, self.tell, self.say, self.sum = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x_BNC: Tensor) -> Tensor:
-        q, k, v = (each(x_BNC).unflatten(2, (HEADS, -1)).transpose(1, 2) for each in (self.ask, self.tell, self.say))
-        given_BHND = functional.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.sum(given_BHND.transpose(1, 2).flatten(2))
-        return out
-
-
-class Rung(nn.Module):
-    """x = even(x + spin(x)); x = level(x + shrink(bend(grow(x)))): a post-norm block by no library's names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spin, self.even, self.level = Spin(), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.wide = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x_BNC: Tensor) -> Tensor:
-        x_BNC = self.even(x_BNC + self.spin(x_BNC))
-        out: Tensor = self.level(x_BNC + self.wide(x_BNC))
-        return out
-
-
-class Ladder(nn.Module):
-    """Images in strips of two rows, through rungs, to the mean strip's classes."""
-
-    def __init__(self, rungs: int) -> None:
-        super().__init__()
-        self.input_size = SHAPE
-        self.cut = nn.Linear(3 * 16 * 16 // STRIPS, WIDTH)
-        self.rungs = nn.ModuleList(Rung() for _ in range(rungs))
-        self.name = nn.Linear(WIDTH, 5)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x_BNC = self.cut(images.reshape(len(images), 3, STRIPS, -1).transpose(1, 2).flatten(2))
-        for rung in self.rungs:
-            x_BNC = rung(x_BNC)
-        logits: Tensor = self.name(x_BNC.mean(dim=1))
-        return logits
+SHAPE = (3, SIDE, SIDE)
+SITES = ["stem", *(f"h.{number}{part}" for number in (0, 1) for part in (".attn.qk", ".attn.v", ""))]
 
 
 def build(architecture: Architecture) -> nn.Module:
-    return Ladder(**architecture.kwargs).eval()
-
-
-SITES = [f"rungs.{number}.{part}" for number in (0, 1) for part in ("spin.qk", "spin.v", "wide")]
+    return Patched(**architecture.kwargs).eval()
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a dense ladder, images to calibrate on and others to judge by."""
-    monkeypatch.setattr(family, "_BUILDERS", {**family._BUILDERS, "ladder": build})
-    architecture = Architecture(name="two rungs", kwargs={"rungs": 2}, family="ladder")
+    """A directory with a dense model, images to calibrate on and others to judge by."""
+    monkeypatch.setattr(family, "_BUILDERS", {**family._BUILDERS, "patched": build})
+    architecture = Architecture(name="two blocks", kwargs={"depth": 2}, family="patched")
     model = family.dense_model(architecture)
     enliven(model, 0)
     save(Checkpoint(model=model, architecture=architecture, lineage={}), tmp_path / "dense")
@@ -127,10 +79,10 @@ def test_a_budget_and_the_closed_loop_know_it_too(home: Path) -> None:
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
     looped = reduce_traced(model, images_for_model(model, Path("calibration.npy")), method, loop=Loop())
     widths = {site.name: site.width for site in family.sites_of(looped.model).every}
-    assert widths == {name: 2 * WIDTH if "wide" in name else WIDTH // 2 if "qk" in name else WIDTH for name in SITES}
+    assert widths == dict(zip(SITES, (24, *(24, 48, 96) * 2), strict=True))
     assert all(report.loop is not None for report in looped.sites if report.part != "qk")
 
 
 def test_a_family_that_is_not_there_is_named(home: Path) -> None:
-    family._BUILDERS.pop("ladder")
-    rejects("family 'ladder': expected one of bert, timm", load, "dense")
+    family._BUILDERS.pop("patched")
+    rejects("family 'patched': expected one of bert, timm", load, "dense")

@@ -217,8 +217,7 @@ def test_an_odd_alignment_leaves_whole_planes() -> None:
 
 
 def mix(count: int) -> Tensor:
-    square: Tensor = torch.randn(count, count, generator=torch.Generator().manual_seed(2)) / count**0.5
-    return square
+    return torch.randn(count, count, generator=torch.Generator().manual_seed(2)) / count**0.5
 
 
 @torch.no_grad()
@@ -418,7 +417,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 MERGED = {
-    "halves turned, biases": "reads all tokens at once, or some by where they stand",
+    "halves turned, biases": "slice in blocks.1.attn reads all tokens at once, or some by where they stand",
     "windows of any size": "is added to no stream of its tokens, as in windows or on maps",
     "maxvit_pm": "is added to no stream of its tokens, as in windows or on maps",
 }

@@ -148,9 +148,8 @@ def test_those_of_planes_are_those_of_a_loop_over_images(form: str) -> None:
         energy = torch.zeros(HEADS, DIMS, dtype=torch.float64)
         with torch.inference_mode():
             for image in pixels:
-                for head, (q, k) in enumerate(
-                    zip(*(each.double() for each in by_timm(raw, index, image)), strict=True)
-                ):
+                both = (each.double() for each in by_timm(raw, index, image))
+                for head, (q, k) in enumerate(zip(*both, strict=True)):
                     q_ND, k_ND = q[:, order], k[:, order]
                     centred_ND = k_ND - k_ND.mean(dim=0)
                     qq[head] += q_ND.T @ q_ND

@@ -58,12 +58,10 @@ class Shifted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.form == "causal":
-            whole: Tensor = x + self.attended(x, is_causal=True)
-            return whole
+            return x + self.attended(x, is_causal=True)
         beyond = -x.shape[1] % WINDOW
         apart = F.pad(x, (0, 0, 0, beyond)).roll(-SHIFT, 1).reshape(-1, WINDOW, D)
-        given: Tensor = x + self.attended(apart).reshape(len(x), -1, D).roll(SHIFT, 1)[:, : x.shape[1]]
-        return given
+        return x + self.attended(apart).reshape(len(x), -1, D).roll(SHIFT, 1)[:, : x.shape[1]]
 
     def attended(self, x: Tensor, *, is_causal: bool = False) -> Tensor:
         q, k, v = (each(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
@@ -89,8 +87,7 @@ class Shifted(nn.Module):
         return self.joined(z)
 
     def joined(self, z: Tensor) -> Tensor:
-        given: Tensor = self.proj(z.transpose(1, 2).flatten(2))
-        return given
+        return self.proj(z.transpose(1, 2).flatten(2))
 
 
 def slots() -> list[list[int]]:

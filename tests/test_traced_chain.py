@@ -17,12 +17,10 @@ from torch import nn
 from calib.moments import Moments
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.counting import macs, site_costs
-from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.families.norm_types import NORMS
-from corp_deploy.families.trusted_code import Code, trusting_code
+from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.polish.walk import blocks
@@ -43,17 +41,16 @@ from perf.parity.block_outputs import locate_in_exact
 from tests.command import invoked, refuses
 from tests.recipes import recipe
 from tests.refusals import rejects
-from tests.traced_examples import CODE, DENSENET, PVT, checkpoint_of, images, with_structure
+from tests.traced_examples import DENSENET, PVT, checkpoint_of, images, with_structure, written_by
 
 ALIGNED: Mapping[str, Any] = {"align_hidden": 4, "align_head": 4, "align_conv": 4}
 HALF: Mapping[str, Any] = {"mlp_sparsity": 0.5, "conv_sparsity": 0.5, **ALIGNED}
 
 
 def own_checkpoint(**arguments: int) -> Checkpoint:
-    architecture = architecture_of(Code(file="own.py", function="make", source=CODE), arguments, Preprocessing())
-    with trusting_code(True):
-        model = with_structure(dense_from_architecture(architecture))
-    return Checkpoint(model=model, architecture=architecture, lineage={})
+    own = written_by("tests.traced_examples.Patched", **arguments)
+    with_structure(own.model)
+    return own
 
 
 def checkpoint_named(name: str) -> Checkpoint:

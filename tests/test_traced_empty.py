@@ -81,16 +81,22 @@ def outputs(model: nn.Module, count: int = 5) -> Tensor:
     return tiny.ran(model, images(count, seed=count))
 
 
+def given_by(model: nn.Module, name: str, inputs: object) -> Tensor:
+    """What a dense layer gives, float64."""
+    given: list[Tensor] = []
+    handle = model.get_submodule(name).register_forward_hook(lambda _, __, out: given.append(out.double()))
+    with torch.inference_mode():
+        run_model(model, inputs)  # type: ignore[arg-type]
+    handle.remove()
+    return given[0]
+
+
 def test_the_mean_of_what_the_dense_layers_give_stays() -> None:
     """Of all images and places, counted one by one in float64."""
     state = emptied().model.state_dict()
     for name, layer in GIVEN.items():
-        given = list[Tensor]()
-        handle = dense().model.get_submodule(layer).register_forward_hook(lambda _, __, out, to=given: to.append(out))
-        for image in torch.from_numpy(images(24, seed=0)):
-            dense().model(image[None])
-        handle.remove()
-        mean_O = torch.cat([each.double().reshape(-1, each.shape[-1]) for each in given]).mean(dim=0)
+        every = (given_by(dense().model, layer, image[None]) for image in torch.from_numpy(images(24, seed=0)))
+        mean_O = torch.cat([each.reshape(-1, each.shape[-1]) for each in every]).mean(dim=0)
         torch.testing.assert_close(state[f"{layer}.bias"].double(), mean_O, rtol=1e-5, atol=1e-6)
         assert state[f"{layer}.weight"].shape == (len(mean_O), 0), name
     assert not any(name.startswith((f"{MLP}.fc1", "stages.1.blocks.0.attn.q.")) for name in state)
@@ -216,16 +222,6 @@ def vit() -> Reduction:
         for count, seed in ((24, 0), (8, 5))
     )
     return reduce(dense.model, fitted, method(align_hidden=32), widths=OF_VIT, held_out=judges)
-
-
-def given_by(model: nn.Module, name: str, inputs: object) -> Tensor:
-    """What a dense layer gives, float64."""
-    given: list[Tensor] = []
-    handle = model.get_submodule(name).register_forward_hook(lambda _, __, out: given.append(out.double()))
-    with torch.inference_mode():
-        run_model(model, inputs)  # type: ignore[arg-type]
-    handle.remove()
-    return given[0]
 
 
 def test_other_inputs_judge_the_constant() -> None:

@@ -1,5 +1,6 @@
 """Layers that read several inputs of a group, or in groups of their own, are repaired by least squares over each."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,22 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from corp_deploy.families.architecture import Architecture, Preprocessing
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs
-from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import listened, sites_of
 from corp_deploy.families.traced_model import traced, tracing
-from corp_deploy.families.trusted_code import Code, trusting_code
+from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
-from corp_deploy.store.inputs import arrays_for_model, images_for_model
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.inputs import arrays_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.module import traced_state
-from tests.traced_examples import images
-
-CODE = """
-from tests.test_traced_groups import MODELS
-
-def make(name):
-    return MODELS[name]()
-"""
+from tests import tiny
+from tests.traced_examples import images, written_by
 
 
 class Small(nn.Module):
@@ -52,8 +46,7 @@ class Small(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.read(self.between(F.relu(self.first(x))))
-        given: Tensor = self.last(x.flatten(2).mean(-1) if x.dim() == 4 else x.mean(1))
-        return given
+        return self.last(x.flatten(2).mean(-1) if x.dim() == 4 else x.mean(1))
 
 
 class Ghosts(Small):
@@ -72,8 +65,7 @@ class Windows(Small):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.read(self.between(F.relu(self.first(x))))
-        given: Tensor = self.last(x.reshape(-1, 64, x.shape[-1]).mean(1))
-        return given
+        return self.last(x.reshape(-1, 64, x.shape[-1]).mean(1))
 
 
 class Readers(Small):
@@ -81,8 +73,7 @@ class Readers(Small):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.first(x))
-        given: Tensor = self.last((self.read(x) + self.ways["other"](x.tanh())).flatten(2).mean(-1))
-        return given
+        return self.last((self.read(x) + self.ways["other"](x.tanh())).flatten(2).mean(-1))
 
 
 class Again(Small):
@@ -90,8 +81,7 @@ class Again(Small):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.first(x))
-        given: Tensor = self.last((self.read(x) + self.read(x.tanh())).flatten(2).mean(-1))
-        return given
+        return self.last((self.read(x) + self.read(x.tanh())).flatten(2).mean(-1))
 
 
 class Stream(Small):
@@ -110,6 +100,10 @@ MODELS: Any = {
     "uses": lambda: Again(nn.Conv2d(12, 6, 1)),
     "stream": lambda: Stream(nn.Conv2d(12, 6, 1), add=nn.Conv2d(12, 12, 3, padding=1)),
 }
+
+
+def make(name: str) -> Any:
+    return MODELS[name]()
 
 
 def entering(model: nn.Module, pixels: Tensor) -> dict[str, Tensor]:
@@ -152,12 +146,9 @@ def test_channels_are_aligned_over_all_groups_of_a_layer(name: str, align: int, 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", MODELS)
 def test_half_of_the_channels_go(name: str, tmp_path: Path) -> None:
-    architecture = architecture_of(Code(file="own.py", function="make", source=CODE), {"name": name}, Preprocessing())
-    with trusting_code(True):
-        dense = dense_from_architecture(architecture)
-    np.save(tmp_path / "calibration.npy", images(19, seed=1))
-    opened = images_for_model(dense, tmp_path / "calibration.npy")
-    moments = calibrate(Checkpoint(model=dense, architecture=architecture, lineage={}), opened, batch_size=8)
+    checkpoint = written_by("tests.test_traced_groups.make", name=name)
+    dense = checkpoint.model
+    moments = calibrate(checkpoint, tiny.opened(tmp_path / "images.npy", images(19, seed=1), dense), batch_size=8)
     site = sites_of(dense).every[0]
     halves: Any = {"mlp_sparsity": 0.5, "conv_sparsity": 0.5, "residual_sparsity": 0.5, "ridge_rel": 1e-6}
     reduction = reduce(dense, moments, method_from_preset("best", **halves), widths={site.name: 6})
@@ -199,12 +190,6 @@ def check_least_squares(x_NFT: Tensor, weight: Tensor, new: Tensor, kept: Any) -
 # Channels that are shuffled and split in two, of which uneven parts are left.
 
 CHANNELS, SIZE = 12, 8
-SHUFFLED_CODE = """
-from tests.test_traced_groups import Shuffled
-
-def make():
-    return Shuffled()
-"""
 
 
 class Unit(nn.Module):
@@ -218,8 +203,7 @@ class Unit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         left, right = x.chunk(2, dim=1)
         out = torch.cat((left, self.branch(right)), dim=1)
-        mixed: Tensor = out.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        return mixed
+        return out.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 class Shuffled(nn.Module):
@@ -231,20 +215,16 @@ class Shuffled(nn.Module):
         self.last, self.head = nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Linear(CHANNELS, 4)
 
     def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.relu(self.last(self.units(self.stem(images)))).mean((2, 3)))
-        return out
+        return self.head(torch.relu(self.last(self.units(self.stem(images)))).mean((2, 3)))
 
 
 @pytest.mark.slow("graph")
 def test_shuffled_channels_are_removed_wherever_they_land(tmp_path: Path) -> None:
     """Reduced, saved, loaded and exported; every site loses channels, and with `best` less is lost than without."""
-    architecture = architecture_of(Code(file="own.py", function="make", source=SHUFFLED_CODE), {}, Preprocessing())
+    checkpoint = written_by("tests.test_traced_groups.Shuffled")
     with trusting_code(True):
-        dense = dense_from_architecture(architecture)
-        images = torch.randn(48, 3, SIZE, SIZE)
-        save_file({"images": images}, tmp_path / "images.safetensors")
-        checkpoint = Checkpoint(model=dense, architecture=architecture, lineage={})
-        moments = calibrate(checkpoint, images_for_model(dense, tmp_path / "images.safetensors"), batch_size=8)
+        dense, images = checkpoint.model, torch.randn(48, 3, SIZE, SIZE)
+        moments = calibrate(checkpoint, tiny.opened(tmp_path / "images.npy", images.numpy(), dense), batch_size=8)
         errors = dict[str, float]()
         for preset in ("none", "best"):
             reduction = reduce(
@@ -258,7 +238,7 @@ def test_shuffled_channels_are_removed_wherever_they_land(tmp_path: Path) -> Non
             wanted = dense(images).detach()
             errors[preset] = float((reduction.model(images) - wanted).norm() / wanted.norm())
         assert errors["best"] < errors["none"], errors
-        save(Checkpoint(model=reduction.model, architecture=architecture, lineage={}), tmp_path / "reduced")
+        save(replace(checkpoint, model=reduction.model), tmp_path / "reduced")
         loaded = load_checkpoint(tmp_path / "reduced")
         torch.testing.assert_close(loaded.model(images), reduction.model(images))
         export_checkpoint(loaded, tmp_path / "model.onnx", precision="fp32")
@@ -291,8 +271,7 @@ class Responding(nn.Module):
         shares = norms / (norms.mean(dim=-1 if self.last else 1, keepdim=True) + 1e-6)
         shape = (-1,) if self.last else (-1, 1)
         h = h + torch.addcmul(self.bias.view(shape), self.weight.view(shape), h * shares)
-        out: Tensor = x + self.fc2(h if self.last else h.transpose(1, 2))
-        return out
+        return x + self.fc2(h if self.last else h.transpose(1, 2))
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -21,7 +21,6 @@ from corp_deploy.traced.models.layers import layered
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.steps import Merge, StreamState
-from corp_deploy.traced.models.token_merging import key_bias
 from ground.errors import BadInput
 from tests import timm_models, tiny
 from tests.command import invoked
@@ -59,23 +58,6 @@ def test_a_closed_loop_repairs_what_merging_changed(options: dict[str, Any], lef
     assert after < left * before
 
 
-class _Windows(nn.Module):
-    """Tokens of two windows, each seen by those of its own."""
-
-    input_size = (3, 16, 16)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.qkv, self.out = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.embed(images).flatten(2).transpose(1, 2)
-        q, k, v = self.qkv(x).reshape(-1, 2, 8, 3, 2, 4).permute(3, 0, 1, 4, 2, 5).flatten(1, 2).unbind(0)
-        z = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, 16, 8)
-        given: Tensor = (x + self.out(z)).mean(1)
-        return given
-
-
 class _Positioned(nn.Module):
     """Two attentions, positions added behind the first."""
 
@@ -92,18 +74,12 @@ class _Positioned(nn.Module):
         for qkv in self.qkv:
             q, k, v = qkv(x + self.places).reshape(-1, 16, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
             x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, 16, 8)
-        given: Tensor = self.head(x.mean(1))
-        return given
+        return self.head(x.mean(1))
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "convnet": (lambda: timm.create_model("resnet10t"), "no attention of tokens is found"),
-    "windows": (_Windows, "added to no stream of its tokens, as in windows"),
     "positions behind the first block": (_Positioned, "add in the model takes something with a place for every token"),
-    "rotary": (
-        lambda: timm.create_model("eva02_tiny_patch14_224", depth=2, embed_dim=48, num_heads=3, img_size=28),
-        "slice in blocks.1.attn reads all tokens at once, or some by where they stand",
-    ),
     "relative positions": (
         lambda: timm.create_model("beit_base_patch16_224", depth=2, embed_dim=48, num_heads=3, img_size=32),
         "blocks.1.attn adds to scores by where tokens stand or masks them",
@@ -139,14 +115,6 @@ def test_steps_and_layers_cut_by_cut_give_the_models_outputs(form: str, options:
         "blocks.1.merge",
     ]
     assert {f"blocks.{block}.mlp.fc1" for block in range(2)} <= {layer.name for layer in layers}
-
-
-def test_a_key_of_several_tokens_counts_as_these() -> None:
-    scores_BHNN = torch.randn(1, 1, 2, 3, generator=torch.Generator().manual_seed(0))
-    sizes_BN = torch.tensor([[1.0, 3.0, 1.0]])
-    repeated = scores_BHNN[..., [0, 1, 1, 1, 2]].softmax(-1)
-    shares = (scores_BHNN + key_bias(sizes_BN, torch.float32)).softmax(-1)
-    torch.testing.assert_close(shares[..., 1], repeated[..., 1:4].sum(-1))
 
 
 def _transformers(directory: Path) -> None:

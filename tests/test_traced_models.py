@@ -54,10 +54,8 @@ def found_of(name: str) -> tuple[nn.Module, Found]:
     model = build().eval()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.running_mean, module.running_var = (
-                torch.randn(module.num_features),
-                torch.rand(module.num_features) + 0.5,
-            )
+            module.running_mean = torch.randn(module.num_features)
+            module.running_var = torch.rand(module.num_features) + 0.5
     return model, find(trace(model, inputs(shapes, 2)))
 
 
@@ -95,10 +93,8 @@ def test_narrowed_it_is_the_dense_one_with_zeros(name: str) -> None:
     assert given.module.state_dict().keys() <= model.state_dict().keys() | set(found.program.folded)
     counts = [sum(each.numel() for each in module.parameters()) for module in (given.module, model)]
     assert counts[0] < counts[1]
-    assert (
-        difference(found, torch.zeros(found.flow.groups.count, dtype=torch.bool), given.module, inputs(shapes, 2))
-        > 1e-3
-    )
+    nothing = torch.zeros(found.flow.groups.count, dtype=torch.bool)
+    assert difference(found, nothing, given.module, inputs(shapes, 2)) > 1e-3
     with torch.no_grad():
         for batch in (1, 2, 5):
             leaves = tree_leaves(given.module(*inputs(shapes, batch)))
@@ -206,8 +202,7 @@ class _Kernel(nn.Module):
         self.kernel, self.last = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(nn.functional.conv2d(x, self.kernel).relu().mean((2, 3)))
-        return out
+        return self.last(nn.functional.conv2d(x, self.kernel).relu().mean((2, 3)))
 
 
 def test_a_weight_of_another_name_has_its_bias_beside_it() -> None:

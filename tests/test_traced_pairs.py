@@ -5,31 +5,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from corp_deploy.families.architecture import Preprocessing
-from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
-from tests import traced_models
+from tests import tiny, traced_models
+from tests.traced_examples import written_by
 
 D, HEADS, TOKENS = traced_models.D, traced_models.HEADS, traced_models.TOKENS
-CODE = """
-from tests.test_traced_pairs import OfImages
-
-def make(name):
-    return OfImages(name)
-"""
 
 
 class Windowed(nn.Module):
@@ -49,8 +38,7 @@ class Windowed(nn.Module):
             mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
         else:
             mixed = (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2)
-        given: Tensor = self.out(mixed.reshape(B, N, C))
-        return given
+        return self.out(mixed.reshape(B, N, C))
 
     def arranged(self, x: Tensor) -> Tensor:
         return x if self.tokens_first else x.transpose(1, 2)
@@ -73,8 +61,7 @@ class Mapped(nn.Module):
         q, k = (each(maps).reshape(B * HEADS, C // HEADS, N) for each in (self.q, self.k))
         v = self.v(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         mixed = torch.bmm(q.transpose(1, 2), k).view(B, HEADS, N, N).softmax(-1) @ v
-        given: Tensor = self.out(mixed.permute(0, 1, 3, 2).reshape(B, C, 2, N // 2)).flatten(2).mT
-        return given
+        return self.out(mixed.permute(0, 1, 3, 2).reshape(B, C, 2, N // 2)).flatten(2).mT
 
 
 class Placed(traced_models.Relative):
@@ -88,8 +75,7 @@ class Placed(traced_models.Relative):
         B, N, C = x.shape
         q, k, v = self.qkv(x).reshape(B, N, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
         q = torch.tanh(q) if self.bent else q + self.places
-        given: Tensor = self.out((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).reshape(B, N, C))
-        return given
+        return self.out((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).reshape(B, N, C))
 
 
 class Sequence(nn.Module):
@@ -116,8 +102,7 @@ class SharedTurned(traced_models.Rotary):
         q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         q, k = (self.turned_in_pairs(each) for each in (q, k))
         k, v = (each.repeat_interleave(2, 1) for each in (k, v))
-        given: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return given
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     def turned_in_pairs(self, x: Tensor) -> Tensor:
         cos, sin = (each[:, :4].repeat_interleave(2, -1) for each in (self.cos, self.sin))
@@ -135,8 +120,7 @@ class OfImages(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.stem(images).flatten(2).transpose(1, 2)
-        out: Tensor = self.head((x + self.body(x)).mean(1))
-        return out
+        return self.head((x + self.body(x)).mean(1))
 
 
 MODELS: Mapping[str, tuple[Any, str, tuple[int, int]]] = {
@@ -163,10 +147,7 @@ def site_of(model: nn.Module) -> TracedPairs:
 def queries_and_keys(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     """As calibration hears them, [X,H,N,D] float64, each window by itself."""
     taps, given = site_of(model).listening()[0].taps, dict[str, Tensor]()
-    handles = [
-        taps["q"].listen("", partial(given.__setitem__, "q")),
-        taps["k"].listen("", partial(given.__setitem__, "k")),
-    ]
+    handles = [taps[role].listen("", partial(given.__setitem__, role)) for role in ("q", "k")]
     with torch.no_grad():
         listened(model)(images)
     for handle in handles:
@@ -210,18 +191,15 @@ def lost(dense: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> float:
 def test_half_of_the_dimensions_go(name: str, tmp_path: Path) -> None:
     """What calibration hears is what the program multiplies, and the reduced program loses what is reported."""
     _, mixing, heads = MODELS[name]
-    architecture = architecture_of(Code(file="own.py", function="make", source=CODE), {"name": name}, Preprocessing())
-    with trusting_code(True):
-        dense = dense_from_architecture(architecture)
+    checkpoint = written_by("tests.test_traced_pairs.OfImages", name=name)
+    dense = checkpoint.model
     images = pixels(12, 1)
     q, k = queries_and_keys(dense, images)
     assert (q.shape[1], q.shape[3]) == heads
     torch.testing.assert_close((q @ k.mT).flatten().sort().values.float(), products(dense, images))
     assert site_of(dense).repair.mixing == mixing
 
-    np.save(tmp_path / "calibration.npy", images.numpy())
-    checkpoint = Checkpoint(model=dense, architecture=architecture, lineage={})
-    opened = images_for_model(dense, tmp_path / "calibration.npy")
+    opened = tiny.opened(tmp_path / "calibration.npy", images.numpy(), dense)
     moments = calibrate(checkpoint, opened, batch_size=5, statistics=Statistics(attention_system=True))
     whole, errors = lost((q, k), (0 * q, 0 * k)), dict[str, float]()
     for preset in ("none", "corp", "best"):

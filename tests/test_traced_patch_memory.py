@@ -17,37 +17,29 @@ from torch.nn import functional
 from calib import memory
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
-from corp_deploy.families.architecture import Preprocessing
-from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.calibrate import Statistics, calibrate, chosen_sites, memory_needed
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.validation_split import in_splits
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput
+from tests import tiny
 from tests.command import invoked
 from tests.refusals import rejects
 from tests.small_convnets import checkpoint, conv_sites, images_of, pixels
+from tests.traced_examples import written_by
 
 BEST = method_from_preset("best", conv_sparsity=0.5, align_conv=8, ridge_rel=1e-9)
 SIDE, COUNT, CHANNELS = 12, 64, 48
-CODE = """
-from tests.test_traced_patch_memory import Pair
-
-def make(groups=1):
-    return Pair(groups)
-"""
 
 
 class Pair(nn.Module):
     """A convolution that reads another one's channels, in groups, and norms behind both."""
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, groups: int = 1) -> None:
         super().__init__()
         self.input_size = (3, SIDE, SIDE)
         self.first, self.norm = nn.Conv2d(3, CHANNELS, 3, bias=False), nn.BatchNorm2d(CHANNELS)
@@ -60,8 +52,7 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(functional.relu(self.norm(self.first(x))))
-        out: Tensor = self.last(functional.relu(self.behind(x)).mean((2, 3)))
-        return out
+        return self.last(functional.relu(self.behind(x)).mean((2, 3)))
 
 
 def noise(count: int, seed: int) -> Tensor:
@@ -70,12 +61,9 @@ def noise(count: int, seed: int) -> Tensor:
 
 @cache
 def pair(groups: int) -> Checkpoint:
-    code = Code(file="own.py", function="make", source=CODE)
-    architecture = architecture_of(code, {"groups": groups}, Preprocessing())
-    torch.manual_seed(0)
-    with trusting_code(True):
-        model = dense_from_architecture(architecture).eval().requires_grad_(False)
-    return Checkpoint(model=model, architecture=architecture, lineage={})
+    own = written_by("tests.test_traced_patch_memory.Pair", groups=groups)
+    own.model.eval().requires_grad_(False)
+    return own
 
 
 def limit_of(own: Checkpoint, share: float | None) -> Statistics:
@@ -89,8 +77,7 @@ def limit_of(own: Checkpoint, share: float | None) -> Statistics:
 def moments(groups: int, share: float | None = 0.4, seed: int = 1, halved: bool = False) -> Moments:
     own = pair(groups)
     with TemporaryDirectory() as folder:
-        np.save(Path(folder) / "images.npy", noise(COUNT, seed).numpy())
-        images = images_for_model(own.model, Path(folder) / "images.npy")
+        images = tiny.opened(Path(folder) / "images.npy", noise(COUNT, seed).numpy(), own.model)
         taken = partial(calibrate, batch_size=16, statistics=limit_of(own, share))
         if halved:
             return in_splits(images, torch.arange(COUNT) // 2, lambda part, _: taken(own, part), seed=0)

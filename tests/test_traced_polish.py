@@ -48,8 +48,7 @@ class Mlp(nn.Module):
         if self.in_place:
             x += self.down(self.act(self.up(x)))
             return x
-        out: Tensor = x + self.down(self.act(self.up(x)))
-        return out
+        return x + self.down(self.act(self.up(x)))
 
 
 class Gated(nn.Module):
@@ -58,8 +57,7 @@ class Gated(nn.Module):
         self.gate, self.up, self.down = nn.Linear(DIM, 48), nn.Linear(DIM, 48), nn.Linear(48, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + 0.5 * self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return out
+        return x + 0.5 * self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
 class NormBehind(nn.Module):
@@ -70,8 +68,7 @@ class NormBehind(nn.Module):
         self.up, self.down, self.norm = nn.Linear(DIM, 64), nn.Linear(64, DIM), nn.LayerNorm(DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.norm(self.down(nn.functional.gelu(self.up(x))))
-        return out
+        return x + self.norm(self.down(nn.functional.gelu(self.up(x))))
 
 
 class Pointwise(nn.Module):
@@ -108,8 +105,7 @@ class Attention(nn.Module):
         y = self.norm(x)
         q, k, v = (each(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
         z = nn.functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v)
-        out: Tensor = x + self.proj(z.transpose(1, 2).flatten(2))
-        return out
+        return x + self.proj(z.transpose(1, 2).flatten(2))
 
 
 class Net(nn.Module):
@@ -122,8 +118,7 @@ class Net(nn.Module):
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, 7)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.blocks(self.patch(images).flatten(2).mT))[:, : self.tokens].mean(1))
-        return logits
+        return self.head(self.norm(self.blocks(self.patch(images).flatten(2).mT))[:, : self.tokens].mean(1))
 
 
 def net(*blocks: nn.Module, tokens: int = TOKENS) -> nn.Module:

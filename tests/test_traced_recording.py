@@ -34,8 +34,7 @@ def cached(model: Any, x: Tensor) -> Tensor:
     """It keeps a table from its first call on."""
     if model.cache is None:
         model.cache = torch.arange(4.0, device=x.device)
-    out: Tensor = x * model.cache
-    return out
+    return x * model.cache
 
 
 def in_windows(_: nn.Module, x: Tensor) -> Tensor:
@@ -47,30 +46,26 @@ def in_windows(_: nn.Module, x: Tensor) -> Tensor:
 def changed_in_place(model: Any, x: Tensor) -> Tensor:
     y = model.layer(x)
     y += 1
-    out: Tensor = F.relu(y, inplace=True) * y
-    return out
+    return F.relu(y, inplace=True) * y
 
 
 def part_changed(model: Any, x: Tensor) -> Tensor:
     """What is changed is not seen as a whole any more."""
-    out: Tensor = model.layer(x)[:, :2].mul_(3)
-    return out
+    return model.layer(x)[:, :2].mul_(3)
 
 
 def seen_through_a_part(model: Any, x: Tensor) -> Tensor:
     y = model.layer(x)
     y[:, 1:][:, 0] = 7
     y[:, :2] += x[:, 2:]
-    out: Tensor = y * 2
-    return out
+    return y * 2
 
 
 def seen_through_another(model: Any, x: Tensor) -> Tensor:
     y = model.layer(x)
     half = y.view(-1, 2)
     y[:, 0] = 7
-    out: Tensor = half * 2
-    return out
+    return half * 2
 
 
 TOLD: dict[str, Forward] = {
@@ -122,8 +117,7 @@ def cached_parts(model: Any, x: Tensor) -> Tensor:
     if model.cache is None:
         model.cache = torch.zeros(4)
         model.cache[1:3] = 5
-    out: Tensor = x * model.cache
-    return out
+    return x * model.cache
 
 
 @pytest.mark.parametrize("forward", [cached, cached_parts])

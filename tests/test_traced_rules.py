@@ -162,11 +162,8 @@ def changed(flow: Flow, node: fx.Node, group: int) -> Tensor:
 
 def held(name: str, case: Case) -> list[bool]:
     """Whether all labels can go on shapes drawn by the name of the op; some are changed and what becomes of it seen."""
-    op, draw, free = (
-        getattr(getattr(aten, name.partition(".")[0]), name.partition(".")[2]),
-        random.Random(name),
-        list[bool](),
-    )
+    packet, _, overload = name.partition(".")
+    op, draw, free = getattr(getattr(aten, packet), overload), random.Random(name), list[bool]()
     torch.manual_seed(len(name))
     for _ in range(DRAWS):
         x = torch.randn(1, draw.choice([4, 8, 12]), draw.choice([4, 6]), draw.choice([4, 6, 8]))

@@ -28,8 +28,7 @@ class Named(nn.Module):
         self.self, self.output, self.norm = nn.Linear(D, D), nn.Linear(D, D), nn.LayerNorm(D)
 
     def forward(self, x: Tensor) -> Tensor:
-        given: Tensor = self.norm(x + self.output(self.get_submodule("self")(x).relu()))
-        return given
+        return self.norm(x + self.output(self.get_submodule("self")(x).relu()))
 
 
 class Masked(nn.Module):
@@ -43,8 +42,7 @@ class Masked(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = self.qkv(self.layer(self.layer(x).tanh())).chunk(3, -1)
         scores = q @ k.mT + (1.0 - mask[:, None]) * torch.finfo(q.dtype).min
-        given: Tensor = self.rnn(scores.softmax(-1) @ v)[0]
-        return given
+        return self.rnn(scores.softmax(-1) @ v)[0]
 
 
 @pytest.mark.slow("graph")

@@ -1,6 +1,7 @@
 """Small models that no family knows: one written as people write theirs, and two of timm's."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,7 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.architecture import Architecture, Preprocessing
+from corp_deploy.families.custom_modules import architecture_of
+from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 
 SIDE = 32
@@ -23,12 +26,7 @@ PVT = Architecture(
 DENSENET = Architecture(
     name="densenet121", kwargs={"growth_rate": 16, "block_config": [2, 2], "num_classes": CLASSES, "img_size": SIDE}
 )
-CODE = """
-from tests.traced_examples import Patched
-
-def make(**kwargs):
-    return Patched(**kwargs)
-"""
+CODE = "from tests.traced_examples import Patched as make\n"
 
 
 class Attention(nn.Module):
@@ -48,8 +46,7 @@ class Attention(nn.Module):
         if self.shared > 1:
             k, v = (each.repeat_interleave(self.shared, dim=1) for each in (k, v))
         weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(size[-1]), dim=-1)
-        out: Tensor = self.c_proj((weights @ v).transpose(1, 2).contiguous().view(x.shape))
-        return out
+        return self.c_proj((weights @ v).transpose(1, 2).contiguous().view(x.shape))
 
 
 class Block(nn.Module):
@@ -60,8 +57,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
-        out: Tensor = x + self.c_out(functional.gelu(self.c_fc(self.ln_2(x))))
-        return out
+        return x + self.c_out(functional.gelu(self.c_fc(self.ln_2(x))))
 
 
 class Patched(nn.Module):
@@ -88,8 +84,7 @@ class Patched(nn.Module):
         for block in self.h:
             x = self.cut(block(x))
         x = x[:, : self.read] if self.read else x
-        logits: Tensor = self.head(x.mean(dim=1))
-        return logits
+        return self.head(x.mean(dim=1))
 
 
 @torch.no_grad()
@@ -112,6 +107,16 @@ def checkpoint_of(architecture: Architecture, seed: int = 0) -> Checkpoint:
     """With weights of some structure."""
     model = with_structure(dense_from_architecture(architecture), seed)
     return Checkpoint(model=model, architecture=architecture, lineage={})
+
+
+def written_by(make: str, **arguments: Any) -> Checkpoint:
+    """A module of one's own code, by what makes it, such as `tests.traced_examples.Patched`."""
+    source = f"from {make.rpartition('.')[0]} import {make.rpartition('.')[2]} as make\n"
+    code = Code(file="own.py", function="make", source=source)
+    architecture = architecture_of(code, arguments, Preprocessing())
+    torch.manual_seed(0)
+    with trusting_code(True):
+        return Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
 
 
 def images(count: int, seed: int) -> NDArray[np.float32]:

@@ -35,8 +35,7 @@ class Block(nn.Module):
         mask = None if there is None else there.bool()[:, None, None]
         heads = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.proj(heads.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
-        return out
+        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
 
 
 class Encoder(nn.Module):

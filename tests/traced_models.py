@@ -15,8 +15,7 @@ class Residual(nn.Module):
         self.norm, self.body = nn.LayerNorm(dim), body
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.body(self.norm(x))
-        return out
+        return x + self.body(self.norm(x))
 
 
 class NanoAttention(nn.Module):
@@ -31,8 +30,7 @@ class NanoAttention(nn.Module):
         q, k, v = self.c_attn(x).split(D, dim=2)
         k, q, v = (each.view(B, T, HEADS, C // HEADS).transpose(1, 2) for each in (k, q, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
-        return out
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
 
 class Nano(nn.Module):
@@ -48,8 +46,7 @@ class Nano(nn.Module):
 
     def forward(self, idx: Tensor) -> Tensor:
         x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
-        out: Tensor = self.lm_head(self.norm(self.mlp(self.attn(x))))
-        return out
+        return self.lm_head(self.norm(self.mlp(self.attn(x))))
 
 
 class OwnAttention(nn.Module):
@@ -60,8 +57,7 @@ class OwnAttention(nn.Module):
         self.attn, self.head = nn.MultiheadAttention(D, HEADS, batch_first=True), nn.Linear(D, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.attn(x, x, x, need_weights=False)[0])
-        return out
+        return self.head(self.attn(x, x, x, need_weights=False)[0])
 
 
 class EinsumAttention(nn.Module):
@@ -75,8 +71,7 @@ class EinsumAttention(nn.Module):
         q, k, v = (layer(x).unflatten(-1, (HEADS, -1)) for layer in (self.q, self.k, self.v))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(D // HEADS)
         mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
-        out: Tensor = self.out(mixed.flatten(2))
-        return out
+        return self.out(mixed.flatten(2))
 
 
 class Grouped(nn.Module):
@@ -89,8 +84,7 @@ class Grouped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return out
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Rotary(nn.Module):
@@ -109,8 +103,7 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         q, k = (each * self.cos + self._turned(each) * self.sin for each in (q, k))
-        out: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return out
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     @staticmethod
     def _turned(x: Tensor) -> Tensor:
@@ -134,8 +127,7 @@ class Relative(nn.Module):
         B, N, C = x.shape
         q, k, v = self.qkv(x).reshape(B, N, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
         scores = (q * (C // HEADS) ** -0.5) @ k.transpose(-2, -1) + self.table[self.index].permute(2, 0, 1)
-        out: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, N, C))
-        return out
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, N, C))
 
 
 class Masked(nn.Module):
@@ -151,8 +143,7 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, TOKENS)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
-        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return out
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Decomposed(nn.Module):
@@ -161,10 +152,7 @@ class Decomposed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.rows, self.columns = (
-            nn.Parameter(torch.randn(2, 2, D // HEADS)),
-            nn.Parameter(torch.randn(3, 3, D // HEADS)),
-        )
+        self.rows, self.columns = (nn.Parameter(torch.randn(count, count, D // HEADS)) for count in (2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, C = x.shape
@@ -173,8 +161,7 @@ class Decomposed(nn.Module):
         rows = torch.einsum("bhwc,hkc->bhwk", placed, self.rows)[..., None]
         columns = torch.einsum("bhwc,wkc->bhwk", placed, self.columns)[..., None, :]
         given = F.scaled_dot_product_attention(q, k, v, attn_mask=(rows + columns).reshape(-1, N, N))
-        out: Tensor = self.out(given.view(B, HEADS, N, -1).transpose(1, 2).reshape(B, N, C))
-        return out
+        return self.out(given.view(B, HEADS, N, -1).transpose(1, 2).reshape(B, N, C))
 
 
 class Gated(nn.Module):
@@ -183,8 +170,7 @@ class Gated(nn.Module):
         self.gate, self.up, self.down = nn.Linear(D, 24), nn.Linear(D, 24), nn.Linear(24, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Glu(nn.Module):
@@ -195,8 +181,7 @@ class Glu(nn.Module):
         self.up, self.down = nn.Linear(D, 48), nn.Linear(24, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.glu(self.up(x)))
-        return out
+        return self.down(F.glu(self.up(x)))
 
 
 class UNet(nn.Module):
@@ -211,8 +196,7 @@ class UNet(nn.Module):
         wide = F.relu(self.one(x))
         narrow = F.relu(self.two(F.max_pool2d(wide, 2)))
         both = torch.cat((wide, F.interpolate(narrow, scale_factor=2)), 1)
-        out: Tensor = self.out(F.relu(self.three(both)))
-        return out
+        return self.out(F.relu(self.three(both)))
 
 
 class TwoInputs(nn.Module):
@@ -236,8 +220,7 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.first(x))
-        out: Tensor = self.last(F.relu(self.again(F.relu(self.again(x)))))
-        return out
+        return self.last(F.relu(self.again(F.relu(self.again(x)))))
 
 
 class Squeezed(nn.Module):
@@ -252,8 +235,7 @@ class Squeezed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.silu(self.depthwise(F.silu(self.norm(self.expand(x)))))
         gate = self.excite(F.relu(self.reduce(x.mean((2, 3), keepdim=True)))).sigmoid()
-        out: Tensor = self.project(x * gate)
-        return out
+        return self.project(x * gate)
 
 
 class ResBlocks(nn.Module):
@@ -272,8 +254,7 @@ class ResBlocks(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = F.relu(x + block(x))
-        out: Tensor = self.head(x.mean((2, 3)))
-        return out
+        return self.head(x.mean((2, 3)))
 
 
 class Shuffled(nn.Module):
@@ -284,8 +265,7 @@ class Shuffled(nn.Module):
         self.one, self.two, self.last = nn.Conv2d(3, 12, 1), nn.Conv2d(12, 12, 1, groups=3), nn.Conv2d(12, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(F.channel_shuffle(F.relu(self.two(F.relu(self.one(x)))), 3))
-        return out
+        return self.last(F.channel_shuffle(F.relu(self.two(F.relu(self.one(x)))), 3))
 
 
 def encoder() -> nn.Module:
