@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from perf.parity.tolerance import limits
 from tests import tiny
 from tests.command import invoked
 
-MODELS: dict[str, dict[str, object]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "q/k norm": {"qk_norm": True},
     "norm inside": {"scale_mlp_norm": True},

@@ -189,7 +189,7 @@ class Tensorrt:
 
             def create_builder_config(self) -> Config:
                 world.asked["config"] = Config(world)
-                return world.asked["config"]  # type: ignore[no-any-return]
+                return world.asked["config"]
 
             def create_optimization_profile(self) -> Profile:
                 return Profile()

@@ -146,9 +146,9 @@ def test_channels_are_aligned_over_all_groups_of_a_layer(name: str, align: int, 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", MODELS)
 def test_half_of_the_channels_go(name: str, tmp_path: Path) -> None:
-    own = written_by("tests.test_traced_groups.make", name=name)
-    dense = own.model
-    moments = calibrate(own, tiny.opened(tmp_path / "images.npy", images(19, seed=1), dense), batch_size=8)
+    checkpoint = written_by("tests.test_traced_groups.make", name=name)
+    dense = checkpoint.model
+    moments = calibrate(checkpoint, tiny.opened(tmp_path / "images.npy", images(19, seed=1), dense), batch_size=8)
     site = sites_of(dense).every[0]
     halves: Any = {"mlp_sparsity": 0.5, "conv_sparsity": 0.5, "residual_sparsity": 0.5, "ridge_rel": 1e-6}
     reduction = reduce(dense, moments, method_from_preset("best", **halves), widths={site.name: 6})

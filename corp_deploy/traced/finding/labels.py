@@ -197,8 +197,8 @@ def narrowed(value: Any, gone: Tensor) -> Any:
 
 def loses(value: Any, gone: Tensor) -> bool:
     """Whether elements of what a node gives are removed."""
-    marks = (each for each in tree_leaves(value) if isinstance(each, LabelTensor) and each.labels is not None)
-    return not all(bool(kept(compact(each.labels), gone).all()) for each in marks)
+    every = [each.labels for each in tree_leaves(value) if isinstance(each, LabelTensor)]
+    return not all(bool(kept(compact(labels), gone).all()) for labels in every if labels is not None)
 
 
 def selected(tensor: Tensor, keep: Tensor) -> Tensor:

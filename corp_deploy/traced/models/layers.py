@@ -191,4 +191,5 @@ def _reordered(tensor: Tensor, span: Span, order_G: Tensor) -> Tensor:
     to, source = torch.from_numpy(span.index_GM), torch.from_numpy(span.index_GM)[order_G]
     flat, last = _laid_out(tensor, span.axes), tuple(range(-len(span.axes), 0))
     new = flat.index_copy(-1, to.reshape(-1), flat[..., source.reshape(-1)])
-    return new.unflatten(-1, [tensor.shape[axis] for axis in span.axes]).movedim(last, span.axes)
+    apart: Tensor = new.unflatten(-1, [tensor.shape[axis] for axis in span.axes])
+    return apart.movedim(last, span.axes)
