@@ -1,14 +1,16 @@
-"""A clock that stands until it is moved, and what every double of a runner has."""
+"""A clock that stands until it is moved, what every double of a runner has, and a value that has to be there."""
 
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from ground.feeds import Feeds, Outputs, batch_size
 from perf.record.runs import Flat
 from perf.runners.protocol import Gauge
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -22,6 +24,12 @@ class FakeClock:
     def pass_ms(self, ms: float) -> None:
         with self.lock:  # streams are threads
             self.now_ns += round(ms * 1e6)
+
+
+def some(value: T | None) -> T:
+    """The value, which is not None."""
+    assert value is not None
+    return value
 
 
 class DoubleOfRunner:

@@ -1,12 +1,28 @@
-"""Bench records of releases with planted medians, for tests of histories."""
+"""Bench records with planted times, and those of releases with planted medians, for tests of histories."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from perf.record.runs import Bench, BenchTrial, Block, Flat, Row, SubjectRecord
 
 SAME = "a" * 64
+
+
+def block(index: int, subject: str, times: Iterable[float], *, lost_rel: float | None = None, **more: Any) -> Block:
+    """Calls of one subject in one round; `lost_rel` of each is waited."""
+    compute_ms = tuple(map(float, times))
+    lost_ms = None if lost_rel is None else tuple(lost_rel * ms for ms in compute_ms)
+    measured: dict[str, Any] = {"calls": len(compute_ms), "wall_ms": sum(compute_ms), "compute_ms": compute_ms}
+    return Block(round=index, subject=subject, at_s=0.0, **measured | {"lost_ms": lost_ms} | more)
+
+
+def row(batch: int, blocks: Iterable[Block], **more: Any) -> Row:
+    """Of a dense and a reduced model that both ran."""
+    trials = dict.fromkeys(("dense", "reduced"), BenchTrial(status="ok", warm_up_flat=True))
+    given: dict[str, Any] = {"trials": trials, "calls_per_block": 5, "settle_calls": 1, "stop": "narrow"}
+    return Row(batch=batch, blocks=tuple(blocks), **given | {"noise_blocks": ()} | more)
 
 
 def bench_of_release(
@@ -24,15 +40,8 @@ def bench_of_release(
 ) -> Bench:
     """Sixteen rounds ABBA of five calls, which vary by 1 %; `machine` slows both subjects, `lost` is waited in each."""
     rng = np.random.default_rng(day if seed is None else seed)
-    trial = BenchTrial(status="ok", warm_up_flat=True)
-    rows = tuple(
-        Row(
-            batch=batch, trials={"dense": trial, "reduced": trial}, calls_per_block=5, settle_calls=1, stop="narrow",
-            blocks=tuple(_blocks(rng, machine * batch, {"dense": dense_ms, "reduced": reduced_ms}, lost, spread)),
-            noise_blocks=(),
-        )
-        for batch in batches
-    )  # fmt: skip
+    base_ms = {"dense": dense_ms, "reduced": reduced_ms}
+    rows = tuple(row(batch, _blocks(rng, machine * batch, base_ms, lost, spread)) for batch in batches)
     describe = {"backend": "onnxruntime", "device": "cpu"}
     return Bench(
         created=f"2026-03-{day + 1:02d}T10:00:00+00:00",
@@ -50,16 +59,8 @@ def bench_of_release(
 
 def _blocks(
     rng: np.random.Generator, scale: float, base_ms: dict[str, float], lost: float, spread: float
-) -> list[Block]:
-    blocks = []
+) -> Iterator[Block]:
     for index in range(16):
         for name in ("dense", "reduced", "reduced", "dense"):
-            times = tuple(float(ms) for ms in scale * base_ms[name] * (1 + spread * rng.standard_normal(5)))
-            waited = tuple(lost * ms for ms in times)
-            blocks.append(
-                Block(
-                    round=index, subject=name, at_s=float(index), calls=5, wall_ms=sum(times), compute_ms=times,
-                    lost_ms=waited,
-                )
-            )  # fmt: skip
-    return blocks
+            times = scale * base_ms[name] * (1 + spread * rng.standard_normal(5))
+            yield block(index, name, times, lost_rel=lost)

@@ -12,7 +12,7 @@ class NvmlError(Exception):
 class FakeNvml:
     """NVML of one card that refuses to tell its power."""
 
-    name: bytes = b"A Card"
+    name: str = "A Card"
     clock: int | None = None
     throttle: int = 0x04 | 0x40
     shut: bool = False
@@ -46,7 +46,7 @@ class FakeNvml:
     def nvmlSystemGetCudaDriverVersion(self) -> int:
         return 13020
 
-    def nvmlDeviceGetName(self, handle: object) -> bytes:
+    def nvmlDeviceGetName(self, handle: object) -> str:
         return self.name
 
     def nvmlDeviceGetCount(self) -> int:

@@ -657,9 +657,9 @@ def record_of_bench(home: Path) -> dict[str, Any]:
 def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cards = {name: FakeNvml(name=name, clock=1410, throttle=0x04) for name in (b"A Card", b"Another")}
+    cards = {name: FakeNvml(name=name, clock=1410, throttle=0x04) for name in ("A Card", "Another")}
     edit(home, "block_ms = 1", "block_ms = 1.5")
-    monkeypatch.setattr("perf.timing.watch._nvml", lambda: cards[b"A Card"])
+    monkeypatch.setattr("perf.timing.watch._nvml", lambda: cards["A Card"])
     release(home)
     record = record_of_bench(home)
     told = {key: record["environment"][key] for key in ("gpu", "sm", "driver", "cuda", "power_limit_w", "clocks")}
@@ -669,9 +669,9 @@ def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
     states = [block["gpu"] for row in record["rows"] for block in row["blocks"]]
     assert {(state["sm_clock_mhz"], *state["throttle"]) for state in states} == {(1410, "sw_power_cap")}
     assert any("the power limit lowered the clocks" in warning for warning in record["warnings"])
-    assert cards[b"A Card"].shut
+    assert cards["A Card"].shut
 
-    monkeypatch.setattr("perf.timing.watch._nvml", lambda: cards[b"Another"])
+    monkeypatch.setattr("perf.timing.watch._nvml", lambda: cards["Another"])
     edit(home, "block_ms = 1.5", "block_ms = 1")
     edit(home, '"params >= dense"', '"p50@b2 > baseline * 100"')
     shutil.copy(home / "out" / "bench.json", home / "baseline.json")

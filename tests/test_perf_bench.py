@@ -16,11 +16,11 @@ from ground.feeds import Feeds, batch_size, rows_of
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
-from perf.runners.protocol import Ledger, ResidentSet
+from perf.runners.protocol import Gauge, Ledger, resident_gauge
 from perf.stats.summary import knee, summarise
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from perf.timing.watch import Gpu, environment, fingerprint, watching
-from tests.doubles import DoubleOfRunner, FakeClock
+from tests.doubles import DoubleOfRunner, FakeClock, some
 from tests.nvml import FakeNvml
 from tests.refusals import rejects
 
@@ -106,30 +106,19 @@ def test_the_sweep_measures_each_batch_against_each_other_and_the_first_against_
     assert [row.batch for row in record.rows] == [1, 8]
     assert {block.subject for block in record.rows[0].noise_blocks} == {"dense", "dense again"}
     read = summarise(record)
-    row = read.row(8)
-    assert row is not None
-    assert row.speedup is not None
-    assert row.noise is not None
-    assert row.speedup.value == pytest.approx(1.25)
-    assert row.noise.value == 1.0
+    row = some(read.row(8))
+    assert some(row.speedup).value == pytest.approx(1.25)
+    assert some(row.noise).value == 1.0
     assert row.realised_share == pytest.approx((1 - 0.8) / 0.4)
-    assert row.sides["dense"].p50_ms is not None
-    assert row.sides["dense"].p50_ms.value == 16.0
-    throughput = row.sides["reduced"].throughput
-    assert throughput is not None
-    assert throughput.value == pytest.approx(1000 / 1.6)
+    assert some(row.sides["dense"].p50_ms).value == 16.0
+    assert some(row.sides["reduced"].throughput).value == pytest.approx(1000 / 1.6)
     assert read.end_to_end_rows == ()
 
 
 def test_end_to_end_is_told_apart_from_compute() -> None:
     read = summarise(measured(lambda batch: 4.0, lambda batch: 2.0, copies_ms=1.0))
-    compute, both = read.row(8), read.row(8, "end_to_end")
-    assert compute is not None
-    assert both is not None
-    assert compute.speedup is not None
-    assert both.speedup is not None
-    assert compute.speedup.value == 2.0
-    assert both.speedup.value == pytest.approx(5 / 3)
+    assert some(some(read.row(8)).speedup).value == 2.0
+    assert some(some(read.row(8, "end_to_end")).speedup).value == pytest.approx(5 / 3)
 
 
 def test_streams_report_throughput_only() -> None:
@@ -148,8 +137,7 @@ def test_a_batch_that_runs_out_of_memory_stays_in_the_table_and_the_other_is_sti
     record = measured(out_of_memory_from(8, 1.0), lambda batch: 1.0 * batch, (1, 8, 16))
     assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom", "oom"]
     assert record.rows[1].stop == "one subject only"
-    row = summarise(record).row(8)
-    assert row is not None
+    row = some(summarise(record).row(8))
     assert row.speedup is None
     assert row.sides["reduced"].p50_ms is not None
     assert any("batch 8, dense: out of memory: RuntimeError: CUDA out of memory" in text for text in record.warnings)
@@ -263,8 +251,7 @@ def test_the_time_that_is_advised_is_enough() -> None:
     assert late.stop == "out of time"
     advised = float(str(late.trials["dense"].message).rpartition(" ")[2])
     row = summarise(asked(advised)).rows[0]
-    assert row.speedup is not None
-    assert row.speedup.is_bounded
+    assert some(row.speedup).is_bounded
     assert row.noise is None
     again = asked(3 * advised)
     assert summarise(again).rows[0].noise is not None
@@ -275,8 +262,7 @@ def test_an_audit_or_an_a_a_run_without_time_is_left_out_with_a_warning() -> Non
     plan = replace(ENDLESS, time_limit_s=5.0, audit_rounds=8)
     record = measured(lambda batch: 100.0, lambda batch: 80.0, (8,), plan=plan, uneven=wandering)
     row = summarise(record).rows[0]
-    assert row.speedup is not None
-    assert row.speedup.is_bounded
+    assert some(row.speedup).is_bounded
     assert (row.noise, row.repeats) == (None, {})
     warnings = " ".join(record.warnings)
     assert "batch 8, no time for the A/A run" in warnings
@@ -303,8 +289,7 @@ def test_a_machine_that_slows_down_leaves_a_value_without_an_interval() -> None:
     record = measured(lambda b: 10.0, lambda b: 8.0, (8,), plan=plan, clock=clock, uneven=uneven)
     row = summarise(record).rows[0]
     assert (record.rows[0].stop, 0 < row.rounds < 6) == ("time limit", True)
-    assert row.speedup is not None
-    assert not row.speedup.is_bounded
+    assert not some(row.speedup).is_bounded
     assert "rounds are too few for an interval, 6 make one" in " ".join(record.warnings)
 
 
@@ -383,15 +368,10 @@ def test_records_of_other_machines_or_precisions_are_not_comparable() -> None:
 
 
 def test_the_knee_is_where_doubling_stops_paying() -> None:
-    found = knee({1: 100.0, 2: 190.0, 4: 340.0, 8: 360.0, 16: 365.0})
-    assert found is not None
-    assert found.batch == 4
-    rising = knee({1: 100.0, 2: 200.0, 4: 400.0})
-    assert rising is not None
+    assert some(knee({1: 100.0, 2: 190.0, 4: 340.0, 8: 360.0, 16: 365.0})).batch == 4
+    rising = some(knee({1: 100.0, 2: 200.0, 4: 400.0}))
     assert (rising.batch, "still rises" in rising.reason) == (4, True)
-    dip = knee({1: 100.0, 2: 100.0, 4: 200.0})
-    assert dip is not None
-    assert dip.batch == 4
+    assert some(knee({1: 100.0, 2: 100.0, 4: 200.0})).batch == 4
     assert knee({1: 100.0}) is None
 
 
@@ -400,31 +380,17 @@ def test_the_knee_becomes_the_preferred_batch_size() -> None:
     assert read.preferred_batch_size == 64
 
 
-@dataclass
-class FakeGauge:
-    readings: list[int]
-    peaks: list[int]
-    method: str = "fake"
-
-    def reset_peak(self) -> None: ...
-
-    def now(self) -> int:
-        return self.readings.pop(0)
-
-    def peak(self) -> int:
-        return self.peaks.pop(0)
-
-
 def test_a_runner_is_booked_with_what_it_holds_and_its_last_peak() -> None:
     """Opens 100 -> 150, then a phase that peaks 70 above its start and leaves 20 behind; another's 500 don't count."""
-    ledger = Ledger(FakeGauge([100, 150, 650, 670], [160, 720]))
+    readings, peaks = iter([100, 150, 650, 670]), iter([160, 720])
+    ledger = Ledger(Gauge("fake", lambda: None, lambda: next(readings), lambda: next(peaks)))
     assert ledger.phase(lambda: "opened") == ("opened", 60)
     assert ledger.phase(lambda: None) == (None, 50 + 70)
     assert ledger.held_bytes == 70
 
 
 def test_the_resident_set_sees_an_allocation() -> None:
-    gauge = ResidentSet()
+    gauge = some(resident_gauge())
     gauge.reset_peak()
     before = gauge.now()
     # Large enough to be mapped anew, not taken from memory that earlier tests let go.
@@ -463,9 +429,9 @@ def test_the_gpu_that_cuda_runs_on_is_watched(
     asked: list[object] = []
 
     class TwoCards(FakeNvml):
-        def nvmlDeviceGetName(self, handle: object) -> bytes:
+        def nvmlDeviceGetName(self, handle: object) -> str:
             asked.append(handle)
-            return b"A Card"
+            return "A Card"
 
     monkeypatch.setattr("perf.timing.watch._nvml", lambda: TwoCards(uuids=("GPU-a", "GPU-b")))
     with watching(uuid) as (_, described):

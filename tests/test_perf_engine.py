@@ -3,7 +3,7 @@
 No GPU runs here: torch.cuda's part (Staging, captured) is replaced by host memory.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from ground.feeds import Feeds, Outputs
 from ground.ports import Port
 from perf.runners import engine as engine_runner
 from perf.runners.cuda import DeviceBound
-from perf.runners.engine import EngineRunner, EngineSession
+from perf.runners.engine import EngineRunner
 from tests.refusals import rejects
 
 IMAGES = np.arange(2 * 3 * 2 * 2, dtype=np.float32).reshape(2, 3, 2, 2)
@@ -67,6 +67,7 @@ class FakeEngine:
     dtype: str = "float32"
     tensors: tuple[str, ...] = ("images", "logits")
     out_of_memory: bool = False
+    takes_addresses: bool = True
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -101,7 +102,8 @@ class FakeEngine:
     def create_execution_context(self, config: Any = None) -> FakeContext | None:
         if self.out_of_memory:
             return None
-        self.contexts.append(FakeContext(self.memory, self.inputs, self.outputs, config=config))
+        context = FakeContext(self.memory, self.inputs, self.outputs, config=config)
+        self.contexts.append(replace(context, takes_addresses=self.takes_addresses))
         return self.contexts[-1]
 
 
@@ -217,13 +219,20 @@ def test_a_batch_outside_the_profile_is_refused(engine: FakeEngine, plan: Path) 
         runner({"images": np.repeat(IMAGES, 3, axis=0)})
 
 
+def loaded(engine: FakeEngine | None, plan: Path) -> EngineRunner:
+    runner = EngineRunner(plan)
+    runner._trt = fake_trt(engine)
+    runner._load(plan.read_bytes())
+    return runner
+
+
 def test_a_plan_that_does_not_load_says_what_tensorrt_said(plan: Path) -> None:
     with pytest.raises(BadInput, match=r"\(b\) for another GPU.*said: version tag does not match"):
-        EngineSession.load(fake_trt(None), plan, eager_kernels=False)
+        loaded(None, plan)
 
 
 def test_half_borders_are_refused(plan: Path) -> None:
-    rejects("images: float16", EngineSession.load, fake_trt(FakeEngine({}, dtype="float16")), plan, eager_kernels=False)
+    rejects("images: float16", loaded, FakeEngine({}, dtype="float16"), plan)
 
 
 def test_a_plan_of_several_tensors_is_fed_and_read_by_name(engine: FakeEngine, plan: Path) -> None:
@@ -244,18 +253,14 @@ def test_a_plan_of_several_tensors_is_fed_and_read_by_name(engine: FakeEngine, p
 
 
 def test_no_memory_for_a_context_is_running_out_of_memory(plan: Path) -> None:
-    session = EngineSession.load(fake_trt(FakeEngine({}, out_of_memory=True)), plan, eager_kernels=False)
     with pytest.raises(MemoryError):
-        session.context({"images": (2, 3, 2, 2)})
+        loaded(FakeEngine({}, out_of_memory=True), plan)(FEEDS)
 
 
-def test_an_address_that_is_refused_is_no_measurement(plan: Path) -> None:
-    engine = FakeEngine({})
-    session = EngineSession.load(fake_trt(engine), plan, eager_kernels=False)
-    context = session.context({"images": (2, 3, 2, 2)})
-    engine.contexts[0].takes_addresses = False
-    with pytest.raises(RuntimeError, match="refused the address of images"):
-        session.address(context, {"images": 1, "logits": 2})
+def test_an_address_that_is_refused_is_no_measurement(engine: FakeEngine, plan: Path) -> None:
+    engine.takes_addresses = False
+    with EngineRunner(plan) as runner, pytest.raises(RuntimeError, match="refused the address of images"):
+        runner.bind(FEEDS)
 
 
 def test_an_enqueue_that_fails_is_not_timed(engine: FakeEngine, plan: Path) -> None:

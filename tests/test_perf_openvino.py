@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from ground.errors import BadInput, Missing
 from perf.runners import openvino as openvino_runner
@@ -20,51 +20,12 @@ from perf.runners.onnx import OnnxRunner
 from perf.runners.onnx_session import io_of_onnx
 from perf.runners.openvino import CompiledSettings, OpenVinoRunner, shared_core
 from tests.refusals import rejects
-
-RNG = np.random.default_rng(0)
-IMAGES = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
-FEEDS = {"images": IMAGES}
-WEIGHT = RNG.standard_normal((48, 64)).astype(np.float32)
-LAST = RNG.standard_normal((64, 5)).astype(np.float32)
+from tests.test_perf_runners import FEEDS, IMAGES, expected, onnx_file
 
 
 @pytest.fixture
 def openvino() -> Any:
     return pytest.importorskip("openvino", reason="openvino is not installed")
-
-
-def graph(path: Path, *, held: int = TensorProto.FLOAT, batch: str | int = "batch") -> Path:
-    """logits = max(images.reshape(B, 48) @ WEIGHT, 0) @ LAST, its matrices held in a type, and an input not read."""
-
-    def typed(name: str, array: np.ndarray[Any, Any]) -> onnx.TensorProto:
-        exact = onnx.helper.make_tensor(name, TensorProto.FLOAT, array.shape, array.ravel())
-        if held == TensorProto.FLOAT:
-            return exact
-        if held == TensorProto.FLOAT16:
-            return numpy_helper.from_array(array.astype(np.float16), name)
-        bits = (array.view(np.uint32) >> 16).astype(np.uint16)
-        return helper.make_tensor(name, TensorProto.BFLOAT16, array.shape, bits.tobytes(), raw=True)
-
-    nodes = [
-        helper.make_node("Flatten", ["images"], ["flat"], axis=1),
-        helper.make_node("Cast", ["flat"], ["typed"], to=held),
-        helper.make_node("MatMul", ["typed", "first"], ["hidden"]),
-        helper.make_node("Relu", ["hidden"], ["active"]),
-        helper.make_node("MatMul", ["active", "last"], ["product"]),
-        helper.make_node("Cast", ["product"], ["logits"], to=TensorProto.FLOAT),
-    ]
-    inputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 3, 4, 4])]
-    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, 5])]
-    float_type = [typed("first", WEIGHT), typed("last", LAST)]
-    proto = helper.make_graph(nodes, "tiny", inputs, outputs, float_type)
-    onnx.save(helper.make_model(proto, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), str(path))
-    return path
-
-
-def expected() -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    hidden = np.maximum(IMAGES.reshape(3, 48).astype(np.float64) @ WEIGHT, 0.0)
-    exact: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = hidden @ LAST
-    return exact
 
 
 def away(got: np.ndarray[Any, Any]) -> float:
@@ -77,7 +38,7 @@ def computes_halves() -> bool:
 
 @pytest.mark.usefixtures("openvino")
 def test_a_graph_is_computed_in_fp32_whatever_the_cpu_likes(tmp_path: Path) -> None:
-    with OpenVinoRunner(graph(tmp_path / "m.onnx"), threads=1) as runner:
+    with OpenVinoRunner(onnx_file(tmp_path / "m.onnx"), threads=1) as runner:
         assert away(runner(FEEDS)["logits"]) < 1e-6
         told = runner.describe()
         ticks = count(0, 1_000_000)
@@ -89,14 +50,14 @@ def test_a_graph_is_computed_in_fp32_whatever_the_cpu_likes(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("openvino")
 def test_half_weights_are_computed_in_fp32_and_told_so(tmp_path: Path) -> None:
-    with OpenVinoRunner(graph(tmp_path / "m.onnx", held=TensorProto.FLOAT16), arithmetic="fp32") as runner:
+    with OpenVinoRunner(onnx_file(tmp_path / "m.onnx", held=TensorProto.FLOAT16), arithmetic="fp32") as runner:
         told = runner.describe()
         assert (told["precision"], told["computed_in"]) == ("fp16", "fp32")
         assert 1e-6 < away(runner(FEEDS)["logits"]) < 2e-3
 
 
 def test_bf16_is_computed_in_bf16_where_the_cpu_has_it_and_refused_elsewhere(openvino: Any, tmp_path: Path) -> None:
-    runner = OpenVinoRunner(graph(tmp_path / "m.onnx"), arithmetic="bf16")
+    runner = OpenVinoRunner(onnx_file(tmp_path / "m.onnx"), arithmetic="bf16")
     if not computes_halves():
         with pytest.raises(Missing, match="asked OpenVINO for bf16"):
             runner.__enter__()
@@ -110,7 +71,7 @@ def test_the_types_of_a_bf16_graph_are_not_taken_for_fp32(openvino: Any, tmp_pat
     """OpenVINO answers f32 to whoever asks for its hint and computes such layers in BF16 none the less."""
     if not computes_halves():
         pytest.skip("this CPU has no BF16")
-    path = graph(tmp_path / "m.onnx", held=TensorProto.BFLOAT16)
+    path = onnx_file(tmp_path / "m.onnx", held=TensorProto.BFLOAT16)
     with OpenVinoRunner(path) as runner:
         told = runner.describe()
         assert (told["precision"], told["inference_precision"], told["computed_in"]) == ("bf16", "fp32", "bf16")
@@ -124,7 +85,7 @@ def test_fp16_is_refused_by_a_cpu_that_would_compute_bf16(openvino: Any, tmp_pat
     if "FP16" in shared_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this CPU has FP16")
     with pytest.raises(Missing, match="asked OpenVINO for fp16 and got"):
-        OpenVinoRunner(graph(tmp_path / "m.onnx"), arithmetic="fp16").__enter__()
+        OpenVinoRunner(onnx_file(tmp_path / "m.onnx"), arithmetic="fp16").__enter__()
 
 
 def stack_of_signals() -> int:
@@ -141,7 +102,7 @@ def stack_of_signals() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is told in /proc by Linux alone")
 @pytest.mark.usefixtures("openvino")
 def test_two_graphs_leave_signals_the_memory_that_they_are_handled_in(tmp_path: Path) -> None:
-    path = graph(tmp_path / "m.onnx")
+    path = onnx_file(tmp_path / "m.onnx")
     first, second = OpenVinoRunner(path), OpenVinoRunner(path)
     first.__enter__(), second.__enter__()
     for each in (first, second):
@@ -155,7 +116,7 @@ def test_two_graphs_leave_signals_the_memory_that_they_are_handled_in(tmp_path: 
 @pytest.mark.usefixtures("openvino")
 def test_threads_beyond_the_cores_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Missing, match="asked OpenVINO for 1000 threads and got"):
-        OpenVinoRunner(graph(tmp_path / "m.onnx"), threads=1000).__enter__()
+        OpenVinoRunner(onnx_file(tmp_path / "m.onnx"), threads=1000).__enter__()
 
 
 @pytest.mark.usefixtures("openvino")
@@ -164,8 +125,8 @@ def test_what_it_cannot_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"not onnx")
     rejects(r"broken\.onnx: not an ONNX file", OpenVinoRunner(tmp_path / "broken.onnx").__enter__)
     rejects("threads: at least 1, got 0", OpenVinoRunner, tmp_path / "m.onnx", threads=0)
-    unknown = onnx.load(str(graph(tmp_path / "m.onnx")))
-    unknown.graph.node[3].op_type = "Unheard"
+    unknown = onnx.load(str(onnx_file(tmp_path / "m.onnx")))
+    unknown.graph.node[2].op_type = "Unheard"
     onnx.save(unknown, str(tmp_path / "unknown.onnx"))
     rejects(r"unknown\.onnx: OpenVINO cannot load it: .*Unheard", OpenVinoRunner(tmp_path / "unknown.onnx").__enter__)
 
@@ -173,7 +134,7 @@ def test_what_it_cannot_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("openvino")
 def test_a_graph_that_is_not_valid_never_reaches_it(tmp_path: Path) -> None:
     """Of a convolution that reads nothing it ends the process."""
-    broken = onnx.load(str(graph(tmp_path / "m.onnx")))
+    broken = onnx.load(str(onnx_file(tmp_path / "m.onnx")))
     broken.graph.node.append(helper.make_node("Conv", [], ["z"], "c"))
     onnx.save(broken, str(tmp_path / "m.onnx"))
     with pytest.raises(BadInput, match=r"m.onnx: OpenVINO cannot load it: not valid: .* export it again"):
@@ -182,7 +143,7 @@ def test_a_graph_that_is_not_valid_never_reaches_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("openvino")
 def test_a_fixed_batch_is_the_only_one_it_takes(tmp_path: Path) -> None:
-    with OpenVinoRunner(graph(tmp_path / "m.onnx", batch=3)) as runner:
+    with OpenVinoRunner(onnx_file(tmp_path / "m.onnx", batch=3)) as runner:
         assert runner.fixed_batch == 3
         assert away(runner(FEEDS)["logits"]) < 1e-6
         rejects("batch", runner, {"images": IMAGES[:2]})
@@ -191,13 +152,13 @@ def test_a_fixed_batch_is_the_only_one_it_takes(tmp_path: Path) -> None:
 def test_a_machine_without_it_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "openvino", None)
     with pytest.raises(Missing, match=r"openvino is not installed; pip install 'corp-deploy\[openvino\]'"):
-        OpenVinoRunner(graph(tmp_path / "m.onnx")).__enter__()
+        OpenVinoRunner(onnx_file(tmp_path / "m.onnx")).__enter__()
 
 
 @pytest.mark.parametrize("held", [TensorProto.FLOAT, TensorProto.FLOAT16])
 @pytest.mark.parametrize("batch", ["batch", 3])
 def test_a_file_tells_the_same_borders_as_a_session(tmp_path: Path, held: int, batch: str | int) -> None:
-    path = graph(tmp_path / "m.onnx", held=held, batch=batch)
+    path = onnx_file(tmp_path / "m.onnx", held=held, batch=batch)
     borders = io_of_onnx(path)
     with OnnxRunner(path) as runner:
         assert (borders.inputs, borders.outputs, borders.batch) == (runner.inputs, runner.outputs, runner.fixed_batch)
@@ -239,4 +200,4 @@ def test_memory_that_gives_out_is_no_fault_of_the_graph(tmp_path: Path, monkeypa
     monkeypatch.setattr(openvino_runner, "shared_core", lambda: SimpleNamespace(compile_model=full))
     monkeypatch.setattr(openvino_runner, "require_openvino", SimpleNamespace)
     with pytest.raises(RuntimeError, match="out of memory"):
-        OpenVinoRunner(graph(tmp_path / "m.onnx")).__enter__()
+        OpenVinoRunner(onnx_file(tmp_path / "m.onnx")).__enter__()

@@ -24,6 +24,7 @@ from perf.gate.rule import rule_from_text
 from perf.record.runs import Bench, load_bench, save_bench
 from perf.report.render import csv, markdown
 from perf.runners.module import ModuleRunner
+from perf.runners.protocol import Ledger
 from perf.stats.summary import summarise
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from tests.refusals import rejects
@@ -161,11 +162,15 @@ class Forgetful(nn.Module):
         return logits if self.calls <= self.honest else torch.zeros_like(logits)
 
 
+def opened(runner: ModuleRunner) -> OpenedSubject:
+    return OpenedSubject("reduced", (runner,), Ledger(None), None)
+
+
 @pytest.mark.parametrize(("honest", "status"), [(10**6, "PASS"), (3, "FAIL")])
 def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> None:
     images = np.random.default_rng(0).standard_normal((4, 3, 2, 2)).astype(np.float32)
     with ModuleRunner(Forgetful(honest)) as runner:
-        subject = OpenedSubject("reduced", (runner,), None, None)
+        subject = opened(runner)
         bound = subject.bind({"images": images})
         bound.laps(2, perf_counter_ns)
         (found,) = subject.tests()
@@ -175,7 +180,7 @@ def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> 
 
 def test_what_was_bound_and_not_timed_says_nothing() -> None:
     with ModuleRunner(Forgetful(9)) as runner:
-        subject = OpenedSubject("dense", (runner,), None, None)
+        subject = opened(runner)
         subject.bind({"images": np.zeros((4, 3, 2, 2), np.float32)})
         assert subject.tests() == []
 
@@ -189,6 +194,6 @@ class Scalar(nn.Module):
 
 def test_what_answers_no_input_is_no_model() -> None:
     with ModuleRunner(Scalar(), label="m") as runner:
-        subject = OpenedSubject("reduced", (runner,), None, None)
+        subject = opened(runner)
         subject.bind({"images": np.zeros((4, 3, 2, 2), np.float32)}).laps(2, perf_counter_ns)
         rejects(r"reduced \(m\): gives logits \[\] to a batch of 4, expected a row for each", subject.tests)

@@ -57,8 +57,9 @@ class BatchSize:
         if not bounds:
             return self._row(ready, stop="nothing to measure"), []
         calls_s = {name: ready[name].call_s for name in bounds}
-        again_s = (self.limit.spent_s - begun_s) / len(bounds)
-        allocation = self._allocated(calls_s, again_s)
+        again_s, reference_s = (self.limit.spent_s - begun_s) / len(bounds), calls_s.get(self.subjects[0].name)
+        every = list(calls_s.values())
+        allocation = allocated(self.plan, self.limit.left_s, every, reference_s=reference_s, again_s=again_s)
         noise, left_out = self._noise_run(ready, allocation)
         blocks, stop = self._side_by_side(bounds, allocation)
         measured: dict[str, Any] = {"calls": allocation.calls, "blocks": blocks, "noise_blocks": noise}
@@ -107,11 +108,6 @@ class BatchSize:
         limit_s = min(WARM_UP_SHARE * self.limit.limit_s, most_s)
         return ready if limit_s < ready.fastest_s else subject.warmed(ready, self.plan, self.limit, limit_s)
 
-    def _allocated(self, calls_s: Mapping[str, float], again_s: float) -> TimeAllocation:
-        reference_s = calls_s.get(self.subjects[0].name)
-        every = list(calls_s.values())
-        return allocated(self.plan, self.limit.left_s, every, reference_s=reference_s, again_s=again_s)
-
     def _noise_run(
         self, ready: Mapping[str, BoundSubject], allocation: TimeAllocation
     ) -> tuple[tuple[Block, ...], tuple[str, ...]]:
@@ -127,25 +123,23 @@ class BatchSize:
             other = self._warmed(again, other, self.limit.left_s - kept_s - allocation.noise_s)
         if other.bound is None:
             return (), (f"no A/A run: {other.trial.message}",)
-        return measure_rounds(
-            {reference: bounds[reference], again.name: other.bound},
-            allocation.noise_rounds,
-            calls=allocation.calls,
-            clock=self.limit.clock,
-            watch=self.watch,
-            on_round=lambda index: self.report(f"against itself, round {index}"),
-            limit_s=min(allocation.noise_limit_s, self.limit.left_s - kept_s),
-        ), ()
+        limit_s = min(allocation.noise_limit_s, self.limit.left_s - kept_s)
+        how = self._how(allocation, "against itself", limit_s)
+        pair = {reference: bounds[reference], again.name: other.bound}
+        return measure_rounds(pair, allocation.noise_rounds, **how), ()
 
-    def _side_by_side(self, bounds: Mapping[str, Bound], allocation: TimeAllocation) -> tuple[tuple[Block, ...], str]:
-        """The comparison, or of one alone its times."""
-        how: dict[str, Any] = {
+    def _how(self, allocation: TimeAllocation, stage: str, limit_s: float) -> dict[str, Any]:
+        return {
             "calls": allocation.calls,
             "clock": self.limit.clock,
             "watch": self.watch,
-            "on_round": lambda index: self.report(f"side by side, round {index}"),
-            "limit_s": self.limit.left_s - allocation.audit_s - allocation.plain_s,
+            "on_round": lambda index: self.report(f"{stage}, round {index}"),
+            "limit_s": limit_s,
         }
+
+    def _side_by_side(self, bounds: Mapping[str, Bound], allocation: TimeAllocation) -> tuple[tuple[Block, ...], str]:
+        """The comparison, or of one alone its times."""
+        how = self._how(allocation, "side by side", self.limit.left_s - allocation.audit_s - allocation.plain_s)
         if len(bounds) == 2:
             return measure_pair(bounds, self.plan, **how)
         return measure_rounds(bounds, self.plan.min_rounds, **how), "one subject only"
@@ -159,24 +153,18 @@ class BatchSize:
             share_s = (self.limit.left_s - allocation.plain_s) / (len(subjects) - place)
             if share_s < CALLS_AROUND * calls_s[subject.name]:
                 continue
-            blocks = self._audited(subject, allocation, limit_from_now(self.limit.clock, share_s))
-            if blocks is None or whole_rounds(blocks):
-                repeats[subject.name] = blocks or ()
+            limit, rounds = limit_from_now(self.limit.clock, share_s), allocation.audit_rounds
+            how: dict[str, Any] = {"calls": allocation.calls, "limit": limit, "watch": self.watch}
+            try:
+                blocks = repeat_blocks(subject.bind, self.feeds, self.batch, rounds, **how)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                repeats[subject.name] = ()  # no memory for so many batches at once: what was measured before stays
+                continue
+            if whole_rounds(blocks):
+                repeats[subject.name] = blocks
         return repeats
-
-    def _audited(
-        self, subject: OpenedSubject, allocation: TimeAllocation, limit: TimeLimit
-    ) -> tuple[Block, ...] | None:
-        """None where there is no memory for so many batches at once: what was measured before stays."""
-        rounds, calls = allocation.audit_rounds, allocation.calls
-        try:
-            return repeat_blocks(
-                subject.bind, self.feeds, self.batch, rounds, calls=calls, limit=limit, watch=self.watch
-            )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
 
     def _row(self, ready: Mapping[str, BoundSubject], *, stop: str, calls: int = 1, **measured: Any) -> Row:
         return Row(

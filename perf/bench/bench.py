@@ -117,7 +117,12 @@ def bench(
         settings=settings,
         subjects=(reference.described(descriptions[0]), candidate.described(descriptions[1])),
         rows=tuple(rows),
-        warnings=(*_changed_outputs(tests), *_long_opening(opening_s, len(batches), plan), *warnings_of(rows)),
+        warnings=(
+            # What was timed must be what a plain call, and so `verify`, gives.
+            *(f"{test.candidate}: {test.reason}" for test in tests if test.status == "FAIL"),
+            *_long_opening(opening_s, len(batches), plan),
+            *warnings_of(rows),
+        ),
     )
 
 
@@ -145,17 +150,8 @@ def _require_measured(rows: Sequence[Row]) -> None:
 
 def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> OpenedSubject:
     runners = tuple(subject.open() for _ in range(streams))
-    gauge = runners[0].gauge()
-    ledger = None if gauge is None else Ledger(gauge)
-
-    def enter() -> None:
-        for runner in runners:
-            stack.enter_context(runner)
-
-    if ledger is None:
-        enter()
-    else:
-        ledger.phase(enter)
+    ledger = Ledger(runners[0].gauge())
+    ledger.phase(lambda: [stack.enter_context(runner) for runner in runners])
     pool = stack.enter_context(ThreadPoolExecutor(streams)) if streams > 1 else None
     return OpenedSubject(name, runners, ledger, pool)
 
@@ -164,11 +160,6 @@ def _too_slow_below(rows: Sequence[Row], batch: int) -> Row | None:
     """The largest of the smaller batch sizes that had no time for an interval: a larger one has it less."""
     slow = [row for row in rows if row.batch < batch and row.stop == OUT_OF_TIME and least_of([*row.trials.values()])]
     return max(slow, key=lambda row: row.batch, default=None)
-
-
-def _changed_outputs(tests: Sequence[StructuralTest]) -> Iterator[str]:
-    """What was timed must be what a plain call, and so `verify`, gives."""
-    return (f"{test.candidate}: {test.reason}" for test in tests if test.status == "FAIL")
 
 
 def _long_opening(opening_s: float, count: int, plan: Plan) -> Iterator[str]:

@@ -69,23 +69,14 @@ class LatencyTable:
 
     def latency_ms(self, width: int, batch: int) -> float:
         """Between measured points piecewise linear in both; outside the grid is refused, not extrapolated."""
-        around = self._around(width)
-        at_batch = [float(np.interp(batch, self.batches, self._column(each, batch))) for each in around]
-        return float(np.interp(width, around, at_batch))
-
-    def _around(self, width: int) -> tuple[int, ...]:
-        widths = self.widths
-        if not widths[0] <= width <= widths[-1]:
-            raise BadInput(f"latency table {self.name!r}: width {width} lies outside {widths[0]} to {widths[-1]}")
-        index = bisect_left(widths, width)
-        return (width,) if widths[index] == width else (widths[index - 1], widths[index])
-
-    def _column(self, width: int, batch: int) -> list[float]:
-        batches = self.batches
-        if not batches[0] <= batch <= batches[-1]:
-            raise BadInput(f"latency table {self.name!r}: batch {batch} lies outside {batches[0]} to {batches[-1]}")
-        latencies = {cell.batch: cell.p50_ms for cell in self.cells if cell.width == width}
-        return [latencies[each] for each in batches]
+        for what, size, sizes in (("width", width, self.widths), ("batch", batch, self.batches)):
+            if not sizes[0] <= size <= sizes[-1]:
+                raise BadInput(f"latency table {self.name!r}: {what} {size} lies outside {sizes[0]} to {sizes[-1]}")
+        above = bisect_left(self.widths, width)
+        around = self.widths[max(above - 1, 0) : above + 1]
+        p50_ms = {(cell.width, cell.batch): cell.p50_ms for cell in self.cells if cell.width in around}
+        rows = [[p50_ms[each, other] for other in self.batches] for each in around]
+        return float(np.interp(width, around, [np.interp(batch, self.batches, row) for row in rows]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +113,16 @@ def measure_table(
         runners = {width: stack.enter_context(grid.open_width(width)) for width in grid.widths}
         describe = runners[grid.widths[0]].describe()
         for batch in grid.batches:
-            cells += _cells_or_missing(grid, runners, batch, plan, clock, watch)
+            try:
+                cells += _batch_cells(runners, random_feeds(grid.inputs, batch, seed=0), plan, clock, watch)
+            except (BadInput, Missing):
+                raise
+            except Exception as error:
+                what = "ran out of memory" if is_out_of_memory(error) else "failed"
+                raise Missing(
+                    f"latency table {grid.name!r} {what} at batch {batch} ({type(error).__name__}: {error}); nothing "
+                    "was kept; ask for smaller batches"
+                ) from error
     return LatencyTable(
         name=grid.name, fingerprint=fingerprint(machine), describe=describe, inputs=grid.inputs, cells=tuple(cells)
     )
@@ -164,21 +164,6 @@ def save_table(table: LatencyTable, path: Path) -> None:
 def load_table(path: Path) -> LatencyTable:
     """Read a table; raises BadInput, naming the entry, when the file is none."""
     return record_from_file(path, LatencyTable, kind=KIND, version=VERSION, remedy=AGAIN)
-
-
-def _cells_or_missing(
-    grid: Grid, runners: Mapping[int, Runner], batch: int, plan: Plan, clock: Clock, watch: Watch
-) -> list[Cell]:
-    try:
-        return _batch_cells(runners, random_feeds(grid.inputs, batch, seed=0), plan, clock, watch)
-    except (BadInput, Missing):
-        raise
-    except Exception as error:
-        what = "ran out of memory" if is_out_of_memory(error) else "failed"
-        raise Missing(
-            f"latency table {grid.name!r} {what} at batch {batch} ({type(error).__name__}: {error}); nothing was kept; "
-            "ask for smaller batches"
-        ) from error
 
 
 def _batch_cells(runners: Mapping[int, Runner], feeds: Feeds, plan: Plan, clock: Clock, watch: Watch) -> list[Cell]:

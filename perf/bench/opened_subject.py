@@ -7,17 +7,18 @@ verified. One sample, repeated, is held against many after its test 04.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, cycle, repeat
+from typing import Any
 
 import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, batch_of, batch_size, checked_outputs, feeds_of_ports
 from perf.parity.structure import StructuralTest, timed_run
-from perf.record.runs import BenchTrial, Block
+from perf.record.runs import BenchTrial, Block, Status
 from perf.runners.protocol import HostBound, Ledger, ParallelStreams, Runner
 from perf.stats.summary import ONE, VARIED
 from perf.timing.laps import Bound, Clock, Laps, Plan, TimeLimit, WarmUp, warm_up
@@ -32,46 +33,32 @@ def varied_batches(feeds: Feeds, batch: int) -> list[Feeds]:
     """BATCHES different batches of these inputs [N, ...]: others of them first, moved on along their last axis, so that
     one input varies too. What all inputs of one batch share, they share still.
     """
-    return [
-        batch_of({name: _shifted(array, step) for name, array in feeds.items()}, batch)
-        for step in range(1, BATCHES + 1)
-    ]
+
+    def shifted(array: np.ndarray, step: int) -> np.ndarray:
+        rows = np.roll(array, -step, axis=0)
+        return np.roll(rows, step, axis=-1) if rows.ndim > 1 else rows
+
+    steps = range(1, BATCHES + 1)
+    return [batch_of({name: shifted(array, step) for name, array in feeds.items()}, batch) for step in steps]
 
 
-def _shifted(array: np.ndarray, step: int) -> np.ndarray:
-    rows = np.roll(array, -step, axis=0)
-    return np.roll(rows, step, axis=-1) if rows.ndim > 1 else rows
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """Bound batches of one runner, called one after the other."""
+    """Bound batches of one runner, called one after the other, endlessly."""
 
-    bounds: tuple[Bound, ...]
-    _next: int = field(default=0, init=False)
+    bounds: Iterator[Bound]
 
     def laps(self, calls: int, clock: Clock) -> Laps:
-        return joined([self._following().laps(1, clock) for _ in range(calls)])
-
-    def _following(self) -> Bound:
-        bound = self.bounds[self._next]
-        self._next = (self._next + 1) % len(self.bounds)
-        return bound
+        return joined([next(self.bounds).laps(1, clock) for _ in range(calls)])
 
 
 def joined(laps: list[Laps]) -> Laps:
-    """Calls of several as those of one, without the time between them."""
-    both = [each.end_to_end_ms for each in laps if each.end_to_end_ms is not None]
-    lost = [each.lost_ms for each in laps if each.lost_ms is not None]
-    issued = [each.enqueue_ms for each in laps if each.enqueue_ms is not None]
-    return Laps(
-        calls=sum(each.calls for each in laps),
-        wall_ms=sum(each.wall_ms for each in laps),
-        compute_ms=tuple(chain.from_iterable(each.compute_ms for each in laps)),
-        end_to_end_ms=tuple(chain.from_iterable(both)) if len(both) == len(laps) else None,
-        enqueue_ms=sum(issued) if len(issued) == len(laps) else None,
-        lost_ms=tuple(chain.from_iterable(lost)) if len(lost) == len(laps) else None,
-    )
+    """Calls of several as those of one, without the time between them; what one of them doesn't tell, none tells."""
+    every = {each.name: [getattr(lap, each.name) for lap in laps] for each in fields(Laps)}
+    known = {name: values for name, values in every.items() if None not in values}
+    totals: dict[str, Any] = {name: sum(known[name]) for name in ("calls", "wall_ms", "enqueue_ms") if name in known}
+    times: dict[str, Any] = {name: tuple(chain(*known[name])) for name in known.keys() - totals.keys()}
+    return Laps(**totals, **times)
 
 
 def round_robin_calls(calls: int) -> int:
@@ -84,7 +71,7 @@ def repeat_blocks(
 ) -> tuple[Block, ...]:
     """Both ways measured in rounds, in turns over equally many bound batches. A round has whole turns of them."""
     varied = [bind(each) for each in varied_batches(feeds, batch)]
-    pair = {VARIED: RoundRobin(tuple(varied)), ONE: RoundRobin((bind(batch_of(feeds, batch)),) * BATCHES)}
+    pair = {VARIED: RoundRobin(cycle(varied)), ONE: RoundRobin(repeat(bind(batch_of(feeds, batch))))}
     for bound in pair.values():
         bound.laps(BATCHES, limit.clock)
     turns = round_robin_calls(calls)
@@ -152,7 +139,7 @@ class OpenedSubject:
 
     name: str
     runners: tuple[Runner, ...]
-    ledger: Ledger | None
+    ledger: Ledger
     pool: ThreadPoolExecutor | None
     _samples: list[Sample] = field(default_factory=list)
 
@@ -196,19 +183,17 @@ class OpenedSubject:
     def _tried(self, before: BoundSubject, work: Callable[[], tuple[Bound, WarmUp]]) -> BoundSubject:
         """To run out of memory or to fail is a finding about a batch size, not the sweep's end."""
         try:
-            (bound, warmed), peak = (work(), None) if self.ledger is None else self.ledger.phase(work)
+            (bound, warmed), peak = self.ledger.phase(work)
         except (BadInput, Missing):
             raise
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"[:500]
-            return BoundSubject(
-                trial=BenchTrial(status="oom" if is_out_of_memory(error) else "failed", message=message)
-            )
+            status: Status = "oom" if is_out_of_memory(error) else "failed"
+            return BoundSubject(trial=BenchTrial(status=status, message=f"{type(error).__name__}: {error}"[:500]))
         trial = replace(
             before.trial,
             warm_up_samples_ms=warmed.samples_ms,
             warm_up_flat=warmed.flat,
             peak_memory_bytes=peak if peak is None else max(peak, before.trial.peak_memory_bytes or 0),
-            peak_memory_method=None if self.ledger is None else self.ledger.gauge.method,
+            peak_memory_method=self.ledger.method,
         )
         return BoundSubject(trial=trial, bound=bound)

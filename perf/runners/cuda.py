@@ -54,12 +54,10 @@ class DeviceBound:
     def _enqueue(self) -> tuple[Event, Event, Event, Event, Event]:
         begun = self.mark()
         self.copy_in()
-        arrived = self.mark()
+        arrived = ready = self.mark()
         if self.flush is not None:
             self.flush()
             ready = self.mark()
-        else:
-            ready = arrived
         self.launch()
         computed = self.mark()
         self.copy_out()

@@ -31,7 +31,7 @@ from .onnx_session import (
     require_provider,
     session_options,
 )
-from .protocol import DeviceMemory, Gauge, HostBound, resident_gauge
+from .protocol import Gauge, HostBound, device_memory, resident_gauge
 
 IDS, MASK, LOGITS = "input_ids", "attention_mask", "logits"
 _PAST, _PRESENT = "past_key_values.", "present."
@@ -133,7 +133,7 @@ class DecoderRunner:
         return HostBound(call, outputs=lambda bound: {LOGITS: _logits(bound)})
 
     def gauge(self) -> Gauge | None:
-        return resident_gauge() if self.provider == "cpu" else DeviceMemory()
+        return resident_gauge() if self.provider == "cpu" else device_memory()
 
     def describe(self) -> Flat:
         return dict(self._describe)

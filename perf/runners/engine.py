@@ -1,7 +1,6 @@
 """Runs a serialised TensorRT or TensorRT-RTX plan on a non-default CUDA stream, with fixed addresses.
 
-Memory, streams, events and graphs are torch.cuda's; the engine's own calls go through `EngineSession`, which is handed
-the TensorRT module.
+Memory, streams, events and graphs are torch.cuda's.
 """
 
 import hashlib
@@ -18,7 +17,8 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, captured, open_stream
-from .protocol import DeviceMemory, Gauge
+from .onnx_session import role_of_rank
+from .protocol import Gauge, device_memory
 
 Backend = Literal["tensorrt", "tensorrt_rtx"]
 
@@ -44,40 +44,49 @@ class EngineRunner:
     flush_l2: bool = False
     precision: str = "unknown"
     sha256: str | None = None
+    inputs: tuple[Port, ...] = field(default=(), init=False)
+    outputs: tuple[OutputPort, ...] = field(default=(), init=False)
+    _breaks: tuple[str, ...] = field(default=(), init=False, repr=False)
     _trt: Any = field(default=None, init=False, repr=False)
-    _session: Any = field(default=None, init=False, repr=False)
+    _runtime: Any = field(default=None, init=False, repr=False)
+    _engine: Any = field(default=None, init=False, repr=False)
     _stream: Any = field(default=None, init=False, repr=False)
+    _log: list[str] = field(default_factory=list, init=False, repr=False)
 
     def __enter__(self) -> Self:
         if not self.path.is_file():
             raise BadInput(f"{self.path}: no such plan")
-        plan = self._plan()
-        self._trt = _tensorrt(self.backend)
-        require_cuda()
-        self._stream = open_stream()
-        eager_kernels = self.backend == "tensorrt_rtx"
-        self._session = EngineSession.load(self._trt, self.path, eager_kernels=eager_kernels, plan=plan)
-        return self
-
-    def _plan(self) -> bytes:
-        """The very bytes that are handed on, so that no other plan takes their place in between."""
+        # The very bytes that are handed on, so that no other plan takes their place in between.
         plan = self.path.read_bytes()
         if self.sha256 is not None and hashlib.sha256(plan).hexdigest() != self.sha256:
             raise BadInput(f"{self.path}: its bytes are not those of its record; build it again")
-        return plan
+        self._trt = _tensorrt(self.backend)
+        require_cuda()
+        self._stream = open_stream()
+        self._load(plan)
+        return self
+
+    def _load(self, plan: bytes) -> None:
+        """Deserialise the plan, which runs code that it may hold."""
+        trt = self._trt
+        self._runtime = trt.Runtime(_collector(trt, self._log))
+        self._engine = self._runtime.deserialize_cuda_engine(plan)
+        if self._engine is None:
+            raise BadInput(
+                f"{self.path}: {trt.__name__} {trt.__version__} cannot load this plan: (a) it was built by another "
+                f"version, (b) for another GPU, (c) by the other of tensorrt and tensorrt_rtx, (d) it is damaged; "
+                f"{self._last_error}"
+            )
+        self.inputs, every = _ports(trt, self._engine, self.path)
+        self.outputs = tuple(port for port in every if not is_fusion_break(port.name))
+        self._breaks = tuple(port.name for port in every if is_fusion_break(port.name))
+
+    @property
+    def _last_error(self) -> str:
+        return f"TensorRT said: {self._log[-1]}" if self._log else "TensorRT gave no reason"
 
     def __exit__(self, *_: object) -> None:
-        self._session = None
-
-    @property
-    def inputs(self) -> tuple[Port, ...]:
-        ports: tuple[Port, ...] = self._session.inputs
-        return ports
-
-    @property
-    def outputs(self) -> tuple[OutputPort, ...]:
-        ports: tuple[OutputPort, ...] = self._session.outputs
-        return ports
+        self._engine = self._runtime = None
 
     def __call__(self, feeds: Feeds) -> Outputs:
         staging, launch = self._staged(feeds)
@@ -89,7 +98,7 @@ class EngineRunner:
         return staging.bound(ready, flush_l2=self.flush_l2)
 
     def gauge(self) -> Gauge | None:
-        return DeviceMemory()
+        return device_memory()
 
     def describe(self) -> Flat:
         return {
@@ -108,12 +117,13 @@ class EngineRunner:
     def _staged(self, feeds: Feeds) -> tuple[Staging, Any]:
         """A context of its own for this batch: contexts hold shapes and addresses."""
         checked = checked_feeds(feeds, self.inputs, where=str(self.path))
-        context = self._session.context({name: array.shape for name, array in checked.items()})
-        names = (*(port.name for port in self.outputs), *self._session.breaks)
+        context = self._context({name: array.shape for name, array in checked.items()})
+        names = (*(port.name for port in self.outputs), *self._breaks)
         shapes = {name: context.get_tensor_shape(name) for name in names}
-        staging = Staging.hold(self._stream, checked, shapes, unread=self._session.breaks)
-        tensors = {**staging.device_in, **staging.device_out}
-        self._session.address(context, {name: tensor.data_ptr() for name, tensor in tensors.items()})
+        staging = Staging.hold(self._stream, checked, shapes, unread=self._breaks)
+        for name, tensor in {**staging.device_in, **staging.device_out}.items():
+            if not context.set_tensor_address(name, tensor.data_ptr()):
+                raise RuntimeError(f"{self.path}: the engine refused the address of {name}; {self._last_error}")
         handle, path = self._stream.cuda_stream, self.path
 
         def launch() -> None:
@@ -122,70 +132,11 @@ class EngineRunner:
 
         return staging, launch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSession:
-    """A deserialised engine, what it takes and what it gives; `breaks` are outputs that it writes and nobody reads."""
-
-    trt: Any
-    path: Path
-    runtime: Any
-    engine: Any
-    inputs: tuple[Port, ...]
-    outputs: tuple[OutputPort, ...]
-    eager_kernels: bool
-    log: list[str]
-    breaks: tuple[str, ...] = ()
-
-    @classmethod
-    def load(cls, trt: Any, path: Path, *, eager_kernels: bool, plan: bytes | None = None) -> Self:
-        """Deserialise a plan, which runs code that it may hold.
-
-        Args:
-            trt: the module tensorrt or tensorrt_rtx.
-            eager_kernels: have kernels specialised for the shapes before the first call, so that no later one waits for
-                it (TensorRT-RTX only).
-            plan: the content of the path where it was read already.
-        """
-        log: list[str] = []
-        runtime = trt.Runtime(_collector(trt, log))
-        engine = runtime.deserialize_cuda_engine(path.read_bytes() if plan is None else plan)
-        if engine is None:
-            raise BadInput(
-                f"{path}: {trt.__name__} {trt.__version__} cannot load this plan: (a) it was built by another version, "
-                f"(b) for another GPU, (c) by the other of tensorrt and tensorrt_rtx, (d) it is damaged; "
-                f"{_last_error(log)}"
-            )
-        inputs, every = _ports(trt, engine, path)
-        return cls(
-            trt=trt,
-            path=path,
-            runtime=runtime,
-            engine=engine,
-            inputs=inputs,
-            outputs=tuple(port for port in every if not is_fusion_break(port.name)),
-            eager_kernels=eager_kernels,
-            log=log,
-            breaks=tuple(port.name for port in every if is_fusion_break(port.name)),
-        )
-
-    def context(self, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    def _context(self, shapes: Mapping[str, tuple[int, ...]]) -> Any:
         """An execution context for these input shapes; raises BadInput when the plan's profile doesn't take them."""
-        self._refuse_beyond_profile(shapes)
-        context = self._new_context()
-        if context is None:
-            raise MemoryError(f"{self.path}: no memory for an execution context; {_last_error(self.log)}")
-        for name, shape in shapes.items():
-            if not context.set_input_shape(name, shape):
-                raise BadInput(
-                    f"{self.path}: the engine refused the shape {list(shape)} of {name}; {_last_error(self.log)}"
-                )
-        return context
-
-    def _refuse_beyond_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         beyond = []
         for name, shape in shapes.items():
-            least, _, most = (tuple(limit) for limit in self.engine.get_tensor_profile_shape(name, 0))
+            least, _, most = (tuple(limit) for limit in self._engine.get_tensor_profile_shape(name, 0))
             fits = len(shape) == len(least) and all(
                 low <= size <= high for low, size, high in zip(least, shape, most, strict=True)
             )
@@ -193,19 +144,21 @@ class EngineSession:
                 beyond.append(f"takes {name} from {list(least)} to {list(most)}, got {list(shape)}")
         if beyond:
             raise BadInput(f"{self.path}: {'; '.join(beyond)}; build it with a profile that includes this batch")
+        context = self._engine.create_execution_context(*self._runtime_config())
+        if context is None:
+            raise MemoryError(f"{self.path}: no memory for an execution context; {self._last_error}")
+        for name, shape in shapes.items():
+            if not context.set_input_shape(name, shape):
+                raise BadInput(f"{self.path}: the engine refused the shape {list(shape)} of {name}; {self._last_error}")
+        return context
 
-    def address(self, context: Any, pointers: Mapping[str, int]) -> None:
-        """Fix where the context reads its inputs and writes its outputs."""
-        for name, pointer in pointers.items():
-            if not context.set_tensor_address(name, pointer):
-                raise RuntimeError(f"{self.path}: the engine refused the address of {name}; {_last_error(self.log)}")
-
-    def _new_context(self) -> Any:
-        if not self.eager_kernels:
-            return self.engine.create_execution_context()
-        config = self.engine.create_runtime_config()
-        config.dynamic_shapes_kernel_specialization_strategy = self.trt.DynamicShapesKernelSpecializationStrategy.EAGER
-        return self.engine.create_execution_context(config)
+    def _runtime_config(self) -> tuple[Any, ...]:
+        """Of TensorRT-RTX, which else specialises kernels for the shapes at some call later than the first."""
+        if self.backend == "tensorrt":
+            return ()
+        config = self._engine.create_runtime_config()
+        config.dynamic_shapes_kernel_specialization_strategy = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        return (config,)
 
 
 def _ports(trt: Any, engine: Any, path: Path) -> tuple[tuple[Port, ...], tuple[OutputPort, ...]]:
@@ -224,11 +177,8 @@ def _ports(trt: Any, engine: Any, path: Path) -> tuple[tuple[Port, ...], tuple[O
     inputs = tuple(
         Port(name=name, shape=tuple(engine.get_tensor_shape(name))[1:], dtype=str(dtypes[name])) for name in sources
     )
-    return inputs, tuple(_output_port(engine, name) for name in sinks)
-
-
-def _output_port(engine: Any, name: str) -> OutputPort:
-    return OutputPort(name=name, role="logits" if len(engine.get_tensor_shape(name)) == 2 else "feature map")
+    roles = {name: role_of_rank(len(engine.get_tensor_shape(name))) for name in sinks}
+    return inputs, tuple(OutputPort(name=name, role=role) for name, role in roles.items())
 
 
 def _collector(trt: Any, log: list[str]) -> Any:
@@ -245,19 +195,13 @@ def _collector(trt: Any, log: list[str]) -> Any:
     return Collector()
 
 
-def _last_error(log: list[str]) -> str:
-    return f"TensorRT said: {log[-1]}" if log else "TensorRT gave no reason"
-
-
 def _tensorrt(backend: Backend) -> Any:
     try:
         if backend == "tensorrt":
-            import tensorrt
-
-            return tensorrt
-        import tensorrt_rtx
-
-        return tensorrt_rtx
+            import tensorrt as library
+        else:
+            import tensorrt_rtx as library
     except ImportError as error:
         extra = "gpu" if backend == "tensorrt" else "rtx"
         raise Missing(f"{backend} is not installed or cannot load its libraries ({error}); extra `{extra}`") from error
+    return library

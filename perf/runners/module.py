@@ -17,7 +17,7 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, captured, open_stream
-from .protocol import Gauge, HostBound, TorchAllocator, resident_gauge
+from .protocol import Gauge, HostBound, resident_gauge, torch_allocator
 
 Mode = Literal["eager", "compiled", "cuda_graph"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -69,7 +69,10 @@ class ModuleRunner:
         if self.threads is not None:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(self.threads)
-        self._ready = self.module if self._runs_as_it_is() else self._copied()
+        self._ready = self.module
+        if not self._runs_as_it_is():
+            own = copy.deepcopy(self.module).eval().requires_grad_(False).to(self.device, DTYPES[self.precision])
+            self._ready = torch.compile(own, dynamic=False, fullgraph=True) if self.mode == "compiled" else own
         return self
 
     def _runs_as_it_is(self) -> bool:
@@ -79,10 +82,6 @@ class ModuleRunner:
         is_on_device = {tensor.device.type for tensor in tensors} <= {self.device}
         training = any(module.training for module in self.module.modules())
         return self.mode == "eager" and is_on_device and floats <= {DTYPES[self.precision]} and not training
-
-    def _copied(self) -> Any:
-        module = copy.deepcopy(self.module).eval().requires_grad_(False).to(self.device, DTYPES[self.precision])
-        return torch.compile(module, dynamic=False, fullgraph=True) if self.mode == "compiled" else module
 
     def __exit__(self, *_: object) -> None:
         self._ready = None
@@ -107,7 +106,7 @@ class ModuleRunner:
         return HostBound(call, outputs=self._outputs_by_name)
 
     def gauge(self) -> Gauge | None:
-        return resident_gauge() if self.device == "cpu" else TorchAllocator()
+        return resident_gauge() if self.device == "cpu" else torch_allocator()
 
     def describe(self) -> Flat:
         assert self._ready is not None, "describe() before the runner was entered"

@@ -11,7 +11,7 @@ import numpy as np
 from ground.errors import BadInput, is_out_of_memory
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds
 from ground.onnx_file import read_onnx
-from ground.ports import OutputPort, Port, is_fusion_break
+from ground.ports import OutputPort, Port
 from ground.precision import (
     BFLOAT16,
     BY_ONNX,
@@ -28,26 +28,24 @@ from perf.timing.laps import Bound
 
 from .cuda import Staging, open_stream
 from .onnx_session import (
-    FED,
     OUTPUTS_NOTE,
     PROVIDERS,
     Provider,
+    graph_io,
     onnxruntime_here,
     opened_session,
     ort_errors,
     require_provider,
-    require_read,
-    role_of_rank,
-    roles_of_note,
     session_options,
 )
-from .protocol import DeviceMemory, Gauge, HostBound, resident_gauge
+from .protocol import Gauge, HostBound, device_memory, resident_gauge
 
 
 @dataclass(slots=True)
 class OnnxRunner:
     """An ONNX model; its file tells its inputs and outputs, fusion breaks among them are not asked for. An output of
-    which no note tells the role passes for logits if it is [B, classes], else for a feature map.
+    which no note tells the role passes for logits if it is [B, classes], else for a feature map. `fixed_batch`: the
+    batch size that the graph fixes, None where it leaves it free.
 
     Args:
         path: the ONNX file; external data beside it.
@@ -65,6 +63,7 @@ class OnnxRunner:
     as_typed: bool = False
     inputs: tuple[Port, ...] = field(default=(), init=False)
     outputs: tuple[OutputPort, ...] = field(default=(), init=False)
+    fixed_batch: int | None = field(default=None, init=False)
     _session: Any = field(default=None, init=False, repr=False)
     _stream: Any = field(default=None, init=False, repr=False)
     _describe: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
@@ -81,7 +80,13 @@ class OnnxRunner:
         require_provider(ort.get_available_providers(), self.provider)
         precision = onnx_precision(self.path)
         if self.provider == "cpu":
-            _refuse_untyped(self.path, precision)
+            float_type = type_by_name(precision)
+            if float_type in (BFLOAT16, FLOAT8):  # what a CPU would do with it is no run of it
+                raise BadInput(
+                    f"{self.path}: a {float_type.label} graph, and ONNX Runtime's CPU kernels have no arithmetic in "
+                    f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; "
+                    "verify rounds it by itself, as it is typed"
+                )
         options = session_options(self.threads)
         if self.provider != "cpu":
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
@@ -90,7 +95,7 @@ class OnnxRunner:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         self._session = opened_session(self.path, self.provider, options, self._provider_options())
-        self.inputs, self.outputs = self._input_ports(), self._output_ports()
+        self._take_io()
         self._describe = {
             "backend": "onnxruntime",
             "version": ort.__version__,
@@ -117,7 +122,7 @@ class OnnxRunner:
             staging, launch = self._staged(checked)
             return staging.run(launch)
         try:
-            return self._outputs_by_name(self._session.run(self._output_names(), dict(checked)))
+            return self._outputs_by_name(self._session.run(self._output_names, dict(checked)))
         except ort_errors(onnxruntime_here()) as error:
             if is_out_of_memory(error):
                 raise
@@ -130,21 +135,16 @@ class OnnxRunner:
     def bind(self, feeds: Feeds) -> Bound:
         checked = dict(self._checked(feeds))
         if self.provider != "cpu":
-            return self._bind_cuda(checked)
-        run = self._session.run
-        output_names = self._output_names()
+            staging, launch = self._staged(checked)
+            for _ in range(3):  # kernels are chosen in the first runs, and a graph is captured
+                launch()
+            self._stream.synchronize()
+            return staging.bound(launch, flush_l2=self.flush_l2)
+        run, output_names = self._session.run, self._output_names
         return HostBound(lambda: run(output_names, checked), outputs=self._outputs_by_name)
 
     def gauge(self) -> Gauge | None:
-        return resident_gauge() if self.provider == "cpu" else DeviceMemory()
-
-    @property
-    def fixed_batch(self) -> int | None:
-        """The batch size that the graph fixes, None where it leaves it free."""
-        batches = {
-            node.shape[0] for node in self._session.get_inputs() if node.shape and isinstance(node.shape[0], int)
-        }
-        return min(batches, default=None)
+        return resident_gauge() if self.provider == "cpu" else device_memory()
 
     def describe(self) -> Flat:
         return dict(self._describe)
@@ -153,6 +153,7 @@ class OnnxRunner:
         """The feeds, if they have the types and the sizes that the graph fixes."""
         return checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
 
+    @property
     def _output_names(self) -> list[str]:
         return [port.name for port in self.outputs]
 
@@ -161,20 +162,15 @@ class OnnxRunner:
             port.name: np.asarray(array, dtype=np.float32) for port, array in zip(self.outputs, arrays, strict=True)
         }
 
-    def _input_ports(self) -> tuple[Port, ...]:
-        nodes = self._session.get_inputs()
-        if not nodes or any(_dtype(node.type) not in FED or not node.shape for node in nodes):
-            received = ", ".join(f"{node.name}: {node.type} {node.shape}" for node in nodes) or "none"
-            raise BadInput(f"{self.path}: expected inputs with a batch in front, of {', '.join(FED)}; found {received}")
-        return tuple(Port(name=node.name, shape=_sizes(node.shape[1:]), dtype=_dtype(node.type)) for node in nodes)
-
-    def _output_ports(self) -> tuple[OutputPort, ...]:
-        nodes = [node for node in self._session.get_outputs() if not is_fusion_break(node.name)]
-        require_read({node.name: _dtype(node.type) for node in nodes}, self.path)
-        roles = roles_of_note(self._session.get_modelmeta().custom_metadata_map.get(OUTPUTS_NOTE, "[]"), self.path)
-        return tuple(
-            OutputPort(name=node.name, role=roles.get(node.name, role_of_rank(len(node.shape)))) for node in nodes
+    def _take_io(self) -> None:
+        """As the session tells it, which knows sizes that the file leaves out."""
+        inputs, outputs = (
+            [(node.name, _dtype(node.type), _sizes(node.shape)) for node in nodes]
+            for nodes in (self._session.get_inputs(), self._session.get_outputs())
         )
+        note = self._session.get_modelmeta().custom_metadata_map.get(OUTPUTS_NOTE, "[]")
+        io = graph_io(self.path, inputs, outputs, note)
+        self.inputs, self.outputs, self.fixed_batch = io.inputs, io.outputs, io.batch
 
     def _provider_options(self) -> dict[str, str]:
         if self.provider == "cpu":
@@ -182,14 +178,6 @@ class OnnxRunner:
         captures = "trt_cuda_graph_enable" if self.provider == "tensorrt" else "enable_cuda_graph"
         stream = str(self._stream.cuda_stream)
         return {"device_id": "0", "user_compute_stream": stream, captures: str(int(self.cuda_graph))}
-
-    def _bind_cuda(self, feeds: Feeds) -> Bound:
-        """The first runs happen here: kernels are chosen in them, and a graph is captured."""
-        staging, launch = self._staged(feeds)
-        for _ in range(3):
-            launch()
-        self._stream.synchronize()
-        return staging.bound(launch, flush_l2=self.flush_l2)
 
     def _staged(self, feeds: Feeds) -> tuple[Staging, Callable[[], None]]:
         """Fixed device addresses bound to the session, which enqueues on its own stream without waiting."""
@@ -211,8 +199,8 @@ class OnnxRunner:
         return staging, launch
 
     def _output_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        output_names = self._output_names()
-        shapes = {node.name: tuple(node.shape) for node in self._session.get_outputs() if node.name in output_names}
+        nodes = {node.name: node for node in self._session.get_outputs()}
+        shapes = {name: tuple(nodes[name].shape) for name in self._output_names}
         for name, shape in shapes.items():
             if len(shape) < 2 or not all(isinstance(size, int) for size in shape[1:]):
                 raise BadInput(
@@ -250,14 +238,3 @@ def onnx_precision(path: Path) -> str:
     if size >= 0.99 * sizes.total():
         return "fp32" if most is FLOAT32 else mixed_with_float32(most).pure
     return mixed_with_float32(max(HALVES, key=lambda each: sizes[each])).name
-
-
-def _refuse_untyped(path: Path, precision: str) -> None:
-    """What a CPU would do with such a graph is no run of it."""
-    float_type = type_by_name(precision)
-    if float_type in (BFLOAT16, FLOAT8):
-        raise BadInput(
-            f"{path}: a {float_type.label} graph, and ONNX Runtime's CPU kernels have no arithmetic in "
-            f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; verify "
-            "rounds it by itself, as it is typed"
-        )

@@ -21,6 +21,10 @@ FED = ("float32", "int64", "int32", "bool", "uint8")
 READ = (*FED, "float16", "float64", "int8", "int16", "uint16", "uint32", "uint64")
 
 
+Value = tuple[str, str, tuple[int, ...]]
+"""A name, numpy's name of its type, and sizes with the batch in front, -1 where open."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphIO:
     """Its inputs and outputs in their order, sizes behind the batch (-1 where open), and the batch that it fixes."""
@@ -36,33 +40,36 @@ def io_of_onnx(path: Path) -> GraphIO:
     """
     proto = read_onnx(path, weights=False)
     initializers = {tensor.name for tensor in proto.graph.initializer}
-    values = [value for value in proto.graph.input if value.name not in initializers]
-    answers = [value for value in proto.graph.output if not is_fusion_break(value.name)]
-    require_read({value.name: dtype_of(value) for value in answers}, path)
-    note = next((entry.value for entry in proto.metadata_props if entry.key == OUTPUTS_NOTE), "[]")
-    roles = roles_of_note(note, path)
-    sizes = [_sizes(value) for value in values]
-    return GraphIO(
-        inputs=_input_ports(path, values, sizes),
-        outputs=tuple(
-            OutputPort(name=value.name, role=roles.get(value.name, role_of_rank(len(_sizes(value)))))
-            for value in answers
-        ),
-        batch=min((shape[0] for shape in sizes if shape[0] >= 0), default=None),
+    inputs, outputs = (
+        [(value.name, dtype_of(value), _sizes(value)) for value in values]
+        for values in (proto.graph.input, proto.graph.output)
     )
+    note = next((entry.value for entry in proto.metadata_props if entry.key == OUTPUTS_NOTE), "[]")
+    return graph_io(path, [each for each in inputs if each[0] not in initializers], outputs, note)
 
 
-def require_read(types: Mapping[str, str], path: Path) -> None:
-    """Raise BadInput for no outputs, and for those whose types answers can't be read of."""
-    if not types or not all(each in READ for each in types.values()):
-        received = ", ".join(f"{name}: {each}" for name, each in types.items())
+def graph_io(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], note: str) -> GraphIO:
+    """Of what a file or a runtime tells, with the note on its outputs. Raises BadInput as io_of_onnx does, and for a
+    note that can't be read.
+    """
+    answers = [(name, dtype, sizes) for name, dtype, sizes in outputs if not is_fusion_break(name)]
+    if not answers or not all(dtype in READ for _, dtype, _ in answers):
+        received = ", ".join(f"{name}: {dtype}" for name, dtype, _ in answers)
         raise BadInput(f"{path}: expected outputs that are tensors of {', '.join(READ)}; found {received or 'none'}")
-
-
-def roles_of_note(note: str, path: Path) -> dict[str, Role]:
-    """By output; raises BadInput for a note that can't be read."""
+    if not inputs or not all(dtype in FED and sizes for _, dtype, sizes in inputs):
+        received = ", ".join(f"{name}: {dtype} {list(sizes)}" for name, dtype, sizes in inputs)
+        expected = f"expected inputs with a batch in front, of {', '.join(FED)}"
+        raise BadInput(f"{path}: {expected}; found {received or 'none'}")
     where = f"{path}: its note {OUTPUTS_NOTE} can't be read"
-    return {port.name: port.role for port in record_from_text(note, list[OutputPort], where=where, remedy=AGAIN)}
+    ports = record_from_text(note, list[OutputPort], where=where, remedy=AGAIN)
+    roles = {port.name: port.role for port in ports}
+    return GraphIO(
+        inputs=tuple(Port(name=name, shape=sizes[1:], dtype=dtype) for name, dtype, sizes in inputs),
+        outputs=tuple(
+            OutputPort(name=name, role=roles.get(name, role_of_rank(len(sizes)))) for name, _, sizes in answers
+        ),
+        batch=min((sizes[0] for _, _, sizes in inputs if sizes[0] >= 0), default=None),
+    )
 
 
 def role_of_rank(rank: int) -> Role:
@@ -74,19 +81,6 @@ def _sizes(value: Any) -> tuple[int, ...]:
     """With the batch in front; -1 where a size is open."""
     dims = value.type.tensor_type.shape.dim
     return tuple(max(dim.dim_value, -1) if dim.WhichOneof("value") == "dim_value" else -1 for dim in dims)
-
-
-def _input_ports(path: Path, values: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> tuple[Port, ...]:
-    types = [dtype_of(value) for value in values]
-    if not values or not all(each in FED for each in types) or not all(sizes):
-        pairs = zip(values, types, sizes, strict=True)
-        received = ", ".join(f"{value.name}: {each} {list(shape)}" for value, each, shape in pairs)
-        expected = f"expected inputs with a batch in front, of {', '.join(FED)}"
-        raise BadInput(f"{path}: {expected}; found {received or 'none'}")
-    return tuple(
-        Port(name=value.name, shape=shape[1:], dtype=each)
-        for value, each, shape in zip(values, types, sizes, strict=True)
-    )
 
 
 Provider = Literal["cpu", "cuda", "tensorrt"]
@@ -129,15 +123,6 @@ def require_provider(available: list[str], provider: Provider) -> None:
         )
 
 
-def require_granted(granted: list[str], provider: Provider) -> None:
-    """Raise Missing when the session was given another provider than the one asked for."""
-    if PROVIDERS[provider] not in granted:
-        raise Missing(
-            f"asked ONNX Runtime for {PROVIDERS[provider]} and got {', '.join(granted)}: its libraries failed to load; "
-            f"check the driver and the CUDA, cuDNN and TensorRT versions that this onnxruntime-gpu was built for"
-        )
-
-
 def session_options(threads: int | None, *, log_severity: int = 3) -> Any:
     """With so many threads inside an operator, None for ONNX Runtime's choice."""
     options = onnxruntime_here().SessionOptions()
@@ -151,7 +136,9 @@ def session_options(threads: int | None, *, log_severity: int = 3) -> Any:
 
 
 def opened_session(path: Path, provider: Provider, options: Any, provider_options: Mapping[str, str]) -> Any:
-    """Raises BadInput for a graph that can't be loaded, Missing where the provider doesn't take all of it."""
+    """Raises BadInput for a graph that can't be loaded, Missing where another provider than asked for would run it or a
+    part of it.
+    """
     ort = onnxruntime_here()
     try:
         # Its Python part would open the session again, or go on at a call, with another provider than asked for.
@@ -167,5 +154,10 @@ def opened_session(path: Path, provider: Provider, options: Any, provider_option
                 f"time it with provider cpu, or build an engine of it ({error!s:.300})"
             ) from error
         raise BadInput(f"{path}: ONNX Runtime cannot load it: {error}") from error
-    require_granted(session.get_providers(), provider)
+    granted = session.get_providers()
+    if PROVIDERS[provider] not in granted:
+        raise Missing(
+            f"asked ONNX Runtime for {PROVIDERS[provider]} and got {', '.join(granted)}: its libraries failed to load; "
+            f"check the driver and the CUDA, cuDNN and TensorRT versions that this onnxruntime-gpu was built for"
+        )
     return session

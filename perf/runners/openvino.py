@@ -21,7 +21,7 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .onnx import onnx_precision
-from .onnx_session import GraphIO, io_of_onnx
+from .onnx_session import io_of_onnx
 from .protocol import Gauge, HostBound, resident_gauge
 
 Arithmetic = Literal["fp32", "fp16", "bf16"]
@@ -47,7 +47,9 @@ class OpenVinoRunner:
     path: Path
     arithmetic: Arithmetic | None = None
     threads: int | None = None
-    _io: GraphIO | None = field(default=None, init=False, repr=False)
+    inputs: tuple[Port, ...] = field(default=(), init=False)
+    outputs: tuple[OutputPort, ...] = field(default=(), init=False)
+    fixed_batch: int | None = field(default=None, init=False)
     _compiled: Any = field(default=None, init=False, repr=False)
     _describe: Flat = field(default_factory=dict, init=False, repr=False)
 
@@ -57,7 +59,8 @@ class OpenVinoRunner:
 
     def __enter__(self) -> Self:
         openvino, core = require_openvino(), shared_core()
-        self._io = io_of_onnx(self.path)
+        io = io_of_onnx(self.path)
+        self.inputs, self.outputs, self.fixed_batch = io.inputs, io.outputs, io.batch
         if reason := checker_error(self.path):  # which may end the process there
             raise BadInput(f"{self.path}: OpenVINO cannot load it: not valid: {reason}; export it again")
         self._compiled = self._or_bad_input(
@@ -100,24 +103,6 @@ class OpenVinoRunner:
 
     def __exit__(self, *_: object) -> None:
         self._compiled = None
-
-    @property
-    def inputs(self) -> tuple[Port, ...]:
-        return self._entered_io.inputs
-
-    @property
-    def outputs(self) -> tuple[OutputPort, ...]:
-        return self._entered_io.outputs
-
-    @property
-    def fixed_batch(self) -> int | None:
-        """The batch size that the graph fixes, None where it leaves it free."""
-        return self._entered_io.batch
-
-    @property
-    def _entered_io(self) -> GraphIO:
-        assert self._io is not None, "asked before the runner was entered"
-        return self._io
 
     def __call__(self, feeds: Feeds) -> Outputs:
         request, _ = self._request(feeds)
@@ -195,16 +180,16 @@ class CompiledSettings:
 
     def require(self, arithmetic: Arithmetic | None, threads: int | None) -> None:
         """Raise Missing where it would be run otherwise than asked: OpenVINO takes the nearest that the CPU has."""
-        if arithmetic is not None and not self._computes(arithmetic):
-            if self.hint != arithmetic:
-                raise Missing(
-                    f"asked OpenVINO for {arithmetic} and got {self.hint}, the nearest that this CPU has: ask for that "
-                    f"or for fp32, or run it on a CPU with instructions for {arithmetic}"
-                )
+        if arithmetic is not None and self.hint != arithmetic:
             raise Missing(
-                f"asked OpenVINO for {arithmetic}, and it computes products in {' and '.join(self.products)}, as "
-                f"the graph is typed: export the graph in fp32, or leave out {arithmetic} to run it in the graph's "
-                "types"
+                f"asked OpenVINO for {arithmetic} and got {self.hint}, the nearest that this CPU has: ask for that or "
+                f"for fp32, or run it on a CPU with instructions for {arithmetic}"
+            )
+        # Products of fewer bits than asked for are none; in a lower type some may stay as they were.
+        if arithmetic is not None and {"fp16", "bf16"} & set(self.products) != {arithmetic} - {"fp32"}:
+            raise Missing(
+                f"asked OpenVINO for {arithmetic}, and it computes products in {' and '.join(self.products)}, as the "
+                f"graph is typed: export the graph in fp32, or leave out {arithmetic} to run it in the graph's types"
             )
         if threads is not None and self.threads != threads:
             raise Missing(
@@ -213,13 +198,6 @@ class CompiledSettings:
             )
         if self.execution_mode != "ACCURACY":
             raise Missing(f"asked OpenVINO for execution mode ACCURACY and got {self.execution_mode}")
-
-    def _computes(self, arithmetic: Arithmetic) -> bool:
-        """Products of fewer bits than asked for are none; in a lower type some may stay as they were."""
-        halves = {"fp16", "bf16"} & set(self.products)
-        if arithmetic == "fp32":
-            return self.hint == "fp32" and not halves
-        return self.hint == arithmetic and halves == {arithmetic}
 
 
 def require_openvino() -> Any:

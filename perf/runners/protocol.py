@@ -24,82 +24,60 @@ from perf.timing.watch import LostTime, lost_time
 T = TypeVar("T")
 
 
-class Gauge(Protocol):
-    """Memory of the process or device in bytes."""
-
-    @property
-    def method(self) -> str: ...
-
-    def reset_peak(self) -> None: ...
-
-    def now(self) -> int: ...
-
-    def peak(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
-class ResidentSet:
-    """The process's resident set on Linux; its peak can be reset."""
+class Gauge:
+    """Memory of the process or device in bytes, and how it is told."""
 
-    proc: Path = Path("/proc/self")
-    method: str = "resident set"
+    method: str
+    reset_peak: Callable[[], None]
+    now: Callable[[], int]
+    peak: Callable[[], int]
 
-    def reset_peak(self) -> None:
-        (self.proc / "clear_refs").write_text("5")
 
-    def now(self) -> int:
-        return self._status("VmRSS:")
+def resident_gauge(proc: Path = Path("/proc/self")) -> Gauge | None:
+    """The process's resident set, None where the system doesn't let the peak be reset."""
 
-    def peak(self) -> int:
-        return self._status("VmHWM:")
+    def reset() -> None:
+        (proc / "clear_refs").write_text("5")
 
-    def _status(self, key: str) -> int:
-        lines = (self.proc / "status").read_text(encoding="utf-8").splitlines()
+    def status(key: str) -> int:
+        lines = (proc / "status").read_text(encoding="utf-8").splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
 
+    try:
+        reset()
+    except OSError:
+        return None
+    return Gauge("resident set", reset, lambda: status("VmRSS:"), lambda: status("VmHWM:"))
 
-@dataclass(frozen=True, slots=True)
-class TorchAllocator:
+
+def torch_allocator() -> Gauge:
     """What torch's CUDA allocator has handed out."""
+    import torch
 
-    method: str = "torch allocator"
-
-    def reset_peak(self) -> None:
-        import torch
-
+    def reset() -> None:
         require_cuda()
         torch.cuda.reset_peak_memory_stats()
 
-    def now(self) -> int:
-        import torch
-
-        return torch.cuda.memory_allocated()
-
-    def peak(self) -> int:
-        import torch
-
-        return torch.cuda.max_memory_allocated()
+    return Gauge("torch allocator", reset, torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)
 
 
-@dataclass(slots=True)
-class DeviceMemory:
+def device_memory() -> Gauge:
     """All that is in use on the device; its peak is the larger of now and the last reset, as no counter tells more."""
+    import torch
 
-    method: str = "device memory in use"
-    _at_reset: int = field(default=0, init=False)
+    at_reset = 0
 
-    def reset_peak(self) -> None:
-        require_cuda()
-        self._at_reset = self.now()
-
-    def now(self) -> int:
-        import torch
-
+    def now() -> int:
         free, total = torch.cuda.mem_get_info()
         return total - free
 
-    def peak(self) -> int:
-        return max(self._at_reset, self.now())
+    def reset() -> None:
+        nonlocal at_reset
+        require_cuda()
+        at_reset = now()
+
+    return Gauge("device memory in use", reset, now, lambda: max(at_reset, now()))
 
 
 @dataclass(slots=True)
@@ -109,11 +87,17 @@ class Ledger:
     Memory that a runner frees and another takes over is booked on neither twice nor exactly; it is an attribution.
     """
 
-    gauge: Gauge
+    gauge: Gauge | None
     held_bytes: int = 0
 
-    def phase(self, work: Callable[[], T]) -> tuple[T, int]:
-        """Do the work; returns its result and the runner's peak during it in bytes."""
+    @property
+    def method(self) -> str | None:
+        return None if self.gauge is None else self.gauge.method
+
+    def phase(self, work: Callable[[], T]) -> tuple[T, int | None]:
+        """Do the work; returns its result and the runner's peak during it in bytes, None where nothing tells it."""
+        if self.gauge is None:
+            return work(), None
         self.gauge.reset_peak()
         before = self.gauge.now()
         result = work()
@@ -124,17 +108,7 @@ class Ledger:
 
 def stopwatch(device: str) -> Stopwatch:
     """One that tells the peak of this process, and of torch's allocator where torch works on a GPU."""
-    return Stopwatch(host=resident_gauge(), device=TorchAllocator() if device == "cuda" else None)
-
-
-def resident_gauge() -> Gauge | None:
-    """The gauge of a runner on the CPU, None where the system doesn't let the peak be reset."""
-    gauge = ResidentSet()
-    try:
-        gauge.reset_peak()
-    except OSError:
-        return None
-    return gauge
+    return Stopwatch(host=resident_gauge(), device=torch_allocator() if device == "cuda" else None)
 
 
 class Runner(Protocol):
@@ -174,11 +148,6 @@ class Runner(Protocol):
         ...
 
 
-def _unchanged(answer: Any) -> Outputs:
-    outputs: Outputs = answer
-    return outputs
-
-
 @dataclass(frozen=True, slots=True)
 class HostBound:
     """Calls timed by the host's clock: the model runs on the CPU and returns when it is done.
@@ -189,7 +158,7 @@ class HostBound:
 
     call: Callable[[], object]
     watch: Callable[[], AbstractContextManager[LostTime | None]] = lost_time
-    outputs: Callable[[Any], Outputs] = _unchanged
+    outputs: Callable[[Any], Outputs] = lambda answer: answer
 
     def laps(self, calls: int, clock: Clock) -> Laps:
         """Two readings of the clock around each call and nothing else between them."""

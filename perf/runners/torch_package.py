@@ -62,7 +62,7 @@ class PackageRunner:
         try:
             self._compiled = torch._inductor.aoti_load_package(str(self.path))
         except (RuntimeError, ValueError, KeyError, OSError) as error:
-            self._leave()
+            self.__exit__()
             raise BadInput(
                 f"{self.path}: torch {torch.__version__} cannot load this package: {_short(error)}"
             ) from error
@@ -75,16 +75,12 @@ class PackageRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
         self._compiled = None
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
 
     def __call__(self, feeds: Feeds) -> Outputs:
-        batch = self._tensors(feeds)
-        return self._outputs_by_name(self._run(batch))
+        return self._outputs_by_name(self._run(self._tensors(feeds)))
 
     def bind(self, feeds: Feeds) -> Bound:
         batch = self._tensors(feeds)

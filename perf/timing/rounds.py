@@ -7,8 +7,9 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import count, islice
+from typing import Any
 
 from perf.record.runs import Block
 from perf.stats.quiet import QuietSpans, comparison_measure, samples
@@ -132,7 +133,9 @@ def _rounds(
             if (begun - started) / 1e9 + last_s > limit_s:
                 return
             blocks = list[Block]()
-            for name in _order(tuple(bounds), index):
+            # Forth and back, so that a steady drift cancels; every other round begins at the other end, in fairness.
+            names = tuple(bounds) if index % 2 == 0 else tuple(bounds)[::-1]
+            for name in names + names[::-1]:
                 if (clock() - started) / 1e9 >= limit_s:
                     if blocks:
                         yield [replace(block, dropped=LATE) for block in blocks]
@@ -144,12 +147,6 @@ def _rounds(
             yield blocks
 
 
-def _order(names: tuple[str, ...], index: int) -> tuple[str, ...]:
-    """Forth and back, so that a steady drift cancels; every other round begins at the other end, in fairness."""
-    back = names[::-1]
-    return names + back if index % 2 == 0 else back + names
-
-
 def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock: Clock, watch: Watch) -> Block:
     settle = settle_calls(calls)
     if settle:
@@ -158,19 +155,9 @@ def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock:
     laps = bound.laps(calls, clock)
     state = watch()
     throttle = [reason for reason in (state.throttle if state else ()) if reason in THROTTLED]
-    return Block(
-        round=index,
-        subject=name,
-        at_s=at_s,
-        calls=laps.calls,
-        wall_ms=laps.wall_ms,
-        compute_ms=laps.compute_ms,
-        end_to_end_ms=laps.end_to_end_ms,
-        enqueue_ms=laps.enqueue_ms,
-        lost_ms=laps.lost_ms,
-        dropped=f"throttled: {', '.join(throttle)}" if throttle else None,
-        gpu=state,
-    )
+    dropped = f"throttled: {', '.join(throttle)}" if throttle else None
+    times: dict[str, Any] = {each.name: getattr(laps, each.name) for each in fields(laps)}
+    return Block(round=index, subject=name, at_s=at_s, dropped=dropped, gpu=state, **times)
 
 
 def _stop(blocks: Sequence[Block], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan) -> str | None:

@@ -221,10 +221,10 @@ class Gpu:
         capability = self._ask(nvml.nvmlDeviceGetCudaComputeCapability)
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
         return {
-            "gpu": _text(nvml.nvmlDeviceGetName(self.handle)),
+            "gpu": nvml.nvmlDeviceGetName(self.handle),
             "gpu_count": nvml.nvmlDeviceGetCount(),
             "sm": None if capability is None else f"{capability[0]}.{capability[1]}",
-            "driver": _text(nvml.nvmlSystemGetDriverVersion()),
+            "driver": nvml.nvmlSystemGetDriverVersion(),
             "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
             "power_limit_w": None if limit_mw is None else limit_mw / 1e3,
             "clocks": self._ask(nvml.nvmlDeviceGetApplicationsClock, nvml.NVML_CLOCK_SM),
@@ -251,8 +251,3 @@ def _nvml() -> Any:
         pynvml.nvmlShutdown()
         return None
     return pynvml
-
-
-def _text(name: str | bytes) -> str:
-    """Older bindings answer in bytes."""
-    return name.decode() if isinstance(name, bytes) else name
