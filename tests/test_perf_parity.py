@@ -1,6 +1,7 @@
 """Links are judged by their tolerance, a verdict follows from its parts, records survive JSON, and a shift is heard."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from perf.parity.labels import accuracy
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link, parity_from_value
-from perf.parity.shift import Shift, Stats, scattered, shift, site_shift
+from perf.parity.shift import Scatter, Shift, SiteShift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import outputs
 from perf.parity.tolerance import Tolerance, exact, limits
 from tests.refusals import rejects
@@ -107,7 +108,6 @@ def test_random_inputs_are_said_to_be_random() -> None:
 
 
 def full() -> Parity:
-    stats = Stats(images=9, mean_F=np.zeros(2), covariance_FF=np.eye(2))
     spoilt = REF.copy()
     spoilt[0, 0] = np.inf
     return parity(
@@ -118,7 +118,7 @@ def full() -> Parity:
             FaultLocation(link="fp16", site="blocks.1.attn", measure="nonfinite", value=float("inf"), noise=1e-3,
                     largest_activation=7e4, half_limit=65504.0, reason="r", command="c"),
         ),
-        shift=shift({"blocks.0.mlp": stats}, {"blocks.0.mlp": [stats, stats]}),
+        shift=shift_of_sites([shifted(parts(4))], images=200),
         accuracy=(accuracy("b", REF, REF.argmax(axis=1)),),
         per_image="parity.npz",
     )  # fmt: skip
@@ -211,15 +211,23 @@ def parts(seed: int, *, offset: float = 0.0, scale: float = 1.0, each: int = 25)
 CALIBRATED = stats(400, 7)
 
 
+def scattered(every: Sequence[Stats]) -> Scatter:
+    scatter = Scatter(CALIBRATED.mean_F)
+    for part in every:
+        scatter.add(part)
+    return scatter
+
+
+def shifted(every: Sequence[Stats], calibrated: Stats = CALIBRATED, site: str = "s") -> SiteShift:
+    return site_shift(site, calibrated, scattered(every))
+
+
 def test_other_images_of_the_same_kind_pass_over_many_repetitions() -> None:
-    found = [site_shift("s", CALIBRATED, scattered(parts(seed), CALIBRATED.mean_F)) for seed in range(1, 60)]
-    assert [s.status for s in found] == ["PASS"] * 59
+    assert [shifted(parts(seed)).status for seed in range(1, 60)] == ["PASS"] * 59
 
 
 def test_the_noise_is_what_repetition_shows() -> None:
-    found = [
-        site_shift("s", stats(400, 5000 + seed), scattered(parts(seed), CALIBRATED.mean_F)) for seed in range(1, 60)
-    ]
+    found = [shifted(parts(seed), stats(400, 5000 + seed)) for seed in range(1, 60)]
     for distance, noise in (("mean_distance", "mean_noise"), ("covariance_distance", "covariance_noise")):
         seen = np.sqrt(np.mean([getattr(s, distance) ** 2 for s in found]))
         said = np.sqrt(np.mean([getattr(s, noise) ** 2 for s in found]))
@@ -228,9 +236,8 @@ def test_the_noise_is_what_repetition_shows() -> None:
 
 @pytest.mark.parametrize(("offset", "scale"), [(1.5, 1.0), (0.0, 1.6), (0.0, 0.5)])
 def test_shifted_images_are_noted_and_the_site_named(offset: float, scale: float) -> None:
-    moved = parts(3, offset=offset, scale=scale)
-    found = shift({"blocks.0.mlp": CALIBRATED, "blocks.1.mlp": CALIBRATED},
-                  {"blocks.0.mlp": parts(4), "blocks.1.mlp": moved})  # fmt: skip
+    moved = shifted(parts(3, offset=offset, scale=scale), site="blocks.1.mlp")
+    found = shift_of_sites([shifted(parts(4), site="blocks.0.mlp"), moved], images=200)
     assert [s.status for s in found.sites] == ["PASS", "NOTED"]
     assert (found.status, found.images) == ("NOTED", 200)
     assert "1 of 2 sites" in found.reason
@@ -238,13 +245,11 @@ def test_shifted_images_are_noted_and_the_site_named(offset: float, scale: float
 
 
 def test_few_images_are_not_called_shifted() -> None:
-    assert {
-        site_shift("s", CALIBRATED, scattered(parts(seed, each=2), CALIBRATED.mean_F)).status for seed in range(1, 40)
-    } == {"PASS"}
+    assert {shifted(parts(seed, each=2)).status for seed in range(1, 40)} == {"PASS"}
 
 
 def test_equal_statistics_have_no_distance() -> None:
-    found = site_shift("s", CALIBRATED, scattered([CALIBRATED, CALIBRATED], CALIBRATED.mean_F))
+    found = shifted([CALIBRATED, CALIBRATED])
     assert found.mean_distance == pytest.approx(0, abs=1e-12)
     assert found.mean_noise == 0
     assert found.covariance_noise == pytest.approx(0, abs=1e-6)
@@ -252,21 +257,20 @@ def test_equal_statistics_have_no_distance() -> None:
 
 
 def test_the_record_survives() -> None:
-    found = shift({"a": CALIBRATED}, {"a": parts(4)})
+    found = shift_of_sites([shifted(parts(4))], images=200)
     assert record_from_value(json_from_record(found), Shift, where="w") == found
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    rejects("sites only on one side: b", shift, {"a": CALIBRATED}, {"a": parts(1), "b": parts(1)})
-    rejects("expected 2 or more", shift, {"a": CALIBRATED}, {"a": parts(1)[:1]})
+    rejects("expected 2 or more", shifted, parts(1)[:1])
     narrow = Stats(images=3, mean_F=np.zeros(2), covariance_FF=np.eye(2))
-    rejects("got width 2, expected the calibrated 6", shift, {"a": CALIBRATED}, {"a": [narrow, narrow]})
+    rejects("got width 2, expected the calibrated 6", scattered, [narrow])
 
 
 def test_parts_added_one_by_one_are_what_all_of_them_are_together() -> None:
     every = parts(11)
     centre = CALIBRATED.mean_F
-    found = scattered(every, centre)
+    found = scattered(every)
     means = np.stack([part.mean_F for part in every])
     second = np.mean([part.covariance_FF + np.outer(part.mean_F, part.mean_F) for part in every], axis=0)
     np.testing.assert_allclose(found.mean_F, means.mean(axis=0))

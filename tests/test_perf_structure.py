@@ -89,12 +89,9 @@ def test_outputs_that_are_not_finite(bad: float) -> None:
 
 
 def test_outputs_that_are_constant() -> None:
-    assert [f.status for f in structure.outputs("r", {"logits": np.tile(sound(IMAGES)[:1], (8, 1))})] == [
-        "PASS",
-        "FAIL",
-    ]
-    assert [f.status for f in structure.outputs("r", {"logits": np.zeros((8, 5))})] == ["PASS", "FAIL"]
-    assert [f.status for f in structure.outputs("r", {"logits": sound(IMAGES)})] == ["PASS", "PASS"]
+    alike = np.tile(sound(IMAGES)[:1], (8, 1))
+    for rows, status in ((alike, "FAIL"), (np.zeros((8, 5)), "FAIL"), (sound(IMAGES), "PASS")):
+        assert [f.status for f in structure.outputs("r", {"logits": rows})] == ["PASS", status]
     assert [f.test for f in structure.outputs("r", {"logits": sound(IMAGES[:1])})] == ["finite"]
 
 
@@ -137,10 +134,8 @@ def test_a_permutation_can_start_from_answers_that_are_known() -> None:
         runs.append(len(images))
         return sound(images)
 
-    assert (
-        structure.permutation("r", named(counted), FEEDS, bound=1e-5, straight={"logits": sound(IMAGES)}).status
-        == "PASS"
-    )
+    straight = {"logits": sound(IMAGES)}
+    assert structure.permutation("r", named(counted), FEEDS, bound=1e-5, straight=straight).status == "PASS"
     assert runs == [len(IMAGES)]
 
 

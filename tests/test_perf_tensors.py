@@ -31,7 +31,7 @@ from ground.feeds import (
 from ground.ports import LOGITS, OutputPort, Port, Role
 from perf.parity import tolerance
 from perf.parity.measures import figures, measures
-from perf.parity.parity import ImageSet, Link, Parity, link, parity_from_value
+from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link, parity_from_value
 from perf.runners.cuda import Staging
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
@@ -128,10 +128,8 @@ def test_a_module_of_several_outputs_gives_them_by_name_and_no_other_number(refe
     ports = (EMBEDDING, OutputPort(name="scores", role="token logits"))
     with ModuleRunner(Both(), inputs=(IDS, MASK), outputs=ports) as runner:
         answers = runner(FEEDS)
-    assert {name: rows.shape for name, rows in answers.items()} == {
-        "embedding": (TEXTS, WIDTH),
-        "scores": (TEXTS, LENGTH, WIDTH),
-    }
+    shapes = {name: rows.shape for name, rows in answers.items()}
+    assert shapes == {"embedding": (TEXTS, WIDTH), "scores": (TEXTS, LENGTH, WIDTH)}
     np.testing.assert_array_equal(answers["embedding"], reference)
     with (
         ModuleRunner(Both(), inputs=(IDS, MASK), outputs=(EMBEDDING,), label="both") as runner,
@@ -194,19 +192,22 @@ def test_noise_is_normal_for_floats_and_one_for_whole_numbers() -> None:
     rejects(r"images \[B, \?, 4, 4\]: a free size", random_feeds, (Port(name="images", shape=(-1, 4, 4)),), 5, seed=0)
 
 
+def linked(
+    reference: Array, candidate: Array, bound: tolerance.Tolerance, kind: LinkKind = "reduced", **more: Any
+) -> Link:
+    return link(name=kind, kind=kind, reference="a", candidate="b", reference_rows=reference,
+                candidate_by_batch={8: candidate}, tolerance=bound, **{"port": EMBEDDING} | more)  # fmt: skip
+
+
 def exact_link(reference: Array, candidate: Array) -> Link:
-    return link(name="onnx", kind="exact", reference="torch", candidate="onnx", reference_rows=reference,
-                candidate_by_batch={8: candidate}, tolerance=tolerance.exact(products=2, largest_logit=0.0),
-                port=EMBEDDING)  # fmt: skip
+    return linked(reference, candidate, tolerance.exact(products=2, largest_logit=0.0), kind="exact")
 
 
 def test_a_mask_that_is_not_looked_at_moves_the_neighbours(tmp_path: Path, reference: Array) -> None:
     with OnnxRunner(encoder_graph(tmp_path / "m.onnx", ignores_mask=True)) as runner:
         faulty = single_array(runner(FEEDS))
     assert exact_link(reference, faulty).status == "FAIL"
-    found = link(name="reduced", kind="reduced", reference="a", candidate="b", reference_rows=reference,
-                 candidate_by_batch={8: faulty}, tolerance=tolerance.limits(min_agreement=0.9),
-                 port=EMBEDDING)  # fmt: skip
+    found = linked(reference, faulty, tolerance.limits(min_agreement=0.9))
     assert found.status == "FAIL"
     assert "inputs have another nearest neighbour" in found.reason
 
@@ -227,8 +228,7 @@ def test_fewer_than_three_inputs_have_no_nearest_neighbour() -> None:
     assert found.agreement_line == "nearest neighbours need 3 inputs, got 2"
     wanted = tolerance.limits(min_agreement=0.9)
     with pytest.raises(BadInput, match="embedding is an embedding, whose nearest neighbours need 3 inputs, got 2"):
-        link(name="r", kind="reduced", reference="a", candidate="b", reference_rows=rows,
-             candidate_by_batch={1: rows}, tolerance=wanted, port=EMBEDDING)  # fmt: skip
+        linked(rows, rows, wanted)
 
 
 def test_token_logits_agree_token_by_token() -> None:
@@ -259,9 +259,7 @@ def test_a_feature_map_agrees_where_its_tokens_neighbours_stay(shape: tuple[int,
     assert found.relative_error == pytest.approx(0.02)
     assert found.cosine_mean == pytest.approx(1.0)
     features = OutputPort(name="features", role="feature map")
-    judged = link(name="r", kind="reduced", reference="a", candidate="b", reference_rows=reference,
-                  candidate_by_batch={1: candidate}, tolerance=tolerance.limits(min_agreement=0.5),
-                  port=features)  # fmt: skip
+    judged = linked(reference, candidate, tolerance.limits(min_agreement=0.5), port=features)
     assert words in judged.reason
     assert judged.status == ("PASS" if len(shape) > 2 else "INCONCLUSIVE")  # as gate says of a figure that isn't there
 
@@ -282,22 +280,18 @@ def test_a_shape_that_is_not_the_roles_is_refused(role: Role, shape: tuple[int, 
 def of_two_outputs(faulty: bool) -> Parity:
     """Logits that are right and an embedding that may be wrong."""
     logits, vectors = RNG.standard_normal((6, 4)), RNG.standard_normal((6, 8))
-    links = [
-        link(name="reduced", kind="reduced", reference="a", candidate="b", reference_rows=rows,
-             candidate_by_batch={1: rows * (1.5 if faulty and port is EMBEDDING else 1.0)},
-             tolerance=tolerance.limits(max_error=0.1), port=port, several=True)
-        for port, rows in ((LOGITS, logits), (EMBEDDING, vectors))
-    ]  # fmt: skip
+    off = {LOGITS: logits, EMBEDDING: vectors * 1.5 if faulty else vectors}
+    pairs = ((LOGITS, logits), (EMBEDDING, vectors))
+    bound = tolerance.limits(max_error=0.1)
+    links = [linked(rows, off[port], bound, port=port, several=True) for port, rows in pairs]
     return Parity(images=ImageSet(count=6, digest="", kind="inputs"), links=tuple(links))
 
 
 def test_every_output_is_judged_and_its_link_is_named_by_it() -> None:
     assert of_two_outputs(faulty=False).verdict == "PASS"
     record = of_two_outputs(faulty=True)
-    assert [(each.name, each.status) for each in record.links] == [
-        ("reduced logits", "PASS"),
-        ("reduced embedding", "FAIL"),
-    ]
+    statuses = {each.name: each.status for each in record.links}
+    assert statuses == {"reduced logits": "PASS", "reduced embedding": "FAIL"}
     assert record.verdict == "FAIL"
     assert record.reason.startswith("on 6 inputs: reduced embedding: relative error 0.5")
 
@@ -320,7 +314,7 @@ def test_a_single_output_of_another_role_keeps_its_links_name() -> None:
     rows = RNG.standard_normal((6, 4))
     single = exact_link(rows, rows)
     raw = Parity(images=ImageSet(count=6, digest=""), links=(single,)).to_json()["links"][0]
-    assert (raw["name"], raw["role"], "output" in raw) == ("onnx", "embedding", False)
+    assert (raw["name"], raw["role"], "output" in raw) == ("exact", "embedding", False)
 
 
 def test_figures_of_a_role_are_those_that_it_has() -> None:

@@ -21,9 +21,9 @@ from ground.feeds import Feeds, batch_size, rows_of, single_array
 from ground.onnx_file import read_onnx
 from ground.precision import FLOAT16, FLOAT32, FloatType
 
-from .locate import FaultLocation, block_errors, locate, noise_of
+from .locate import FaultLocation, block_errors, locate
 from .rounding import NARROW, element_types, rounded_graph
-from .structure import StructuralTest
+from .structure import StructuralTest, finding
 from .tolerance import exact
 
 Array = NDArray[np.float32]
@@ -61,17 +61,12 @@ def site_outputs(model: ModelProto) -> dict[str, str]:
     if not order:
         raise BadInput("no node of this graph is named by its module (`blocks.3.attn/MatMul`); export it again")
     last = {sites[node.name]: place for place, node in enumerate(model.graph.node)}
-    ended = {site for site, place in last.items() if not _continues(site, place, last)}
-    return {_key(site, name, leaving[site], ended=site in ended): name for site, name in order}
-
-
-def _continues(site: str, place: int, last: Mapping[str, int]) -> bool:
-    """Whether a node of a site inside this one comes behind its own last node."""
-    return any(other.startswith(f"{site}.") and later > place for other, later in last.items())
-
-
-def _key(site: str, name: str, names: list[str], *, ended: bool) -> str:
-    return site if ended and name == names[-1] else f"{site}:{names.index(name)}"
+    keys: dict[str, str] = {}
+    for site, name in order:
+        names = leaving[site]
+        goes_on = any(other.startswith(f"{site}.") and later > last[site] for other, later in last.items())
+        keys[f"{site}:{names.index(name)}" if goes_on or name != names[-1] else site] = name
+    return keys
 
 
 def outputs_of_graph(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
@@ -170,20 +165,16 @@ def _run(model: ModelProto, feeds: Feeds, batch: int) -> Iterator[dict[str, Any]
     for start in range(0, batch_size(feeds), fixed or batch):
         part = rows_of(feeds, slice(start, start + (fixed or batch)))
         count = batch_size(part)
-        filled = part if fixed is None else _filled(part, fixed)
+        # The last input stands in for those that a whole batch lacks.
+        filled = part if fixed is None else rows_of(part, np.minimum(np.arange(fixed), count - 1))
         rows = session.run(None, {name: np.ascontiguousarray(array) for name, array in filled.items()})
         yield {name: row[:count] if row.ndim else row for name, row in zip(names, rows, strict=True)}
-
-
-def _filled(part: Feeds, batch: int) -> Feeds:
-    """A whole batch; the last input stands in for those that are missing."""
-    return rows_of(part, np.minimum(np.arange(batch), batch_size(part) - 1))
 
 
 def block_noise(dense_fp32: ModelProto, dense_half: ModelProto, feeds: Feeds) -> dict[str, float]:
     """Each block's own noise in sixteen bits, of the dense model, by key."""
     fp32, half = (outputs_of_graph(graph, feeds) for graph in (dense_fp32, dense_half))
-    return noise_of(fp32, half)
+    return {block.key: block.error for block in block_errors(fp32, half)}
 
 
 def locate_in_half(
@@ -236,11 +227,4 @@ def headroom(candidate: str, fp32: Path, fp16: Path, feeds: Feeds) -> Structural
     sites = by_site(graph, largest)
     site, value = max(sites.items(), key=lambda item: item[1], default=("no site", 0.0))
     reason = f"{site} reaches {value:,.6g} in float16, which ends at {FLOAT16.largest:,.0f}"
-    return StructuralTest(
-        candidate=candidate,
-        test="headroom",
-        status="PASS" if value <= FLOAT16.largest else "FAIL",
-        value=value,
-        bound=FLOAT16.largest,
-        reason=reason,
-    )
+    return finding(candidate, "headroom", value, FLOAT16.largest, reason)

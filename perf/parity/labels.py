@@ -52,13 +52,11 @@ def mcnemar(
 
 def _two_sided_coin(heads: int, tails: int) -> float:
     tosses = heads + tails
-    log_total = tosses * math.log(2)
-    log_ways = (_log_choices(tosses, k) for k in range(min(heads, tails) + 1))
-    return min(1.0, 2 * math.fsum(math.exp(log_count - log_total) for log_count in log_ways))
-
-
-def _log_choices(tosses: int, heads: int) -> float:
-    return math.lgamma(tosses + 1) - math.lgamma(heads + 1) - math.lgamma(tosses - heads + 1)
+    log_ways = (
+        math.lgamma(tosses + 1) - math.lgamma(few + 1) - math.lgamma(tosses - few + 1)
+        for few in range(min(heads, tails) + 1)
+    )
+    return min(1.0, 2 * math.fsum(math.exp(log_count - tosses * math.log(2)) for log_count in log_ways))
 
 
 def _right(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer]) -> NDArray[np.bool_]:

@@ -61,8 +61,7 @@ def block_errors(
     """Every block that both sides have, in the reference's order.
 
     `noise` is what each block's output may be off by: of links in sixteen bits the dense model's own error in that type
-    at that block (see noise_of), of exact links one bound for all. Raises BadInput when no block is shared or shapes
-    differ.
+    at that block, of exact links one bound for all. Raises BadInput when no block is shared or shapes differ.
     """
     shared = [key for key in reference if key in candidate]
     if not shared:
@@ -72,11 +71,6 @@ def block_errors(
             "model"
         )
     return [_block_error(key, reference[key], candidate[key], _floor(noise, key, float_type)) for key in shared]
-
-
-def noise_of(reference: Arrays, half: Arrays) -> dict[str, float]:
-    """Each block's own noise in sixteen bits: the relative error of the dense model's form in them against FP32."""
-    return {block.key: block.error for block in block_errors(reference, half)}
 
 
 def locate(
@@ -94,30 +88,23 @@ def locate(
     with `{site}` where the site's name goes.
     """
     first_bad = next((block for block in blocks if block.nonfinite or not block.error <= factor * block.noise), None)
+    block = first_bad or max(blocks, key=lambda block: block.times)
     if first_bad is None:
-        worst = max(blocks, key=lambda block: block.times)
-        return FaultLocation(
-            link=link,
-            site=None,
-            measure="relative_error",
-            value=worst.error,
-            noise=worst.noise,
-            largest_activation=max(activations.values(), default=0.0),
-            half_limit=float_type.largest,
-            reason=f"no block is off by {factor:g} times its noise; {worst.site} is nearest, {worst.times:.2g} times",
-            command="",
-        )
-    largest = activations.get(first_bad.site, 0.0)
+        largest = max(activations.values(), default=0.0)
+        reason = f"no block is off by {factor:g} times its noise; {block.site} is nearest, {block.times:.2g} times"
+    else:
+        largest = activations.get(block.site, 0.0)
+        reason = _reason(block, largest, float_type)
     return FaultLocation(
         link=link,
-        site=first_bad.site,
-        measure="nonfinite" if first_bad.nonfinite else "relative_error",
-        value=first_bad.error,
-        noise=first_bad.noise,
+        site=None if first_bad is None else block.site,
+        measure="nonfinite" if block.nonfinite else "relative_error",
+        value=block.error,
+        noise=block.noise,
         largest_activation=largest,
         half_limit=float_type.largest,
-        reason=_reason(first_bad, largest, float_type),
-        command=fix_command.replace("{site}", first_bad.site),
+        reason=reason,
+        command="" if first_bad is None else fix_command.replace("{site}", block.site),
     )
 
 

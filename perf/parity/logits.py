@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ground.records import Figure
 from perf.stats.decision import wilson
 
-from .rows import Bools, CommonMeasures, Floats, OutputKind, RowErrors, Rows
+from .rows import Bools, CommonMeasures, Floats, OutputKind, Rows
 
 LOGITS = OutputKind(
     name="logits",
@@ -30,11 +30,10 @@ TOKEN_LOGITS = OutputKind(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerImage(RowErrors):
-    """One figure per image. Where the candidate gives NaN or Inf, nothing agrees."""
+class PerRow:
+    """One figure per row of classes. Where the candidate gives NaN or Inf, nothing agrees."""
 
     kl_N: Floats
-    top5_overlap_N: Floats
     margin_N: Floats
     agrees_N: Bools
 
@@ -93,17 +92,14 @@ class TokenLogitMeasures(CommonMeasures):
         return f"{self.flips} of {self.tokens} tokens flipped"
 
 
-def per_image(reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating]) -> PerImage:
-    """Raises BadInput when the shapes differ, there is no image, or the reference itself is not finite."""
-    return _classified(LOGITS.rows(reference_NC, candidate_NC))
-
-
 def logit_measures(
-    reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating], *, margin_noise: float = 0.0
+    reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating], *, margin_noise: float
 ) -> LogitMeasures:
-    """The errors of a candidate over all images; see LogitMeasures. Raises BadInput as per_image does."""
+    """The errors of a candidate over all images; see LogitMeasures. Raises BadInput when the shapes differ, there is no
+    image, or the reference itself is not finite.
+    """
     rows = LOGITS.rows(reference_NC, candidate_NC)
-    each = _classified(rows)
+    each = classified(rows)
     images, agreeing = len(each.agrees_N), int(each.agrees_N.sum())
     low, high = wilson(agreeing, images)
     return LogitMeasures(
@@ -112,19 +108,19 @@ def logit_measures(
         top1_agreement=agreeing / images,
         top1_agreement_low=low,
         top1_agreement_high=high,
-        top5_overlap=float(each.top5_overlap_N.mean()),
+        top5_overlap=float(top5_overlap(rows).mean()),
         decisive_images=int((each.margin_N > margin_noise).sum()),
-        nonfinite_images=images - int(each.finite_N.sum()),
+        nonfinite_images=images - int(rows.finite_N.sum()),
     )
 
 
 def token_logit_measures(
-    reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating], *, margin_noise: float = 0.0
+    reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating], *, margin_noise: float
 ) -> TokenLogitMeasures:
-    """The errors of a candidate over all tokens; see TokenLogitMeasures. Raises BadInput as per_image does."""
+    """The errors of a candidate over all tokens; see TokenLogitMeasures. Raises BadInput as logit_measures does."""
     by_input = TOKEN_LOGITS.rows(reference_NTC, candidate_NTC)
     rows = _rows_of_tokens(reference_NTC, candidate_NTC)
-    each = _classified(rows)
+    each = classified(rows)
     images, agreement = len(reference_NTC), float(each.agrees_N.mean())
     low, high = wilson(agreement * images, images)
     return TokenLogitMeasures(
@@ -153,7 +149,7 @@ def tokens_agreeing(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[
     return np.asarray(_agrees(rows).reshape(reference_NTC.shape[:2]).mean(axis=1), dtype=np.float64)
 
 
-def _common(rows: Rows, each: PerImage, margin_noise: float) -> dict[str, Any]:
+def _common(rows: Rows, each: PerRow, margin_noise: float) -> dict[str, Any]:
     assert margin_noise >= 0, margin_noise
     return rows.figures() | {
         "kl_mean": float(each.kl_N.mean()),
@@ -170,20 +166,23 @@ def _rows_of_tokens(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[
     return LOGITS.rows(*flat)
 
 
-def _classified(rows: Rows) -> PerImage:
-    """Figures of each row, whose columns are classes."""
-    errors = rows.errors()
-    ref_NC, cand_NC = rows.reference_NF, rows.candidate_NF
-    return PerImage(
-        relative_error_N=errors.relative_error_N,
-        max_abs_N=errors.max_abs_N,
-        cosine_N=errors.cosine_N,
-        kl_N=rows.filled_where_nonfinite(_kl(ref_NC, cand_NC), np.inf),
-        top5_overlap_N=rows.filled_where_nonfinite(_overlap(ref_NC, cand_NC, top=5), 0.0),
-        margin_N=margins(ref_NC),
+def classified(rows: Rows) -> PerRow:
+    """Figures of each row, whose columns are classes; KL is infinite where the candidate is not finite."""
+    log_p_NC, log_q_NC = log_softmax(rows.reference_NF), log_softmax(rows.candidate_NF)
+    kl_N = np.maximum((np.exp(log_p_NC) * (log_p_NC - log_q_NC)).sum(axis=1), 0.0)
+    return PerRow(
+        kl_N=rows.filled_where_nonfinite(kl_N, np.inf),
+        margin_N=margins(rows.reference_NF),
         agrees_N=_agrees(rows),
-        finite_N=errors.finite_N,
     )
+
+
+def top5_overlap(rows: Rows) -> Floats:
+    """Share of the reference's first five classes that are among the candidate's first five."""
+    kept = min(5, rows.reference_NF.shape[1])
+    sides = rows.reference_NF, rows.candidate_NF
+    ref_NK, cand_NK = (np.argsort(-side, axis=1, kind="stable")[:, :kept] for side in sides)
+    return rows.filled_where_nonfinite((ref_NK[:, :, None] == cand_NK[:, None, :]).any(axis=2).mean(axis=1), 0.0)
 
 
 def _agrees(rows: Rows) -> Bools:
@@ -195,16 +194,3 @@ def log_softmax(logits_NC: Floats) -> Floats:
     """Of each row."""
     shifted_NC = logits_NC - logits_NC.max(axis=1, keepdims=True)
     return np.asarray(shifted_NC - np.log(np.exp(shifted_NC).sum(axis=1, keepdims=True)), dtype=np.float64)
-
-
-def _kl(ref_NC: Floats, cand_NC: Floats) -> Floats:
-    log_p_NC, log_q_NC = log_softmax(ref_NC), log_softmax(cand_NC)
-    kl_N: Floats = (np.exp(log_p_NC) * (log_p_NC - log_q_NC)).sum(axis=1)
-    return np.maximum(kl_N, 0.0)
-
-
-def _overlap(ref_NC: Floats, cand_NC: Floats, *, top: int) -> Floats:
-    """Share of the reference's first `top` classes that are among the candidate's first `top`."""
-    kept = min(top, ref_NC.shape[1])
-    ref_NK, cand_NK = (np.argsort(-rows, axis=1, kind="stable")[:, :kept] for rows in (ref_NC, cand_NC))
-    return np.asarray((ref_NK[:, :, None] == cand_NK[:, None, :]).any(axis=2).mean(axis=1), dtype=np.float64)

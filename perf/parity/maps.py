@@ -94,21 +94,20 @@ class PerMap(RowErrors):
     @property
     def iou_N(self) -> Floats:
         """The mean over the classes of each input."""
-        return np.asarray([_iou(*counts) for counts in zip(*self._counts, strict=True)])
+        counts = zip(self.reference_NK, self.candidate_NK, self.both_NK, strict=True)
+        return np.asarray([_iou(*each) for each in counts])
 
     @property
     def iou(self) -> float:
         """The same over all inputs together."""
-        return _iou(*(each_NK.sum(axis=0) for each_NK in self._counts))
-
-    @property
-    def _counts(self) -> tuple[Places, Places, Places]:
-        return self.reference_NK, self.candidate_NK, self.both_NK
+        return _iou(*(each_NK.sum(axis=0) for each_NK in (self.reference_NK, self.candidate_NK, self.both_NK)))
 
 
 def per_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> PerMap:
     """Raises BadInput when the shapes differ or are of no maps, or the reference is not finite."""
-    _refuse_shapes(reference, candidate)
+    if reference.ndim not in RANKS:
+        raise BadInput(f"{SCORE_MAP.name}: got {list(reference.shape)}, expected {SCORE_MAP.shape}")
+    SCORE_MAP.refuse_misfit(reference, candidate)
     each = [_figures_of_map(*pair, threshold) for pair in zip(reference, candidate, strict=True)]
     columns = [np.asarray(column) for column in zip(*each, strict=True)]
     off_squares_N, squares_N, products_N, own_squares_N, max_abs_N, finite_N, agreement_N, *counts = columns
@@ -130,15 +129,12 @@ def per_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -
 def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> MapMeasures:
     """See MapMeasures. Raises BadInput as per_map does."""
     each, images = per_map(reference, candidate, threshold=threshold), len(reference)
-    places = int(np.prod(reference.shape[-2:]))
     agreement = float(each.agreement_N.mean())
     low, high = wilson(min(agreement, 1.0) * images, images)
-    total_error = (
-        share(np.sqrt(each.off_squares_N.sum()), np.sqrt(each.squares_N.sum())) if each.finite_N.all() else np.inf
-    )
+    total_error = share(np.sqrt(each.off_squares_N.sum()), np.sqrt(each.squares_N.sum()))
     return MapMeasures(
         images=images,
-        relative_error=total_error,
+        relative_error=total_error if each.finite_N.all() else np.inf,
         relative_error_mean=float(each.relative_error_N.mean()),
         relative_error_worst=float(each.relative_error_N.max()),
         max_abs=float(each.max_abs_N.max()),
@@ -149,34 +145,28 @@ def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHO
         pixel_agreement=agreement,
         pixel_agreement_low=low,
         pixel_agreement_high=high,
-        pixels=places * images,
-        threshold=threshold if _classes(reference) == 1 else None,
+        pixels=int(np.prod(reference.shape[-2:])) * images,
+        threshold=threshold if _is_of_one(reference[0]) else None,
         nonfinite_images=images - int(each.finite_N.sum()),
         spread_ratio=_spread_ratio(reference, candidate, each.finite_N),
     )
 
 
-def _refuse_shapes(reference: Maps, candidate: Maps) -> None:
-    if reference.ndim not in RANKS:
-        raise BadInput(f"{SCORE_MAP.name}: got {list(reference.shape)}, expected {SCORE_MAP.shape}")
-    SCORE_MAP.refuse_misfit(reference, candidate)
-
-
-def _classes(maps: Maps) -> int:
-    return maps.shape[1] if maps.ndim == 4 else 1
+def _is_of_one(map_KHW: Maps) -> bool:
+    return map_KHW.ndim == 2 or len(map_KHW) == 1
 
 
 def _answers(map_KHW: Floats, threshold: float) -> Places:
     """The class of each place."""
-    alone = map_KHW.ndim == 2 or len(map_KHW) == 1
-    return (map_KHW > threshold).reshape(-1).astype(np.int64) if alone else map_KHW.argmax(axis=0).reshape(-1)
+    one = _is_of_one(map_KHW)
+    return (map_KHW > threshold).reshape(-1).astype(np.int64) if one else map_KHW.argmax(axis=0).reshape(-1)
 
 
 def _figures_of_map(reference_KHW: Maps, candidate_KHW: Maps, threshold: float) -> tuple[object, ...]:
     """Of one input, in the order in which per_map takes them."""
     ours, finite = reference_KHW.astype(np.float64), bool(np.isfinite(candidate_KHW).all())
     theirs = candidate_KHW.astype(np.float64) if finite else np.zeros_like(ours)
-    alone = ours.ndim == 2 or len(ours) == 1
+    alone = _is_of_one(ours)
     count = 2 if alone else len(ours)
     own_P, other_P = _answers(ours, threshold), _answers(theirs, threshold)
     agrees_P = (own_P == other_P) & finite

@@ -6,7 +6,7 @@ are the tokens of a feature map.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, overload
 
 import numpy as np
@@ -19,21 +19,20 @@ from perf.stats.decision import percent, wilson
 
 from .logits import (
     LogitMeasures,
-    PerImage,
     TokenLogitMeasures,
+    classified,
     logit_measures,
-    per_image,
     token_logit_measures,
     tokens_agreeing,
+    top5_overlap,
 )
-from .maps import THRESHOLD, MapMeasures, PerMap, map_measures, per_map
+from .maps import THRESHOLD, MapMeasures, map_measures, per_map
 from .rows import AnyMeasures, Floats, OutputKind, RowErrors, WithoutMargins
 from .similarity import LEAST_ROWS, drawn_rows, linear_cka, same_neighbour, token_figures
 
 HINT = "run both on the same inputs"
 EMBEDDING = OutputKind(name="embedding", shape="[inputs, features]", rank=2, hint=HINT)
 FEATURE_MAP = OutputKind(name="feature map", shape="[inputs, ...]", rank=None, hint=HINT)
-LEAST_INPUTS = LEAST_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,7 @@ class EmbeddingMeasures(WithoutMargins):
     @property
     def agreement_line(self) -> str:
         if self.neighbour_agreement is None:
-            return f"nearest neighbours need {LEAST_INPUTS} inputs, got {self.images}"
+            return f"nearest neighbours need {LEAST_ROWS} inputs, got {self.images}"
         return f"{self.agreement_name} {percent(self.neighbour_agreement)}"
 
     @property
@@ -127,19 +126,15 @@ def feature_map_measures(reference: NDArray[np.floating], candidate: NDArray[np.
     rows = FEATURE_MAP.rows(reference, candidate)
     images = len(rows.finite_N)
     tokens = token_figures(reference, candidate, rows.finite_N)
-    agreement = None if tokens is None else tokens.neighbour_agreement
+    agreement = tokens.get("neighbour_agreement")
     low, high = (None, None) if agreement is None else wilson(agreement * images, images)
     return FeatureMapMeasures(
         images=images,
         **rows.figures(),
         nonfinite_images=images - int(rows.finite_N.sum()),
-        token_cosine_mean=None if tokens is None else tokens.cosine_mean,
-        token_cosine_q01=None if tokens is None else tokens.cosine_q01,
-        tokens_compared=None if tokens is None else tokens.compared,
-        neighbour_agreement=agreement,
+        **tokens,
         neighbour_agreement_low=low,
         neighbour_agreement_high=high,
-        linear_cka=None if tokens is None else tokens.linear_cka,
     )
 
 
@@ -155,13 +150,7 @@ MEASURES: Mapping[Role, type[Measures]] = {
     "feature map": FeatureMapMeasures,
     "score map": MapMeasures,
 }
-SHARES = frozenset(
-    field.name
-    for kind in MEASURES.values()
-    for names in [{each.name for each in fields(kind)}]
-    for field in fields(kind)
-    if f"{field.name}_low" in names
-)
+SHARES = frozenset(kind.share for kind in MEASURES.values())
 """The measures that are shares of inputs, which have an interval."""
 CLASSIFYING: tuple[Role, ...] = ("logits", "token logits")
 Array = NDArray[np.floating]
@@ -214,9 +203,9 @@ def largest_logit(reference: Array, role: Role) -> float:
 
 def require_agreement(port: OutputPort, inputs: int) -> None:
     """Raises BadInput where a least agreement was asked of an output on which inputs can't agree or differ."""
-    if port.role == "embedding" and inputs < LEAST_INPUTS:
+    if port.role == "embedding" and inputs < LEAST_ROWS:
         raise BadInput(
-            f"min agreement: {port.name} is an embedding, whose nearest neighbours need {LEAST_INPUTS} inputs, got "
+            f"min agreement: {port.name} is an embedding, whose nearest neighbours need {LEAST_ROWS} inputs, got "
             f"{inputs}; give more inputs, or set a largest relative error (max error) instead"
         )
 
@@ -235,18 +224,18 @@ def figures(
 def _figures(reference: Array, candidate: Array, role: Role, threshold: float) -> dict[str, NDArray[np.generic]]:
     first: dict[str, NDArray[np.generic]] = {}
     own: dict[str, NDArray[np.generic]] = {}
-    each: PerImage | PerMap | RowErrors
-    if role == "logits":
-        each = image = per_image(reference, candidate)
-        first = {"margin": image.margin_N}
-        own = {"kl": image.kl_N, "top5_overlap": image.top5_overlap_N, "agrees": image.agrees_N}
-    elif role == "score map":
+    each: RowErrors
+    if role == "score map":
         each = place = per_map(reference, candidate, threshold=threshold)
         own = {"iou": place.iou_N, "pixel_agreement": place.agreement_N}
     else:
         rows = MEASURES[role].output_kind.rows(reference, candidate)
         each = rows.errors()
-        if role == "token logits":
+        if role == "logits":
+            classes = classified(rows)
+            first = {"margin": classes.margin_N}
+            own = {"kl": classes.kl_N, "top5_overlap": top5_overlap(rows), "agrees": classes.agrees_N}
+        elif role == "token logits":
             own = {"token_agreement": tokens_agreeing(reference, candidate)}
         elif role == "embedding":
             agrees_N = same_neighbour(rows.reference_NF, rows.candidate_NF, rows.finite_N)

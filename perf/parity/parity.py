@@ -167,21 +167,16 @@ class Parity:
 def _json_from_link(link: Link) -> dict[str, Any]:
     """The role and the output's name stand in a record only where there is more than logits."""
     row: dict[str, Any] = json_from_record(link)
-    if link.output is None:
-        del row["output"]
-    if link.ties is None:
-        del row["ties"]
-    if link.role == "logits":
-        del row["role"]
-    if link.role != "score map":
-        del row["tolerance"]["min_iou"]
-    if link.tolerance.min_agreement is None:
-        del row["tolerance"]["confidence"]
-    if not link.tolerance.elsewhere:
-        del row["tolerance"]["elsewhere"]
+    left_out = {"output": link.output is None, "ties": link.ties is None, "role": link.role == "logits"}
+    left_out_of_limits = {
+        "min_iou": link.role != "score map",
+        "confidence": link.tolerance.min_agreement is None,
+        "elsewhere": not link.tolerance.elsewhere,
+    }
+    limits = {key: value for key, value in row["tolerance"].items() if not left_out_of_limits.get(key)}
     for batch in row["batches"]:
         del batch["agreement" if link.role == "logits" else "top1_agreement"]
-    return row
+    return {key: value for key, value in row.items() if not left_out.get(key)} | {"tolerance": limits}
 
 
 def link(

@@ -60,7 +60,12 @@ def rounded_graph(model: ModelProto) -> ModelProto:
 
 def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
     if node.op_type == "QuantizeLinear" and types.get(node.output[0]) == FLOAT8.onnx:
-        yield from _to_fp8(node)
+        # Rounded by Casts, as ONNX Runtime hands an FP8 value on to operators that take none. Dequantised it is
+        # multiplied by the scale as ever.
+        name = node.output[0]
+        yield helper.make_node("Div", node.input[:2], [f"{name}/ratio"], name=f"{name}/divide")
+        yield helper.make_node("Cast", [f"{name}/ratio"], [f"{name}/fp8"], name=f"{name}/round", to=FLOAT8.onnx)
+        yield helper.make_node("Cast", [f"{name}/fp8"], [name], name=f"{name}/widen", to=SINGLE)
         return
     wide = NodeProto()
     wide.CopyFrom(node)
@@ -77,16 +82,6 @@ def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
     for name in halves:
         yield helper.make_node("Cast", [f"{name}/wide"], [f"{name}/half"], name=f"{name}/round", to=types[name])
         yield helper.make_node("Cast", [f"{name}/half"], [name], name=f"{name}/widen", to=SINGLE)
-
-
-def _to_fp8(node: NodeProto) -> Iterator[NodeProto]:
-    """The quotient rounded by Casts: ONNX Runtime hands an FP8 value on to operators that take none. Dequantised it is
-    multiplied by the scale as ever.
-    """
-    name = node.output[0]
-    yield helper.make_node("Div", node.input[:2], [f"{name}/ratio"], name=f"{name}/divide")
-    yield helper.make_node("Cast", [f"{name}/ratio"], [f"{name}/fp8"], name=f"{name}/round", to=FLOAT8.onnx)
-    yield helper.make_node("Cast", [f"{name}/fp8"], [name], name=f"{name}/widen", to=SINGLE)
 
 
 def _scaling(node: NodeProto, model: ModelProto) -> tuple[NodeProto, TensorProto | None]:

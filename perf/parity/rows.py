@@ -92,11 +92,7 @@ class OutputKind:
     values: str = "input values"
 
     def rows(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> Rows:
-        """Both sides, all behind the first axis in one row.
-
-        Raises BadInput when the shapes differ or are of another rank, there is no input, or the reference itself is not
-        finite.
-        """
+        """Both sides, all behind the first axis in one row. Raises BadInput as refuse_misfit does."""
         self.refuse_misfit(reference, candidate)
         ref_NF, cand_NF = (side.reshape(len(side), -1) for side in (reference, candidate))
         finite_N = np.isfinite(cand_NF).all(axis=1)
@@ -110,15 +106,6 @@ class OutputKind:
         """Raise BadInput when the shapes differ or are of another rank, there is no input, or the reference itself is
         not finite.
         """
-        self._refuse_shapes(reference, candidate)
-        nonfinite = sum(not np.isfinite(row).all() for row in reference)
-        if nonfinite:
-            raise BadInput(
-                f"{self.name}: the reference gives NaN or Inf on {nonfinite} of {len(reference)} {self.inputs}, so "
-                f"nothing can be compared with it; look for (a) bad {self.values}, (b) weights that don't fit the model"
-            )
-
-    def _refuse_shapes(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> None:
         is_wrong_rank = reference.ndim < 2 or self.rank not in (None, reference.ndim)
         if is_wrong_rank and reference.shape == candidate.shape and reference.ndim > 2 and self.rank == 2:
             raise BadInput(
@@ -129,6 +116,12 @@ class OutputKind:
             raise BadInput(
                 f"{self.name}: got reference {reference.shape} and candidate {candidate.shape}, expected the same "
                 f"{self.shape} for both; {self.hint}"
+            )
+        nonfinite = sum(not np.isfinite(row).all() for row in reference)
+        if nonfinite:
+            raise BadInput(
+                f"{self.name}: the reference gives NaN or Inf on {nonfinite} of {len(reference)} {self.inputs}, so "
+                f"nothing can be compared with it; look for (a) bad {self.values}, (b) weights that don't fit the model"
             )
 
 

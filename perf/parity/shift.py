@@ -5,7 +5,7 @@ from how much the statistics of equal parts of the images differ among themselve
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,25 +107,6 @@ class Scatter:
         return max(self._square - float(np.square(self._sum_FF).sum()) / len(self.means), 0.0)
 
 
-def shift(calibrated: Mapping[str, Stats], parts: Mapping[str, Sequence[Stats]]) -> Shift:
-    """Compare every site; `parts` holds its statistics over disjoint, equal parts of the images (at least 2, better 8).
-
-    Raises BadInput when the sites or their widths differ from the calibrated ones.
-    """
-    if missing := sorted(set(calibrated) ^ set(parts)):
-        raise BadInput(f"shift: sites only on one side: {', '.join(missing)}; use the moments of this model")
-    sites = [site_shift(site, each, scattered(parts[site], each.mean_F)) for site, each in calibrated.items()]
-    return shift_of_sites(sites, images=sum(part.images for part in next(iter(parts.values()))))
-
-
-def scattered(parts: Sequence[Stats], centre_F: Floats) -> Scatter:
-    """Parts that are all there, added up."""
-    scatter = Scatter(centre_F)
-    for part in parts:
-        scatter.add(part)
-    return scatter
-
-
 def shift_of_sites(sites: Sequence[SiteShift], *, images: int) -> Shift:
     """The verdict over all sites, which saw the same images."""
     far = [
@@ -133,11 +114,9 @@ def shift_of_sites(sites: Sequence[SiteShift], *, images: int) -> Shift:
         for s in sites
         if s.status == "NOTED"
     ]
-    reason = (
-        f"{len(far)} of {len(sites)} sites see other inputs than in calibration: {'; '.join(far[:6])}"
-        if far
-        else (f"all {len(sites)} sites see inputs like those of the calibration")
-    )
+    reason = f"all {len(sites)} sites see inputs like those of the calibration"
+    if far:
+        reason = f"{len(far)} of {len(sites)} sites see other inputs than in calibration: {'; '.join(far[:6])}"
     return Shift(images=images, status="NOTED" if far else "PASS", reason=reason, sites=tuple(sites))
 
 

@@ -2,7 +2,7 @@
 linear CKA. R rows (inputs, or tokens of inputs), F features of each, which may be others on either side.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,16 +54,13 @@ def linear_cka(reference_RF: Floats, candidate_RF: Floats) -> float | None:
     """
     if len(reference_RF) < LEAST_FOR_CKA:
         return None
-    ours_RR, theirs_RR = (rows_RF @ rows_RF.T for rows_RF in map(_centred, (reference_RF, candidate_RF)))
+    # Centring changes no estimate, but keeps what is common to all rows out of the rounding.
+    centred = (rows_RF - rows_RF.mean(axis=0) for rows_RF in (reference_RF, candidate_RF))
+    ours_RR, theirs_RR = (rows_RF @ rows_RF.T for rows_RF in centred)
     own, other = _unbiased_hsic(ours_RR, ours_RR), _unbiased_hsic(theirs_RR, theirs_RR)
     if not (own > 0 and other > 0):
         return None
     return float(_unbiased_hsic(ours_RR, theirs_RR) / np.sqrt(own * other))
-
-
-def _centred(rows_RF: Floats) -> Floats:
-    """Changes no estimate, but keeps what is common to all rows out of the rounding."""
-    return np.asarray(rows_RF - rows_RF.mean(axis=0), dtype=np.float64)
 
 
 def _unbiased_hsic(kernel_RR: Floats, other_RR: Floats) -> float:
@@ -90,19 +87,6 @@ def _unit(rows_RF: Floats) -> Floats:
 LOW_QUANTILE = 0.01
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenFigures:
-    """Cosine of each token with the reference's: its mean and 1 % quantile; of at most 1,024 tokens drawn among all,
-    the share whose nearest other is the reference's, and linear CKA (debiased).
-    """
-
-    cosine_mean: float
-    cosine_q01: float
-    compared: int
-    neighbour_agreement: float | None
-    linear_cka: float | None
-
-
 def _tokens(features: NDArray[np.floating]) -> NDArray[np.floating] | None:
     """A row for each token, or None where the shape has none."""
     if features.ndim == 3:
@@ -112,28 +96,26 @@ def _tokens(features: NDArray[np.floating]) -> NDArray[np.floating] | None:
     return None
 
 
-def token_figures(
-    reference: NDArray[np.floating], candidate: NDArray[np.floating], finite_N: Bools
-) -> TokenFigures | None:
-    """None for feature maps that have no tokens. A token of an input that isn't finite has a cosine of 0 and no
-    neighbour.
+def token_figures(reference: NDArray[np.floating], candidate: NDArray[np.floating], finite_N: Bools) -> dict[str, Any]:
+    """Of feature maps by the fields' names of their measures, none of those that have no tokens. A token of an input
+    that isn't finite has a cosine of 0 and no neighbour.
     """
     ours_RC, theirs_RC = _tokens(reference), _tokens(candidate)
     if ours_RC is None or theirs_RC is None:
-        return None
+        return {}
     finite_R = np.repeat(finite_N, len(ours_RC) // len(finite_N))
     chosen = drawn_rows(len(ours_RC))
     finite_P, ours_PC = finite_R[chosen], ours_RC[chosen].astype(np.float64)
     theirs_PC: Floats = np.where(finite_P[:, None], theirs_RC[chosen], 0.0).astype(np.float64)
     cosines_R = np.where(finite_R, _cosines_of_tokens(ours_RC, theirs_RC), 0.0)
     agrees_P = same_neighbour(ours_PC, theirs_PC, finite_P)
-    return TokenFigures(
-        cosine_mean=float(cosines_R.mean()),
-        cosine_q01=float(np.quantile(cosines_R, LOW_QUANTILE)),
-        compared=len(chosen),
-        neighbour_agreement=None if agrees_P is None else float(agrees_P.mean()),
-        linear_cka=linear_cka(ours_PC, theirs_PC),
-    )
+    return {
+        "token_cosine_mean": float(cosines_R.mean()),
+        "token_cosine_q01": float(np.quantile(cosines_R, LOW_QUANTILE)),
+        "tokens_compared": len(chosen),
+        "neighbour_agreement": None if agrees_P is None else float(agrees_P.mean()),
+        "linear_cka": linear_cka(ours_PC, theirs_PC),
+    }
 
 
 def _cosines_of_tokens(ours_RC: NDArray[np.floating], theirs_RC: NDArray[np.floating]) -> Floats:

@@ -37,11 +37,10 @@ def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float
     """One input in every slot of a batch gives one answer: no slot is off the median by over `bound` (relative)."""
     answers = run({name: np.repeat(array, batch, axis=0) for name, array in one.items()})
     medians = {name: np.broadcast_to(np.median(rows, axis=0), rows.shape) for name, rows in answers.items()}
-    off = _deviation(candidate, answers, medians)
-    reason = f"one {_one(one)} in all {batch} slots: the answers differ by {off.text}, {bound:.2g} allowed"
-    if deviating := off.over(bound):
-        reason += f"; slots {_some(deviating)} differ from the median slot"
-    return _finding(candidate, "batch-slot", off.largest, bound, reason)
+    off, noun = _deviation(candidate, answers, medians), input_noun(one).removesuffix("s")
+    deviating = off.over(bound)
+    more = f"; slots {_some(deviating)} differ from the median slot" if deviating else ""
+    return off.finding(candidate, "batch-slot", f"one {noun} in all {batch} slots", bound, more)
 
 
 def permutation(
@@ -52,10 +51,9 @@ def permutation(
     order_N = np.random.default_rng(0).permutation(count)
     straight = run(feeds) if straight is None else straight
     off = _deviation(candidate, run(rows_of(feeds, order_N)), rows_of(straight, order_N))
-    reason = f"a shuffled batch of {count}: the answers differ by {off.text}, {bound:.2g} allowed"
-    if deviating := sorted(int(order_N[place]) for place in off.over(bound)):
-        reason += f"; {input_noun(feeds)} {_some(deviating)}"
-    return _finding(candidate, "permutation", off.largest, bound, reason)
+    deviating = sorted(int(order_N[place]) for place in off.over(bound))
+    more = f"; {input_noun(feeds)} {_some(deviating)}" if deviating else ""
+    return off.finding(candidate, "permutation", f"a shuffled batch of {count}", bound, more)
 
 
 def batch_sizes(
@@ -71,9 +69,8 @@ def batch_sizes(
         count = batch_size(by_batch[batch])
         off = _deviation(candidate, by_batch[batch], rows_of(by_batch[first], slice(count)))
         deviating = len(off.over(bound))
-        reason = f"batch {batch} against {first}: the answers differ by {off.text}, {bound:.2g} allowed"
-        reason += f"; {deviating} of {count} {noun}" if deviating else ""
-        tests.append(_finding(candidate, "batch-size", off.largest, bound, reason))
+        more = f"; {deviating} of {count} {noun}" if deviating else ""
+        tests.append(off.finding(candidate, "batch-size", f"batch {batch} against {first}", bound, more))
     return tests
 
 
@@ -91,7 +88,7 @@ def timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float
         f"{batch_size(timed)} answers taken inside the timed run differ by {off.text} from the verified, "
         f"{bound:.2g} allowed"
     )
-    return _finding(candidate, "timed-run", off.largest, bound, reason)
+    return finding(candidate, "timed-run", off.largest, bound, reason)
 
 
 def calibrated_range(candidate: str, images_NCHW: NDArray[np.float32], *, low: float, high: float) -> StructuralTest:
@@ -99,7 +96,7 @@ def calibrated_range(candidate: str, images_NCHW: NDArray[np.float32], *, low: f
     outside_N = np.asarray([bool((image.min() < low) or (image.max() > high)) for image in images_NCHW])
     share = float(outside_N.mean())
     reason = f"{outside_N.sum()} of {len(images_NCHW)} images leave the calibrated range [{low:.3g}, {high:.3g}]"
-    return replace(_finding(candidate, "calibrated-range", share, 0.0, reason), status="NOTED" if share else "PASS")
+    return replace(finding(candidate, "calibrated-range", share, 0.0, reason), status="NOTED" if share else "PASS")
 
 
 def extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
@@ -113,7 +110,7 @@ def extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
     finite_N = np.logical_and.reduce([_finite(rows) for rows in run(pushed).values()])
     nonfinite = int((~finite_N).sum())
     reason = f"NaN or Inf on {nonfinite} of {len(finite_N)} {input_noun(feeds)} with all values times {FACTOR:g}"
-    return [_finding(candidate, "extremes", nonfinite, 0, reason)]
+    return [finding(candidate, "extremes", nonfinite, 0, reason)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +132,10 @@ class _Deviation:
 
     def over(self, bound: float) -> list[int]:
         return [place for place, off in enumerate(self.off_N) if not off <= bound]
+
+    def finding(self, candidate: str, test: str, what: str, bound: float, more: str) -> StructuralTest:
+        reason = f"{what}: the answers differ by {self.text}, {bound:.2g} allowed{more}"
+        return finding(candidate, test, self.largest, bound, reason)
 
 
 def _deviation(candidate: str, answers: Outputs, expected: Outputs) -> _Deviation:
@@ -165,13 +166,14 @@ def _sane(candidate: str, name: str, rows: Array, noun: str, *, several: bool) -
     finite_N = _finite(rows)
     nonfinite = int((~finite_N).sum())
     reason = f"{f'{name}: ' if several else ''}NaN or Inf on {nonfinite} of {len(rows)} {noun}"
-    tests = [_finding(candidate, "finite", nonfinite, 0, reason)]
+    tests = [finding(candidate, "finite", nonfinite, 0, reason)]
     sound_NF = rows.reshape(len(rows), -1)[finite_N].astype(np.float64)
     if len(sound_NF) > 1:
-        share = _spread(sound_NF)
+        size = float(np.linalg.norm(sound_NF))
+        share = float(np.linalg.norm(sound_NF - sound_NF.mean(axis=0))) / size if size else 0.0
         status: Status = "PASS" if share > 1e-3 else "FAIL"
         reason = f"over the {noun} the {name} vary by {share:.2g} of their size, at least 0.001 wanted"
-        tests.append(replace(_finding(candidate, "constant", share, 1e-3, reason), status=status))
+        tests.append(replace(finding(candidate, "constant", share, 1e-3, reason), status=status))
     return tests
 
 
@@ -179,12 +181,8 @@ def _finite(rows: Array) -> NDArray[np.bool_]:
     return np.asarray(np.isfinite(rows).reshape(len(rows), -1).all(axis=1), dtype=np.bool_)
 
 
-def _spread(rows_NF: NDArray[np.float64]) -> float:
-    size = float(np.linalg.norm(rows_NF))
-    return float(np.linalg.norm(rows_NF - rows_NF.mean(axis=0))) / size if size else 0.0
-
-
-def _finding(candidate: str, test: str, value: float, bound: float, reason: str) -> StructuralTest:
+def finding(candidate: str, test: str, value: float, bound: float, reason: str) -> StructuralTest:
+    """Of a value that must not be over the bound."""
     return StructuralTest(
         candidate=candidate,
         test=test,
@@ -193,10 +191,6 @@ def _finding(candidate: str, test: str, value: float, bound: float, reason: str)
         bound=float(bound),
         reason=reason,
     )
-
-
-def _one(feeds: Feeds) -> str:
-    return input_noun(feeds).removesuffix("s")
 
 
 def _some(items: list[int]) -> str:

@@ -44,10 +44,9 @@ class Tolerance:
             raise BadInput(
                 f"max error: got {self.max_relative_error}, expected a relative error of 0 or more, such as 0.05"
             )
-        if self.min_agreement is not None and not 0 <= self.min_agreement <= 1:
-            raise BadInput(f"min agreement: got {self.min_agreement}, expected a share in [0, 1], such as 0.99")
-        if self.min_iou is not None and not 0 <= self.min_iou <= 1:
-            raise BadInput(f"min IoU: got {self.min_iou}, expected a share in [0, 1], such as 0.9")
+        for name, least, such in (("agreement", self.min_agreement, 0.99), ("IoU", self.min_iou, 0.9)):
+            if least is not None and not 0 <= least <= 1:
+                raise BadInput(f"min {name}: got {least}, expected a share in [0, 1], such as {such}")
         if not CONFIDENCE.holds(self.confidence):
             raise BadInput(f"confidence: got {self.confidence}, expected {CONFIDENCE}, such as 0.95; 0 for the point")
         if not 0 <= self.margin_noise < math.inf:
