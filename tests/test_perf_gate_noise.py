@@ -12,9 +12,10 @@ import pytest
 from perf.gate.evidence import Evidence
 from perf.gate.gate import JudgedRule, judge
 from perf.gate.rule import rule_from_text
-from perf.record.runs import Bench, BenchTrial, Row, SubjectRecord
+from perf.record.runs import Bench, SubjectRecord
 from perf.timing.laps import Clock, Laps, Plan
 from perf.timing.rounds import measure_pair
+from tests.histories import row
 
 RULE = rule_from_text("speedup@b8 < 0.97")
 PLAN = Plan(time_limit_s=10.0, half_width_rel=0.008)
@@ -61,14 +62,11 @@ def judged(candidate_ms: float, seed: int) -> tuple[JudgedRule, bool]:
     machine = Machine(np.random.default_rng(seed))
     bounds = {"dense": Subject(machine, 5.0), "reduced": Subject(machine, candidate_ms)}
     naive = [float(np.mean(bound.laps(20, machine.clock).compute_ms)) for bound in bounds.values()]
-    blocks, stop = measure_pair(bounds, PLAN, calls=5, clock=machine.clock)
-    trial = BenchTrial(status="ok", warm_up_flat=True)
-    row = Row(
-        batch=8, trials={"dense": trial, "reduced": trial}, calls_per_block=5, settle_calls=1, stop=stop,
-        blocks=blocks, noise_blocks=(),
-    )  # fmt: skip
+    blocks, _ = measure_pair(bounds, PLAN, calls=5, clock=machine.clock)
     subjects = (SubjectRecord(name="dense", describe={}), SubjectRecord(name="reduced", describe={}))
-    bench = Bench(created="", command=(), environment={}, settings={}, subjects=subjects, rows=(row,), warnings=())
+    bench = Bench(
+        created="", command=(), environment={}, settings={}, subjects=subjects, rows=(row(8, blocks),), warnings=()
+    )
     return judge([RULE], Evidence(bench=bench)).rules[0], naive[0] / naive[1] < 0.97
 
 

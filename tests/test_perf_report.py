@@ -3,6 +3,7 @@
 import csv as comma_separated
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 from xml.etree import ElementTree
@@ -20,32 +21,29 @@ from perf.report import tables
 from perf.report.content import ModelLine, content_from_record
 from perf.report.numbers import count, number, percent, size
 from perf.report.render import csv, html, junit, markdown
+from tests.doubles import some
+from tests.histories import block, row
 from tests.refusals import rejects
 
 LATENCY_MS = {1: (8.0, 6.4), 8: (40.0, 25.0)}
 
 
-def blocks(names: tuple[str, str], ms: tuple[float, float]) -> tuple[Block, ...]:
+def blocks(names: tuple[str, str], ms: tuple[float, float]) -> Iterator[Block]:
     """Eight rounds ABBA, constant times with a ripple of 1 %."""
-    made = []
     for turn in range(8):
         for name in (*names, *names[::-1]):
-            times = tuple(ms[names.index(name)] * (1 + 0.01 * ((turn + call) % 3 - 1)) for call in range(4))
-            made.append(Block(round=turn, subject=name, at_s=0.0, calls=4, wall_ms=sum(times), compute_ms=times))
-    return tuple(made)
+            yield block(turn, name, [ms[names.index(name)] * (1 + 0.01 * ((turn + call) % 3 - 1)) for call in range(4)])
 
 
-def row(batch: int, ms: tuple[float, float]) -> Row:
-    trials = {name: BenchTrial(status="ok", peak_memory_bytes=5_000_000) for name in ("dense", "reduced")}
-    measured, noise = blocks(("dense", "reduced"), ms), blocks(("dense", "dense again"), (ms[0], ms[0]))
-    return Row(batch=batch, trials=trials, calls_per_block=4, settle_calls=0, stop="narrow", blocks=measured,
-               noise_blocks=noise)  # fmt: skip
+def timed_row(batch: int, ms: tuple[float, float]) -> Row:
+    trials = dict.fromkeys(("dense", "reduced"), BenchTrial(status="ok", peak_memory_bytes=5_000_000))
+    noise = tuple(blocks(("dense", "dense again"), (ms[0], ms[0])))
+    return row(batch, blocks(("dense", "reduced"), ms), trials=trials, noise_blocks=noise)
 
 
 def failed_row(batch: int) -> Row:
-    trials = {name: BenchTrial(status="oom", message="out of memory") for name in ("dense", "reduced")}
-    return Row(batch=batch, trials=trials, calls_per_block=1, settle_calls=0, stop="nothing to measure", blocks=(),
-               noise_blocks=())  # fmt: skip
+    trials = dict.fromkeys(("dense", "reduced"), BenchTrial(status="oom", message="out of memory"))
+    return row(batch, (), trials=trials, stop="nothing to measure")
 
 
 def bench() -> dict[str, Any]:
@@ -59,7 +57,7 @@ def bench() -> dict[str, Any]:
             SubjectRecord(name="dense", describe=describe, macs=200),
             SubjectRecord(name="reduced", describe=describe, macs=100),
         ),
-        rows=(*(row(batch, ms) for batch, ms in LATENCY_MS.items()), failed_row(64)),
+        rows=(*(timed_row(batch, ms) for batch, ms in LATENCY_MS.items()), failed_row(64)),
         warnings=("the clock <wandered>",),
     )
     document: dict[str, Any] = json.loads(json.dumps({"kind": "bench", "version": 1, **asdict(made)}))
@@ -132,9 +130,7 @@ def test_a_link_without_a_limit_is_measured_and_not_passed() -> None:
     assert f"**Parity {line}** on 50 images" in markdown(record(parity=proof))
     suite = next(each for each in ElementTree.fromstring(junit(record(parity=proof))) if each.get("name") == "parity")
     assert (suite.get("tests"), suite.get("skipped")) == ("2", "1")
-    verdict = suite.find("properties/property")
-    assert verdict is not None
-    assert verdict.get("value") == f"{line} on 50 images"
+    assert some(suite.find("properties/property")).get("value") == f"{line} on 50 images"
     passed, skipped = suite.findall("testcase")
     assert passed.find("skipped") is None
     assert skipped.find("skipped") is not None
@@ -198,8 +194,8 @@ def test_numbers_as_people_write_them(made: str, words: str) -> None:
     assert made == words
 
 
-def rows_of_csv() -> list[list[str]]:
-    return list(comma_separated.reader(io.StringIO(csv(record()))))
+def rows_of_csv(**changes: Any) -> list[list[str]]:
+    return list(comma_separated.reader(io.StringIO(csv(record(**changes)))))
 
 
 def test_csv_has_every_number_once_and_unrounded() -> None:
@@ -219,8 +215,7 @@ def test_junit_tells_failures_from_what_could_not_be_judged() -> None:
     suites = ElementTree.fromstring(junit(record(parity=parity(broken=True).to_json())))
     parity_suite, gate_suite = suites.findall("testsuite")
     assert (parity_suite.get("failures"), gate_suite.get("errors"), gate_suite.get("skipped")) == ("1", "1", "0")
-    failure = parity_suite.find("testcase/failure")
-    assert failure is not None
+    failure = some(parity_suite.find("testcase/failure"))
     assert "relative error 0.01 over 0.001" in str(failure.get("message"))
 
 
@@ -240,9 +235,7 @@ def test_a_proof_that_leaves_a_limit_open_is_shown_as_that() -> None:
     assert words in page
     suite = ElementTree.fromstring(junit(shown)).findall("testsuite")[0]
     assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("0", "1", "0")
-    error = suite.find("testcase/error")
-    assert error is not None
-    assert error.get("message") == f"INCONCLUSIVE: {words}"
+    assert some(suite.find("testcase/error")).get("message") == f"INCONCLUSIVE: {words}"
 
 
 def test_what_fails_has_its_own_line_and_what_passes_shares_one() -> None:
@@ -304,9 +297,8 @@ def test_an_embedding_is_told_by_its_neighbours() -> None:
     assert "| Agreement |" in text
     assert "Top-1" not in text
     assert "relative error of the embedding" in html(record(parity=of_role("embedding")))
-    assert ["parity", "reduced", "1", "", "neighbour_agreement"] in [
-        row[:5] for row in rows_of_record(of_role("embedding"))
-    ]
+    rows = rows_of_csv(parity=of_role("embedding"))
+    assert ["parity", "reduced", "1", "", "neighbour_agreement"] in [row[:5] for row in rows]
 
 
 def test_a_feature_map_is_told_by_its_error_alone() -> None:
@@ -315,10 +307,6 @@ def test_a_feature_map_is_told_by_its_error_alone() -> None:
     assert "is the same on" not in text
     line = next(line for line in text.splitlines() if line.startswith("| reduced · dense"))
     assert [cell.strip() for cell in line.strip("|").split("|")][4:7] == ["–", "–", "–"]
-
-
-def rows_of_record(parity: dict[str, Any]) -> list[list[str]]:
-    return list(comma_separated.reader(io.StringIO(csv(record(parity=parity)))))
 
 
 def test_what_it_took_is_added_up_where_all_is_known() -> None:

@@ -102,16 +102,11 @@ def _timed(bench: Bench, rule: Rule, name: str | None, where: str, confidence: f
         late = side.status == OUT_OF_TIME
         return Reading(interval=None, doubt=why if late else None, broken=None if late else why)
     reading = _timed_interval(bench, rule, row, subject, confidence)
-    return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or _doubt(bench, row))
-
-
-def _doubt(bench: Bench, row: SummaryRow) -> str | None:
-    """Why nothing that was timed at this batch decides anything, None where it may."""
+    measured = next(each for each in bench.rows if each.batch == row.batch)
+    doubt = next((f"{name} is {why}" for name, why in cached_subjects(measured)), None)
     if row.disturbed:
-        return "other programs had the CPU during almost all calls; measure again when the machine is quiet"
-    measured = bench.row(row.batch)
-    assert measured is not None, row
-    return next((f"{name} is {why}" for name, why in cached_subjects(measured)), None)
+        doubt = "other programs had the CPU during almost all calls; measure again when the machine is quiet"
+    return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or doubt)
 
 
 def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, confidence: float) -> Reading:

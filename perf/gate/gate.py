@@ -105,22 +105,22 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
 
 def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
     """Without a baseline, a figure that no older record has a bound for; without it the record is no baseline."""
-    value, bound, keys = now.reading(rule, rule.subject, "this record"), Reading(interval=None), ()
+    value, bound, keys = now.reading(rule, rule.subject, "this record"), Reading(interval=None), tuple[str, ...]()
     if baseline is not None:
         bound, keys = _bound(rule, now, baseline), differing(rule, now, baseline)
-    doubt = value.doubt or bound.doubt
+    mine, doubt = value.interval, value.doubt or bound.doubt
     verdict: Verdict = "INCONCLUSIVE"
     message: str | None
     if keys:
         verdict, message = "NOT-COMPARABLE", "measured differently"
     elif value.broken is not None:
         verdict, message = "FAIL", value.broken
-    elif bound.broken is not None or value.interval is None or doubt is not None:
+    elif bound.broken is not None or mine is None or doubt is not None:
         message = bound.broken or doubt
     elif baseline is not None:
-        value = replace(value, interval=_paired(rule, now, value.interval))
+        value = replace(value, interval=_paired(rule, now, mine))
         verdict, message = _decided(rule, now, baseline, value, bound)
-    elif not value.interval.is_bounded:
+    elif not mine.is_bounded:
         message = _too_few(value, now.confidence)
     else:
         verdict, message = "UNJUDGED", "there is no baseline yet; a record that passes becomes it"

@@ -94,7 +94,7 @@ def _figures(
                 yield f"{side.name} throughput at batch {row.batch}", "images/s", side.throughput
                 continue
             yield f"{side.name} p50 at batch {row.batch}", "ms", side.p50_ms
-            yield f"{side.name} p90 at batch {row.batch}", "ms", side.p90_ms and side.p90_ms.value
+            yield f"{side.name} p90 at batch {row.batch}", "ms", None if side.p90_ms is None else side.p90_ms.value
             yield f"{side.name} peak memory at batch {row.batch}", "bytes", side.peak_memory_bytes
     for row in summary.rows if better == "bigger" else ():
         yield f"speed-up at batch {row.batch}", "times", row.speedup

@@ -28,32 +28,26 @@ def effort_table(lines: Sequence[EffortLine]) -> Table:
     """
     machines = list(dict.fromkeys(_machine(line) for line in lines if line.machine))
     several = len(machines) > 1
-    rows = [(*_cells(line), *[_machine(line)] * several) for line in lines]
+    rows = [
+        (
+            line.step,
+            "not recorded" if line.seconds is None else number(line.seconds),
+            size(line.peak_bytes),
+            size(line.device_peak_bytes),
+            *[_machine(line)] * several,
+        )
+        for line in lines
+    ]
     measured_s = [line.seconds for line in lines if line.seconds is not None]
     if len(measured_s) == len(lines) > 1:
         peaks = [max((each for line in lines if (each := getattr(line, name))), default=None) for name in MEASURES[1:]]
         rows.append(("all together", number(sum(measured_s)), *map(size, peaks), *[""] * several))
-    return Table(
-        key="effort",
-        title="What it took",
-        columns=("Step", "Seconds", "Peak memory", "Peak on the GPU", *["Machine"] * several),
-        rows=tuple(rows),
-        note=_note(machines) if rows else "",
-    )
+    note = "" if several or not machines else f"On {machines[0]}. "
+    note += "Each step as it took when its files were made: one that was not run again keeps the older figures. "
+    note += "Memory is all that the process held, and of the GPU's what torch did."
+    columns = ("Step", "Seconds", "Peak memory", "Peak on the GPU", *["Machine"] * several)
+    return Table(key="effort", title="What it took", columns=columns, rows=tuple(rows), note=note if rows else "")
 
 
 def _machine(line: EffortLine) -> str:
     return f"{line.machine}, {line.gpu}" if line.gpu else line.machine
-
-
-def _cells(line: EffortLine) -> tuple[str, ...]:
-    seconds = "not recorded" if line.seconds is None else number(line.seconds)
-    return line.step, seconds, size(line.peak_bytes), size(line.device_peak_bytes)
-
-
-def _note(machines: Sequence[str]) -> str:
-    where = f"On {machines[0]}. " if len(machines) == 1 else ""
-    return (
-        f"{where}Each step as it took when its files were made: one that was not run again keeps the older figures. "
-        "Memory is all that the process held, and of the GPU's what torch did."
-    )

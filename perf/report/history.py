@@ -1,7 +1,6 @@
 """Latency over releases in a report: plots, a table and what was left out."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -16,17 +15,13 @@ from .svg import WIDTH, Drawing, Figure, grid_y, group, legend, line, linear, te
 MOST_LABELS = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """The place where a level began, in words; `tone` is fail, pass or note."""
-
-    place: int
-    tone: str
-    tip: str
-
-
-def trend(series: Sequence[Series], marks: Sequence[Mark], count: int, *, title: str, unit: str) -> Drawing:
-    """Series over `count` releases, whose points are labelled from "1" on; every few of them have their label."""
+def trend(
+    series: Sequence[Series], changes: Sequence[ChangePoint], releases: Sequence[str], *, title: str, unit: str
+) -> Drawing:
+    """Series over releases, whose points are labelled from "1" on; every few of them have their label. A dashed line
+    stands where a level began.
+    """
+    count = len(releases)
     left, right, top, bottom = 52, WIDTH - 14, 34, 236
     y = linear(ends_of(series), start=bottom, end=top, zero=False)
     step = (right - left - 24) / max(count - 1, 1)
@@ -35,9 +30,11 @@ def trend(series: Sequence[Series], marks: Sequence[Mark], count: int, *, title:
     drawn: list[Markup] = [grid_y(y, left, right, unit), legend([(s.name, s.tone) for s in series])]
     drawn += [text(places[str(i + 1)], bottom + 18, str(i + 1), anchor="middle") for i in range(0, count, every)]
     drawn.append(text((left + right) / 2, bottom + 36, "release", anchor="middle"))
-    for mark in marks:
-        between = places[str(mark.place + 1)] - min(step, right - left) / 2
-        drawn.append(group(mark.tip, line(f"whisker {mark.tone} dash", (between, between), (top, bottom))))
+    for change in changes:
+        between = places[str(change.first + 1)] - min(step, right - left) / 2
+        tip = f"release {change.first + 1}, {releases[change.first]}: time {100 * (change.ratio.value - 1):+.1f} %"
+        tone = "fail" if change.is_rise else "pass"
+        drawn.append(group(tip, line(f"whisker {tone} dash", (between, between), (top, bottom))))
     drawn += [each for s in series for each in line_with_whiskers(s, places, y, unit)]
     return Drawing(title=title, height=280, marks=tuple(drawn))
 
@@ -55,7 +52,7 @@ def trend_drawing(history: Trend) -> Drawing:
     for batch in history.batches:
         if any(batch.judged.values):
             return _figures(batch, history)[-1 if batch.judged.unit == "x" else 0].drawing
-    return trend([], [], len(history.releases), title="Latency over releases", unit="ms")
+    return trend([], [], history.releases, title="Latency over releases", unit="ms")
 
 
 def history_table(history: Trend) -> Table:
@@ -73,7 +70,7 @@ def _figures(batch: BatchTrend, history: Trend) -> list[Figure]:
         Series(name=series.name, tone=tone, points=_points(series.values))
         for tone, series in zip(TONES, batch.series, strict=True)
     )
-    marks, judged = [_mark(change, history) for change in batch.judged.changes], batch.judged.unit
+    changes, judged = batch.judged.changes, batch.judged.unit
     figures = []
     for what, shown, unit, series in (
         ("Median time", "Median times", "ms", [each for each in times if each.points]),
@@ -84,18 +81,12 @@ def _figures(batch: BatchTrend, history: Trend) -> list[Figure]:
             caption = f"{shown} at batch {batch.batch} with 95 % intervals; changes are looked for {here}, "
             caption += "a dashed line where a level began."
             title = f"{what} by release, batch {batch.batch}"
-            figures.append(Figure(caption, trend(series, marks, len(history.releases), title=title, unit=unit)))
+            figures.append(Figure(caption, trend(series, changes, history.releases, title=title, unit=unit)))
     return figures
 
 
 def _points(values: Sequence[Interval | None]) -> list[tuple[str, Interval]]:
     return [(str(place + 1), value) for place, value in enumerate(values) if value is not None]
-
-
-def _mark(change: ChangePoint, history: Trend) -> Mark:
-    percent = 100 * (change.ratio.value - 1)
-    tip = f"release {change.first + 1}, {history.releases[change.first]}: time {percent:+.1f} %"
-    return Mark(place=change.first, tone="fail" if change.is_rise else "pass", tip=tip)
 
 
 def _rows(batch: BatchTrend, releases: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -56,13 +56,8 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
-def middle(value: Interval | None) -> str:
-    """The value of an interval that a plot shows."""
-    return NOTHING if value is None else number(value.value)
-
-
-def tail(value: Percentile | None) -> str:
-    """A percentile, or the dash where too few samples were taken."""
+def middle(value: Interval | Percentile | None) -> str:
+    """The value of an interval that a plot shows; of a percentile, the dash where too few samples were taken."""
     return NOTHING if value is None else number(value.value)
 
 

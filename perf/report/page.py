@@ -109,19 +109,16 @@ class Section:
 def html_from_content(content: Content) -> str:
     """One self-contained page."""
     by_key, tones = tables(content), {_tone(stated.verdict) for stated in verdicts(content)}
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            content=content,
-            where=where(content),
-            verdicts=verdicts(content),
-            tone=next((tone for tone in ("fail", "note", "pass") if tone in tones), "none"),
-            lead=lead(content),
-            tiles=tiles(content),
-            beside=[by_key[key] for key in BESIDE if key in by_key],
-            sections=_sections(content, by_key),
-        )
+    page = _environment().get_template("page.html")
+    return page.render(
+        content=content,
+        where=where(content),
+        verdicts=verdicts(content),
+        tone=next((tone for tone in ("fail", "note", "pass") if tone in tones), "none"),
+        lead=lead(content),
+        tiles=tiles(content),
+        beside=[by_key[key] for key in BESIDE if key in by_key],
+        sections=_sections(content, by_key),
     )
 
 

@@ -11,7 +11,7 @@ from .content import BudgetLine, Content, EffectLine, GateLine, MergingLines, Mo
 from .effort import effort_table
 from .history import history_table
 from .images_plot import images_table
-from .numbers import NOTHING, PAIR, Table, count, error, middle, percent, points, ratio, signed_percent, size, tail
+from .numbers import NOTHING, PAIR, Table, count, error, middle, percent, points, ratio, signed_percent, size
 from .parity_tables import PARITY_TABLES
 
 MOST_WHY = 100
@@ -117,8 +117,8 @@ def _latency_cells(row: SummaryRow) -> tuple[str, ...]:
     return (
         f"{row.batch}\n{quality}" if quality else str(row.batch),
         _both(sides, lambda side: middle(side.p50_ms) if side.status == "ok" else side.status),
-        _both(sides, lambda side: tail(side.p90_ms)),
-        _both(sides, lambda side: tail(side.p99_ms)),
+        _both(sides, lambda side: middle(side.p90_ms)),
+        _both(sides, lambda side: middle(side.p99_ms)),
         _both(sides, lambda side: middle(side.throughput)),
         _both(sides, lambda side: size(side.peak_memory_bytes)),
         ratio(row.speedup),

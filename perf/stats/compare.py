@@ -9,7 +9,7 @@ from ground.text import markdown_line
 from perf.record.runs import Bench, Scalar, differing_keys
 
 from .stats import Interval
-from .summary import Side, summarise
+from .summary import Side, Summary, summarise
 
 Change = Literal["faster", "slower", "not significant", "unknown"]
 
@@ -54,7 +54,7 @@ def compare(before: Bench, after: Bench) -> Comparison:
     batches = sorted({row.batch for row in (*old.rows, *new.rows)})
     pairs = ((old.reference, new.reference), (old.candidate, new.candidate))
     rows = tuple(
-        _row(batch, name, *(row and row.sides[own] for row, own in ((old.row(batch), former), (new.row(batch), name))))
+        _row(batch, name, _sides_of(old, former).get(batch), _sides_of(new, name).get(batch))
         for batch in batches
         for former, name in pairs
     )
@@ -96,13 +96,17 @@ def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
     pairs = [("", before.environment, after.environment), ("", before.settings, after.settings)]
     for former, latter in zip(before.subjects, after.subjects, strict=True):
         pairs.append((f"{latter.name}.", former.describe, latter.describe))
-        figures = ({"sha256": each.sha256, "macs": each.macs} for each in (former, latter))
-        pairs.append((f"{latter.name}.", *figures))
+        then, now = ({"sha256": each.sha256, "macs": each.macs} for each in (former, latter))
+        pairs.append((f"{latter.name}.", then, now))
     for prefix, old_keys, new_keys in pairs:
         for key in sorted({*old_keys, *new_keys}):
             old, new = old_keys.get(key), new_keys.get(key)
             if old != new and prefix + key not in decisive:
                 yield Difference(key=prefix + key, before=old, after=new, decisive=False)
+
+
+def _sides_of(summary: Summary, name: str) -> dict[int, Side]:
+    return {row.batch: row.sides[name] for row in summary.rows}
 
 
 def _row(batch: int, name: str, before: Side | None, after: Side | None) -> ComparedRow:

@@ -95,7 +95,8 @@ def upper_rank(samples: int, percent: float, confidence: float = 0.99) -> int | 
     """
     share, below = percent / 100, 0.0
     for rank in range(1, samples + 1):
-        below += math.exp(_log_binomial(samples, rank - 1, share))
+        hits, log_ways = rank - 1, math.lgamma(samples + 1) - math.lgamma(rank) - math.lgamma(samples - rank + 2)
+        below += math.exp(log_ways + hits * math.log(share) + (samples - hits) * math.log1p(-share))
         if below >= confidence:
             return rank
     return None
@@ -228,8 +229,3 @@ def _drawn_percentiles(rounds: Rounds, percent: float, drawn_DR: NDArray[np.int6
         cumulative = np.cumsum(np.bincount(row, minlength=len(rounds))[owner])
         percentiles[index] = pooled[np.searchsorted(cumulative, percent / 100 * cumulative[-1] - 1e-9)]
     return percentiles
-
-
-def _log_binomial(count: int, hits: int, share: float) -> float:
-    choices = math.lgamma(count + 1) - math.lgamma(hits + 1) - math.lgamma(count - hits + 1)
-    return choices + hits * math.log(share) + (count - hits) * math.log1p(-share)

@@ -27,9 +27,7 @@ MOST_GAIN = 1.1  # what MLPerf Inference's compliance test 04 lets pass: inputs 
 
 def gain_on_repeats(row: Row, subject: str) -> Interval | None:
     """Times as quick on one batch as on varied ones, None where it was not asked."""
-    blocks = row.repeat_blocks.get(subject, ())
-    slow, fast = (samples(blocks, name, comparison_measure(blocks)) if blocks else [] for name in (VARIED, ONE))
-    return ratio_of_medians(slow, fast) if len(slow) and len(slow) == len(fast) else None
+    return speedup(row.repeat_blocks.get(subject, ()), VARIED, ONE)
 
 
 def cached_subjects(row: Row) -> Iterator[tuple[str, str]]:
