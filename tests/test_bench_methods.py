@@ -56,29 +56,25 @@ def test_a_quick_run_writes_a_record_and_its_page(tmp_path: Path) -> None:
     assert f"{rows['best', 'joint']['relative_error']:.4f}" in written
 
 
+def rows_done(folder: Path, stale: tuple[str, ...] = ()) -> list[dict[str, object]]:
+    """All rows of a run, some of methods that have changed since."""
+    done: list[dict[str, object]] = []
+    for method, kind, sparsity in methods.plan((0.5,)):
+        digest = "of old" if method.name in stale else method.digest()
+        done.append({"method": method.name, "kind": kind, "sparsity": sparsity, "digest": digest})
+    (folder / "rows-digits-0-24.json").write_text(json.dumps(done))
+    return done
+
+
 def test_a_stopped_run_goes_on_from_its_last_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = [
-        {"method": method.name, "kind": kind, "sparsity": sparsity, "digest": method.digest()}
-        for method, kind, sparsity in methods.plan((0.5,))
-    ]
-    (tmp_path / "rows-digits-0-24.json").write_text(json.dumps(done))
+    done = rows_done(tmp_path)
     subject = methods.digits(tmp_path, 10)
     monkeypatch.setattr(methods, "Bench", None)  # nothing is missing, so nothing is calibrated
     assert methods.measured(subject, 0, (0.5,), 24, tmp_path) == done
 
 
 def test_a_row_is_made_again_when_its_method_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stale = ("grail", "fold", "best, closed loop")
-    done = [
-        {
-            "method": method.name,
-            "kind": kind,
-            "sparsity": sparsity,
-            "digest": "of old" if method.name in stale else method.digest(),
-        }
-        for method, kind, sparsity in methods.plan((0.5,))
-    ]
-    (tmp_path / "rows-digits-0-24.json").write_text(json.dumps(done))
+    done = rows_done(tmp_path, stale=("grail", "fold", "best, closed loop"))
     asked: list[str] = []
 
     def make(_: object, method: Variant, kind: Kind, sparsity: float) -> methods.Row:
@@ -188,10 +184,8 @@ def test_whole_heads_stand_beside_narrower_ones(
 ) -> None:
     built = {"kernels": 9, "plan_bytes": 2_000_000, "fused_attention": 2, "attention_sites": 2, "library_version": "1"}
     monkeypatch.setattr(whole_heads, "engine", lambda model, scratch: built)
-    rows = [
-        whole_heads.row_of(subject, moments(), variant, 2, tmp_path)
-        for variant in whole_heads.variants(subject.dense, 2)
-    ]
+    variants = whole_heads.variants(subject.dense, 2)
+    rows = [whole_heads.row_of(subject, moments(), variant, 2, tmp_path) for variant in variants]
     assert [(row["way"], row["heads"], row["qk"], row["v"]) for row in rows] == [
         ("whole heads", 2, 16, 16),
         ("whole heads, grail", 2, 16, 16),
@@ -241,11 +235,9 @@ def test_the_page_has_errors_before_and_after_and_says_what_was_not_improved() -
 
 def test_keys_that_all_heads_share_are_reduced_with_their_queries() -> None:
     """One layer's keys and values, spread out to as many heads as queries have."""
-    every = {
-        cell["lever"]: cell
-        for cell in cells("grouped heads", {name: LEVERS[name] for name in ("`--preset none`", "`--preset best`")})
-    }
-    assert every["`--preset best`"]["error"] < every["`--preset none`"]["error"] < 0.9
+    asked = {name: LEVERS[name] for name in ("`--preset none`", "`--preset best`")}
+    none, best = (cell["error"] for cell in cells("grouped heads", asked))
+    assert best < none < 0.9
 
 
 @pytest.mark.slow("graph")

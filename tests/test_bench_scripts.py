@@ -48,12 +48,7 @@ def test_two_checkouts_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(first_hour, "timed", timed)
     found = first_hour.measured("vit_tiny_patch16_224", 1, 2, {"former": tmp_path, "this": first_hour.ROOT})
-    in_turns = [
-        ("calibrate", tmp_path),
-        ("calibrate", first_hour.ROOT),
-        ("reduce", tmp_path),
-        ("reduce", first_hour.ROOT),
-    ]
+    in_turns = [(word, place) for word in ("calibrate", "reduce") for place in (tmp_path, first_hour.ROOT)]
     assert (ran[:4], len(found["rows"])) == (in_turns, 2 * 2 * 5)
     assert first_hour.medians(found["rows"])["verify"] == {"former": 2.0, "this": 1.0}
     assert found["moments_bytes"] == {"former": 7, "this": 7}
@@ -78,14 +73,11 @@ def test_every_method_reduces_the_encoder_and_nothing_removed_is_no_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     small = subject(monkeypatch, tmp_path)
-    record, facts = (
-        Record(tmp_path / "record.json", "benchmarks/text-encoder", {}),
-        {"seed": 0, "calibration_tokens": 40},
-    )
+    record, facts = Record(tmp_path / "r.json", "benchmarks/text-encoder", {}), {"seed": 0, "calibration_tokens": 40}
     text_encoder.add_rows(record, lambda: small, (("joint", 0.5),), facts)
     rows = record["rows"]
     assert [row["method"] for row in rows] == [variant.name for variant in text_encoder.variants_of(0)]
-    again = Record(tmp_path / "record.json", "benchmarks/text-encoder", {})
+    again = Record(tmp_path / "r.json", "benchmarks/text-encoder", {})
     text_encoder.add_rows(again, pytest.fail, (("joint", 0.5),), facts)  # all are there
     assert all(0.0 < row["error"] < 3.0 for row in rows)
     assert rows[0]["of_corp"] == 1.0
@@ -134,12 +126,9 @@ def test_costs_are_told_in_passes(tmp_path: Path) -> None:
 
 def test_a_record_of_costs_makes_a_table(tmp_path: Path) -> None:
     counted = {passes.BARE[0]: 1.0, "calibrate": 1.84, "loop": 5.12}
-    record = {
-        "model": "m", "model_kwargs": {"img_size": 224}, "images": 512, "batch_size": 16, "threads": 2, "cpu": "C",
-    }  # fmt: skip
-    (tmp_path / "passes.json").write_text(
-        json.dumps(record | {"share_of_macs": 0.6, "sparsity": 0.5, "passes": counted})
-    )
+    record = {"model": "m", "model_kwargs": {"img_size": 224}, "images": 512, "batch_size": 16, "threads": 2}
+    record |= {"cpu": "C", "share_of_macs": 0.6, "sparsity": 0.5, "passes": counted}
+    (tmp_path / "passes.json").write_text(json.dumps(record))
     table = tables(PAGES["docs/measured/costs.md"], tmp_path)
     assert "m, img_size 224, 512 images, batch 16, 2 threads, C:" in table
     assert "| `calibrate` | 1.8 |" in table

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -41,21 +42,22 @@ def encoder_and_crops(at: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     return checkpoint
 
 
+def tried_by(command: click.Command, at: Path, *more: str) -> dict[str, Any]:
+    """The record of what a benchmark tried on that encoder."""
+    given = ["--output", str(at / "tried.json"), "--ready", str(at), "--work", str(at / "work")]
+    few = ["--crops", "30", "--held-out", "6", "--threads", str(torch.get_num_threads())]
+    done = CliRunner().invoke(command, [*given, *few, *more])
+    assert done.exit_code == 0, done.output
+    record: dict[str, Any] = json.loads((at / "tried.json").read_text())
+    return record
+
+
 def test_every_way_has_its_row_and_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder_and_crops(tmp_path, monkeypatch)
-    for name, value in {
-        "WIDTH": 96,
-        "WIDTHS": (96,),
-        "RANKS": (0, 8),
-        "STREAMS": (44, 30),
-        "BLOCKS_SHOWN": (1,),
-    }.items():
+    few = {"WIDTH": 96, "WIDTHS": (96,), "RANKS": (0, 8), "STREAMS": (44, 30), "BLOCKS_SHOWN": (1,)}
+    for name, value in few.items():
         monkeypatch.setattr(tried, name, value)
-    given = ["--output", str(tmp_path / "tried.json"), "--ready", str(tmp_path), "--work", str(tmp_path / "work")]
-    threads = torch.get_num_threads()
-    done = CliRunner().invoke(tried.main, [*given, "--crops", "30", "--held-out", "6", "--threads", str(threads)])
-    assert done.exit_code == 0, done.output
-    record = json.loads((tmp_path / "tried.json").read_text())
+    record = tried_by(tried.main, tmp_path)
     assert len({row["way"] for row in record["halves"]}) == len(record["halves"]) == 11
     plain, *others = (row["fitted_class_error"] for row in record["halves"])
     assert 0.0 < plain < 1.0
@@ -71,11 +73,7 @@ def test_every_way_has_its_row_and_its_line(tmp_path: Path, monkeypatch: pytest.
 def test_tokens_merged_in_other_ways_have_their_rows_and_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = encoder_and_crops(tmp_path, monkeypatch)
     monkeypatch.setattr(tried_merging, "SCHEDULES", {0.8: (0,) * 2, 0.7: (3, 4)})
-    given = ["--output", str(tmp_path / "tried.json"), "--ready", str(tmp_path), "--work", str(tmp_path / "work")]
-    threads = ["--crops", "30", "--held-out", "6", "--threads", str(torch.get_num_threads())]
-    done = CliRunner().invoke(tried_merging.main, [*given, *threads])
-    assert done.exit_code == 0, done.output
-    record = json.loads((tmp_path / "tried.json").read_text())
+    record = tried_by(tried_merging.main, tmp_path)
     nothing, some = ({row["way"]: row for row in record["merging"] if row["share"] == share} for share in (0.8, 0.7))
     assert max(row["patch_error"] for row in nothing.values()) < 1e-5
     plain = some.pop("as built")
@@ -95,11 +93,7 @@ def test_polishes_tried_have_their_rows_and_lines(tmp_path: Path, monkeypatch: p
     moments = calibrate(checkpoint, images, batch_size=8)
     small = reduce(checkpoint.model, moments, method_from_preset("best", mlp_sparsity=0.5, align_hidden=8))
     save(replace(checkpoint, model=small.model, lineage={}), reduced)
-    given = ["--output", str(tmp_path / "tried.json"), "--ready", str(tmp_path), "--work", str(tmp_path / "work")]
-    asked = ["--reduced", str(reduced), "--steps", "1", "--crops", "30", "--held-out", "6"]
-    done = CliRunner().invoke(tried_polish.main, [*given, *asked, "--threads", str(torch.get_num_threads())])
-    assert done.exit_code == 0, done.output
-    record = json.loads((tmp_path / "tried.json").read_text())
+    record = tried_by(tried_polish.main, tmp_path, "--reduced", str(reduced), "--steps", "1")
     assert [row["way"] for row in record["polishes"]] == ["none", *tried_polish.WAYS]
     assert all(row["judged"] <= row["judged_before"] for row in record["polishes"][1:])
     text = tables(record | {"halves": [], "beside": [], "streams": []})

@@ -41,6 +41,7 @@ with open("runs.txt", "a") as log:
 """
 QUIET = SCORE.partition("with open")[0]
 """Leaves nothing in a release, of which `check` would tell."""
+VERIFY = ("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json")
 LOGITS = {"logits": np.arange(12, dtype=np.float32).reshape(4, 3)}
 INPUTS = ProofInputs(feeds={"images": np.zeros((4, 1), dtype=np.float32)}, digest="0", names=("a", "b", "c", "d"))
 
@@ -104,12 +105,16 @@ def test_a_measure_of_each_artefact_judged_against_the_dense_model(home: Path) -
     assert verdict(f"metric.hits < {reduced - 0.01}") == "PASS"
     assert verdict("metric.hits@reduced < -1") == "PASS"
     assert verdict(f"dense.metric.hits < {dense + 0.01}") == "FAIL"
-    gap = reduced - dense
-    assert verdict(f"metric.hits < dense {gap + 0.01:+.4f}".replace("+", "+ ").replace("-", "- ")) == "FAIL"
-    assert verdict(f"metric.hits < dense {gap - 0.01:+.4f}".replace("+", "+ ").replace("-", "- ")) == "PASS"
+    assert verdict(f"metric.hits < dense {signed(reduced - dense + 0.01)}") == "FAIL"
+    assert verdict(f"metric.hits < dense {signed(reduced - dense - 0.01)}") == "PASS"
     rejects(r"no measure 'misses' of your own, it has hits; give verify --metric misses=", verdict, "metric.misses < 1")
     rejects("not of 'other'", verdict, "other.metric.hits < 1")
     invoked("gate", "parity.json", "--fail-if", "metric.hits < 2", code=1)
+
+
+def signed(gap: float) -> str:
+    """As rules write what is added to a bound."""
+    return f"{'-' if gap < 0 else '+'} {abs(gap):.6f}"
 
 
 def _labelled() -> ProofInputs:
@@ -117,18 +122,16 @@ def _labelled() -> ProofInputs:
 
 
 def test_a_parity_record_without_measures_is_as_before(home: Path) -> None:
-    assert run("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json").exit_code in (0, 3)
+    assert run(*VERIFY).exit_code in (0, 3)
     assert "metrics" not in json.loads((home / "parity.json").read_text())
 
 
 def test_a_function_is_run_where_code_is_trusted_only(home: Path) -> None:
-    (home / "own.py").write_text(
-        "def mean(outputs):\n    open('ran', 'w').close()\n    return outputs['logits'].mean()\n"
-    )
-    words = ("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json", "--metric")
-    refuses("own.py is code, which would be run to measure outputs", *words, "mean=module:own.py:mean")
+    code = "def mean(outputs):\n    open('ran', 'w').close()\n    return outputs['logits'].mean()\n"
+    (home / "own.py").write_text(code)
+    refuses("own.py is code, which would be run to measure outputs", *VERIFY, "--metric", "mean=module:own.py:mean")
     assert not (home / "ran").exists()
-    invoked(*words, "mean=module:own.py:mean", "--trust-code", "--max-error", 9)
+    invoked(*VERIFY, "--metric", "mean=module:own.py:mean", "--trust-code", "--max-error", 9)
     with torch.no_grad():
         logits = tiny.checkpoint(depth=1).model(torch.from_numpy(tiny.images(9))).numpy()
     assert load_parity(home / "parity.json").metrics[0].value == pytest.approx(float(logits.mean()), rel=1e-4)
@@ -168,11 +171,10 @@ def test_a_command_that_fails_ends_the_proof_before_any_candidate_is_run(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chain, "_step", lambda *_: pytest.fail("a candidate was run"))
-    words = ("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json", "--metric")
-    failed = invoked(*words, "false {outputs}", code=2)
+    failed = invoked(*VERIFY, "--metric", "false {outputs}", code=2)
     told = " ".join(failed.output.split())
     assert "metric own of dense torch fp32: exit code 1, expected 0 (the file holds logits, names)" in told
-    missing = run(*words, "module:nowhere.py:mean", "--trust-code")
+    missing = run(*VERIFY, "--metric", "module:nowhere.py:mean", "--trust-code")
     assert (missing.exit_code, "metric own: nowhere.py can't be read" in missing.output) == (2, True)
     assert not (home / "parity.json").exists()
 
@@ -202,9 +204,7 @@ def test_a_measure_is_held_against_that_of_an_older_proof(home: Path) -> None:
         result = run("gate", "now.json", "--fail-if", rule, "--baseline-parity", baseline, "--json")
         return result.exit_code, [row["verdict"] for row in json.loads(result.stdout)["rules"][1:]]
 
-    gap = own - value
-    above, below = (f"metric.own < baseline {gap + step:+.6f}" for step in (0.001, -0.001))
-    above, below = (text.replace("+", "+ ").replace("-", "- ") for text in (above, below))
+    above, below = (f"metric.own < baseline {signed(own - value + step)}" for step in (0.001, -0.001))
     assert verdict(above, "old.json") == (1, ["FAIL"])
     assert verdict(below, "old.json")[1] == ["PASS"]
     assert verdict("relative_error > baseline", "old.json")[1] == ["FAIL"]

@@ -1,6 +1,7 @@
 """Graphs of decoders with a key/value cache: built of plain directories, held against transformers, timed, told."""
 
 import json
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from corp_deploy.families import decoder_builder
-from corp_deploy.store.decoder_graph import DecoderGraph, graph_of_directory
+from corp_deploy.store.decoder_graph import graph_of_directory
 from perf.record.decoders import KvCache, load_decoder_bench
 from perf.runners.decoder import DecoderRunner
 from tests import decoders
@@ -126,10 +127,8 @@ def test_other_precisions_are_measured(
 ) -> None:
     invoked("export-decoder", home / "llama", "-o", tmp_path / "g", "--precision", precision, "-q")
     assert graph_of_directory(tmp_path / "g").cache.value_bytes == value_bytes
-    words = (
-        "verify", "--random", 2, home / "llama", tmp_path / "g", "-o", tmp_path / "p.json", "--length", 8, "-q",
-        "--json",
-    )  # fmt: skip
+    sides = (home / "llama", tmp_path / "g", "-o", tmp_path / "p.json")
+    words = ("verify", "--random", 2, *sides, "--length", 8, "-q", "--json")
     links = json.loads(invoked(*words).stdout)["links"]
     assert [link["status"] for link in links] == ["MEASURED"] * 2
     assert all(1e-5 < link["measures"]["relative_error"] < most for link in links), links
@@ -145,22 +144,19 @@ def test_what_a_cpu_has_no_kernel_for(home: Path, tmp_path: Path) -> None:
 
 def test_verify_finds_what_is_wrong(home: Path, tmp_path: Path) -> None:
     """A graph of the same widths and other weights; positions that turn at another pace are found too."""
-    words = ("-o", tmp_path / "p.json", "--length", 16, "--json", "-q")
-    good = json.loads(invoked("verify", "--random", 2, home / "llama", home / "onnx" / "llama", *words).stdout)
+    graph, sequences = home / "onnx" / "llama", ("verify", "--random", 2)
+    words = (graph, "-o", tmp_path / "p.json", "--length", 16, "--json", "-q")
+    good = json.loads(invoked(*sequences, home / "llama", *words).stdout)
     assert good == json.loads((tmp_path / "p.json").read_text())
-    assert [(link["name"], link["status"]) for link in good["links"]] == [
-        ("prefill", "PASS"),
-        ("token by token", "PASS"),
-    ]
+    links = [(link["name"], link["status"]) for link in good["links"]]
+    assert links == [("prefill", "PASS"), ("token by token", "PASS")]
     assert all(link["measures"]["relative_error"] < 1e-5 for link in good["links"])
     decoders.write_decoder(tmp_path / "other", "llama", rope_theta=100.0)
-    found = json.loads(
-        invoked("verify", "--random", 2, tmp_path / "other", home / "onnx" / "llama", *words, code=1).stdout
-    )
+    found = json.loads(invoked(*sequences, tmp_path / "other", *words, code=1).stdout)
     assert [link["status"] for link in found["links"]] == ["FAIL"] * 2
-    told = invoked("verify", "--random", 2, home / "llama-narrow", home / "onnx" / "llama", *words, code=2).stderr
+    told = invoked(*sequences, home / "llama-narrow", *words, code=2).stderr
     assert "give the directory that the graph was built of" in told
-    refuses("65 tokens", "verify", "--random", 2, home / "llama", home / "onnx" / "llama", *words[:2], "--length", 65)
+    refuses("65 tokens", *sequences, home / "llama", *words[:3], "--length", 65)
 
 
 def test_bench_times_both(home: Path, tmp_path: Path) -> None:
@@ -190,33 +186,23 @@ def test_bench_times_both(home: Path, tmp_path: Path) -> None:
         ("export-decoder {changed} -o {out}", {"model_type": None, "family": "decoder"}, "corp-deploy's own format"),
         ("export-decoder {changed} -o {out}", {"auto_map": {"AutoConfig": "x.Y"}}, "code of its own"),
         ("export-decoder {changed} -o {out}", {"intermediate_size": 96}, "mlp"),
-        ("verify {home}/llama {home}/onnx/llama -o {out}", {}, "say of how many sequences: --random 2"),
-        (
-            "verify {home}/llama {home}/onnx/llama --random 2 --batch 4 -o {out}",
-            {},
-            "--batch 4 is not honoured by a dec",
-        ),
-        (
-            "verify hf:{home}/llama {home}/onnx/llama --images x -o {out}",
-            {},
-            "--images x is not honoured by a decoder's",
-        ),
-        ("bench {home}/onnx/llama {home}/onnx/llama --names a,b -o {out}", {}, "--names a,b is not honoured by graphs"),
+        ("verify {home}/llama {graph} -o {out}", {}, "say of how many sequences: --random 2"),
+        ("verify {home}/llama {graph} --random 2 --batch 4 -o {out}", {}, "--batch 4 is not honoured by a dec"),
+        ("verify hf:{home}/llama {graph} --images x -o {out}", {}, "--images x is not honoured by a decoder's"),
+        ("bench {graph} {graph} --names a,b -o {out}", {}, "--names a,b is not honoured by graphs"),
         ("bench {home}/llama {home}/llama --device cpu -o {out}", {}, "a GPU with --provider cuda"),
-        ("bench {home}/onnx/llama {home}/opt -o {out}", {}, "model_type is 'opt'"),
-        ("bench {home}/onnx/llama {home}/onnx/qwen3 --cached 64 -o {out}", {}, "places 64 tokens"),
-        ("bench {home}/onnx/llama {home}/onnx/llama --provider cuda --cached 8 --length 8 -o {out}", {}, "fp16"),
+        ("bench {graph} {home}/opt -o {out}", {}, "model_type is 'opt'"),
+        ("bench {graph} {home}/onnx/qwen3 --cached 64 -o {out}", {}, "places 64 tokens"),
+        ("bench {graph} {graph} --provider cuda --cached 8 --length 8 -o {out}", {}, "fp16"),
     ],
 )
 def test_what_is_refused(home: Path, tmp_path: Path, command: str, changes: Mapping[str, Any], said: str) -> None:
     changed, out = tmp_path / "changed", tmp_path / "out"
-    changed.mkdir()
-    for file in (home / "llama").iterdir():
-        (changed / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(home / "llama", changed)
     config = json.loads((changed / "config.json").read_text()) | changes
     text = json.dumps({entry: value for entry, value in config.items() if value is not None})
     (changed / "config.json").write_text(text)
-    words = command.format(home=home, changed=changed, out=out).split(" ")
+    words = command.format(home=home, graph=home / "onnx" / "llama", changed=changed, out=out).split(" ")
     told = invoked(*words, code=2).stderr
     assert said in told, told
     assert not out.exists()
@@ -247,8 +233,7 @@ def test_without_the_package(home: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_settings_that_contradict_the_graph(home: Path, tmp_path: Path) -> None:
-    for file in (home / "onnx" / "llama").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(home / "onnx" / "llama", tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "genai_config.json").read_text())
     for entry, value, said in (
         ("num_key_value_heads", 4, "groups"),
@@ -258,12 +243,12 @@ def test_settings_that_contradict_the_graph(home: Path, tmp_path: Path) -> None:
         changed = {**settings["model"]["decoder"], entry: value}
         text = json.dumps({"model": {**settings["model"], "decoder": changed}})
         (tmp_path / "genai_config.json").write_text(text)
-        rejects(said, lambda: opened(graph_of_directory(tmp_path)))
+        rejects(said, opened, tmp_path)
 
 
-def opened(graph: DecoderGraph) -> None:
-    with DecoderRunner(graph.path, graph.cache, 4):
-        pass
+def opened(directory: Path) -> DecoderRunner:
+    graph = graph_of_directory(directory)
+    return DecoderRunner(graph.path, graph.cache, 4).__enter__()
 
 
 def test_a_cache_by_hand() -> None:

@@ -42,8 +42,6 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from ground.errors import Missing
-from ground.errors import Missing as NoGpu
-from ground.errors import Missing as NoLibrary
 from ground.feeds import Feeds
 from ground.gpu import require_cuda
 from perf.runners.cuda import Staging
@@ -52,7 +50,7 @@ from perf.runners.protocol import HostBound
 try:
     require_cuda()
     NO_GPU = ""
-except NoGpu as error:
+except Missing as error:
     NO_GPU = str(error)
 
 Row = dict[str, Any]
@@ -157,13 +155,11 @@ def test_a_part_of_the_blocks_is_scaled_to_all(setting: Setting, monkeypatch: py
 @pytest.mark.slow("graph")
 def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(output: Path) -> None:
     row = rows_of(output, "latency", key="DeiT-H graph 50% batch 2")[0]
+    compilers = [rows_of(output, "latency", mode=mode)[0]["compiler"] for mode in ("compiled", "graph")]
+    assert compilers == ["eager", None]
     assert set(row["subjects"]) == {"dense", "dense again", "padded", "square", "ragged"}
-    assert {name: (each["qk"], each["v"]) for name, each in row["widths"].items()} == {
-        "dense": (16, 16),
-        "padded": (8, 16),
-        "square": (8, 8),
-        "ragged": (8, 16),
-    }
+    widths = {name: (each["qk"], each["v"]) for name, each in row["widths"].items()}
+    assert widths == {"dense": (16, 16), "padded": (8, 16), "square": (8, 8), "ragged": (8, 16)}
     assert row["rounds"] >= 6
     rounds = {name: each["round_medians_ms"] for name, each in row["subjects"].items()}
     assert {len(each) for each in rounds.values()} == {row["rounds"]}
@@ -178,12 +174,6 @@ def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(output: P
     assert square["images_per_s_compute"] == pytest.approx(2e3 / square["p50_ms"][0])
     assert row["subjects"]["dense"]["realised_share"] is None
     assert row["subjects"]["dense"]["speedup"] == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.slow("graph")
-def test_compiled_blocks_are_timed_too(output: Path) -> None:
-    assert rows_of(output, "latency", mode="compiled")[0]["compiler"] == "eager"
-    assert rows_of(output, "latency", mode="graph")[0]["compiler"] is None
 
 
 @pytest.mark.slow("graph")
@@ -439,12 +429,8 @@ def test_half_of_a_huge_head_is_forty(setting: Setting) -> None:
     full = Setting(device="meta", small=False, everything=False, cache=setting.cache)
     with torch.device("meta"):
         dense = dense_from_architecture(Architecture(name="deit3_huge_patch14_224", kwargs={"depth": 1}))
-    assert models.facts(models.reduced(dense, 0.5, "ragged", full)) | {"macs": 0} == {
-        "macs": 0,
-        "hidden": 2560,
-        "qk": 40,
-        "v": 80,
-    }
+    facts = models.facts(models.reduced(dense, 0.5, "ragged", full))
+    assert {name: facts[name] for name in facts if name != "macs"} == {"hidden": 2560, "qk": 40, "v": 80}
 
 
 def test_random_weights_are_lively(setting: Setting) -> None:
@@ -547,7 +533,7 @@ def test_full_tensorrt_is_asked_for_before_anything_is_made(setting: Setting, mo
         return {}
 
     monkeypatch.setattr(engines, "import_module", lambda name: None)
-    with pytest.raises(NoLibrary, match="was asked for the CPU"):
+    with pytest.raises(Missing, match="was asked for the CPU"):
         engines.in_full_tensorrt(work, setting)
     assert made == []
 

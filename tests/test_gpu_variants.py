@@ -172,10 +172,9 @@ def test_a_model_far_from_the_plain_one_is_refused(monkeypatch: pytest.MonkeyPat
         return made
 
     monkeypatch.setattr(variants, "quantised", wrong)
+    variant = variants.Variant(about="eight bits", model="DeiT-T", batch=2, make=variants.in_eight_bits)
     with pytest.raises(Refused, match="of the norm away"):
-        variants.in_eight_bits(
-            variants.Variant(about="eight bits", model="DeiT-T", batch=2, make=variants.in_eight_bits), setting
-        )
+        variants.in_eight_bits(variant, setting)
 
 
 def test_no_sparsity_that_is_enough_is_told() -> None:
@@ -271,12 +270,8 @@ def real_record(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Row:
 def test_every_reduction_and_polish_is_made_and_judged(real_record: Row) -> None:
     assert {row["status"] for row in real_record["rows"]} == {"done"}
     first, *others = real_record["rows"]
-    assert (first["images"], first["photographs"], first["held_out_images"], first["held_out_photographs"]) == (
-        24,
-        8,
-        6,
-        2,
-    )
+    counts = ("images", "photographs", "held_out_images", "held_out_photographs")
+    assert [first[name] for name in counts] == [24, 8, 6, 2]
     reductions = [row for row in others if row["row"] == "reduction"]
     assert {(row["widths"], row["loop"]) for row in reductions} == {
         (widths, loop) for widths in ("uniform", "by site") for loop in ("open", "closed")
