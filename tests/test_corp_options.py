@@ -282,7 +282,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ModelChoice, "load", load)
     monkeypatch.setattr("ground.gpu.require_device", lambda device: None)
-    monkeypatch.setattr("perf.runners.protocol.TorchAllocator", lambda: None)
+    monkeypatch.setattr("perf.runners.protocol.torch_allocator", lambda: None)
 
 
 def checked(result: Result, axis: Axis, way: str, option: str, value: object) -> None:
