@@ -271,7 +271,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ModelChoice, "load", load)
     monkeypatch.setattr("ground.gpu.require_device", lambda device: None)
-    monkeypatch.setattr("perf.runners.protocol.TorchAllocator", lambda: None)
+    monkeypatch.setattr("perf.runners.protocol.torch_allocator", lambda: None)
 
 
 EXPORT_ASKED: dict[str, dict[str, Any]] = {
