@@ -9,7 +9,6 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from click.testing import Result
 from torch import Tensor
 
 from calib.store import save as save_moments
@@ -29,7 +28,7 @@ from corp_deploy.traced.models.steps import SegmentStep
 from export.engine.audit import audit_fusion
 from export.engine.options import BatchProfile
 from tests import tiny
-from tests.command import invoked, run
+from tests.command import invoked, refuses, run
 from tests.refusals import rejects
 from tests.small_models import error, outputs
 from tests.test_corp_rotation import moments
@@ -99,17 +98,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def reduced_by(home: Path, name: str, *more: object) -> Result:
+def reduce_words(home: Path, name: str, *more: object) -> tuple[object, ...]:
     given = ("--model", home / "dense", "--moments", home / "moments.safetensors", "-o", home / name)
-    return run("reduce", *given, *more)
+    return ("reduce", *given, *more)
 
 
 @pytest.mark.slow("models")
 def test_the_command_takes_heads_away(home: Path) -> None:
     words = ("--whole-heads", "0.34", "--mlp", "0.3", "--align", "mlp=8,head=8", "--select", "heads=magnitude")
-    done = reduced_by(home, "reduced", *words, "--json")
-    assert done.exit_code == 0, done.stderr
-    record = json.loads(done.stdout)
+    record = json.loads(invoked(*reduce_words(home, "reduced", *words, "--json")).stdout)
     assert [site["part"] for site in record["sites"]].count("heads") == 2
     config = json.loads((home / "reduced" / "config.json").read_text())
     assert [len(config["sites"][f"blocks.0.attn.{part}"]["kept"]) for part in ("qk", "v")] == [32, 32]
@@ -118,7 +115,7 @@ def test_the_command_takes_heads_away(home: Path) -> None:
     expected = reduce(tiny.checkpoint().model, moments(), asked).model
     loaded = load_checkpoint(home / "reduced").model
     assert torch.equal(outputs(loaded, HELD_OUT), outputs(expected, HELD_OUT))
-    assert "heads" in reduced_by(home, "shown", *words).stdout
+    assert "heads" in invoked(*reduce_words(home, "shown", *words)).stdout
     pixels = ("--images", home / "images.npy")
     invoked("calibrate", "--model", home / "reduced", *pixels, "-o", home / "m.safetensors")
     given = ("--model", home / "reduced", "--moments", home / "m.safetensors", *pixels)
@@ -144,9 +141,7 @@ def test_the_command_takes_heads_away(home: Path) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(home: Path, more: tuple[str, ...], message: str) -> None:
-    result = reduced_by(home, "refused", *more)
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split()), result.stderr
+    refuses(message, *reduce_words(home, "refused", *more))
 
 
 def test_a_recipe_asks_for_whole_heads() -> None:
@@ -161,9 +156,7 @@ def test_a_recipe_asks_for_whole_heads() -> None:
 def test_a_polish_fits_attentions_of_fewer_heads(home: Path, how: str) -> None:
     """Though the heads that are left are as wide as before."""
     words = ("--whole-heads", "0.34", "--images", home / "images.npy", "--polish", how, "--polish-steps", "2")
-    done = reduced_by(home, how, *words, "--json")
-    assert done.exit_code == 0, done.stderr
-    polish = json.loads(done.stdout)["polish"]
+    polish = json.loads(invoked(*reduce_words(home, how, *words, "--json")).stdout)["polish"]
     assert {part["part"].split(".attn")[0] for part in polish["parts"]} == {"blocks.0", "blocks.1"}
     assert polish["error"] <= polish["error_before"]
 
@@ -171,7 +164,7 @@ def test_a_polish_fits_attentions_of_fewer_heads(home: Path, how: str) -> None:
 @pytest.mark.slow("graph", "engine")
 def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:
     """The graph gives torch's outputs; attention stays fused in a plan no larger, but of a single head."""
-    assert reduced_by(home, "small", "--whole-heads", "0.34").exit_code == 0
+    invoked(*reduce_words(home, "small", "--whole-heads", "0.34"))
     for name in ("dense", "small"):
         invoked("export", "--model", home / name, "--precision", "fp32,fp16", "-o", home / f"{name}.onnx")
     session = ort.InferenceSession(home / "small.onnx", providers=["CPUExecutionProvider"])
@@ -185,7 +178,7 @@ def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:
     assert audit.passed
     assert audit.reduced.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
     assert audit.reduced.plan_bytes <= audit.dense.plan_bytes
-    alone = reduced_by(home, "alone", "--whole-heads", "0.9")
+    alone = run(*reduce_words(home, "alone", "--whole-heads", "0.9"))
     assert "a single head left loses the fused attention" in " ".join(alone.stderr.split())
     run("export", "--model", home / "alone", "--precision", "fp16", "-o", home / "alone.fp16.onnx")
     (audit,) = audit_fusion(home / "dense.fp16.onnx", home / "alone.fp16.onnx", batch=batch)
