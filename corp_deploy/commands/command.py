@@ -91,10 +91,10 @@ def _flag(*names: str, help: str) -> click.Option:
     return Headed(names, heading="Output", is_flag=True, help=help)
 
 
-Parts = tuple[Callable[..., Any], list[click.Parameter]]
+Built = tuple[Callable[..., Any], list[click.Parameter]]
 
 
-def _parts_of(parameter: Parameter, *, named: bool) -> Parts | None:
+def _value_options(parameter: Parameter, *, named: bool) -> Built | None:
     """What makes the value of a parameter and the options that it is made of; None for a parameter that has one of its
     own. `named`: the model is an argument that the command has already.
     """
@@ -126,8 +126,8 @@ def command(name: str | None = None, *, first: str = "", **attributes: Any) -> C
             until = names.index(parameter.name) + 1 if is_own else len(own) * (parameter.annotation is Output)
             parameters += own[:until]
             del own[:until]
-            if (parts := _parts_of(parameter, named=is_own)) is not None:
-                make, options = parts
+            if (built := _value_options(parameter, named=is_own)) is not None:
+                make, options = built
                 parameters += options
                 named = [parameter.name] * is_own
                 makers[parameter.name] = make, named + [str(each.name) for each in options if each.expose_value]

@@ -33,9 +33,9 @@ def engine_table(record: EngineRecord) -> Table:
         rows["fusion breaks"] = f"{len(record.fusion_breaks)} ({broken})"
     if record.compatibility is not None:
         rows |= _price(record.compatibility)
-    share = record.options.get("sparse_share")
-    if isinstance(share, float):
-        rows["sparse"] = f"{share:.0%} of the matrices are 2:4, {_sparse_kernels(record)}"
+    sparse = record.options.get("sparse_share")
+    if isinstance(sparse, float):
+        rows["sparse"] = f"{sparse:.0%} of the matrices are 2:4, {_sparse_kernels(record)}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table
