@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import corp_deploy
 from calib.images import Images
 from calib.store import save as save_moments
 from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate
@@ -27,7 +29,7 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.traced.finding.cuts import cuts
 from tests import tiny
 from tests.command import invoked
-from tests.test_corp_named_sites import checkpoint, named, net
+from tests.test_corp_named_sites import SOURCE, checkpoint, named, net
 from tests.test_traced_loops import Heard, layer_of
 
 
@@ -376,3 +378,23 @@ def test_a_closed_loop_errs_less_at_the_output_than_an_open_one(tmp_path: Path) 
     assert {name for name in alone.state_dict() if name not in kept} == {
         f"layers.1.ffn.{each}" for each in ("0.weight", "0.bias", "2.weight", "2.bias")
     }
+
+
+@pytest.mark.slow("models")
+def test_the_command_has_every_lever_for_own_modules(tmp_path: Path) -> None:
+    """Loops, tokens that are read and that merge, polish by blocks."""
+    (tmp_path / "net.py").write_text(SOURCE)
+    np.save(tmp_path / "images.npy", tiny.images(48))
+    model = ("--model", f"module:{tmp_path / 'net.py'}:build", "--trust-code")
+    moments, images = tmp_path / "m.safetensors", ("--images", tmp_path / "images.npy")
+    invoked("calibrate", *model, *images, "-o", moments)
+    asked = ("reduce", *model, "--moments", moments, *images, "--align", "mlp=8,head=8")
+    result = invoked(*asked, "--macs", 0.8, "--closed-loop", "--reads", "pooled", "-o", tmp_path / "looped")
+    assert "sites in the order in which they run, fitted to the dense model's streams" in " ".join(
+        result.output.split()
+    )
+    result = invoked(*asked, "--mlp", 0.5, "--merge-tokens", 2, "--polish", "block", "-o", tmp_path / "merged")
+    assert "polished in 2 blocks" in " ".join(result.output.split())
+    merged = corp_deploy.load(tmp_path / "merged", trust_code=True)
+    assert traced_model.merging_of(merged) is not None
+    assert [site.size for site in sites_of(merged).every if site.name.endswith("ffn")] == [48, 48]
