@@ -25,7 +25,8 @@ from ground.errors import BadInput
 
 from .logits import logit_error, logit_scale, refuse_uncovered, system_of
 from .method import Method
-from .report import HeldOut, SiteReport, site_report
+from .report import HeldOut, SiteReport
+from .traced_change import site_report
 
 Statistics = TypeVar("Statistics")
 Fit = TypeVar("Fit")

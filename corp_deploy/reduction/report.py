@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from corp_deploy.algebra.channels import ChannelRecovery
-from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.ridges import RidgeChoice
 
 
@@ -66,39 +64,6 @@ class SiteReport:
     ridge_fit: RidgeChoice | None = None
     loop: LoopFit | None = None
     alignment: LoopFit | None = None
-
-
-def site_report(
-    site: str,
-    part: str,
-    widths: tuple[int, float, int],
-    recovery: ChannelRecovery | QkRecovery,
-    *,
-    energy: float,
-    held_out: HeldOut | None,
-    ridge: RidgeChoice | None = None,
-) -> SiteReport:
-    """`widths`: the dense one, that asked for and that left; `ridge`: chosen by halves of the images."""
-    if isinstance(recovery, QkRecovery):
-        before, after = float(recovery.residual_uncompensated_H.sum()), float(recovery.residual_H.sum())
-    else:
-        before, after = recovery.residual_uncompensated, recovery.residual
-    dense, asked, left = widths
-    return SiteReport(
-        site=site,
-        part=part,
-        width_dense=dense,
-        width_asked=asked,
-        width=left,
-        energy=energy,
-        error_uncompensated=before,
-        error=after,
-        r2=recovery.r2,
-        condition=recovery.condition,
-        ridge=recovery.ridge,
-        ridge_fit=ridge,
-        held_out=held_out,
-    )
 
 
 def as_allocated(reports: Iterable[SiteReport]) -> list[SiteReport]:

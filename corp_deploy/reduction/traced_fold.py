@@ -32,8 +32,8 @@ from ground.errors import BadInput
 
 from .kinds import kind_of
 from .method import Method
-from .report import HeldOut, site_report
-from .traced_change import Change, Mapped, TracedReduced, tensors_of
+from .report import HeldOut
+from .traced_change import Change, Mapped, TracedReduced, site_report, tensors_of
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
 from .traced_recovery import without_patches

@@ -23,8 +23,8 @@ from corp_deploy.traced.models.values import TracedValues
 
 from .heads import HeadOutputs, kept_groups, projected, recovered_values
 from .method import Method
-from .report import SiteReport, site_report
-from .traced_change import Change, Mapped, TracedReduced, mapped_layer
+from .report import SiteReport
+from .traced_change import Change, Mapped, TracedReduced, mapped_layer, site_report
 from .traced_kind import Reads, TracedKind
 from .traced_reads import ReaderStats
 
