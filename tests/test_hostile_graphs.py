@@ -361,7 +361,7 @@ def test_outputs_that_nothing_reads_are_refused_by_their_types(graph: ModelProto
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(TensorProto.STRING, "string"), (TensorProto.DOUBLE, "double"), (TensorProto.INT8, "int8")]
+    ("number", "name"), [(TensorProto.STRING, "string"), (TensorProto.DOUBLE, "float64"), (TensorProto.INT8, "int8")]
 )
 def test_inputs_that_nothing_feeds_are_refused_by_their_types(
     graph: ModelProto, tmp_path: Path, number: int, name: str
@@ -370,8 +370,8 @@ def test_inputs_that_nothing_feeds_are_refused_by_their_types(
     graph.graph.node.insert(0, helper.make_node("Cast", ["x"], ["z"], "c", to=TensorProto.FLOAT))
     graph.graph.input[0].type.tensor_type.elem_type = number
     path = written(graph, tmp_path)
-    rejects(rf"expected inputs .* of float32, .*; found x: tensor\({name}\)", READERS["runner"], path)
-    rejects(rf"expected inputs .* of float32, .*; found x: {facts_of_onnx(path).inputs[0].dtype} ", io_of_onnx, path)
+    for read in (io_of_onnx, READERS["runner"]):
+        rejects(rf"expected inputs .* of float32, .*; found x: {name} ", read, path)
 
 
 def test_an_input_that_is_no_tensor_is_named_for_what_it_is(graph: ModelProto, tmp_path: Path) -> None:

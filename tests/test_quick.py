@@ -41,6 +41,7 @@ def test_slow(): busy()
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> pytest.Pytester:
     monkeypatch.setattr(quick, "LIMIT_S", 0.2)
+    monkeypatch.setattr(quick, "slowness", lambda: 1.0)
     pytester.makepyfile(BUSY)
     return pytester
 
@@ -52,6 +53,19 @@ def test_a_test_that_takes_too_long_without_a_reason_fails_with_its_name(limited
     text = result.stdout.str()
     assert "test_of_a_busy_fixture took" in text
     assert not re.search(r"test_(quick|waits|slow) took", text)
+
+
+def test_a_slower_processor_has_as_much_more_time(limited: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "slowness", lambda: 10.0)
+    result = limited.runpytest_inprocess("-p", "tests.quick", "-m", quick.QUICK)
+    result.assert_outcomes(passed=4, failed=1, deselected=1)
+
+
+def test_what_the_limit_was_found_on_is_the_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "TURN_S", 1e-5)
+    assert quick.slowness() > 10.0
+    monkeypatch.setattr(quick, "TURN_S", 10.0)
+    assert quick.slowness() == 1.0
 
 
 def test_in_the_whole_run_any_test_may_take_its_time(limited: pytest.Pytester) -> None:

@@ -216,9 +216,9 @@ def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[
     source = open_images(path, image_shape=(channels, height, width), transform=no_picture, pixels=pixels)
     batch = _first(source, count)
     images: NDArray[np.float32] = tensors_by_name(batch.inputs)["input"].numpy()
-    taken: NDArray[Any] = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
+    values: NDArray[Any] = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
     return ProofInputs(
-        feeds={port.name: np.resize(taken, (count, *port.shape))},
+        feeds={port.name: np.resize(values, (count, *port.shape))},
         fingerprints=Fingerprints.of(batch.ids, batch.inputs),
     )
 

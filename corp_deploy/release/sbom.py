@@ -151,7 +151,7 @@ def _component(package: Package) -> dict[str, Any]:
     return {**named, **_licensed(package.licence), "purl": reference}
 
 
-def _bill(
+def _sbom(
     subject: Mapping[str, Any],
     parts: Sequence[Mapping[str, Any]],
     packages: Sequence[Package],
@@ -177,7 +177,7 @@ def _bill(
 
 def bill_of_environment(packages: Sequence[Package]) -> dict[str, Any]:
     """Of this tool and every package that is installed beside it."""
-    return _bill({**TOOL, "licenses": licences("Apache-2.0")}, (), packages, {})
+    return _sbom({**TOOL, "licenses": licences("Apache-2.0")}, (), packages, {})
 
 
 def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
@@ -187,4 +187,4 @@ def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
     dense, subject = (_model(root, recipe, each, configs[each]) for each in SUBJECTS)
     parts = [dense, *_datasets(root, recipe, reduced, parity), TOOL]
     needs = {MODEL.format("reduced"): [MODEL.format("dense"), CALIBRATION, HELD_OUT, NAME]}
-    return _bill(subject | {"modelCard": _card(root, recipe, reduced, parity)}, parts, installed(), needs)
+    return _sbom(subject | {"modelCard": _card(root, recipe, reduced, parity)}, parts, installed(), needs)
