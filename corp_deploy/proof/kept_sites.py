@@ -183,11 +183,7 @@ def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str,
 
 def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:
     """By output twice what plain rounding does to the dense model, as `verify` judges it."""
-    exportable, inputs, ports = (
-        traced_model.exportable(dense.model),
-        input_ports(dense.model),
-        output_ports(dense.model),
-    )
+    inputs, ports = input_ports(dense.model), output_ports(dense.model)
 
     def run(model: nn.Module) -> Outputs:
         with ModuleRunner(model, inputs=inputs, outputs=ports, label=precision) as runner:
