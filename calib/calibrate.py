@@ -70,7 +70,7 @@ class _Share:
         saved = self.checkpoint.load(run) if self.checkpoint else None
         if saved:
             moments, progress = saved
-            self.collector.resume_from(moments, progress.kernel)
+            self.collector.resume_from(moments)
             self.position, self.bad, self.fingerprints = progress.position, list(progress.bad), moments.fingerprints
             for count in self.snapshots.counts if self.snapshots else ():
                 if self.snapshots and count <= self.position and not self.snapshots.written(count):
@@ -90,9 +90,7 @@ class _Share:
             self.snapshots.write(self.position, self._moments(self.fingerprints))
         if self.checkpoint and self.checkpoint.due(before, self.collector.images):
             moments = self.collector.moments({}).with_fingerprints(self.fingerprints)
-            assert self.collector.kernel is not None
-            kernel = self.collector.kernel
-            self.checkpoint.save(moments, Progress(position=self.position, bad=tuple(self.bad), kernel=kernel, run=run))
+            self.checkpoint.save(moments, Progress(position=self.position, bad=tuple(self.bad), run=run))
 
     def _moments(self, fingerprints: Fingerprints) -> Moments:
         return self.collector.moments({}).with_fingerprints(fingerprints.sorted())

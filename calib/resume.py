@@ -12,10 +12,9 @@ from ground.records import record_from_text
 
 from .distributed import Ranks
 from .moments import Moments
-from .products import Kernel
 from .store import load, save
 
-STATE, VERSION = "calib.resume", 1
+STATE, VERSION = "calib.resume", 2
 _REMEDY = "remove the file to start afresh"
 
 
@@ -30,13 +29,12 @@ def refuse_other_run(where: str, saved: Mapping[str, str], run: Mapping[str, str
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a calibration came: the next position of the images, the images that could not be read, and the kernel
-    whose rounding the rest is to have; `run` holds all that must be equal to go on.
+    """How far a calibration came: the next position of the images and those that could not be read; `run` holds all
+    that must be equal to go on.
     """
 
     position: int
     bad: tuple[str, ...]
-    kernel: Kernel
     run: Mapping[str, str]
 
 

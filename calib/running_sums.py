@@ -11,7 +11,7 @@ from torch import Tensor
 from .axes import axes_of, shape_of, sums_of
 from .moments import OneKind, SiteMoments
 from .packed import SYMMETRIC
-from .products import Kernel, Weights, mirror_
+from .products import Weights, mirror_
 from .sites import Role
 
 
@@ -25,7 +25,6 @@ class RunningSums(Generic[OneKind]):
     def __init__(self, kind: type[OneKind], counts: Iterable[str], telling: Iterable[str], *names: str) -> None:
         self._kind, self._names, self._telling = kind, (*sums_of(kind), *names), tuple(telling)
         self.counts: dict[str, float] = dict.fromkeys(counts, 0)
-        self.kernel: Kernel = "blas"
         self.totals: dict[str, Tensor] = {}
 
     @property

@@ -56,7 +56,7 @@ class ChannelSums(RunningSums[ChannelMoments]):
         self.allocate({"F": x_BNF.shape[-1]}, x_BNF.device)
         add_sum_(self.totals["sum_F"], weighted(x_BNF, weights))
         add_active_(self.totals["active_F"], x_BNF, self.eps, None if weights is None else weights.weight_BN)
-        add_gram_(self.totals["gram_FF"], weighted_by_root(x_BNF, weights), self.kernel)
+        add_gram_(self.totals["gram_FF"], weighted_by_root(x_BNF, weights))
         self.counts["tokens"] += token_count(x_BNF, weights)
 
     def beside(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class HeadSums(RunningSums[HeadMoments]):
     def _add_outputs(self, z_BNC: Tensor, weights: Weights | None) -> None:
         self.allocate({"C": z_BNC.shape[-1]}, z_BNC.device)
         add_sum_(self.totals["z_sum_C"], weighted(z_BNC, weights))
-        add_gram_(self.totals["zz_CC"], weighted_by_root(z_BNC, weights), self.kernel)
+        add_gram_(self.totals["zz_CC"], weighted_by_root(z_BNC, weights))
         self.counts["images"] += z_BNC.shape[0]
         self.counts["tokens"] += token_count(z_BNC, weights)
 

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.speed.passes import BARE, PIECE, Samples, in_passes
-from calib import products
 from calib.collect import Collector, Options, collect
 from calib.memory import ChannelShape, HeadShape, Shape, bytes_needed, shapes_of_sites
 from calib.sites import ChannelTaps, Site
@@ -64,10 +63,9 @@ def bare(model: nn.Module, images: Tensor, batches: int, piece: int) -> Callable
 def calibration(
     heard: nn.Module, sites: list[Site], images: Tensor, batches: int, options: dict[str, Any]
 ) -> Callable[[], None]:
-    """A calibration as `calibrate` makes it: a collector opened, its kernel chosen, all batches, the moments."""
+    """A calibration as `calibrate` makes it: a collector opened, all batches, the moments."""
 
     def run() -> None:
-        products.kernel_of_this_cpu.cache_clear()
         collect(heard, sites, repeat(images, batches), device=images.device, options=Options(**options))
 
     return run
@@ -154,7 +152,6 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
         "samples": samples,
         "ratio_wall": in_passes(samples, "wall_s"),
         "ratio_cpu": None if gpu else in_passes(samples, "cpu_s"),
-        "kernel": None if gpu else products.kernel_for(max(site.output.in_features for site in mlps(sites))),
         "statistics_gflops": flops / extra_s / 1e9,
         "share_of_peak": flops / extra_s / 1e12 / arguments.peak_tflops if gpu and arguments.peak_tflops else None,
     }
