@@ -1,18 +1,14 @@
 """Which tests are slow, for which reason, and what `make test`, which leaves those out, asks of all others.
 
 A test that has a reason of REASONS may take its time and says so, `@pytest.mark.slow("graph")`; any other takes at most
-LIMIT_S, or the quick run fails with its name. Seconds are of the processor, of this process and its children. A shared
-processor's are up to twice as long as an idle one's, so the limit is twice what a quick test should take; where one is
-slower still than that which the limit was found on, it is as many times longer.
+SHARE of what all of them take together, or the quick run fails with its name. Seconds are of the processor, of the
+test's process and its children: how fast the processor is, and what else it does, all tests feel alike.
 """
 
 import os
-import statistics
-import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests import tracing
@@ -27,9 +23,8 @@ REASONS = {
     "models": "reduces or runs many models, or one of its real size",
 }
 QUICK = "not slow"
-LIMIT_S = 6.0
-TURN_S, TURNS = 0.014, 15
-"""What a turn of work takes on an idle core of a server of 2021."""
+SHARE, FEWEST = 1 / 120, 1000
+"""Five seconds of ten minutes; of fewer tests than those, a share says nothing."""
 _START = pytest.StashKey[float]()
 
 
@@ -39,20 +34,20 @@ def processor_s() -> float:
     return times.user + times.system + times.children_user + times.children_system - tracing.once_s
 
 
-def slowness() -> float:
-    """How many times as long as there this processor takes now, once or more: arithmetic of Python and of matrices."""
-    taken, square = [], np.ones((192, 192), dtype=np.float32)
-    for _ in range(TURNS):
-        began = time.thread_time()
-        sum(number * number % 7 for number in range(150_000))
-        for _ in range(10):
-            np.minimum(square @ square, 1.0, out=square)
-        taken.append(time.thread_time() - began)
-    return max(1.0, statistics.median(taken) / TURN_S)
+def too_long(taken_s: Mapping[str, float]) -> list[str]:
+    """A line for each test that takes too much of all that the tests of a quick run took."""
+    limit_s = SHARE * sum(taken_s.values())
+    return [
+        f"{name} took {seconds:.1f} s of the processor, quick tests take at most {limit_s:.1f}, {SHARE:.2%} of all of "
+        f"them: make it quicker, or say why it is slow: @pytest.mark.slow(reason) with one of {', '.join(REASONS)}"
+        for name, seconds in taken_s.items()
+        if seconds > limit_s
+    ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"slow(*reasons): left out by make test; reasons: {', '.join(REASONS)}")
+    config.pluginmanager.register(_Whole(config), "quick-whole")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,12 +68,29 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Behind the last part of a test, so that what its fixtures take counts too."""
     report = yield
-    if call.when == "teardown" and report.passed and item.config.option.markexpr == QUICK:
-        taken = processor_s() - item.stash[_START]
-        if taken > LIMIT_S and taken > (limit_s := LIMIT_S * slowness()):
-            report.outcome = "failed"
-            report.longrepr = (
-                f"{item.nodeid} took {taken:.1f} s of the processor, quick tests take at most {limit_s:.1f}: make it "
-                f"quicker, or say why it is slow: @pytest.mark.slow(reason) with one of {', '.join(REASONS)}"
-            )
+    if call.when == "teardown":
+        report.processor_s = processor_s() - item.stash[_START]
     return report
+
+
+class _Whole:
+    """Where the reports of all processes come together."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.taken_s, self.lines = config, dict[str, float](), list[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self.taken_s[report.nodeid] = getattr(report, "processor_s", 0.0)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        is_worker = hasattr(self.config, "workerinput")
+        if self.config.option.markexpr == QUICK and len(self.taken_s) >= FEWEST and not is_worker:
+            self.lines = too_long(self.taken_s)
+            if self.lines and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in self.lines:
+            terminalreporter.line(line, red=True)

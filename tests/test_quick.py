@@ -32,44 +32,34 @@ def test_quick(): pass
 def test_busy(): busy()
 def test_waits(): time.sleep(0.3)
 def test_of_a_busy_fixture(shared): pass
-def test_fails(): busy(); assert False
 @pytest.mark.slow("graph", "process")
 def test_slow(): busy()
 """
 
 
-@pytest.fixture
-def limited(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> pytest.Pytester:
-    monkeypatch.setattr(quick, "LIMIT_S", 0.2)
-    monkeypatch.setattr(quick, "slowness", lambda: 1.0)
+ORDERED = ("-p", "tests.quick", "-m", quick.QUICK)
+
+
+@pytest.mark.parametrize("also", [[], pytest.param(["--numprocesses", "1"], marks=pytest.mark.slow("process"))])
+def test_a_run_fails_with_the_names_of_tests_that_take_too_much_of_it(
+    also: list[str], monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester
+) -> None:
     pytester.makepyfile(BUSY)
-    return pytester
-
-
-def test_a_test_that_takes_too_long_without_a_reason_fails_with_its_name(limited: pytest.Pytester) -> None:
-    result = limited.runpytest_inprocess("-p", "tests.quick", "-m", quick.QUICK)
-    result.assert_outcomes(passed=4, errors=3, failed=1, deselected=1)
-    result.stdout.fnmatch_lines(["*test_busy took 0.* s of the processor*", "*slow(reason)*"])
+    monkeypatch.setattr(quick, "FEWEST", 4)
+    monkeypatch.setattr(quick, "SHARE", 0.25)
+    result = pytester.runpytest_inprocess(*ORDERED, *also)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=4, deselected=0 if also else 1)
+    result.stdout.fnmatch_lines(["*test_busy took 0.* s of the processor*of all of them*slow(reason)*"])
     text = result.stdout.str()
     assert "test_of_a_busy_fixture took" in text
     assert not re.search(r"test_(quick|waits|slow) took", text)
 
 
-def test_a_slower_processor_has_as_much_more_time(limited: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick, "slowness", lambda: 10.0)
-    result = limited.runpytest_inprocess("-p", "tests.quick", "-m", quick.QUICK)
-    result.assert_outcomes(passed=4, failed=1, deselected=1)
-
-
-def test_what_the_limit_was_found_on_is_the_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick, "TURN_S", 1e-5)
-    assert quick.slowness() > 10.0
-    monkeypatch.setattr(quick, "TURN_S", 10.0)
-    assert quick.slowness() == 1.0
-
-
-def test_in_the_whole_run_any_test_may_take_its_time(limited: pytest.Pytester) -> None:
-    limited.runpytest_inprocess("-p", "tests.quick").assert_outcomes(passed=5, failed=1)
+def test_of_few_tests_or_of_all_any_may_take_its_time(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(BUSY)
+    assert pytester.runpytest_inprocess(*ORDERED).ret == pytest.ExitCode.OK
+    assert pytester.runpytest_inprocess("-p", "tests.quick").ret == pytest.ExitCode.OK
 
 
 @pytest.mark.parametrize("reasons", ["", '"because"', '"graph", "because"'])
