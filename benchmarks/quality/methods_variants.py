@@ -35,7 +35,6 @@ from corp_deploy.reduction import (
     traced_order,
     traced_pairs_kind,
     traced_reads,
-    traced_recovery,
     traced_streams,
     traced_targets,
     traced_values_kind,
@@ -65,7 +64,7 @@ class Variant:
         """The modules whose algebra the row follows from."""
         choices = self.choices()
         yield from (quadratic, scores, algebra_channels, queries_keys)
-        yield from (traced_kind, traced_reads, traced_choice, traced_recovery, traced_change)
+        yield from (traced_kind, traced_reads, traced_choice, traced_change)
         yield from (traced_pairs_kind, traced_values_kind)
         yield heads
         if choices.mlp_selection == "obs":

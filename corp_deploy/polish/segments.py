@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from corp_deploy.algebra.gauss_newton import Residuals
-from corp_deploy.algebra.tangents import RunTangent, with_one
+from corp_deploy.algebra.gauss_newton import Residuals, Tangent, with_one
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.streams import Pair
@@ -154,7 +153,7 @@ def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> tuple[Residuals, int]:
     entering_XD = rows_of(values[first.all_input_nodes[0]], first)
     given_XR = torch.cat([rows_of(values[each.node], each.node) for each in way.called], dim=-1)
     entering_XD = entering_XD if is_biasless else with_one(entering_XD)
-    tangent = RunTangent.of(entering_XD, given_XR, partial(way.through, values))
+    tangent = Tangent.of(entering_XD, given_XR, partial(way.through, values))
     weight_X = way.read(counts(way.read_X, pair).unsqueeze(-1)).flatten()
     lacking = Residuals(
         tangent=tangent,

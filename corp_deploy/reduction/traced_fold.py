@@ -34,9 +34,9 @@ from .kinds import kind_of
 from .method import Method
 from .report import HeldOut
 from .traced_change import Change, Mapped, TracedReduced, site_report, tensors_of
+from .traced_choice import without_patches
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
-from .traced_recovery import without_patches
 from .traced_streams import Values, run
 from .traced_values_kind import TracedValuesKind, beside_heads
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from calib.active import ACTIVE_EPS
-from calib.collect import Options, new_sums
+from calib.collect import Options, SiteSums, new_sums
 from calib.combination import added
 from calib.moments import ChannelMoments, HeadMoments, SiteMoments, on_device
 from calib.patch_moments import PatchMoments
 from calib.patch_sums import PatchSums
 from calib.products import Weights, add_active_, kernel_for, weights_of
 from calib.sites import PatchTaps, Role, listening
-from calib.sums import SiteSums
 from corp_deploy.algebra.regression_sums import Gram, RegressionSums
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.readers import Called, Layer, as_module
