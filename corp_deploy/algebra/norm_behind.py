@@ -1,9 +1,9 @@
 """What a layer should give in front of a layer norm that follows it, so that a residual stream is whole behind both.
 
 The norm makes of y = W h + b the addition s(y) = gain * u, u = (y - mean y) / sigma(y). Where the dense layer gives y
-of a token and the reduced stream has drifted, the addition that is wanted is s(y) + drift. Around the dense layer's own y,
-which is where the fit is to arrive, s(y + d) = s(y) + gain * d / sigma to first order for all d without a mean and
-without a share of u; of any other d the norm takes those parts off. Of these
+of a token and the reduced stream has drifted, the addition that is wanted is s(y) + drift. Around the dense layer's
+own y, which is where the fit is to arrive, s(y + d) = s(y) + gain * d / sigma to first order for all d without a mean
+and without a share of u; of any other d the norm takes those parts off. Of these
 
     d / sigma = argmin |gain * d / sigma - drift|^2 + damping * mean(gain^2) |d / sigma|^2,
 

@@ -20,12 +20,11 @@ from corp_deploy.traced.models.sites import TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput
 
-from .blocks import polish_blocks_
+from .blocks import polish_blocks_, polish_layers_, reduced_sites
 from .descent import Descent, Draw
 from .gradient_averaging import GradientAverager
 from .held_out import parted
 from .judge import Judge
-from .layers import polish_layers_, reduced_sites
 from .matrices import chosen_
 from .objective import Student
 from .options import PolishName, PolishOptions

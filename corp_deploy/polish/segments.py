@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from corp_deploy.algebra.gauss_newton import Residuals, Tangent, with_one
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.reduction.streams import Pair
 from corp_deploy.reduction.traced_streams import Values, run
 from corp_deploy.reduction.traced_targets import rows_of
 from corp_deploy.traced.finding.cuts import needed
@@ -33,6 +32,7 @@ from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layer
 
 from .matrices import Matrix
 from .newton import Step, Sublayer, counts
+from .walk import StreamPair
 
 _CACHED_BYTES = 2**30
 
@@ -146,9 +146,10 @@ def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
     return rows_XR.reshape(like.movedim(axis, -1).shape).movedim(-1, axis)
 
 
-def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> tuple[Residuals, int]:
+def _lacking(way: _Way, is_biasless: bool, pair: StreamPair) -> tuple[Residuals, int]:
     """What the stream lacks of a pair, and how many bytes that holds."""
-    values = way.values(pair.reduced, pair.present_BN)
+    x_BNC, present_BN, _ = pair.reduced.tokens
+    values = way.values(x_BNC, present_BN)
     first = way.called[0].node
     entering_XD = rows_of(values[first.all_input_nodes[0]], first)
     given_XR = torch.cat([rows_of(values[each.node], each.node) for each in way.called], dim=-1)
@@ -158,7 +159,7 @@ def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> tuple[Residuals, int]:
     lacking = Residuals(
         tangent=tangent,
         residual_XO=way.read(pair.target) - tangent.out_XO.detach(),
-        weight_X=None if pair.present_BN is None else weight_X,
+        weight_X=None if present_BN is None else weight_X,
     )
     return lacking, tangent.size_bytes
 
@@ -168,7 +169,7 @@ class _Linearised:
     each look.
     """
 
-    def __init__(self, look: Callable[[Pair], tuple[Residuals, int]], pairs: Sequence[Pair]) -> None:
+    def __init__(self, look: Callable[[StreamPair], tuple[Residuals, int]], pairs: Sequence[StreamPair]) -> None:
         self._look, self._pairs, self._left = look, pairs, _CACHED_BYTES
         self._cached: dict[int, Residuals] = {}
 

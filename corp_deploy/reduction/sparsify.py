@@ -30,10 +30,10 @@ from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 
-from .branch_sums import refuse_nonfinite
 from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
 from .sparse_places import SparsePlace, sparse_places_of_program
 from .sparse_report import LayerSparsity, SparsityReport
+from .streams import refuse_nonfinite
 
 State = tuple[Any, ...]
 """What enters a part of a model, in order."""

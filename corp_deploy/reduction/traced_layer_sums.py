@@ -22,7 +22,7 @@ from corp_deploy.algebra.regression_sums import Gram, RegressionSums
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.readers import Called, Layer, as_module
 
-from .branch_sums import StreamEnergy, refuse_nonfinite
+from .streams import StreamEnergy, refuse_nonfinite
 from .traced_streams import Piece, Segment, Values
 from .traced_targets import Target, TargetResidual, rows_of
 
