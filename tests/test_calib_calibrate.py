@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from calib import memory
-from calib.calibrate import calibrate
+from calib.calibrate import STATE, ResumeFile, calibrate
 from calib.collect import Options
 from calib.combination import merge
 from calib.distributed import Ranks, join_ranks
@@ -21,7 +21,6 @@ from calib.images import Images, open_images
 from calib.inputs import Inputs
 from calib.memory import Shape
 from calib.moments import ChannelMoments, HeadMoments, Moments
-from calib.resume import STATE, ResumeFile
 from calib.store import load, save
 from ground.errors import BadInput, RankLost
 from tests.ranks import exits_of

@@ -26,7 +26,7 @@ from corp_deploy.reduction.kept_dims import kept_dims, kept_widths, narrower
 from corp_deploy.reduction.logits import system_of as logits_system
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import splits_at
-from corp_deploy.reduction.validation_split import in_splits
+from corp_deploy.reduction.snapshots import in_splits
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput

@@ -15,7 +15,6 @@ from corp_deploy.algebra import (
     quadratic,
     queries_keys,
     regression,
-    regression_sums,
     scores,
     swap,
     values,
@@ -74,7 +73,7 @@ class Variant:
         if choices.merges:
             yield from (fold, traced_fold, traced_folds)
         if choices.merges or self.loop is not None:
-            yield from (regression, regression_sums)
+            yield regression
         if self.loop is not None:
             yield from (traced_loop, traced_layer_sums, traced_order, traced_streams)
         if self.loop not in (None, "symmetric"):

@@ -29,14 +29,11 @@ from calib.groups import group_ids
 from calib.inputs import InputSet
 from corp_deploy.polish.blocks import OneBlock, singles
 from corp_deploy.polish.descent import Descent, StepBudget
-from corp_deploy.polish.held_out import parted
-from corp_deploy.polish.judge import Judge
 from corp_deploy.polish.matrices import Matrix, chosen_
-from corp_deploy.polish.objective import Student
 from corp_deploy.polish.options import STEP_SIZES, PolishName, PolishOptions
 from corp_deploy.polish.polish import WholeModel
-from corp_deploy.polish.subject import Subject
-from corp_deploy.polish.teacher import AugmentedTeacher, Teacher
+from corp_deploy.polish.subject import Judge, Subject, parted
+from corp_deploy.polish.teacher import AugmentedTeacher, Student, Teacher
 from corp_deploy.polish.walk import Block, StreamPair, pairs_of, walk
 from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.store.checkpoint import load_checkpoint

@@ -17,15 +17,13 @@ from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from corp_deploy.traced.models.token_merging import Tokens
 
-from .descent import Descent, Draw
-from .gradient_averaging import GradientAverager, reduced_precision
-from .held_out import mean_over
+from .descent import Descent, Draw, GradientAverager, reduced_precision
 from .matrices import chosen_
 from .newton import AlternatingFit, Newton
-from .objective import stream_error
 from .parts import Parts
 from .segments import segment_sublayer
-from .subject import Subject
+from .subject import Subject, mean_over
+from .teacher import stream_error
 from .walk import Block, StreamPair, blocks, pairs_of, walk
 
 

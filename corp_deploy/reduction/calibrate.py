@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from calib import calibrate as calib_calibrate
 from calib.active import ACTIVE_EPS
-from calib.calibrate import Snapshots
+from calib.calibrate import ResumeFile, Snapshots
 from calib.collect import Options, Precision
 from calib.distributed import Ranks, join_ranks, under_torchrun
 from calib.inputs import InputSet
 from calib.memory import bytes_needed, patch_channels_that_fit, shapes_of_sites
 from calib.moments import Moments
-from calib.resume import ResumeFile
 from calib.sites import PatchTaps, Site
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import example_of, listened, sites_of, token_weights

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from calib.patch_sums import patches
-from corp_deploy.algebra.sparsity import Sparsity
+from corp_deploy.algebra.sparsity import SparseKind, Sparsity
 from corp_deploy.store.sparse_layers import rows_of_weight
 from corp_deploy.traced.finding.site import Kind, Site
 from corp_deploy.traced.models.layers import ProgramLayer, block_of
-
-from .sparse_options import SparseKind
 
 Layer = nn.Linear | nn.Conv2d
 _OF_SITES: Mapping[SparseKind, frozenset[Kind]] = {

@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from corp_deploy.algebra.sparsity import Target
+
 from .coverage import by_reason
-from .sparse_options import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,7 @@ from torch.nn import functional
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns
-from corp_deploy.algebra.regression import refit_toward
-from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.algebra.regression import RegressionSums, refit_toward
 from corp_deploy.algebra.whole_heads import recovered
 from corp_deploy.families.widths import Width
 from corp_deploy.traced.models.sites import Site, TracedChannels

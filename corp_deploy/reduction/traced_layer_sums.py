@@ -18,7 +18,7 @@ from calib.patch_moments import PatchMoments
 from calib.patch_sums import PatchSums
 from calib.products import Weights, add_active_, kernel_for, weights_of
 from calib.sites import PatchTaps, Role, listening
-from corp_deploy.algebra.regression_sums import Gram, RegressionSums
+from corp_deploy.algebra.regression import Gram, RegressionSums
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.readers import Called, Layer, as_module
 
