@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calib.products import add_gram_, mirror_
 
@@ -175,11 +175,6 @@ class RegressionSums:
             tx_OK=_zeros(outputs, inputs, device=device),
             tt=_zeros(device=device),
         )
-
-    @classmethod
-    def for_layer(cls, layer: nn.Linear) -> Self:
-        """Empty sums for a layer's inputs and what its outputs lack, where the layer is."""
-        return cls.empty(inputs=layer.in_features, outputs=layer.out_features, device=layer.weight.device)
 
     def add(self, x_BNK: Tensor, t_BNO: Tensor, weights_BN: Tensor | None = None) -> None:
         """Count every token of these images by its weight, None for once."""

@@ -27,7 +27,7 @@ from .moments import require_apart, require_same_model, site_moments, splits_at
 from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescaled
-from .sparse_report import SparsityReport
+from .sparse_places import SparsityReport
 from .traced_change import TracedReduced, left_of, tensors_of
 from .traced_folds import merged_sites
 

@@ -22,8 +22,15 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput, is_out_of_memory
 from ground.transaction import replacing_files
 
-from .calibrate import Statistics, calibrate, chosen_sites, memory_needed, sparsity_that_fits
-from .kept_dims import kept_dims, kept_widths
+from .calibrate import (
+    Statistics,
+    calibrate,
+    chosen_sites,
+    kept_dims,
+    kept_widths,
+    memory_needed,
+    sparsity_that_fits,
+)
 from .method import PRESETS
 from .moments import summary_of_moments
 from .overfitting import overfitting

@@ -39,8 +39,7 @@ from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 
-from .sparse_places import SparsePlace, sparse_places_of_program
-from .sparse_report import LayerSparsity, SparsityReport
+from .sparse_places import LayerSparsity, SparsePlace, SparsityReport, sparse_places_of_program
 from .streams import refuse_nonfinite
 
 State = tuple[Any, ...]

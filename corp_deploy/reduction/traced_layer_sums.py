@@ -48,7 +48,8 @@ class _OfRows:
     """Of a linear layer; places that no output reads count among what it reads, and in no fit."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        self.sums = RegressionSums.for_layer(layer)
+        inputs, outputs = layer.in_features, layer.out_features
+        self.sums = RegressionSums.empty(inputs=inputs, outputs=outputs, device=layer.weight.device)
         self.unread: Gram | None = None
         self.active_K = torch.zeros_like(self.sums.x.sum_K)
 
