@@ -24,10 +24,11 @@ from .products import (
     weights_of,
 )
 from .sites import Role, Site, SiteKind, evaluating, listening, listening_to_merges
-from .sums import ChannelSums, HeadSums, SiteSums
+from .sums import ChannelSums, HeadSums
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_SIZE = 8
+SiteSums = ChannelSums | HeadSums | PatchSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,17 +1,21 @@
 """What a calibration will hold, computed before it runs."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ground.errors import BadInput
 
+from .axes import shape_of, sums_of, triangle
 from .inputs import Inputs, run_model, to_device
+from .moments import ChannelMoments, HeadMoments, SiteMoments
+from .patch_moments import PatchMoments
 from .sites import ChannelTaps, HeadTaps, PatchTaps, Role, Site, SiteKind, evaluating, listening
 
 FLOAT64_BYTES = 8
@@ -23,96 +27,63 @@ ObservedShapes = Callable[[Role], torch.Size]
 """The shape that a site was fed in a role; raises KeyError where nothing came."""
 
 
-class _NoSystem:
-    __slots__ = ()
-
-    def bytes_of_system(self, *, kept: int | None = None) -> int:
-        """Channels and convolutions have no per-image system."""
-        return 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelShape(_NoSystem):
-    tokens: int
-    hidden: int
+class Shape:
+    """What the sums of a site are of: the sizes of their axes by letter (see axes), and the `names` of those that its
+    moments don't always have. `tokens`: of an input; of a convolution the places that it gives.
+    """
 
-    @classmethod
-    def of(cls, _: ChannelTaps, observed: ObservedShapes) -> Self:
-        tokens, hidden = observed("x")[1:]
-        return cls(tokens=tokens, hidden=hidden)
+    moments: type[SiteMoments]
+    tokens: int
+    sizes: Mapping[str, int]
+    names: tuple[str, ...] = ()
 
     def bytes_of_moments(self) -> int:
         """Float64 sums of one site, the attention system aside."""
-        return FLOAT64_BYTES * (self.hidden**2 + 2 * self.hidden)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadShape:
-    """`dim` is that of q and k, `channels` that of z."""
-
-    tokens: int
-    heads: int
-    dim: int
-    channels: int
-    planes: bool = False
-
-    @classmethod
-    def of(cls, taps: HeadTaps, observed: ObservedShapes) -> Self:
-        heads, tokens, dim = observed("q")[-3:]
-        planes = taps.causal and taps.plane_scale is not None
-        return cls(tokens=tokens, heads=heads, dim=dim, channels=observed("z")[-1], planes=planes)
-
-    def bytes_of_moments(self) -> int:
-        """Float64 sums of one site, the attention system aside."""
-        heads = self.heads * ((3 + self.planes) * self.dim**2 + 3 * self.dim)
-        return FLOAT64_BYTES * (heads + self.channels**2 + self.channels)
+        return _bytes_of((*sums_of(self.moments), *self.names), self.sizes)
 
     def bytes_of_system(self, *, kept: int | None = None) -> int:
-        """Float64 sums of CORP's per-image system of one site, for all dims or for `kept` dims per head."""
-        width = self.dim if kept is None else kept
-        restricted = 0 if kept is None else width**2 + 1
-        return FLOAT64_BYTES * self.heads * ((width * (width + 1) // 2) ** 2 + restricted)
+        """Float64 sums of CORP's per-image system of one site, for all dims or for `kept` dims per head; channels and
+        convolutions have none.
+        """
+        if self.moments is not HeadMoments:
+            return 0
+        width = self.sizes["D"] if kept is None else kept
+        restricted = () if kept is None else ("target_HKK", "target_energy_H")
+        return _bytes_of(("system_HTT", *restricted), {"H": self.sizes["H"], "K": width, "T": triangle(width)})
+
+    def with_patches_of(self, channels: int) -> "Shape":
+        """Of a convolution, with patches of so many channels of each group."""
+        sizes = {**self.sizes, "R": channels, "U": channels * self.sizes["T"]}
+        return replace(self, sizes=sizes, names=("cross_GPU",))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PatchShape(_NoSystem):
-    """`tokens` are the places that a convolution gives; `channels` of each group, `chosen` of them (None: all) in
-    patches of `taps` places; `outputs` of all groups."""
-
-    tokens: int
-    groups: int
-    channels: int
-    chosen: int | None
-    taps: int
-    outputs: int
-
-    @classmethod
-    def of(cls, site: PatchTaps, observed: ObservedShapes) -> Self:
-        *_, outputs, rows, columns = observed("y")
-        chosen = None if site.channels_GR is None else site.chosen
-        return cls(
-            tokens=rows * columns, groups=site.output.groups, channels=site.group_width, chosen=chosen,
-            taps=site.places, outputs=outputs,
-        )  # fmt: skip
-
-    @property
-    def summed(self) -> int:
-        """Channels of a group in patches."""
-        return self.channels if self.chosen is None else self.chosen
-
-    def bytes_of_moments(self) -> int:
-        """Float64 sums of one site."""
-        columns = self.summed * self.taps
-        numbers = self.groups * (columns**2 + columns + self.channels**2 + 2 * self.channels) + 2 * self.outputs
-        cross = 0 if self.chosen is None else self.outputs * columns
-        return FLOAT64_BYTES * (numbers + cross)
+def _bytes_of(names: Iterable[str], sizes: Mapping[str, int]) -> int:
+    return FLOAT64_BYTES * sum(prod(shape_of(name, sizes)) for name in names)
 
 
-Shape = ChannelShape | HeadShape | PatchShape
+def _of_channels(_: ChannelTaps, observed: ObservedShapes) -> Shape:
+    tokens, hidden = observed("x")[1:]
+    return Shape(moments=ChannelMoments, tokens=tokens, sizes={"F": hidden})
+
+
+def _of_heads(site: HeadTaps, observed: ObservedShapes) -> Shape:
+    heads, tokens, dim = observed("q")[-3:]
+    names = ("plane_gram_HXX",) if site.causal and site.plane_scale is not None else ()
+    sizes = {"H": heads, "D": dim, "X": dim, "C": observed("z")[-1]}
+    return Shape(moments=HeadMoments, tokens=tokens, sizes=sizes, names=names)
+
+
+def _of_patches(site: PatchTaps, observed: ObservedShapes) -> Shape:
+    *_, rows, columns = observed("y")
+    names = () if site.channels_GR is None else ("cross_GPU",)
+    return Shape(moments=PatchMoments, tokens=rows * columns, sizes=site.sizes, names=names)
+
+
 _SHAPES: Mapping[SiteKind, Callable[[Any, ObservedShapes], Shape]] = {
-    "mlp": ChannelShape.of,
-    "attention": HeadShape.of,
-    "convolution": PatchShape.of,
+    "mlp": _of_channels,
+    "attention": _of_heads,
+    "convolution": _of_patches,
 }
 
 
@@ -158,17 +129,17 @@ def patch_channels_that_fit(shapes: Mapping[str, Shape], available: int) -> Mapp
     total = sum(bytes_needed(shapes).values())
     named = _to_restrict(shapes, total - available)
     while total > available:
-        name = max(named, key=lambda each: (named[each].summed > LEAST_CHANNELS, named[each].bytes_of_moments()))
-        fewer = replace(named[name], chosen=named[name].summed - 1)
+        name = max(named, key=lambda each: (named[each].sizes["R"] > LEAST_CHANNELS, named[each].bytes_of_moments()))
+        fewer = named[name].with_patches_of(named[name].sizes["R"] - 1)
         total += fewer.bytes_of_moments() - named[name].bytes_of_moments()
         named[name] = fewer
-    return {name: shape.chosen for name, shape in named.items() if shape.chosen is not None}
+    return {name: shape.sizes["R"] for name, shape in named.items() if shape.names}
 
 
-def _to_restrict(shapes: Mapping[str, Shape], excess: int) -> dict[str, PatchShape]:
+def _to_restrict(shapes: Mapping[str, Shape], excess: int) -> dict[str, Shape]:
     """The largest convolutions, as few as save that many bytes with patches of the fewest channels."""
-    wide = {name: shape for name, shape in shapes.items() if isinstance(shape, PatchShape)}
-    least = {name: replace(shape, chosen=LEAST_CHANNELS) for name, shape in wide.items()}
+    wide = {name: shape for name, shape in shapes.items() if shape.moments is PatchMoments}
+    least = {name: shape.with_patches_of(LEAST_CHANNELS) for name, shape in wide.items()}
     saved = {name: wide[name].bytes_of_moments() - least[name].bytes_of_moments() for name in wide}
     order = sorted((name for name in wide if saved[name] > 0), key=lambda name: -wide[name].bytes_of_moments())
     count = next(

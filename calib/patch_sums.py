@@ -19,8 +19,8 @@ from ground.errors import BadInput
 from .moments import SiteMoments
 from .patch_moments import PatchMoments
 from .products import TERMS, Weights, add_gram_
-from .running_sums import RunningSums
 from .sites import PatchTaps, Role
+from .sums import RunningSums
 
 
 def _edges(conv: nn.Conv2d) -> tuple[int, int, int, int]:
@@ -134,9 +134,7 @@ class PatchSums(RunningSums[PatchMoments]):
         assert role == "y", role
         x_BCHW, self._x_BCHW = self._x_BCHW, None
         assert x_BCHW is not None, self.site.name
-        site, conv = self.site, self.site.output
-        sizes = {"G": conv.groups, "C": site.group_width, "U": site.summed_width, "O": conv.out_channels}
-        self.allocate(sizes | {"P": conv.out_channels // conv.groups}, x_BCHW.device)
+        self.allocate(self.site.sizes, x_BCHW.device)
         self._add_map(x_BCHW.float())
         self._add_outputs(map_BCHW.float())
         self._add_patches(x_BCHW, map_BCHW.float())

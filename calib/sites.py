@@ -181,6 +181,13 @@ class PatchTaps:
         return self.chosen * self.places
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Of the axes of its sums, see PatchMoments."""
+        conv, width, chosen, places = self.output, self.group_width, self.chosen, self.places
+        sizes = {"G": conv.groups, "C": width, "R": chosen, "T": places, "U": chosen * places}
+        return sizes | {"O": conv.out_channels, "P": conv.out_channels // conv.groups}
+
+    @property
     def taps(self) -> Mapping[Role, Tap]:
         """What one forward pass must bring, each exactly once."""
         conv = self.output

@@ -16,9 +16,9 @@ from ground.errors import BadInput
 from ground.files import regular_file
 from ground.records import record_from_text, record_from_value
 
+from .axes import UPPER, stored, stored_name, unpacked
 from .fingerprints import no_hashes
 from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
-from .packed import UPPER, stored, stored_name, unpacked
 from .patch_moments import PatchMoments
 from .tensor_file import Entry, entries_of_file, write
 

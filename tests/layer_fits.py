@@ -1,27 +1,32 @@
 """A number of sweeps over each narrower layer of a reduced model, without the pace of a polish."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
+from corp_deploy.polish.blocks import fitted_steps
 from corp_deploy.polish.descent import StepBudget
-from corp_deploy.polish.layers import walk_layers
 from corp_deploy.polish.newton import AlternatingFit, Newton
 from corp_deploy.polish.report import PartReport
 from corp_deploy.polish.segments import segment_sublayer
-from corp_deploy.reduction.streams import Pair
-from corp_deploy.traced.models.steps import SegmentStep
+from corp_deploy.polish.walk import Block, StreamPair, walk
 
 
 @torch.no_grad()
-def fit_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Newton, *, sweeps: int) -> list[PartReport]:
+def fit_layers_(
+    dense: nn.Module, model: nn.Module, pairs: list[StreamPair], how: Newton, *, sweeps: int
+) -> list[PartReport]:
     """The reduced model's narrower sublayers fitted in place, so many sweeps each, in the order they run."""
-    reports = list[PartReport]()
+    reports, steps = list[PartReport](), fitted_steps(dense, model)
 
-    def fit(step: SegmentStep, name: str, both: list[Pair]) -> None:
-        fitted = AlternatingFit(segment_sublayer(model, step), both, how, StepBudget(steps=sweeps, seconds=None))
-        position = fitted.start()
-        fitted.run(position)
-        reports.append(position.report(name))
+    def fit(block: Block, both: Sequence[StreamPair]) -> None:
+        if block.name in steps:
+            sublayer = segment_sublayer(model, steps[block.name])
+            fitted = AlternatingFit(sublayer, both, how, StepBudget(steps=sweeps, seconds=None))
+            position = fitted.start()
+            fitted.run(position)
+            reports.append(position.report(block.name))
 
-    walk_layers(dense, model, pairs, fit)
+    walk(dense, model, pairs, fit)
     return reports

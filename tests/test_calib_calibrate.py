@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from calib import memory
-from calib.calibrate import calibrate
+from calib.calibrate import STATE, ResumeFile, calibrate
 from calib.collect import Options
 from calib.combination import merge
 from calib.distributed import Ranks, join_ranks
 from calib.images import Images, open_images
 from calib.inputs import Inputs
-from calib.memory import ChannelShape, HeadShape
-from calib.moments import Moments
-from calib.resume import STATE, ResumeFile
+from calib.memory import Shape
+from calib.moments import ChannelMoments, HeadMoments, Moments
 from calib.store import load, save
 from ground.errors import BadInput, RankLost
 from tests.ranks import exits_of
@@ -169,8 +168,8 @@ def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
     model = tiny()
     shapes = memory.shapes_of_sites(model, sites_of(model), example=torch.zeros(1, *SHAPE), device="cpu")
     assert shapes == {
-        "attn": HeadShape(tokens=5, heads=HEADS, dim=DIM, channels=HEADS * DIM),
-        "mlp": ChannelShape(tokens=5, hidden=HIDDEN),
+        "attn": Shape(moments=HeadMoments, tokens=5, sizes={"H": HEADS, "D": DIM, "X": DIM, "C": HEADS * DIM}),
+        "mlp": Shape(moments=ChannelMoments, tokens=5, sizes={"F": HIDDEN}),
     }
     for options in (Options(), SYSTEM, Options(kept={"attn": torch.tensor([[0, 3, 4], [1, 2, 7]])})):
         kept = {name: kept_HK.shape[1] for name, kept_HK in (options.kept or {}).items()}
@@ -181,7 +180,7 @@ def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
 
 
 def test_one_head_of_64_dims_takes_the_system_size_of_the_paper() -> None:
-    shape = HeadShape(tokens=197, heads=1, dim=64, channels=64)
+    shape = Shape(moments=HeadMoments, tokens=197, sizes={"H": 1, "D": 64})
     assert shape.bytes_of_system() == 8 * 2080**2
     assert shape.bytes_of_system(kept=32) == 8 * (528**2 + 32**2 + 1)
     assert memory.bytes_available("cpu") > 0

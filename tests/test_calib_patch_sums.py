@@ -16,8 +16,8 @@ from torch.nn import functional
 from calib import patch_sums
 from calib.collect import Collector, collect
 from calib.combination import difference, merge
-from calib.memory import ChannelShape, PatchShape, Shape, bytes_needed, patch_channels_that_fit, shapes_of_sites
-from calib.moments import Moments, on_device
+from calib.memory import Shape, bytes_needed, patch_channels_that_fit, shapes_of_sites
+from calib.moments import ChannelMoments, Moments, on_device
 from calib.patch_moments import PatchMoments
 from calib.patch_sums import patches
 from calib.redundancy import PatchRedundancy, redundancy
@@ -335,28 +335,31 @@ def test_channels_that_are_not_of_the_groups_are_refused(channels_GR: Tensor) ->
 def test_memory_by_formula_is_what_the_moments_take() -> None:
     model = tiny_maps()
     shapes = shapes_of_sites(model, taps_of(model), example=images_of(1), device="cpu")
-    assert shapes["some"] == PatchShape(tokens=6 * 6, groups=2, channels=6, chosen=3, taps=6, outputs=12)
+    assert shapes["some"] == patch_shape(6 * 6, groups=2, channels=6, taps=6, outputs=12).with_patches_of(3)
     needed = bytes_needed(shapes, attention_system=True)
     for name, site in collected(images_of(2), 2).sites.items():
         assert sum(each.nbytes for each in sums_of(site).values()) == needed[name], name
 
 
-def wide(channels: int, groups: int = 1) -> PatchShape:
-    return PatchShape(tokens=49, groups=groups, channels=channels, chosen=None, taps=9, outputs=channels * groups)
+def patch_shape(tokens: int, *, groups: int, channels: int, taps: int, outputs: int) -> Shape:
+    sizes = {"G": groups, "C": channels, "R": channels, "T": taps, "U": channels * taps}
+    return Shape(moments=PatchMoments, tokens=tokens, sizes=sizes | {"O": outputs, "P": outputs // groups})
+
+
+def wide(channels: int, groups: int = 1) -> Shape:
+    return patch_shape(49, groups=groups, channels=channels, taps=9, outputs=channels * groups)
 
 
 SHAPES: dict[str, Shape] = {
     "a": wide(64), "b": wide(128), "c": wide(256), "d": wide(256), "depthwise": wide(1, 512),
-    "mlp": ChannelShape(tokens=1, hidden=300),
+    "mlp": Shape(moments=ChannelMoments, tokens=1, sizes={"F": 300}),
 }  # fmt: skip
 TOTAL = sum(bytes_needed(SHAPES).values())
 
 
 def restricted(chosen: dict[str, int]) -> int:
     return sum(
-        replace(shape, chosen=chosen[name]).bytes_of_moments()
-        if name in chosen and isinstance(shape, PatchShape)
-        else shape.bytes_of_moments()
+        (shape.with_patches_of(chosen[name]) if name in chosen else shape).bytes_of_moments()
         for name, shape in SHAPES.items()
     )
 
@@ -391,4 +394,4 @@ def test_it_says_what_is_missing_where_nothing_fits() -> None:
 def test_shapes_are_learned_on_no_device() -> None:
     model = tiny_maps().to("meta")
     shapes = shapes_of_sites(model, taps_of(model), example=torch.zeros(1, 3, 11, 13), device="meta")
-    assert shapes["around"] == PatchShape(tokens=9, groups=1, channels=12, chosen=None, taps=4, outputs=6)
+    assert shapes["around"] == patch_shape(9, groups=1, channels=12, taps=4, outputs=6)

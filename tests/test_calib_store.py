@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from calib import store
+from calib.axes import SYMMETRIC
 from calib.combination import merge
 from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
-from calib.packed import SYMMETRIC
-from calib.running_sums import on_host
 from calib.store import join, load, save
+from calib.sums import on_host
 from ground.errors import BadInput
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from calib import texts as texts_module
-from calib.calibrate import calibrate
+from calib.calibrate import ResumeFile, calibrate
 from calib.inputs import InputSet
 from calib.moments import Moments
-from calib.resume import ResumeFile
 from calib.texts import Texts, open_texts
 from ground.errors import BadInput
 from tests import tiny_text

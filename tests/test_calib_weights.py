@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.calibrate import calibrate
+from calib.calibrate import ResumeFile, calibrate
 from calib.collect import Options, collect
 from calib.inputs import Inputs
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from calib.products import TokenWeights
-from calib.resume import ResumeFile
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from calib.store import load, save
 from calib.texts import open_texts

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import corp_deploy
 from calib.images import Images
 from calib.store import save as save_moments
-from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.algebra.regression import RegressionSums
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing

@@ -9,7 +9,6 @@ from torch import nn
 from calib.images import Images
 from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.algebra import obs
-from corp_deploy.algebra.captured import Captured
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
@@ -112,7 +111,7 @@ def test_removals_captured_on_a_gpu_are_those_made_one_by_one(monkeypatch: pytes
 
 
 def test_what_is_captured_is_kept_until_the_outermost_is_left() -> None:
-    captured: Any = Captured(lambda tensor, count: (tensor[:count] * 2.0,))
+    captured: Any = obs.Captured(lambda tensor, count: (tensor[:count] * 2.0,))
     with captured.keeping():
         captured.graphs["outer"] = None
         with captured.keeping():

@@ -1,15 +1,13 @@
 """Gauss-Newton steps against least squares on Jacobians built entry by entry, float64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from corp_deploy.algebra.gauss_newton import Residuals, gauss_newton
-from corp_deploy.algebra.tangents import with_one
+from corp_deploy.algebra.gauss_newton import Residuals, Tangent, gauss_newton, with_one
 
 INPUTS, HIDDEN, OUTPUTS = 3, 4, 3
 
@@ -40,27 +38,10 @@ def jacobian(outputs: Callable[[Tensor], Tensor], first_RD: Tensor) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelTangent:
-    """Of y = last act(first u): `slope_XR` is act' at first u."""
-
-    entering_XD: Tensor
-    slope_XR: Tensor
-    last_OR: Tensor
-
-    def along(self, step_RD: Tensor) -> Tensor:
-        return (self.slope_XR * (self.entering_XD @ step_RD.mT)) @ self.last_OR.mT
-
-    def sensitivity(self, out_XO: Tensor) -> Tensor:
-        return self.slope_XR * (out_XO @ self.last_OR)
-
-
-def channels(kind: str) -> tuple[ChannelTangent, Callable[[Tensor], Tensor], Tensor]:
-    entering_XD = with_one(of_kind(normal(40, INPUTS, seed=0), kind))
+def channels(kind: str, tokens: slice = slice(None)) -> tuple[Tangent, Callable[[Tensor], Tensor], Tensor]:
+    entering_XD = with_one(of_kind(normal(40, INPUTS, seed=0), kind))[tokens]
     first_RD, last_OR = normal(HIDDEN, INPUTS + 1, seed=1), normal(OUTPUTS, HIDDEN, seed=2)
-    z_XR = (entering_XD @ first_RD.mT).requires_grad_()
-    (slope_XR,) = torch.autograd.grad(F.gelu(z_XR).sum(), z_XR)
-    tangent = ChannelTangent(entering_XD=entering_XD, slope_XR=slope_XR, last_OR=last_OR)
+    tangent = Tangent.of(entering_XD, entering_XD @ first_RD.mT, lambda z_XR: F.gelu(z_XR) @ last_OR.mT)
     return tangent, lambda first: mlp(entering_XD, first, last_OR), first_RD
 
 
@@ -82,7 +63,7 @@ def test_the_step_is_the_damped_least_squares_of_the_jacobian(kind: str, ridge_r
     torch.testing.assert_close(step_RD.flatten(), expected[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def ridge_scale(tangent: ChannelTangent, weight_X: Tensor) -> float:
+def ridge_scale(tangent: Tangent, weight_X: Tensor) -> float:
     """Mean of the product's diagonal, as the docstring has it, by sums over tokens."""
     generator = torch.Generator().manual_seed(0)
     sign = torch.randint(0, 2, (len(weight_X), OUTPUTS), generator=generator).double() * 2 - 1
@@ -99,10 +80,7 @@ def test_pieces_add_up_and_a_planted_step_comes_back() -> None:
     lacking_XO = tangent.along(planted_RD)
 
     def piece(tokens: slice) -> Residuals:
-        part = ChannelTangent(
-            entering_XD=tangent.entering_XD[tokens], slope_XR=tangent.slope_XR[tokens], last_OR=tangent.last_OR
-        )
-        return Residuals(tangent=part, residual_XO=lacking_XO[tokens])
+        return Residuals(tangent=channels("random", tokens)[0], residual_XO=lacking_XO[tokens])
 
     pieces = [piece(slice(0, 13)), piece(slice(13, None))]
     *_, step_RD = gauss_newton(pieces, ridge_rel=0.0, iterations=200)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from click.testing import Result
 
+from calib.calibrate import ResumeFile
 from calib.moments import HeadMoments, Moments
-from calib.resume import ResumeFile
 from calib.store import load
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce

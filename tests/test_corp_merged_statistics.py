@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.moments import ChannelMoments, HeadMoments, Moments
-from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.algebra.regression import RegressionSums
 from corp_deploy.families.traced_model import with_merging
 from corp_deploy.proof.shift import shift_of_inputs
 from corp_deploy.reduction.calibrate import calibrate

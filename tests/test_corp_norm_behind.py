@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from calib.images import Images
-from corp_deploy.algebra.norm_behind import NormBehind
+from corp_deploy.algebra.norm_behind import DAMPING, NormBehind
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.reduction import ReduceOptions
@@ -80,13 +80,13 @@ def test_what_a_layer_should_give_is_the_damped_least_squares_answer(case: str) 
     if case == "constant":
         given_XC[:] = 0.7
     added_XC = F.layer_norm(given_XC, (7,), gain_C, offset_C, 1e-6) + drift_XC
-    norm = NormBehind(gain_C=gain_C, offset_C=offset_C, eps=1e-6)
-    before_XC = norm.before(added_XC[None], given_XC[None])[0]
+    norm = NormBehind(gain_C=gain_C, eps=1e-6)
+    before_XC = norm.before((added_XC - offset_C)[None], given_XC[None])[0]
     for before_C, added_C, given_C in zip(before_XC, added_XC, given_XC, strict=True):
-        expected_C = wanted_by_hand(gain_C, offset_C, added_C, given_C, norm.damping)
+        expected_C = wanted_by_hand(gain_C, offset_C, added_C, given_C, DAMPING)
         torch.testing.assert_close(before_C, gain_C * expected_C, rtol=1e-7, atol=1e-9)
     still_XC = F.layer_norm(given_XC, (7,), gain_C, offset_C, 1e-6)
-    torch.testing.assert_close(norm.before(still_XC[None], given_XC[None])[0], gain_C * given_XC)
+    torch.testing.assert_close(norm.before((still_XC - offset_C)[None], given_XC[None])[0], gain_C * given_XC)
 
 
 @pytest.mark.slow("models")

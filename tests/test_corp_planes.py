@@ -20,13 +20,12 @@ from corp_deploy.algebra.ridges import ridges_from
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_attention import apply_rotary
-from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.calibrate import Statistics, calibrate, kept_dims, kept_widths, narrower
 from corp_deploy.reduction.heads import kept_planes
-from corp_deploy.reduction.kept_dims import kept_dims, kept_widths, narrower
 from corp_deploy.reduction.logits import system_of as logits_system
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import splits_at
-from corp_deploy.reduction.validation_split import in_splits
+from corp_deploy.reduction.snapshots import in_splits
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput

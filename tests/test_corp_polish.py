@@ -15,13 +15,12 @@ from calib.distributed import join_ranks
 from calib.images import Images
 from corp_deploy.families import traced_model as vit
 from corp_deploy.polish.descent import Adam, Draw, drawn, step_size
-from corp_deploy.polish.held_out import parted
 from corp_deploy.polish.matrices import chosen_
-from corp_deploy.polish.objective import output_error, stream_error
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import polished
-from corp_deploy.polish.teacher import AugmentedTeacher, Teacher, view
+from corp_deploy.polish.subject import parted
+from corp_deploy.polish.teacher import AugmentedTeacher, Teacher, output_error, stream_error, view
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.narrowing import at_widths

@@ -20,7 +20,7 @@ from calib.store import save as save_moments
 from corp_deploy.algebra import channels, queries_keys, scores
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.families.family import sites_of
-from corp_deploy.reduction import traced_choice, traced_recovery
+from corp_deploy.reduction import traced_choice
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -297,7 +297,7 @@ def another_channel(kept: Tensor) -> Tensor:
 
 
 MUTANTS: list[tuple[str, Any, str, Callable[[Any], Any]]] = [
-    ("best", channels, "affine", of_recovery("weight_OK")),
+    ("best", channels, "recovered", of_recovery("weight_OK")),
     ("corp", scores, "kept_from_scores", another_channel),
     ("best", queries_keys, "lowrank", of_recovery("q_map_HRD")),
     ("corp", queries_keys, "logit", of_recovery("k_map_HRD")),
@@ -319,10 +319,7 @@ def test_a_wrong_method_loses_something(
     def wrong(*args: Any, **kwargs: Any) -> Any:
         return mutated(right(*args, **kwargs))
 
-    if name == "affine":
-        monkeypatch.setattr(traced_recovery, "_OF_VECTORS", {"affine": wrong})
-    else:
-        monkeypatch.setattr(room, name, wrong)
+    monkeypatch.setattr(room, name, wrong)
     with pytest.raises(AssertionError):
         assert_same(halved(preset), planted()[0].model, 2e-3)
 

@@ -19,7 +19,7 @@ from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.overfitting import from_splits, overfitting
-from corp_deploy.reduction.validation_split import in_splits
+from corp_deploy.reduction.snapshots import in_splits
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from tests import tiny

@@ -26,7 +26,7 @@ from corp_deploy.invocation.sparsity import sparsities_from_text
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.sparse_report import LayerSparsity, SparsityReport
+from corp_deploy.reduction.sparse_places import LayerSparsity, SparsityReport
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save

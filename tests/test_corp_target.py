@@ -15,8 +15,7 @@ from torch import Tensor
 from calib.images import Images
 from corp_deploy.algebra.channels import affine
 from corp_deploy.algebra.obs import obs
-from corp_deploy.algebra.regression import Regression, refit_toward
-from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.algebra.regression import Regression, RegressionSums, refit_toward
 from corp_deploy.reduction.correct import STRENGTHS, divided_by_scale, group_corrections
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset

@@ -20,12 +20,12 @@ from corp_deploy.families.traced_model import steps, traced, tracing
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.polish.segments import segment_sublayer
+from corp_deploy.polish.walk import StreamPair
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
-from corp_deploy.reduction.streams import Pair
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import arrays_for_model, texts_for_model
@@ -33,7 +33,7 @@ from corp_deploy.store.transformers_directory import load_transformers
 from corp_deploy.traced.finding.cuts import along, between, cuts
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.segments import TokenRows
-from corp_deploy.traced.models.steps import SegmentStep
+from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from corp_deploy.traced.programs.attention_masks import SDPA, added_scores, unread_queries, values_product, visible_keys
 from corp_deploy.traced.programs.padding import padded
 from corp_deploy.traced.programs.program import Program, operation
@@ -281,7 +281,7 @@ def test_tokens_that_are_not_there_weigh_nothing(tmp_path: Path) -> None:
         if step.name == "blocks.0.attn":
             x_BNC = torch.ones(2, 1, SHORT, dtype=torch.int64)
         given = step.module(x_BNC, mask_BN)
-        pair = Pair(dense=given, reduced=x_BNC, held_out=False, weights_BN=mask_BN)
+        pair = StreamPair(given, mask_BN, StreamState.of(x_BNC, mask_BN))
         for of_layer in segment_sublayer(model, step).steps:
             (piece,) = of_layer.linearised([pair])
             assert piece.weight_X is not None

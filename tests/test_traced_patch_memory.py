@@ -22,7 +22,7 @@ from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.calibrate import Statistics, calibrate, chosen_sites, memory_needed
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.validation_split import in_splits
+from corp_deploy.reduction.snapshots import in_splits
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput

@@ -15,19 +15,18 @@ from calib.inputs import InputSet
 from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.given_module import facts_of_module
 from corp_deploy.families.traced_model import steps, tracing
-from corp_deploy.polish.layers import pairs_of
 from corp_deploy.polish.newton import Newton, Step
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import Polished, polished
 from corp_deploy.polish.segments import segment_sublayer
+from corp_deploy.polish.walk import StreamPair, pairs_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.streams import Pair
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.module import traced_module
-from corp_deploy.traced.models.steps import SegmentStep
+from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from tests import tiny
 from tests.layer_fits import fit_layers_
 from tests.traced_examples import with_structure
@@ -175,7 +174,7 @@ def test_a_segment_is_linearised_as_it_is(
         tokens = range(TOKENS) if expected is None else expected
         for step in sublayer.steps:
             change_RD = torch.randn(step.rows_RD.shape, generator=generator, dtype=torch.float64)
-            (piece,) = step.linearised([Pair(dense=dense_BNC, reduced=x_BNC, held_out=False)])
+            (piece,) = step.linearised([StreamPair(dense_BNC, None, StreamState.of(x_BNC, None))])
             ahead, behind = (moved(step, sign * 1e-5 * change_RD, passage, x_BNC) for sign in (1, -1))
             expected_XC = ((ahead - behind) / 2e-5)[:, tokens].flatten(0, 1)
             along_XC = piece.tangent.along(change_RD)

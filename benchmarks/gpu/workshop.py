@@ -13,9 +13,9 @@ from benchmarks.gpu.record import NotYet, Row, reason_of
 from benchmarks.gpu.setting import Setting
 from calib.collect import Options, collect
 from calib.moments import Moments
+from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import listened, sites_of
 from corp_deploy.planning.curves import eliminations
-from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import lineage_of_model, model_digest
@@ -34,9 +34,9 @@ class Calibrated:
     seed: int
     count: int
     moments: Moments
-    eliminations: dict[str, dict[str, Order]] = field(default_factory=dict)
+    eliminations: dict[str, dict[str, Elimination]] = field(default_factory=dict)
 
-    def eliminations_on(self, where: str, model: nn.Module, method: Method) -> dict[str, Order]:
+    def eliminations_on(self, where: str, model: nn.Module, method: Method) -> dict[str, Elimination]:
         if where not in self.eliminations:
             self.eliminations[where] = eliminations(model, self.moments, method)
         return self.eliminations[where]

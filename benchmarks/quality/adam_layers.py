@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.polish.layers import walk_layers
+from corp_deploy.polish.blocks import fitted_steps
 from corp_deploy.polish.newton import Sublayer, counts
 from corp_deploy.polish.segments import segment_sublayer
-from corp_deploy.reduction.streams import Pair
-from corp_deploy.traced.models.steps import SegmentStep
+from corp_deploy.polish.walk import Block, StreamPair, walk
 
 JUDGED = 4  # times on the way that the held-out inputs are looked at; the best that was met stays
 
@@ -26,21 +25,21 @@ class Adam:
     tokens: int = 2048
 
 
-def _square(own: Sublayer, pairs: Sequence[Pair]) -> Tensor:
+def _square(own: Sublayer, pairs: Sequence[StreamPair]) -> Tensor:
     """The mean square of what the stream lacks behind the branch, over the tokens that count."""
     sums, weights = list[Tensor](), list[Tensor]()
     for pair in pairs:
         counts_BN = counts(own.read, pair)
-        behind_BNC = own.step(pair.reduced, pair.present_BN)
+        behind_BNC = own.step(*pair.reduced.tokens[:2])
         sums.append(((pair.target - behind_BNC).square().sum(dim=-1) * counts_BN).sum())
         weights.append(counts_BN.sum())
     return torch.stack(sums).sum() / torch.stack(weights).sum()
 
 
-def fit_by_adam_(own: Sublayer, layers: Sequence[nn.Module], pairs: Sequence[Pair], how: Adam) -> None:
+def fit_by_adam_(own: Sublayer, layers: Sequence[nn.Module], pairs: Sequence[StreamPair], how: Adam) -> None:
     """All weights of the sublayer's layers, in place; never worse on the pairs held out."""
     fitted, held_out = ([pair for pair in pairs if pair.held_out == which] for which in (False, True))
-    at_once = -(-how.tokens // fitted[0].reduced.shape[:2].numel())
+    at_once = -(-how.tokens // fitted[0].reduced.tokens.x.shape[:2].numel())
     parameters = [parameter.requires_grad_() for layer in layers for parameter in layer.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=how.step_size)
     generator = torch.Generator().manual_seed(0)
@@ -63,14 +62,15 @@ def fit_by_adam_(own: Sublayer, layers: Sequence[nn.Module], pairs: Sequence[Pai
 
 
 @torch.no_grad()
-def adam_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Adam) -> float:
+def adam_layers_(dense: nn.Module, model: nn.Module, pairs: list[StreamPair], how: Adam) -> float:
     """Every narrower sublayer in turn, in place; the processor's seconds that it took."""
-    seconds = [0.0]
+    seconds, steps = [0.0], fitted_steps(dense, model)
 
-    def fit(step: SegmentStep, name: str, both: list[Pair]) -> None:
-        start, own = time.process_time(), segment_sublayer(model, step)
-        fit_by_adam_(own, [each.layer for each in own.matrices], both, how)
-        seconds.append(time.process_time() - start)
+    def fit(block: Block, both: Sequence[StreamPair]) -> None:
+        if block.name in steps:
+            start, own = time.process_time(), segment_sublayer(model, steps[block.name])
+            fit_by_adam_(own, [each.layer for each in own.matrices], both, how)
+            seconds.append(time.process_time() - start)
 
-    walk_layers(dense, model, pairs, fit)
+    walk(dense, model, pairs, fit)
     return sum(seconds)

@@ -28,8 +28,8 @@ from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE
 from calib.inputs import InputSet, run_model
 from corp_deploy.machine import versions
-from corp_deploy.polish.layers import pairs_of
 from corp_deploy.polish.newton import Newton
+from corp_deploy.polish.walk import pairs_of
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.traced_loop import reduce_traced

@@ -15,7 +15,6 @@ from corp_deploy.algebra import (
     quadratic,
     queries_keys,
     regression,
-    regression_sums,
     scores,
     swap,
     values,
@@ -35,7 +34,6 @@ from corp_deploy.reduction import (
     traced_order,
     traced_pairs_kind,
     traced_reads,
-    traced_recovery,
     traced_streams,
     traced_targets,
     traced_values_kind,
@@ -65,7 +63,7 @@ class Variant:
         """The modules whose algebra the row follows from."""
         choices = self.choices()
         yield from (quadratic, scores, algebra_channels, queries_keys)
-        yield from (traced_kind, traced_reads, traced_choice, traced_recovery, traced_change)
+        yield from (traced_kind, traced_reads, traced_choice, traced_change)
         yield from (traced_pairs_kind, traced_values_kind)
         yield heads
         if choices.mlp_selection == "obs":
@@ -75,7 +73,7 @@ class Variant:
         if choices.merges:
             yield from (fold, traced_fold, traced_folds)
         if choices.merges or self.loop is not None:
-            yield from (regression, regression_sums)
+            yield regression
         if self.loop is not None:
             yield from (traced_loop, traced_layer_sums, traced_order, traced_streams)
         if self.loop not in (None, "symmetric"):

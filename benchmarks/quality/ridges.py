@@ -28,7 +28,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.overfitting import overfitting
-from corp_deploy.reduction.validation_split import in_splits
+from corp_deploy.reduction.snapshots import in_splits
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model

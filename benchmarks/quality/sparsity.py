@@ -32,7 +32,7 @@ from benchmarks.real.subject import WEIGHTS
 from benchmarks.real.weights import ARCHITECTURE
 from calib.inputs import InputSet, run_model
 from calib.moments import Moments
-from corp_deploy.algebra.sparsity import Sparsity
+from corp_deploy.algebra.sparsity import KINDS, Sparsity
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.machine import versions
@@ -40,7 +40,6 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.reduction.sparse_options import KINDS
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint

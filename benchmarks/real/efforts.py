@@ -45,7 +45,7 @@ from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.polishing import Polishing, inputs_to_polish, with_polish
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.validation_split import in_splits
+from corp_deploy.reduction.snapshots import in_splits
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model

@@ -27,17 +27,14 @@ from benchmarks.real.tried import KIND
 from calib.calibrate import ALONE
 from calib.groups import group_ids
 from calib.inputs import InputSet
-from corp_deploy.polish.blocks import OneBlock, StreamPair, first_streams
+from corp_deploy.polish.blocks import OneBlock, singles
 from corp_deploy.polish.descent import Descent, StepBudget
-from corp_deploy.polish.held_out import parted
-from corp_deploy.polish.judge import Judge
 from corp_deploy.polish.matrices import Matrix, chosen_
-from corp_deploy.polish.objective import Student
 from corp_deploy.polish.options import STEP_SIZES, PolishName, PolishOptions
 from corp_deploy.polish.polish import WholeModel
-from corp_deploy.polish.subject import Subject
-from corp_deploy.polish.teacher import AugmentedTeacher, Teacher
-from corp_deploy.polish.walk import blocks
+from corp_deploy.polish.subject import Judge, Subject, parted
+from corp_deploy.polish.teacher import AugmentedTeacher, Student, Teacher
+from corp_deploy.polish.walk import Block, StreamPair, pairs_of, walk
 from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.inputs import images_for_model
@@ -160,10 +157,6 @@ def _descend_(problem: Any, matrices: list[Any], options: PolishOptions) -> None
     descent.run(descent.start())
 
 
-def _behind_dense(block: Any, rows: list[StreamPair]) -> list[StreamPair]:
-    return [row._replace(dense=block(StreamState.of(row.dense, row.weights)).tokens.x) for row in rows]
-
-
 def _between(row: StreamPair, dense_BMC: Tensor, share: Tensor) -> StreamPair:
     x = torch.lerp(row.reduced.tokens.x, dense_BMC, share)
     return row._replace(reduced=StreamState(tokens=Tokens(x, *row.reduced.tokens[1:])))
@@ -172,20 +165,24 @@ def _between(row: StreamPair, dense_BMC: Tensor, share: Tensor) -> StreamPair:
 def by_block_(subject: Subject, *, mixes: bool) -> None:
     """As polish_blocks_ does; `mixes`: from random means of the dense and the reduced stream, judged on the latter."""
     options, model = subject.options, subject.model
-    fitted, judging = (first_streams(subject.dense, each) for each in (subject.inputs.fitted, subject.inputs.held_out))
+    entering = list[Tensor]()
     torch.manual_seed(0)
-    for index, (before, block) in enumerate(zip(blocks(subject.dense), blocks(model), strict=True)):
-        entering = [row.dense for row in fitted]
-        with torch.no_grad():
-            fitted, judging = (_behind_dense(before, rows) for rows in (fitted, judging))
-        rows = fitted
+
+    def fit(block: Block, pairs: Sequence[StreamPair]) -> None:
+        rows, before = pairs, entering[:]
+        entering[:] = [row.dense for row in pairs]
         if mixes:
-            rows = [_between(row, dense, torch.rand(())) for row, dense in zip(fitted, entering, strict=True)]
+            rows = [
+                row if row.held_out else _between(row, dense, torch.rand(()))
+                for row, dense in zip(pairs, before, strict=True)
+            ]
         if matrices := list(chosen_(model, block)):
-            problem = OneBlock(model, index, rows, judging, read=None, piece=options.piece, ranks=ALONE)
-            _descend_(problem, matrices, options)
-        with torch.no_grad():
-            fitted, judging = ([row._replace(reduced=block(row.reduced)) for row in rows] for rows in (fitted, judging))
+            _descend_(OneBlock(model, block, rows, read=None, piece=options.piece, ranks=ALONE), matrices, options)
+
+    pairs = singles(pairs_of(subject.dense, subject.inputs.fitted, subject.inputs.held_out))
+    entering += [row.dense for row in pairs]
+    with torch.no_grad():
+        walk(subject.dense, model, pairs, fit)
 
 
 WAYS: dict[str, tuple[PolishName, Callable[[Subject], None]]] = {

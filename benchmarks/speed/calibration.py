@@ -31,8 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.speed.passes import BARE, PIECE, Samples, in_passes
+from calib.axes import triangle
 from calib.collect import Collector, Options, collect
-from calib.memory import ChannelShape, HeadShape, Shape, bytes_needed, shapes_of_sites
+from calib.memory import Shape, bytes_needed, shapes_of_sites
+from calib.moments import ChannelMoments, HeadMoments
 from calib.sites import ChannelTaps, Site
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import example_of, input_ports, listened, sites_of
@@ -85,11 +87,11 @@ def timed(runs: dict[str, Callable[[], None]], rounds: int, device: str) -> Samp
 
 def multiply_adds_per_image(shape: Shape) -> int:
     """Of the statistics, symmetric products counted as half."""
-    if isinstance(shape, ChannelShape):
-        return shape.tokens * shape.hidden * (shape.hidden + 1) // 2
-    assert isinstance(shape, HeadShape), shape
-    heads = 2 * shape.tokens * shape.heads * shape.dim**2
-    return heads + shape.tokens * shape.channels * (shape.channels + 1) // 2
+    sizes = shape.sizes
+    if shape.moments is ChannelMoments:
+        return shape.tokens * triangle(sizes["F"])
+    assert shape.moments is HeadMoments, shape
+    return shape.tokens * (2 * sizes["H"] * sizes["D"] ** 2 + triangle(sizes["C"]))
 
 
 def peak_memory(arguments: argparse.Namespace) -> dict[str, float]:
@@ -98,7 +100,7 @@ def peak_memory(arguments: argparse.Namespace) -> dict[str, float]:
     model, sites, images = prepared(arguments)
     seen = shapes(model, sites, arguments)
     model_mb = resident_mb()
-    widest = max(shape.tokens * shape.hidden for shape in seen.values() if isinstance(shape, ChannelShape))
+    widest = max(shape.tokens * shape.sizes["F"] for shape in seen.values() if shape.moments is ChannelMoments)
     bound = sum(bytes_needed(seen).values()) + 2 * 4 * arguments.batch_size * widest
     with Collector(listened(model), sites, device="cpu") as collector:
         for _ in range(3):

@@ -1,9 +1,9 @@
 """What a layer should give in front of a layer norm that follows it, so that a residual stream is whole behind both.
 
-The norm makes of y = W h + b the addition s(y) = gain * u + offset, u = (y - mean y) / sigma(y). Where the dense layer
-gives y of a token and the reduced stream has drifted, the addition that is wanted is s(y) + drift. Around the dense
-layer's own y, which is where the fit is to arrive, s(y + d) = s(y) + gain * d / sigma to first order for all d without
-a mean and without a share of u; of any other d the norm takes those parts off. Of these
+The norm makes of y = W h + b the addition s(y) = gain * u, u = (y - mean y) / sigma(y). Where the dense layer gives y
+of a token and the reduced stream has drifted, the addition that is wanted is s(y) + drift. Around the dense layer's
+own y, which is where the fit is to arrive, s(y + d) = s(y) + gain * d / sigma to first order for all d without a mean
+and without a share of u; of any other d the norm takes those parts off. Of these
 
     d / sigma = argmin |gain * d / sigma - drift|^2 + damping * mean(gain^2) |d / sigma|^2,
 
@@ -26,14 +26,10 @@ _NOTHING_REL = 1e-8  # of the weights' sum: a token whose channels are all alike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormBehind:
-    """The norm with what follows it: `gain_C` times the deviation from the mean by the token's own, plus `offset_C`;
-    None for 1 and 0.
-    """
+    """The norm with what follows it: `gain_C` times the deviation from the mean by the token's own."""
 
-    gain_C: Tensor | None
-    offset_C: Tensor | None
+    gain_C: Tensor
     eps: float
-    damping: float = DAMPING
 
     def _sigma(self, given_BNC: Tensor) -> Tensor:
         return (given_BNC.var(dim=-1, correction=0, keepdim=True) + self.eps).sqrt()
@@ -44,15 +40,12 @@ class NormBehind:
 
     def before(self, added_BNC: Tensor, given_BNC: Tensor) -> Tensor:
         """Gain times what the layer should give so that this is added, where the dense layer gives `given_BNC`."""
-        gain_C = torch.ones_like(given_BNC[0, 0]) if self.gain_C is None else self.gain_C
-        sigma = self._sigma(given_BNC)
+        sigma, square_C = self._sigma(given_BNC), self.gain_C.square()
         unit_BNC = (given_BNC - given_BNC.mean(dim=-1, keepdim=True)) / sigma
-        own_BNC = gain_C * unit_BNC
-        drift_BNC = added_BNC - (own_BNC if self.offset_C is None else own_BNC + self.offset_C)
-        square_C = gain_C.square()
-        weight_C = 1.0 / (square_C + self.damping * square_C.mean()).clamp_min(torch.finfo(square_C.dtype).tiny)
-        change_BNC = _tangent(gain_C * drift_BNC, unit_BNC, weight_C)
-        return gain_C * (given_BNC + sigma * change_BNC)
+        drift_BNC = added_BNC - self.gain_C * unit_BNC
+        weight_C = 1.0 / (square_C + DAMPING * square_C.mean()).clamp_min(torch.finfo(square_C.dtype).tiny)
+        change_BNC = _tangent(self.gain_C * drift_BNC, unit_BNC, weight_C)
+        return self.gain_C * (given_BNC + sigma * change_BNC)
 
 
 def _tangent(wanted_BNC: Tensor, unit_BNC: Tensor, weight_C: Tensor) -> Tensor:

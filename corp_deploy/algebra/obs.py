@@ -9,13 +9,13 @@ the matrices take all of them in one product.
 Legend: F channels, O outputs, M channels still in the matrices, B removals in a block, K kept, P pruned.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from .captured import Captured
 
 _DEAD_VARIANCE_REL = 1e-12  # of the mean variance: below it a channel is a constant, and the bias takes it
 _RIDGE_FLOOR_REL = 1e-10  # below it a singular covariance has no trustworthy Cholesky factor in float64
@@ -155,6 +155,67 @@ def removals_of_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, coun
     inverse_MM.addmm_(u_BM.T, u_BM, alpha=-1.0)
     norms_MM.addmm_(a_u_B2M.view(-1, width).T, a_u_B2M.flip(1).reshape(-1, width), alpha=-1.0)
     return picks_B, costs_B
+
+
+Work = Callable[..., tuple[Tensor, ...]]
+Graph = tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]
+"""With the tensors that it reads and changes, and those that it gives."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """`work(*tensors, count)`, thousands of tiny kernels, on a GPU by CUDA graphs: captured once a shape and started as
+    one, since the host's launches are what such work waits for. Elsewhere as it is.
+
+    Captured is what changes tensors in place and gives new ones. What was captured holds memory while it is `keeping`.
+
+    Tensors are copied in front of a replay to where the graph has them, and back behind it; what is found is copied out
+    before another graph is replayed, so that all of them share their memory.
+    """
+
+    work: Work
+    graphs: dict[tuple[object, ...], Graph] = field(default_factory=dict)
+    pool: Any = None
+    depth: int = 0
+
+    def __call__(self, *tensors: Tensor, count: int) -> tuple[Tensor, ...]:
+        if not tensors[0].is_cuda:
+            return self.work(*tensors, count)
+        key = (tensors[0].device, count, *((each.shape, each.dtype) for each in tensors))
+        if key not in self.graphs:
+            self.graphs[key] = self._captured(tensors, count)
+        graph, held, found = self.graphs[key]
+        for there, here in zip(held, tensors, strict=True):
+            there.copy_(here)
+        graph.replay()
+        for there, here in zip(held, tensors, strict=True):
+            here.copy_(there)
+        return tuple(each.clone() for each in found)
+
+    def _captured(self, tensors: tuple[Tensor, ...], count: int) -> Graph:
+        held = [each.clone() for each in tensors]
+        if not self.graphs:  # what libraries set up at their first call can't be captured
+            self.pool = torch.cuda.graph_pool_handle()
+            aside, here = torch.cuda.Stream(), torch.cuda.current_stream()
+            aside.wait_stream(here)
+            with torch.cuda.stream(aside):
+                self.work(*held, count)
+            here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            found = self.work(*held, count)
+        return graph, held, found
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """What is captured inside serves until the outermost of these is left, and is freed then."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self.graphs.clear()
 
 
 removals = Captured(removals_of_block)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+_STRENGTHS = tuple(10.0**power for power in range(-10, 5))
 _CUTOFF_REL = 1e-12  # eigenvalues below this share of the largest count as zero in the fall-back
 
 
@@ -92,3 +93,26 @@ def diagonal_blocks(matrix_CC: Tensor, count: int) -> Tensor:
     """[C, C] -> so many blocks on the diagonal [count, V, V]."""
     apart: Tensor = matrix_CC.unflatten(1, (count, -1)).unflatten(0, (count, -1))
     return apart.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def mean_from_kept(second_FF: Tensor, weight_F: Tensor, kept_K: Tensor) -> Tensor:
+    """Of a weighted mean w'g of F positive numbers: weights [K] with which some of them, g_S, tell it, from E[g g']
+    alone and without an offset, so that both scale alike.
+
+    Were those that stay in a fixed proportion to the rest, c0 = kappa w_S would tell it, with kappa = E[w'g w_S'g_S] /
+    E[(w_S'g_S)^2]. The regression is pulled toward that, argmin E(w'g - c'g_S)^2 + ridge |c - c0|^2, by the weakest
+    ridge with which none of the weights is below zero: a mean that a norm is divided by must not come near zero, and an
+    exact answer for numbers that are multiples of those that stay has no such weight. Float64.
+    """
+    kept_weight_K = weight_F[kept_K]
+    gram_KK, cross_K = second_FF[kept_K[:, None], kept_K], second_FF[kept_K] @ weight_F
+    square = (kept_weight_K @ gram_KK @ kept_weight_K).clamp_min(torch.finfo(gram_KK.dtype).tiny)
+    start_K: Tensor = (kept_weight_K @ cross_K / square) * kept_weight_K
+    values_K, vectors_KK = torch.linalg.eigh(gram_KK)
+    left_K = vectors_KK.T @ (cross_K - gram_KK @ start_K)
+    for strength in _STRENGTHS:
+        ridge = strength * gram_KK.diagonal().mean()
+        weight_K: Tensor = start_K + vectors_KK @ (left_K / (values_K.clamp_min(0.0) + ridge))
+        if bool(torch.isfinite(weight_K).all()) and bool((weight_K >= 0.0).all()):
+            return weight_K
+    return start_K

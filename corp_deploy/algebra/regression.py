@@ -1,13 +1,17 @@
-"""Fit a linear layer to a target that is not its own dense output, starting from weights that are already good.
+"""Fit a linear layer to a target that is not its own dense output, starting from weights that are already good; and the
+sums over tokens that take: float32 products, float64 sums that add up.
 
-Legend: K inputs, O outputs.
+Legend: B images, N tokens, n tokens of one product, K inputs, R kept inputs, O outputs.
 """
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
+
+from calib.products import add_gram_, mirror_
 
 from .quadratic import solve_ridge
 
@@ -104,3 +108,123 @@ def refit_toward(prior_OK: Tensor | None, regression: Regression, *, strength: f
         condition=solved.condition,
         ridge=solved.ridge,
     )
+
+
+PRODUCT_TOKENS = 2048  # a float32 sum of so many terms is good to about 1e-6 of its scale
+
+
+def _zeros(*shape: int, device: torch.device | str) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64, device=device)
+
+
+def _weighted(x_BNK: Tensor, weights_BN: Tensor | None) -> Tensor:
+    return x_BNK if weights_BN is None else x_BNK * weights_BN.unsqueeze(-1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Gram:
+    """Sums over tokens of x and of x x', the latter complete in `gram_KK` only."""
+
+    tokens: float
+    sum_K: Tensor
+    upper_KK: Tensor
+
+    @classmethod
+    def empty(cls, width: int, device: torch.device | str = "cpu") -> Self:
+        return cls(tokens=0, sum_K=_zeros(width, device=device), upper_KK=_zeros(width, width, device=device))
+
+    def add(self, x_BNK: Tensor, weights_BN: Tensor | None = None) -> None:
+        """Count every token of these images by its weight, None for once."""
+        rooted_BNK = x_BNK if weights_BN is None else x_BNK * weights_BN.sqrt().unsqueeze(-1)
+        add_gram_(self.upper_KK, rooted_BNK.flatten(0, 1).unsqueeze(0))
+        self.sum_K.add_(_weighted(x_BNK, weights_BN).sum(dim=1).double().sum(dim=0))
+        self.tokens += x_BNK.shape[:2].numel() if weights_BN is None else float(weights_BN.double().sum())
+
+    @property
+    def gram_KK(self) -> Tensor:
+        mirror_(self.upper_KK)
+        return self.upper_KK
+
+    def with_those_of(self, other: "Gram") -> "Gram":
+        """The sums over both sets of tokens."""
+        tokens, sum_K = self.tokens + other.tokens, self.sum_K + other.sum_K
+        return Gram(tokens=tokens, sum_K=sum_K, upper_KK=self.gram_KK + other.gram_KK)
+
+    def of(self, kept_R: Tensor) -> "Gram":
+        """The sums of some of the inputs."""
+        return Gram(tokens=self.tokens, sum_K=self.sum_K[kept_R], upper_KK=self.gram_KK[kept_R[:, None], kept_R])
+
+
+@dataclass(slots=True, kw_only=True)
+class RegressionSums:
+    """Sums over tokens of inputs x, targets t and their products.
+
+    A regression on fewer inputs, or of what a map leaves of the target, follows from them; no image is seen again.
+    """
+
+    x: Gram
+    t_O: Tensor
+    tx_OK: Tensor
+    tt: Tensor
+
+    @classmethod
+    def empty(cls, *, inputs: int, outputs: int, device: torch.device | str = "cpu") -> Self:
+        return cls(
+            x=Gram.empty(inputs, device),
+            t_O=_zeros(outputs, device=device),
+            tx_OK=_zeros(outputs, inputs, device=device),
+            tt=_zeros(device=device),
+        )
+
+    def add(self, x_BNK: Tensor, t_BNO: Tensor, weights_BN: Tensor | None = None) -> None:
+        """Count every token of these images by its weight, None for once."""
+        weighted_BNO = _weighted(t_BNO, weights_BN)
+        x_XK, t_XO = x_BNK.flatten(0, 1), weighted_BNO.flatten(0, 1)
+        self.x.add(x_BNK, weights_BN)
+        for x_nK, t_nO in zip(x_XK.split(PRODUCT_TOKENS), t_XO.split(PRODUCT_TOKENS), strict=True):
+            self.tx_OK.add_(t_nO.float().T @ x_nK.float())
+        self.t_O.add_(weighted_BNO.sum(dim=1).double().sum(dim=0))
+        self.tt.add_(torch.linalg.vecdot(t_XO, t_BNO.flatten(0, 1)).double().sum())
+
+    def with_those_of(self, other: "RegressionSums") -> "RegressionSums":
+        """The sums over both sets of tokens."""
+        return RegressionSums(
+            x=self.x.with_those_of(other.x),
+            t_O=self.t_O + other.t_O,
+            tx_OK=self.tx_OK + other.tx_OK,
+            tt=self.tt + other.tt,
+        )
+
+    def of(self, kept_R: Tensor) -> "RegressionSums":
+        """With some of the inputs only."""
+        return RegressionSums(x=self.x.of(kept_R), t_O=self.t_O, tx_OK=self.tx_OK[:, kept_R], tt=self.tt)
+
+    def uncentred(self) -> "RegressionSums":
+        """With means of zero, second moments as they are: a layer without a bias can't give back the mean of what is
+        lost. A fit on such sums is the best one without a bias, and what it leaves is counted with its mean.
+        """
+        x = Gram(tokens=self.x.tokens, sum_K=torch.zeros_like(self.x.sum_K), upper_KK=self.x.upper_KK)
+        return RegressionSums(x=x, t_O=torch.zeros_like(self.t_O), tx_OK=self.tx_OK, tt=self.tt)
+
+    def less(self, weight_OK: Tensor, bias_O: Tensor) -> "RegressionSums":
+        """With what this map makes of the inputs taken off the targets."""
+        mapped_OK = weight_OK @ self.x.gram_KK + torch.outer(bias_O, self.x.sum_K)
+        left = self.regression().error(weight_OK, bias_O) * self.x.tokens
+        return RegressionSums(
+            x=self.x,
+            t_O=self.t_O - weight_OK @ self.x.sum_K - bias_O * self.x.tokens,
+            tx_OK=self.tx_OK - mapped_OK,
+            tt=torch.full_like(self.tt, left),
+        )
+
+    def regression(self) -> Regression:
+        """The means of what was summed."""
+        tokens = self.x.tokens
+        assert tokens > 0, tokens
+        return Regression(
+            mean_K=self.x.sum_K / tokens,
+            second_KK=self.x.gram_KK / tokens,
+            mean_O=self.t_O / tokens,
+            cross_OK=self.tx_OK / tokens,
+            target_square=float(self.tt) / tokens,
+        )

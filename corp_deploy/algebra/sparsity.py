@@ -1,12 +1,26 @@
-"""k:n sparsity: a number of weights that may stay of every few neighbours. No torch."""
+"""k:n sparsity: a number of weights that may stay of every few neighbours, and how they are set to zero. No torch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ground.errors import BadInput
 
 Rule = Literal["obs", "cast", "magnitude"]
 """By what weights stay: the exact cost of dropping them, CAST's cost of a group by itself, their size."""
+SparseKind = Literal["mlp", "head", "conv"]
+"""Of which sites layers are."""
+Permute = Literal["none", "inside", "stream"]
+"""What is put into another order first: nothing, what a site's last layer reads by the rows that give it, and the
+residual stream too.
+"""
+Target = Literal["reduced", "own"]
+"""What a layer is fitted to: what it gave in the model without zeros, or what its weights without zeros give on the
+stream as it is by then.
+"""
+KINDS: tuple[SparseKind, ...] = get_args(SparseKind)
+DEFAULT_RULE: Rule = "obs"
+DEFAULT_PERMUTE: Permute = "none"  # after the refit orders gain nothing, see benchmarks/quality/sparsity.py
+RIDGE_REL = 1e-4
 LONGEST = 8  # 4:8 has 70 patterns of a group, 8:16 has 12,870
 
 

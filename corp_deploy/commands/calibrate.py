@@ -120,7 +120,7 @@ def _tell(
     *more: str,
 ) -> None:
     """What was made of a calibration, in words and, where that is asked for, in the file `summary`."""
-    from corp_deploy.reduction.summary import reference_of_summary
+    from corp_deploy.reduction.moments import reference_of_summary
     from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
     from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
     from ground.files import write_json
@@ -183,7 +183,7 @@ def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
 
     from calib.combination import merge
     from calib.store import load, save
-    from corp_deploy.reduction.summary import summary_of_moments
+    from corp_deploy.reduction.moments import summary_of_moments
 
     if len(parts) < 2:
         raise click.UsageError("one file is nothing to merge; give two or more")

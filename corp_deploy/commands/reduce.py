@@ -45,7 +45,7 @@ def reduce_command(
     from corp_deploy.planning.lineage import record_of_reduction
     from corp_deploy.planning.polishing import Polishing
     from corp_deploy.planning.request import request_of
-    from corp_deploy.polish.state import state_beside
+    from corp_deploy.polish.parts import state_beside
     from corp_deploy.proof.speed import measured_speedup
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.store.checkpoint import on_device

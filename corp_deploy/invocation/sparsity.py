@@ -3,8 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from corp_deploy.algebra.sparsity import Rule, Sparsity, sparsity_from_text
-from corp_deploy.reduction.sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, KINDS, Permute, SparseKind
+from corp_deploy.algebra.sparsity import (
+    DEFAULT_PERMUTE,
+    DEFAULT_RULE,
+    KINDS,
+    Permute,
+    Rule,
+    SparseKind,
+    Sparsity,
+    sparsity_from_text,
+)
 from ground.errors import BadInput
 
 from .option import Record, option

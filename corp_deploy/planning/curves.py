@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs
 from calib.moments import Moments
+from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.counting import site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.reduction import pool
-from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.moments import site_moments
@@ -80,11 +80,11 @@ def site_metrics(model: nn.Module, method: Method, inputs: Inputs) -> dict[str, 
     return output_metrics(model, inputs, {reading.weight for reading in readings})
 
 
-def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Order]:
+def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
     """Every order of removal; made once, it serves every width of a sweep or a budget."""
     where, sites = device(model), _chosen_by_order(model, method)
 
-    def at_site(site: Site) -> Order | None:
+    def at_site(site: Site) -> Elimination | None:
         return kind_of(site).elimination(site, site_moments(site, moments, where), method)
 
     orders = zip(sites, pool.each(at_site, sites, where), strict=True)

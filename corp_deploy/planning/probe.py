@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 from calib.inputs import Inputs, InputSet, as_tuple, chunks, map_tensors, run_model, tensors_by_name
 from calib.moments import Moments
 from calib.sites import evaluating
+from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.reduction import pool
-from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
@@ -132,7 +132,7 @@ class Probe:
     moments: Moments
     method: Method
     inputs: Inputs
-    eliminations: Mapping[str, Order]
+    eliminations: Mapping[str, Elimination]
     others: InputSet | None = None
     loop: Loop | None = None
 

@@ -17,9 +17,9 @@ from calib.fingerprints import Fingerprints
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
+from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
-from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs, save
 from corp_deploy.store.inputs import model_digest
@@ -81,7 +81,7 @@ class SweepCache:
 
     swept: SweepContext
     loaded: dict[int, Moments] = field(default_factory=dict)
-    elimination_cache: dict[tuple[int, float], dict[str, Order]] = field(default_factory=dict)
+    elimination_cache: dict[tuple[int, float], dict[str, Elimination]] = field(default_factory=dict)
     planners: dict[str, BudgetPlanner] = field(default_factory=dict)
 
     def moments(self, place: int) -> Moments:
@@ -89,7 +89,7 @@ class SweepCache:
             self.loaded = {place: load_moments(self.swept.moments[place])}  # one at a time: they are large
         return self.loaded[place]
 
-    def _eliminations(self, request: SweepRequest, watch: Stopwatch | None) -> dict[str, Order]:
+    def _eliminations(self, request: SweepRequest, watch: Stopwatch | None) -> dict[str, Elimination]:
         method, at = request.method, (request.moments, request.method.ridge_rel)
         if method.mlp_selection == "obs" and at not in self.elimination_cache:
             with measured(watch, "select"):

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Widths, is_empty
-from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.method import Method
 from corp_deploy.traced.models.merging import Merging
 
@@ -63,7 +63,7 @@ class WidthPlan:
     decisions: tuple[str, ...]
     predicted_speedup: float | None = None
     ways: tuple[ProbedAllocation, ...] = ()
-    eliminations: Mapping[str, Order] | None = None
+    eliminations: Mapping[str, Elimination] | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     within: Mapping[str, Any] | None = None

@@ -1,43 +1,30 @@
-"""A reduced block fitted to the dense stream behind it, from what the reduced stream has before it.
+"""A reduced model fitted to the dense stream block by block, each from what the reduced stream has before it: all
+matrices of a block at once by gradients, or layer after layer of it by least squares.
 
 Legend: B inputs, M tokens of the dense stream, C channels.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from calib.distributed import Ranks
-from calib.inputs import InputSet
 from corp_deploy.families.family import sites_of
-from corp_deploy.reduction.streams import embedded
+from corp_deploy.families.widths import is_empty
 from corp_deploy.traced.models.module import device
-from corp_deploy.traced.models.steps import StreamState
+from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from corp_deploy.traced.models.token_merging import Tokens
 
-from .descent import Descent, Draw
-from .gradient_averaging import GradientAverager, reduced_precision
-from .held_out import mean_over
+from .descent import Descent, Draw, GradientAverager, reduced_precision
 from .matrices import chosen_
-from .objective import stream_error
+from .newton import AlternatingFit, Newton
 from .parts import Parts
-from .subject import Subject
-from .walk import blocks
-
-_AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
-
-
-class StreamPair(NamedTuple):
-    """The dense stream [B,M,C] of some inputs, which is never merged, with the weights of its tokens [B,M] (None: all
-    alike), and the reduced one on its way.
-    """
-
-    dense: Tensor
-    weights: Tensor | None
-    reduced: StreamState
+from .segments import segment_sublayer
+from .subject import Subject, mean_over
+from .teacher import stream_error
+from .walk import Block, StreamPair, blocks, pairs_of, walk
 
 
 def joined(rows: Sequence[StreamPair]) -> StreamPair:
@@ -57,48 +44,46 @@ def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(tensors) if tensors else None
 
 
-def first_streams(dense: nn.Module, inputs: InputSet) -> list[StreamPair]:
-    """A row an input, before the first block. Memory: up to 2 * inputs * M * C * 4 bytes."""
-    rows: list[StreamPair] = []
-    for x_BMC, weights_BM in embedded(dense, inputs, _AT_ONCE):
+def singles(pairs: Sequence[StreamPair]) -> list[StreamPair]:
+    """A row an input, before the first block."""
+    rows = list[StreamPair]()
+    for x_BMC, weights_BM, _, is_held_out in pairs:
         for at in range(len(x_BMC)):
-            x_1MC = x_BMC[at : at + 1]
-            weights_1M = None if weights_BM is None else weights_BM[at : at + 1]
-            rows.append(StreamPair(x_1MC, weights_1M, StreamState.of(x_1MC, weights_1M)))
+            x_1MC, weights_1M = x_BMC[at : at + 1], None if weights_BM is None else weights_BM[at : at + 1]
+            rows.append(StreamPair(x_1MC, weights_1M, StreamState.of(x_1MC, weights_1M), is_held_out))
     return rows
 
 
 class _Student(nn.Module):
     """The squared relative error behind one block."""
 
-    def __init__(self, model: nn.Module, index: int, read: Tensor | None) -> None:
+    def __init__(self, model: nn.Module, block: Block, read: Tensor | None) -> None:
         super().__init__()
-        self.model, self.index, self.read = model, index, read
+        self.model, self.block, self.read = model, block, read
 
     def forward(self, both: StreamPair) -> Tensor:
-        mine = blocks(self.model)[self.index](both.reduced)
-        return stream_error(mine.tokens, both.dense, read=self.read)
+        return stream_error(self.block(both.reduced).tokens, both.dense, read=self.read)
 
 
 class OneBlock:
     """A problem of the descent: the matrices of one block. `read`: the tokens behind it that count, None for all.
 
-    Rows have the dense stream behind the block, and the reduced one before it.
+    Rows have the dense stream behind the block, and the reduced one before it; those held out judge.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        index: int,
+        block: Block,
         rows: Sequence[StreamPair],
-        judging: Sequence[StreamPair],
         *,
         read: Tensor | None,
         piece: int,
         ranks: Ranks,
     ) -> None:
-        self.fitted, self.judging, self.piece, self.ranks, self.where = rows, judging, piece, ranks, device(model)
-        self.student = GradientAverager(_Student(model, index, read), ranks)
+        self.fitted, self.judging = ([row for row in rows if row.held_out == which] for which in (False, True))
+        self.piece, self.ranks, self.where = piece, ranks, device(model)
+        self.student = GradientAverager(_Student(model, block, read), ranks)
 
     @property
     def rows(self) -> int:
@@ -123,29 +108,52 @@ class OneBlock:
         return math.sqrt(mean_over(errors, self.ranks))
 
 
-def _reduced(subject: Subject) -> list[bool]:
-    """Of each block whether a site in it is narrower than the dense model's."""
-    models = subject.dense, subject.model
-    widths = [{site.name: site.as_metadata() for site in sites_of(model).every} for model in models]
-    changed = [name for name, width in widths[1].items() if widths[0].get(name) != width]
-    return [any(map(block.holds, changed)) for block in blocks(subject.model)]
+def _changed_sites(dense: nn.Module, model: nn.Module) -> list[tuple[str, bool]]:
+    """The sites that are narrower than the dense model's, and whether there is nothing left of each."""
+    widths = {site.name: site.as_metadata() for site in sites_of(dense).every}
+    narrower = (site for site in sites_of(model).every if widths.get(site.name) != site.as_metadata())
+    return [(site.name, is_empty(site.width)) for site in narrower]
 
 
 def polish_blocks_(subject: Subject, parts: Parts) -> None:
     """Each block that has a reduced site, in order, all its matrices at once."""
-    model, options = subject.model, subject.options
-    inputs = (subject.inputs.fitted, subject.inputs.held_out)
-    fitted, judging = (first_streams(subject.dense, each) for each in inputs)
-    reduced = _reduced(subject)
-    for index, (before, block) in enumerate(zip(blocks(subject.dense), blocks(model), strict=True)):
-        fitted, judging = (
-            [row._replace(dense=before(StreamState.of(row.dense, row.weights)).tokens.x) for row in rows]
-            for rows in (fitted, judging)
-        )
-        matrices = chosen_(model, block) if reduced[index] else ()
+    model, options, every = subject.model, subject.options, blocks(subject.model)
+    changed = [name for name, _ in _changed_sites(subject.dense, model)]
+    reduced = {block.name for block in every if any(map(block.holds, changed))}
+
+    def fit(block: Block, rows: Sequence[StreamPair]) -> None:
+        matrices = chosen_(model, block) if block.name in reduced else ()
         if matrices and not parts.was_finished_(matrices):
-            read = subject.read if index == len(reduced) - 1 else None
-            problem = OneBlock(model, index, fitted, judging, read=read, piece=options.piece, ranks=subject.ranks)
-            descent = Descent(problem, matrices, options, parts.pace(sum(reduced)), subject.ranks)
-            parts.fit_(block.name, descent, of=sum(reduced))
-        fitted, judging = ([row._replace(reduced=block(row.reduced)) for row in rows] for rows in (fitted, judging))
+            read = subject.read if block.name == every[-1].name else None
+            problem = OneBlock(model, block, rows, read=read, piece=options.piece, ranks=subject.ranks)
+            descent = Descent(problem, matrices, options, parts.pace(len(reduced)), subject.ranks)
+            parts.fit_(block.name, descent, of=len(reduced))
+
+    pairs = pairs_of(subject.dense, subject.inputs.fitted, subject.inputs.held_out)
+    walk(subject.dense, model, singles(pairs), fit)
+
+
+def reduced_sites(dense: nn.Module, model: nn.Module) -> list[str]:
+    """The sites that are narrower than the dense model's and have anything to fit."""
+    return [name for name, is_gone in _changed_sites(dense, model) if not is_gone]
+
+
+def fitted_steps(dense: nn.Module, model: nn.Module) -> dict[str, SegmentStep]:
+    """By the names of the reduced model's blocks the segments that a narrower site stands in."""
+    narrower = set(reduced_sites(dense, model))
+    steps = {block.name: step for block in blocks(model) for step in block.steps if isinstance(step, SegmentStep)}
+    return {name: step for name, step in steps.items() if not narrower.isdisjoint(step.sites)}
+
+
+def polish_layers_(subject: Subject, parts: Parts) -> None:
+    """Each reduced sublayer, in order, its layers in turn; a step is a sweep over all of them."""
+    model, steps = subject.model, fitted_steps(subject.dense, subject.model)
+
+    def fit(block: Block, pairs: Sequence[StreamPair]) -> None:
+        if block.name in steps:
+            sublayer = segment_sublayer(model, steps[block.name])
+            sweeps = AlternatingFit(sublayer, pairs, Newton(), parts.pace(len(steps)), subject.ranks)
+            if not parts.was_finished_(sweeps.matrices):
+                parts.fit_(block.name, sweeps, of=len(steps))
+
+    walk(subject.dense, model, pairs_of(subject.dense, subject.inputs.fitted, subject.inputs.held_out), fit)

@@ -18,13 +18,13 @@ from torch import Tensor
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from corp_deploy.algebra.gauss_newton import Residuals, gauss_newton
-from corp_deploy.reduction.branch_sums import StreamEnergy
-from corp_deploy.reduction.streams import Pair
+from corp_deploy.reduction.streams import StreamEnergy
 from corp_deploy.traced.models.steps import SegmentStep
 
 from .descent import Fit, Position, StepBudget, ignored
 from .matrices import Matrix
 from .report import Judged
+from .walk import StreamPair
 
 _SHARES = (1.0, 0.5, 0.25)  # of a step, that are tried
 MOST_TOKENS = 65_536  # that a step is fitted to
@@ -40,16 +40,30 @@ class Newton:
     looks: tuple[int, ...] = (3, 8)
 
 
-def counts(read: Tensor | None, pair: Pair) -> Tensor:
+def counts(read: Tensor | None, pair: StreamPair) -> Tensor:
     """How much each token of the reduced stream counts behind a segment [B,N]; 0 where it isn't read or there."""
-    is_read_N = torch.ones(pair.target.shape[1], device=pair.reduced.device)
+    x_BNC, present_BN, _ = pair.reduced.tokens
+    is_read_N = torch.ones(pair.target.shape[1], device=x_BNC.device)
     if read is not None:
         is_read_N = torch.zeros_like(is_read_N).index_fill_(0, read, 1.0)
-    present_BN = pair.present_BN
-    is_read_BN = is_read_N.expand(len(pair.reduced), -1)
+    is_read_BN = is_read_N.expand(len(x_BNC), -1)
     if present_BN is None or present_BN.shape != is_read_BN.shape:  # as of what is pooled
         return is_read_BN
     return is_read_BN * present_BN.to(is_read_BN)
+
+
+def _counted(pair: StreamPair, read: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What the reduced stream should be, at the tokens that are read, [B,N,C], or one row of tokens [1,X,C] where some
+    are not there; and by how much each counts, None for all alike.
+    """
+    target_BNC, sizes_BN = pair.target, None if pair.reduced.tokens.sources is None else pair.reduced.tokens.sizes
+    there_BN = None if pair.weights is None else pair.weights > 0.0
+    if there_BN is not None and read is None and target_BNC.shape[1] != there_BN.shape[1]:
+        there_BN = None
+    if read is not None:
+        target_BNC = target_BNC[:, read]
+        sizes_BN, there_BN = (None if each is None else each[:, read] for each in (sizes_BN, there_BN))
+    return target_BNC if there_BN is None else target_BNC[there_BN].unsqueeze(0), sizes_BN
 
 
 class _Judge:
@@ -57,17 +71,17 @@ class _Judge:
     out.
     """
 
-    def __init__(self, sublayer: "Sublayer", pairs: Sequence[Pair]) -> None:
+    def __init__(self, sublayer: "Sublayer", pairs: Sequence[StreamPair]) -> None:
         self.step, self.read, self.pairs = sublayer.step, sublayer.read, pairs
         energy = StreamEnergy()
         for pair in pairs:
-            energy.add(pair.rows(pair.target, self.read), pair.row_weights(self.read))
+            energy.add(*_counted(pair, self.read))
         self.energy = energy.variance()
 
     def error(self) -> float:
         sums, weights = list[Tensor](), list[Tensor]()
         for pair in self.pairs:
-            behind_BNC = self.step(pair.reduced, pair.present_BN)
+            behind_BNC = self.step(*pair.reduced.tokens[:2])
             counts_BN = counts(self.read, pair)
             square_BN = (pair.target - behind_BNC).square().sum(dim=-1)
             sums.append(torch.where(counts_BN > 0.0, square_BN * counts_BN, 0.0).double().sum())
@@ -83,7 +97,7 @@ class Step:
     """Matrices that read the same inputs, and how a sublayer's outputs change with all of their rows."""
 
     matrices: tuple[Matrix, ...]
-    linearised: Callable[[Sequence[Pair]], Iterable[Residuals]]
+    linearised: Callable[[Sequence[StreamPair]], Iterable[Residuals]]
 
     @property
     def rows_RD(self) -> Tensor:
@@ -111,7 +125,7 @@ class Sublayer:
         return tuple(matrix for step in self.steps for matrix in step.matrices)
 
 
-def take_(step: Step, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: float) -> float:
+def take_(step: Step, pairs: Sequence[StreamPair], judge: _Judge, how: Newton, error: float) -> float:
     """Layers one Gauss-Newton step on, or the part of it that the held-out inputs bear out; their error."""
     start_RD = best_RD = step.rows_RD
     steps = gauss_newton(step.linearised(pairs), ridge_rel=how.ridge_rel, iterations=how.looks[-1])
@@ -140,7 +154,7 @@ class AlternatingFit(Fit):
     """
 
     def __init__(
-        self, sublayer: Sublayer, pairs: Sequence[Pair], how: Newton, pace: StepBudget, ranks: Ranks = ALONE
+        self, sublayer: Sublayer, pairs: Sequence[StreamPair], how: Newton, pace: StepBudget, ranks: Ranks = ALONE
     ) -> None:
         super().__init__(sublayer.matrices, pace, ranks)
         self.sublayer, self.how = sublayer, how
@@ -150,9 +164,9 @@ class AlternatingFit(Fit):
     def start(self) -> Position:
         return Position.first(self.values(), self.judge.relative(self.judge.error()))
 
-    def _some(self, sweep: int) -> Sequence[Pair]:
+    def _some(self, sweep: int) -> Sequence[StreamPair]:
         """Each so many-th pair, others in each sweep, of MOST_TOKENS together at most, or one pair."""
-        tokens = sum(pair.reduced.shape[:2].numel() for pair in self.fitted)
+        tokens = sum(pair.reduced.tokens.x.shape[:2].numel() for pair in self.fitted)
         stride = min(-(-tokens // MOST_TOKENS), len(self.fitted))
         return self.fitted[sweep % stride :: stride]
 

@@ -20,21 +20,15 @@ from corp_deploy.traced.models.sites import TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput
 
-from .blocks import polish_blocks_
-from .descent import Descent, Draw
-from .gradient_averaging import GradientAverager
-from .held_out import parted
-from .judge import Judge
-from .layers import polish_layers_, reduced_sites
+from .blocks import polish_blocks_, polish_layers_, reduced_sites
+from .descent import Descent, Draw, GradientAverager
 from .matrices import chosen_
-from .objective import Student
 from .options import PolishName, PolishOptions
-from .parts import Parts, Progress
+from .parts import Parts, Progress, StateFile
 from .report import PolishReport
 from .segments import in_rows
-from .state import StateFile
-from .subject import Subject
-from .teacher import AnyTeacher, AugmentedTeacher, Teacher
+from .subject import Judge, Subject, parted
+from .teacher import AnyTeacher, AugmentedTeacher, Student, Teacher
 from .walk import blocks
 
 _LEAST = 1e-12

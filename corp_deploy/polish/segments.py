@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from corp_deploy.algebra.gauss_newton import Residuals
-from corp_deploy.algebra.tangents import RunTangent, with_one
+from corp_deploy.algebra.gauss_newton import Residuals, Tangent, with_one
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.reduction.streams import Pair
 from corp_deploy.reduction.traced_streams import Values, run
 from corp_deploy.reduction.traced_targets import rows_of
 from corp_deploy.traced.finding.cuts import needed
@@ -34,6 +32,7 @@ from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layer
 
 from .matrices import Matrix
 from .newton import Step, Sublayer, counts
+from .walk import StreamPair
 
 _CACHED_BYTES = 2**30
 
@@ -147,19 +146,20 @@ def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
     return rows_XR.reshape(like.movedim(axis, -1).shape).movedim(-1, axis)
 
 
-def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> tuple[Residuals, int]:
+def _lacking(way: _Way, is_biasless: bool, pair: StreamPair) -> tuple[Residuals, int]:
     """What the stream lacks of a pair, and how many bytes that holds."""
-    values = way.values(pair.reduced, pair.present_BN)
+    x_BNC, present_BN, _ = pair.reduced.tokens
+    values = way.values(x_BNC, present_BN)
     first = way.called[0].node
     entering_XD = rows_of(values[first.all_input_nodes[0]], first)
     given_XR = torch.cat([rows_of(values[each.node], each.node) for each in way.called], dim=-1)
     entering_XD = entering_XD if is_biasless else with_one(entering_XD)
-    tangent = RunTangent.of(entering_XD, given_XR, partial(way.through, values))
+    tangent = Tangent.of(entering_XD, given_XR, partial(way.through, values))
     weight_X = way.read(counts(way.read_X, pair).unsqueeze(-1)).flatten()
     lacking = Residuals(
         tangent=tangent,
         residual_XO=way.read(pair.target) - tangent.out_XO.detach(),
-        weight_X=None if pair.present_BN is None else weight_X,
+        weight_X=None if present_BN is None else weight_X,
     )
     return lacking, tangent.size_bytes
 
@@ -169,7 +169,7 @@ class _Linearised:
     each look.
     """
 
-    def __init__(self, look: Callable[[Pair], tuple[Residuals, int]], pairs: Sequence[Pair]) -> None:
+    def __init__(self, look: Callable[[StreamPair], tuple[Residuals, int]], pairs: Sequence[StreamPair]) -> None:
         self._look, self._pairs, self._left = look, pairs, _CACHED_BYTES
         self._cached: dict[int, Residuals] = {}
 

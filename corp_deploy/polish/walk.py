@@ -1,16 +1,20 @@
-"""A model's blocks as they are walked through: the residual stream behind each.
+"""Models' blocks as they are walked through, side by side: the residual streams behind each.
 
-Legend: B inputs, N tokens, C channels.
+Legend: B inputs, N tokens, M tokens of the dense stream, C channels.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from calib.inputs import Inputs
+from calib.inputs import Inputs, InputSet, to_device
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers
+from corp_deploy.reduction.streams import mean_of_sources
+from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.steps import SegmentStep, Step, StreamState
 from corp_deploy.traced.models.token_merging import Tokens
 
@@ -62,3 +66,49 @@ def joined_answers(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
         return outputs[0]
     tokens = [output[0].numel() // output.shape[-1] for output in outputs]
     return torch.cat([output.flatten(1) / count**0.5 for output, count in zip(outputs, tokens, strict=True)], dim=1)
+
+
+_AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
+
+
+class StreamPair(NamedTuple):
+    """The dense stream [B,M,C] of some inputs, which is never merged, with the weights of its tokens [B,M] (1, or 0 for
+    padding; None: all are there), and the reduced one on its way. Those `held_out` judge what is fitted to the others.
+    """
+
+    dense: Tensor
+    weights: Tensor | None
+    reduced: StreamState
+    held_out: bool = False
+
+    @property
+    def target(self) -> Tensor:
+        """What the reduced stream should be: each token the mean of the dense ones that stand in it."""
+        x_BNC, _, sources_BM = self.reduced.tokens
+        return self.dense if sources_BM is None else mean_of_sources(self.dense, sources_BM, x_BNC.shape[1])
+
+
+def pairs_of(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list[StreamPair]:
+    """Both streams where they are one yet, before the first block. Memory: up to 2 * inputs * M * C * 4 bytes."""
+    pairs = list[StreamPair]()
+    for inputs, is_held_out in ((fitted, False), (held_out, True)):
+        for batch in inputs.batches(_AT_ONCE):
+            here = to_device(batch, device(dense))
+            x_BMC, weights_BM = traced_model.embedded(dense, here), traced_model.token_weights(dense, here)
+            pairs.append(StreamPair(x_BMC, weights_BM, StreamState.of(x_BMC, weights_BM), is_held_out))
+    return pairs
+
+
+Fit = Callable[[Block, Sequence[StreamPair]], None]
+
+
+def walk(dense: nn.Module, model: nn.Module, pairs: list[StreamPair], fit: Fit) -> None:
+    """Take both streams through both models, and `fit` each block of the reduced one in place, as the dense stream is
+    behind it and the reduced one before it.
+    """
+    for before, block in zip(blocks(dense), blocks(model), strict=True):
+        for at, pair in enumerate(pairs):
+            pairs[at] = pair._replace(dense=before(StreamState.of(pair.dense, pair.weights)).tokens.x)
+        fit(block, pairs)
+        for at, pair in enumerate(pairs):
+            pairs[at] = pair._replace(reduced=block(pair.reduced))

@@ -10,8 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from corp_deploy.algebra.regression import Regression, refit_toward
-from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.algebra.regression import Regression, RegressionSums, refit_toward
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Called, groups_of
 

@@ -9,8 +9,7 @@ from corp_deploy.families.widths import Widths
 from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 
-from .kind import Kind
-from .kinds import KINDS, kind_of
+from .kinds import KINDS, Kind, kind_of
 from .method import Method
 
 

@@ -8,7 +8,7 @@ of values, C = H V, O outputs of the projection, M heads left.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -74,9 +74,7 @@ def recovered_qk(
 
     def fit(of: HeadMoments, strength: float) -> QkRecovery:
         own = replace(method, ridge_rel=strength)
-        return (
-            _planes(site, of, own, scores_HD, width, grouped) if in_planes else _dims(site, of, own, scores_HD, width)
-        )
+        return _recovered(site, of, own, scores_HD, width, in_planes=in_planes, grouped=grouped)
 
     def judged(recovery: QkRecovery, half: HeadMoments) -> HeldOut:
         return judged_qk(site, recovery, half, method)
@@ -91,42 +89,37 @@ def judged_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Met
     return HeldOut(energy=float(logit_scale(site, moments, method).sum()), error=float(error_H.sum()))
 
 
-def _dims(site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int) -> QkRecovery:
+def _recovered(
+    site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int, *, in_planes: bool, grouped: int
+) -> QkRecovery:
+    """`lowrank`, which would mix planes, keeps those of least loss instead."""
+    seconds, ridge_rel = (moments.q_second_HDD, moments.k_centred_HDD), method.ridge_rel
+    places, scores_HX = (width // 2, planes.plane_scores(scores_HD)) if in_planes else (width, scores_HD)
     if method.qk_recovery == "lowrank":
-        return queries_keys.lowrank(moments.q_second_HDD, moments.k_centred_HDD, width)
-    kept_HR = kept_from_scores(scores_HD, width)
+        if not in_planes:
+            return queries_keys.lowrank(*seconds, width)
+        if moments.plane_gram_HXX is not None:
+            return planes.eliminated_exactly(moments.plane_gram_HXX, places, ridge_rel=ridge_rel, grouped=grouped)
+        return planes.eliminated(*seconds, places, ridge_rel=ridge_rel, grouped=grouped)
+    kept_HX = kept_from_scores(scores_HX, places)
     if method.qk_recovery == "logit":
         system = system_of(site, moments)
         # Nothing is missing at full width, whatever the system leaves out.
         if not system.covered_HS.shape[1] < width == system.head_dim:
             refuse_uncovered(site, system, width, method.align_head)
-            inside_HR = _inside(site, method, system.covered_HS, scores_HD, kept_HR)
-            return queries_keys.logit(system, inside_HR, ridge_rel=method.ridge_rel)
+            covered_HX = planes.covered_planes(system) if in_planes else system.covered_HS
+            inside_HX = _inside(site, method, covered_HX, scores_HX, kept_HX)
+            if in_planes:
+                return planes.logit(system, inside_HX, ridge_rel=ridge_rel, grouped=grouped)
+            return queries_keys.logit(system, inside_HX, ridge_rel=ridge_rel)
     elif method.qk_recovery == "logit-v1":
-        return queries_keys.logit_v1(moments.q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=method.ridge_rel)
-    return queries_keys.select(kept_HR, q_second_HDD=moments.q_second_HDD, k_second_HDD=moments.k_centred_HDD)
-
-
-def _planes(site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int, grouped: int) -> QkRecovery:
-    """`lowrank`, which would mix planes, keeps those of least loss instead."""
-    how: dict[str, Any] = {"ridge_rel": method.ridge_rel, "grouped": grouped}
-    if method.qk_recovery == "lowrank":
-        if moments.plane_gram_HXX is not None:
-            return planes.eliminated_exactly(moments.plane_gram_HXX, width // 2, **how)
-        return planes.eliminated(moments.q_second_HDD, moments.k_centred_HDD, width // 2, **how)
-    kept_HK = kept_planes(scores_HD, width)
-    if method.qk_recovery == "logit":
-        system = system_of(site, moments)
-        if not system.covered_HS.shape[1] < width == system.head_dim:
-            refuse_uncovered(site, system, width, method.align_head)
-            covered_HX = planes.covered_planes(system)
-            inside_HK = _inside(site, method, covered_HX, planes.plane_scores(scores_HD), kept_HK)
-            return planes.logit(system, inside_HK, **how)
-    elif method.qk_recovery == "logit-v1":
-        return planes.logit_v1(moments.q_second_HDD, moments.k_second_HDD, kept_HK, **how)
-    dims_HR = planes.dims_of_planes(kept_HK, scores_HD.shape[1])
-    selected = queries_keys.select(dims_HR, q_second_HDD=moments.q_second_HDD, k_second_HDD=moments.k_centred_HDD)
-    return replace(selected, planes_HK=kept_HK)
+        published = moments.q_second_HDD, moments.k_second_HDD, kept_HX
+        if in_planes:
+            return planes.logit_v1(*published, ridge_rel=ridge_rel, grouped=grouped)
+        return queries_keys.logit_v1(*published, ridge_rel=ridge_rel)
+    kept_HR = planes.dims_of_planes(kept_HX, scores_HD.shape[1]) if in_planes else kept_HX
+    selected = queries_keys.select(kept_HR, q_second_HDD=seconds[0], k_second_HDD=seconds[1])
+    return replace(selected, planes_HK=kept_HX) if in_planes else selected
 
 
 def _inside(site: str, method: Method, covered_HX: Tensor, scores_HX: Tensor, kept_HX: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from calib.inputs import InputSet
 from calib.moments import Moments
+from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.traced.models.module import device, replaced
@@ -20,14 +21,13 @@ from ground.effort import Stopwatch, measured
 
 from . import pool
 from .coverage import Coverage, coverage
-from .kind import Order
 from .kinds import kind_of
 from .method import Method
 from .moments import require_apart, require_same_model, site_moments, splits_at
 from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescaled
-from .sparse_report import SparsityReport
+from .sparse_places import SparsityReport
 from .traced_change import TracedReduced, left_of, tensors_of
 from .traced_folds import merged_sites
 
@@ -88,7 +88,7 @@ def reduced_site(
     method: Method,
     width: Width,
     *,
-    cached: Order | Tensor | None = None,
+    cached: Elimination | Tensor | None = None,
     held_out: Moments | None = None,
 ) -> TracedReduced:
     """One site at one width. `cached`, its elimination or what was chosen of it, is not made again."""
@@ -122,7 +122,7 @@ def reduce(
     method: Method,
     *,
     widths: Widths | None = None,
-    eliminations: Mapping[str, Order] | None = None,
+    eliminations: Mapping[str, Elimination] | None = None,
     held_out: Moments | None = None,
     images: InputSet | None = None,
     on_progress: Callable[[int, int], None] | None = None,

@@ -1,14 +1,18 @@
-"""The statistics of one site out of a moments file, and whether the file is of this model."""
+"""The statistics of one site out of a moments file, whether the file is of this model, and what it holds."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from calib.moments import Moments
+from calib.patch_moments import PatchMoments
 from corp_deploy.store.inputs import MERGING, fitting_text, merging_text, model_digest, preprocessing_text
 from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput
+from ground.files import sha256_of_file
 
 from .kinds import kind_of
 
@@ -62,3 +66,30 @@ def require_same_model(model: nn.Module, moments: Moments) -> None:
             f"the moments were taken with another preprocessing: theirs is {there}, this model's is {here}; calibrate "
             "again, or give the same name, --mean, --std, --crop-pct, --interpolation and --crop-mode as for calibrate"
         )
+
+
+def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
+    """What a moments file holds, for people and machines."""
+    kinds, widths, chosen = [], set[int](), dict[str, list[int]]()
+    for name, site in moments.sites.items():  # each is read from the file when it is asked for
+        kinds.append(site.kind)
+        if isinstance(site, PatchMoments) and site.channels_GR is not None:
+            chosen[name] = [site.channels_GR.numel(), site.map_sum_GC.numel()]
+        widths |= set() if site.system_width is None else {site.system_width}
+    return {
+        "moments": str(path),
+        "sha256": sha256_of_file(path),
+        "size_bytes": path.stat().st_size,
+        "images": moments.images,
+        "mlp_sites": kinds.count("mlp"),
+        "attention_sites": kinds.count("attention"),
+        "convolutions": kinds.count("convolution"),
+        "system_widths": sorted(widths),
+        "patches_of": chosen,
+        "lineage": dict(moments.lineage),
+    }
+
+
+def reference_of_summary(summary: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The record that tells which moments a result rests on, under the name that they go by."""
+    return {"kind": "corp-deploy/moments-reference", "version": 1, **summary, "moments": name}

@@ -11,25 +11,30 @@ from typing import Any
 from torch import Tensor
 
 from calib import memory
-from calib.calibrate import ALONE, Snapshots
+from calib.calibrate import ALONE, ResumeFile, Snapshots
 from calib.distributed import Ranks
 from calib.groups import split_of
 from calib.inputs import InputSet
 from calib.moments import Moments
-from calib.resume import ResumeFile
 from calib.sites import PatchTaps
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput, is_out_of_memory
 from ground.transaction import replacing_files
 
-from .calibrate import Statistics, calibrate, chosen_sites, memory_needed, sparsity_that_fits
-from .kept_dims import kept_dims, kept_widths
+from .calibrate import (
+    Statistics,
+    calibrate,
+    chosen_sites,
+    kept_dims,
+    kept_widths,
+    memory_needed,
+    sparsity_that_fits,
+)
 from .method import PRESETS
+from .moments import summary_of_moments
 from .overfitting import overfitting
-from .snapshots import SnapshotFiles, refuse_snapshots
-from .summary import summary_of_moments
-from .validation_split import SUMS_HELD, in_splits
+from .snapshots import SUMS_HELD, SnapshotFiles, in_splits, refuse_snapshots
 
 FIRST, HALVES = ".first", (".half1", ".half2")
 STATES = (FIRST, *HALVES, "")

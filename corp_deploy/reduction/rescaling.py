@@ -24,7 +24,7 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, Called, every_layer
 from ground.errors import BadInput
 
-from .branch_sums import refuse_nonfinite
+from .streams import refuse_nonfinite
 from .traced_streams import Piece, Segment, Student, Values, pieces_of, segments_of
 
 SAID = "every convolution rescaled to the dense one's means and variances, channel by channel"

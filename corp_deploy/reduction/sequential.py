@@ -30,8 +30,8 @@ from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput
 
 from .calibrate import Statistics, chosen_sites
+from .moments import summary_of_moments
 from .moments_files import held_out_path
-from .summary import summary_of_moments
 
 Stream = list[Tensor]
 """The residual stream of each batch [B,N,C] float32, on the host."""

@@ -1,23 +1,47 @@
-"""Files of the moments of the first images, at several numbers of them, written by the pass over all."""
+"""Moments of parts of the images: of a two-fold split by groups, so that a fit to either half is judged on the other;
+and files of those of the first images, at several numbers of them, written by the pass over all.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from calib.calibrate import Snapshots, refuse_counts
+from calib.combination import merge
 from calib.distributed import Ranks
-from calib.groups import second_half_mask
+from calib.groups import second_half_mask, split_by_mask
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.store import load, save
 from ground.errors import BadInput
 
-from .summary import summary_of_moments
-from .validation_split import of_splits
+from .moments import summary_of_moments
+
+SUMS_HELD = 3  # times what one pass takes: both halves, and their sum
+
+
+def of_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
+    """The moments of all images, from those of both halves of them."""
+    merged = merge(first, second)
+    group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
+    groups = torch.tensor([group_of[each] for each in merged.image_ids.tolist()], dtype=torch.int64)
+    lineage = {**merged.lineage, "images": images.digest}
+    return replace(merged, lineage=lineage, group_ids=groups, half=second)
+
+
+def in_splits(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int) -> Moments:
+    """The moments of all images with those of one half beside them; `take` is given a half and its number, 0 or 1.
+
+    Raises BadInput where all images are of one group.
+    """
+    second_B = second_half_mask(groups_B, seed=seed, noun=images.noun)
+    first, second = (take(half, number) for number, half in enumerate(split_by_mask(images, second_B)))
+    return of_splits(images, groups_B, first, second)
 
 
 def refuse_snapshots(counts: tuple[int, ...], images: InputSet, ranks: Ranks) -> None:

@@ -19,10 +19,19 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
 from calib.sites import evaluating
-from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.algebra.regression import RegressionSums
 from corp_deploy.algebra.sparse_patterns import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
-from corp_deploy.algebra.sparsity import Rule, Sparsity
+from corp_deploy.algebra.sparsity import (
+    DEFAULT_PERMUTE,
+    DEFAULT_RULE,
+    RIDGE_REL,
+    Permute,
+    Rule,
+    SparseKind,
+    Sparsity,
+    Target,
+)
 from corp_deploy.families import traced_model
 from corp_deploy.traced.finding.site import Site
 from corp_deploy.traced.models.layers import layered, relayered, reordered, scores, streams
@@ -30,10 +39,8 @@ from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 
-from .branch_sums import refuse_nonfinite
-from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
-from .sparse_places import SparsePlace, sparse_places_of_program
-from .sparse_report import LayerSparsity, SparsityReport
+from .sparse_places import LayerSparsity, SparsePlace, SparsityReport, sparse_places_of_program
+from .streams import refuse_nonfinite
 
 State = tuple[Any, ...]
 """What enters a part of a model, in order."""

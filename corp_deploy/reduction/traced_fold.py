@@ -9,7 +9,7 @@ Legend: U units (channels or heads), K units kept, V groups of a unit, F columns
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -18,8 +18,7 @@ from torch.nn import functional
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns
-from corp_deploy.algebra.regression import refit_toward
-from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.algebra.regression import RegressionSums, refit_toward
 from corp_deploy.algebra.whole_heads import recovered
 from corp_deploy.families.widths import Width
 from corp_deploy.traced.models.sites import Site, TracedChannels
@@ -34,14 +33,11 @@ from .kinds import kind_of
 from .method import Method
 from .report import HeldOut
 from .traced_change import Change, Mapped, TracedReduced, site_report, tensors_of
+from .traced_choice import without_patches
 from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
-from .traced_recovery import without_patches
 from .traced_streams import Values, run
 from .traced_values_kind import TracedValuesKind, beside_heads
-
-Fitted = tuple[Tensor, Tensor, float, float]
-"""Second weight and bias, with the condition and ridge of their solve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +52,7 @@ class FoldedRead:
     kept_K: Tensor
     refits: bool
     plain_OK: Tensor
-    foretold: Fitted
+    foretold: ChannelRecovery
     fit: RegressionSums
     held_out: RegressionSums
 
@@ -70,31 +66,27 @@ class FoldedRead:
         sums = self.held_out if is_held_out else self.fit
         sums.add(z_merged.flatten(0, -2)[None], (y - plain).flatten(0, -2)[None])
 
-    def _last(self, ridge_rel: float) -> Fitted:
-        if not self.refits:
-            return self.foretold
-        sums = self.fit.uncentred() if self.read.reading.is_biasless else self.fit
-        refit = refit_toward(torch.zeros_like(self.plain_OK), sums.regression(), strength=ridge_rel)
-        return self.plain_OK + refit.weight_OK, self.read.bias_O + refit.bias_O, refit.condition, refit.ridge
-
     def judged(self, ridge_rel: float) -> tuple[Change, float | None]:
         """The layer as published (`gram`) or fitted to what the merged ones give (`refit`: a ridge toward plain
         folding, the bias free), its columns kept in their order; and what it loses on held-out images.
         """
-        weight_OK, bias_O, condition, ridge = self._last(ridge_rel)
+        last = self.foretold
+        if self.refits:
+            sums = self.fit.uncentred() if self.read.reading.is_biasless else self.fit
+            refit = refit_toward(None, sums.regression(), strength=ridge_rel)
+            weight_OK, bias_O = self.plain_OK + refit.weight_OK, self.read.bias_O + refit.bias_O
+            last = replace(last, weight_OK=weight_OK, bias_O=bias_O, condition=refit.condition, ridge=refit.ridge)
 
         def error(of: RegressionSums) -> float:
-            return of.regression().error(weight_OK - self.plain_OK, bias_O - self.read.bias_O)
+            return of.regression().error(last.weight_OK - self.plain_OK, last.bias_O - self.read.bias_O)
 
         left, plain = error(self.fit), self.fit.regression().target_square
-        recovery = ChannelRecovery(
-            weight_OK=weight_OK[:, self.columns_UF[self.kept_K].flatten().argsort()],
-            bias_O=bias_O,
+        recovery = replace(
+            last,
+            weight_OK=last.weight_OK[:, self.columns_UF[self.kept_K].flatten().argsort()],
             residual=left,
             residual_uncompensated=plain,
             r2=1.0 - left / plain if plain > 0.0 else 1.0,
-            condition=condition,
-            ridge=ridge,
         )
         return Change(read=self.read, recovery=recovery), error(self.held_out) if self.held_out.x.tokens else None
 
@@ -231,7 +223,7 @@ def _folded(
         kept_K=kept_K,
         refits=recovery in ("affine", "refit"),
         plain_OK=plain.weight_OK,
-        foretold=(foretold.weight_OK, foretold.bias_O, foretold.condition, foretold.ridge),
+        foretold=foretold,
         fit=fit,
         held_out=held_out,
     )

@@ -19,9 +19,8 @@ from .heads import fitted
 from .method import Method
 from .report import HeldOut, SiteReport
 from .traced_change import Change, TracedReduced
-from .traced_choice import elimination, ranked, swapped
+from .traced_choice import elimination, error_of, mean_of_kept, ranked, recovered, swapped
 from .traced_reads import ReaderStats, of_places, reads_of, rest_of
-from .traced_recovery import error_of, mean_of_kept, recovered
 
 OfSite = TypeVar("OfSite", bound=Site)
 Reads = tuple[ReaderStats, ...]

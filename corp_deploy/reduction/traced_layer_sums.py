@@ -11,19 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from calib.active import ACTIVE_EPS
-from calib.collect import Options, new_sums
+from calib.collect import Options, SiteSums, new_sums
 from calib.combination import added
 from calib.moments import ChannelMoments, HeadMoments, SiteMoments, on_device
 from calib.patch_moments import PatchMoments
 from calib.patch_sums import PatchSums
 from calib.products import Weights, add_active_, weights_of
 from calib.sites import PatchTaps, Role, listening
-from calib.sums import SiteSums
-from corp_deploy.algebra.regression_sums import Gram, RegressionSums
+from corp_deploy.algebra.regression import Gram, RegressionSums
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.readers import Called, Layer, as_module
 
-from .branch_sums import StreamEnergy, refuse_nonfinite
+from .streams import StreamEnergy, refuse_nonfinite
 from .traced_streams import Piece, Segment, Values
 from .traced_targets import Target, TargetResidual, rows_of
 
@@ -49,7 +48,8 @@ class _OfRows:
     """Of a linear layer; places that no output reads count among what it reads, and in no fit."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        self.sums = RegressionSums.for_layer(layer)
+        inputs, outputs = layer.in_features, layer.out_features
+        self.sums = RegressionSums.empty(inputs=inputs, outputs=outputs, device=layer.weight.device)
         self.unread: Gram | None = None
         self.active_K = torch.zeros_like(self.sums.x.sum_K)
 

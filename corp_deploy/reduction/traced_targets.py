@@ -144,7 +144,7 @@ class Target:
         if found is None or self.layer.target is not LINEAR:
             return None
         gain_C = found[0] * student[weight] if isinstance(weight, fx.Node) else found[0]
-        norm = NormBehind(gain_C=gain_C, offset_C=None, eps=eps)
+        norm = NormBehind(gain_C=gain_C, eps=eps)
         added = gain_C * F.layer_norm(source, source.shape[-1:], eps=eps)
         target = norm.before(added + behind.back(dense_sum - beside - behind.output), source)
         own = _gain(rows_of(front.gain * front.back(gain_C.expand_as(source)), self.layer))

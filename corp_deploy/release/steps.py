@@ -30,7 +30,7 @@ from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction import moments_files
-from corp_deploy.reduction.summary import reference_of_summary
+from corp_deploy.reduction.moments import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from export.triton.repository import write_repository

@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from calib.calibrate import STATE, ResumeFile
 from calib.moments import Moments
-from calib.resume import STATE, ResumeFile
 from calib.store import load as load_moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.planning.sweep_trials import TrialFolder
-from corp_deploy.polish.state import StateFile
+from corp_deploy.polish.parts import StateFile
 from corp_deploy.proof.compare_engines import read_golden
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.release.card import _calibrated

@@ -23,7 +23,7 @@ import click
 import numpy as np
 from click.testing import CliRunner
 
-from calib.resume import ResumeFile
+from calib.calibrate import ResumeFile
 from calib.store import load as load_moments
 from calib.store import save as save_moments
 from corp_deploy import __version__
@@ -32,7 +32,7 @@ from corp_deploy.demo import run as demo
 from corp_deploy.demo.example import VIT
 from corp_deploy.demo.run import DemoScale
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.polish.state import StateFile
+from corp_deploy.polish.parts import StateFile
 from corp_deploy.proof.compare_engines import Golden, write_golden
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.dense_model import load_dense

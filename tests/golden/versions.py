@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from calib.resume import STATE
+from calib.calibrate import STATE
 from calib.store import HEADER, _signed
 
 Change = Callable[[dict[str, Any]], None]
