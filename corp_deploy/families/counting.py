@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from corp_deploy.traced.finding.shares import Layers
 from corp_deploy.traced.models.module import parameters as parameters
 from corp_deploy.traced.models.sites import Currency, Site
-from corp_deploy.traced.programs.module_copies import twin
+from corp_deploy.traced.programs.program import twin
 from ground.ports import Port
 
 from . import traced_model

@@ -30,7 +30,7 @@ from corp_deploy.traced.models.array_inputs import (
     takes_by_place,
 )
 from corp_deploy.traced.models.module import Facts, TracedModule, device, traced_module, traced_state
-from corp_deploy.traced.programs.module_copies import twin
+from corp_deploy.traced.programs.program import twin
 from ground.errors import BadInput
 from ground.ports import Port, Role, image_port
 from ground.records import record_from_value

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.traced.models.merging import tokens_after
+from corp_deploy.traced.models.merging import MergingRecord, tokens_after
 from corp_deploy.traced.models.module import parameters, tracing
 from corp_deploy.traced.models.offered import names_of, sites_of
 from corp_deploy.traced.models.sites import Currency
@@ -17,7 +17,6 @@ from corp_deploy.traced.models.token_merging import merges_in
 from . import traced_model
 from .counting import counted
 from .family import output_ports, outputs_of
-from .merging_record import MergingRecord
 
 ELSEWHERE = "all else"
 ROUNDED = 1e-3

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from corp_deploy.traced.models.module import TracedModule, is_librarys, traced_module, traced_state
 from corp_deploy.traced.models.outputs import Output, Outputs
-from corp_deploy.traced.programs.module_copies import without_memory
+from corp_deploy.traced.programs.program import without_memory
 from ground.errors import BadInput
 from ground.ports import OutputPort
 

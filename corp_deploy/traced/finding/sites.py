@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.means import is_mean
+from corp_deploy.traced.programs.folding import is_mean
 from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, module_of, operation
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, groups_of
 

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.site import Index, Site, Span
 from corp_deploy.traced.narrowing.narrow import Narrowed, narrow, prove
+from corp_deploy.traced.programs.exported import made_on_
 from corp_deploy.traced.programs.readers import vocabularies, without_biases_
-from corp_deploy.traced.programs.types import made_on_
 from ground.errors import BadInput
 
 from .array_inputs import random_batch

@@ -13,7 +13,7 @@ from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, whole_removal_at
 from corp_deploy.traced.programs.attention_masks import values_product
-from corp_deploy.traced.programs.means import is_mean
+from corp_deploy.traced.programs.folding import is_mean
 from corp_deploy.traced.programs.program import arguments_of, module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
 

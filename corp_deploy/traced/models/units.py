@@ -126,7 +126,7 @@ def _rows_of_heads(analysis: Found, part_of: Mapping[str, Index], heads: int) ->
 def _are_alike(program: Program, units: Units, span: Span) -> bool:
     """Whether units that change places give what they gave at each other's: seen on random numbers."""
     generator = torch.Generator().manual_seed(0)
-    where = next(program.graph.parameters()).device
+    where = program.device
     entering = {}
     for node in units.region.entering:
         random = torch.randn(sizes_at_one(node), generator=generator, dtype=torch.float64)

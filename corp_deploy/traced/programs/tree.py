@@ -86,7 +86,10 @@ class _Making:
     def _call(self, name: str, path: Path, run: list[fx.Node]) -> None:
         inside = set(run)
         every = dict.fromkeys(each for node in run for each in node.all_input_nodes if each not in inside)
-        entering = [each for each in every if each.op != "get_attr" or not _is_below(str(each.target), path)]
+        # What a module has itself stands in it.
+        entering = [
+            each for each in every if each.op != "get_attr" or tuple(str(each.target).split(".")[: len(path)]) != path
+        ]
         self.own[name] = _Making(root=self.root, paths=self.paths, path=path).build(run, entering, None)
         arguments = tuple(self._input_of(each) for each in entering)
         # What the code of a graph calls itself no part of it may be called too.
@@ -125,10 +128,6 @@ def _paths(called: Sequence[fx.Node]) -> dict[fx.Node, Path]:
         own = tuple(path.split(".")) if path else ()
         paths[node] = own if user is None or "nn_module_stack" in node.meta else paths[user]
     return paths
-
-
-def _is_below(name: str, path: Path) -> bool:
-    return tuple(name.split(".")[: len(path)]) == path
 
 
 def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
