@@ -36,7 +36,7 @@ class Layers:
         others, which costs the product of what is left of both, never more than the mean. So what is added up of sites
         but streams is never too low.
         """
-        totals: dict[str, float] = defaultdict(float)
+        totals = defaultdict[str, float](float)
         for cost, sides in self.every:
             for key, share in self._shared(sides).items():
                 totals[key] += cost * share

@@ -138,7 +138,8 @@ def _site(flow: Flow, met: Met, parts: Tensor, costs: Mapping[fx.Node, int], eac
         reader = "" if use.is_of_constant else use.node.name
         span = Span(name=use.name, axes=use.axes, index_GM=index_GM, reader=reader)
         spans[use.role].setdefault((use.name, use.axes, reader), span)
-    nodes = list(dict.fromkeys(use.node for use in each.uses))
+    nodes, part_of_groups = list(dict.fromkeys(use.node for use in each.uses)), parts[each.group_G].tolist()
+    number = {part: place for place, part in enumerate(dict.fromkeys(part_of_groups))}
     return Site(
         name=common_path(nodes),
         kind=_kind(flow, met, each),
@@ -147,7 +148,7 @@ def _site(flow: Flow, met: Met, parts: Tensor, costs: Mapping[fx.Node, int], eac
         readers=tuple(spans["reads"].values()),
         between=tuple(spans["between"].values()),
         listening=(*spans["sums"].values(), *spans["pairs"].values()),
-        part_G=_numbered(parts[each.group_G].tolist()),
+        part_G=None if len(number) == 1 else np.array([number[part] for part in part_of_groups]),
         macs=sum(costs[node] for node in nodes) // len(each.group_G),
     )
 
@@ -181,11 +182,6 @@ def _is_pointwise(flow: Flow, each: _Alike) -> bool:
     return True
 
 
-def _is_plain(node: fx.Node) -> bool:
-    by_constants = all(each.op == "get_attr" for each in node.all_input_nodes[1:])
-    return operation(node) in _PLAIN or (operation(node) == "mul" and by_constants) or _is_grouped(node)
-
-
 def _reads_pooled(reader: fx.Node) -> bool:
     """Whether it reads one place of each map, as squeezes do, and is no norm's mean over channels."""
     source, weight = reader.all_input_nodes[:2]
@@ -199,7 +195,11 @@ def _is_grouped(node: fx.Node) -> bool:
 def _is_activated(reader: fx.Node) -> bool:
     """Whether there is more than norms, gains and convolutions of each channel between a layer and that before it."""
     node = reader.all_input_nodes[0]
-    while _is_plain(node):
+    while (
+        operation(node) in _PLAIN
+        or (operation(node) == "mul" and all(each.op == "get_attr" for each in node.all_input_nodes[1:]))
+        or _is_grouped(node)
+    ):
         node = node.all_input_nodes[0]
     return node.target not in (LINEAR, CONV2D)
 
@@ -220,12 +220,6 @@ def _parts(flow: Flow) -> Tensor:
             new = (groups >= 0) & (part[groups.clamp(min=0)] < 0)
             part[groups[new]] = lines[new]
     return part
-
-
-def _numbered(parts: list[int]) -> Index | None:
-    """In order of the groups; None where all are of one."""
-    number = {part: place for place, part in enumerate(dict.fromkeys(parts))}
-    return np.array([number[part] for part in parts]) if len(number) > 1 else None
 
 
 def common_path(nodes: Sequence[fx.Node]) -> str:
