@@ -1,5 +1,5 @@
-"""timm's models: how one is built from a name, its preprocessing, its own arguments, the state dicts it takes, and the
-port it answers on. Nothing here knows where a model's sites are.
+"""timm's models: how one is built from a name, its preprocessing, its own arguments, the state dicts it takes, the port
+it answers on, and its norms. Nothing here knows where a model's sites are.
 """
 
 import json
@@ -12,11 +12,14 @@ from typing import Annotated, Any
 import msgspec
 import timm
 import torch
+from timm import layers
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corp_deploy.traced.models.module import MOST_PARAMETERS, Facts, parameters
+from corp_deploy.traced.programs.exported import Norm
+from export.graph.precision import NORMS as TORCH_NORMS
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
 from ground.quantity import quoted
@@ -242,3 +245,8 @@ def build(architecture: Architecture) -> nn.Module:
     _require_configured(model, architecture.name)
     set_preprocessing_(model, architecture.preprocessing)
     return model
+
+
+_RMS = (layers.RmsNorm, layers.RmsNorm2d, layers.RmsNorm2dFp32, layers.RmsNormFp32)
+_SIMPLE = (layers.SimpleNorm, layers.SimpleNorm2d, layers.SimpleNorm2dFp32, layers.SimpleNormFp32)
+NORMS = (*TORCH_NORMS, Norm, *_RMS, *_SIMPLE)

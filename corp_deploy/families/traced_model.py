@@ -31,10 +31,9 @@ from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from corp_deploy.traced.narrowing.whole_removal import filled_
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
-from corp_deploy.traced.programs.exported import has_uneven, made_on_, padded, spelled_out_, with_one_type_
+from corp_deploy.traced.programs.exported import has_uneven, made_on_, padded, spelled_out_, tree, with_one_type_
 from corp_deploy.traced.programs.program import operation
 from corp_deploy.traced.programs.readers import Layer, as_module, layers, vocabularies, without_biases_
-from corp_deploy.traced.programs.tree import tree
 from ground.errors import BadInput
 
 from . import timm_library

@@ -19,8 +19,16 @@ from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import PatchTaps, Site
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import example_of, listened, sites_of, token_weights
-from corp_deploy.families.ineffective_options import HEADS, refuse_idle_options, require_streams, taps_for
+from corp_deploy.families.family import (
+    HEADS,
+    example_of,
+    listened,
+    refuse_idle_options,
+    require_streams,
+    sites_of,
+    taps_for,
+    token_weights,
+)
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
 from corp_deploy.traced.models.module import device as device_of
