@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
@@ -24,7 +23,7 @@ from corp_deploy.traced.programs.program import (
     reached,
 )
 
-from .choice import labels_of
+from .flow import labels_of
 from .labels import loses
 from .product import contracts, macs
 from .sites import Found
@@ -50,7 +49,7 @@ def cuts(analysis: Found, *, beside_outputs: bool = False, to_end: bool = False)
     removable, names = torch.zeros(analysis.flow.groups.count, dtype=torch.bool), _names(analysis.program)
     for site in analysis.sites:
         if site.kind != "stream":
-            removable[labels_of(analysis.flow, site, np.arange(site.size))] = True
+            removable[labels_of(analysis.flow, site)] = True
     out = ways_out(analysis.program) if beside_outputs else frozenset()
     chosen: list[Cut] = []
     is_due = False

@@ -6,14 +6,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
 from corp_deploy.traced.programs.program import module_of, operation
 
-from .choice import labels_of
-from .flow import Flow, Use
+from .flow import Flow, Use, labels_of
 from .labels import LabelTensor, compact
 from .sites import Found
 
@@ -80,7 +78,7 @@ def shares(analysis: Found, *, aside: Collection[str] = ()) -> Shares:
     flow, program = analysis.flow, analysis.program
     owner = torch.full((flow.groups.count + 1,), -1)
     for number, site in enumerate(analysis.sites):
-        owner[labels_of(flow, site, np.arange(site.size))] = number
+        owner[labels_of(flow, site)] = number
     parameters = dict(program.graph.named_parameters(remove_duplicate=False))
     of_constants: dict[str, list[Use]] = defaultdict(list)
     for use in flow.every_use:

@@ -12,8 +12,7 @@ from corp_deploy.traced.programs.folding import is_mean
 from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, module_of, operation
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, groups_of
 
-from .choice import holders, stuck
-from .flow import Flow, Role, Use
+from .flow import Flow, Role, Use, holders, stuck
 from .labels import LabelTensor, compact
 from .product import macs
 from .site import FixedElements, Index, Kind, Site, Span

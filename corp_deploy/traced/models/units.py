@@ -111,7 +111,7 @@ def _rows_of_heads(analysis: Found, part_of: Mapping[str, Index], heads: int) ->
     flow, lines = analysis.flow, dict[str, list[Tensor]]()
     written = {use.name: use for use in flow.every_use if use.role == "writes"}
     for head in range(heads):
-        goes = gone(flow, analysis.sites, {key: np.flatnonzero(part_G != head) for key, part_G in part_of.items()})
+        goes = gone(analysis, {key: np.flatnonzero(part_G != head) for key, part_G in part_of.items()})
         for name, use in written.items():
             own = torch.nonzero(goes[flow.groups.of(use.labels).flatten()])[:, 0]
             if len(own) and use.axes != (0,):
