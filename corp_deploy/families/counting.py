@@ -151,7 +151,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """Without memory in eval mode, half precision in float32 as inputs are."""
 
     def empty(tensor: Tensor) -> Tensor:
         half = tensor.dtype in (torch.float16, torch.bfloat16)
@@ -161,7 +160,7 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 
 def _names_of_running(model: nn.Module) -> list[str]:
-    """The paths of the modules that are running, outermost first; the model is a copy, which keeps the hooks."""
+    """Outermost first; the model is a copy, which keeps the hooks."""
     running: list[str] = []
 
     def leave(*_: Any) -> None:

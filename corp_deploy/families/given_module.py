@@ -127,7 +127,6 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
 
 @torch.no_grad()
 def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> Any:
-    """What it gives to such a batch: shapes and types, no values."""
     own = twin(model)
     with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
         inputs = batch_of_ports(ports, count, device(model))

@@ -91,7 +91,6 @@ def _family(content: Mapping[str, Any], model: VisionModel, where: str) -> str:
 
 
 def _sides(size: int | _Size, where: str) -> tuple[int, int]:
-    """Height and width. Raises BadInput where only one edge is told."""
     if isinstance(size, int):
         return size, size
     if size.height is None or size.width is None:
@@ -100,7 +99,6 @@ def _sides(size: int | _Size, where: str) -> tuple[int, int]:
 
 
 def _refusal(processor: _Processor) -> str:
-    """What timm's transform doesn't do, or nothing."""
     reasons = {
         "do_resize is false": not processor.do_resize,
         "do_rescale is false, so that pixels are 0 to 255": not processor.do_rescale,
@@ -123,7 +121,6 @@ def share_of(crop: int, size: int) -> float:
 
 
 def _resize(processor: _Processor, family: str, where: str) -> tuple[tuple[int, int], bool]:
-    """The sides that images are resized to, and whether the shorter one alone is."""
     size = processor.size
     assert size is not None, processor
     if isinstance(size, int):

@@ -52,7 +52,6 @@ def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list
 
 
 def _fixed_rows(model: nn.Module, keys: Collection[str], left: Mapping[str, int]) -> list[dict[str, Any]]:
-    """What is of no site, by the parts of the model."""
     shares = tracing(model).shares
     macs = _by_part(shares.macs.without(keys))
     of_sites = _by_part(shares.parameters.without(())) - _by_part(shares.parameters.without(keys))

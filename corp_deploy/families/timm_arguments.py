@@ -52,7 +52,6 @@ class ClassAndPatches(VisionTransformer):
 
 
 def _spelled(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as timm takes them. Raises ValueError for a norm that is none."""
     spelled = {key: value for key, value in kwargs.items() if key != "head"}
     if isinstance(spelled.get("norm_layer"), Mapping):
         norm = msgspec.convert(spelled["norm_layer"], _Norm)
@@ -123,7 +122,6 @@ def _cut(value: object) -> str:
 
 
 def _first(model: nn.Module, path: str) -> Any:
-    """What stands there; None where nothing does."""
     found: Any = model
     for part in path.split("."):
         found = getattr(found, part, None)

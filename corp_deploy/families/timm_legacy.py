@@ -171,7 +171,6 @@ def require_widths(name: str, entry: Mapping[str, Any], where: str) -> None:
 
 
 def _found(name: str, state: State) -> Tensor | None:
-    """By whatever a weight may have been called."""
     name = re.sub(*_ALIASES[0], name)
     names = (name, *(re.sub(pattern, new, name) for pattern, new in _ALIASES[1:]))
     return next((state[each] for each in names if each in state), None)

@@ -189,7 +189,7 @@ _FILLING = {f"aten::{name}_" for name in ("add", "clamp", "erfinv", "fill", "mul
 
 
 def _built(architecture: Architecture) -> nn.Module:
-    """The model on torch's default device. Any error is one of the arguments: timm checks few of them."""
+    """Any error is one of the arguments: timm checks few of them."""
     on_meta = torch.get_default_device().type == "meta"
     try:
         with _Unfilled() if on_meta else nullcontext():  # type: ignore[no-untyped-call]

@@ -203,7 +203,6 @@ def _place(layer: str, layers: Sequence[str]) -> int | None:
 
 
 def _refusal(output: Output, number: int | None, layers: _Layers) -> str:
-    """Why the model has no such part of a stream, or nothing."""
     if number is None:
         every = dict.fromkeys((*_names(layers.names), *(f"feature{place}" for place in range(len(layers.names)))))
         return f"the model has no such layer; it has {', '.join(every)}"

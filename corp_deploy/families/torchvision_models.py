@@ -89,7 +89,6 @@ def architecture_of(
 
 
 def _classes(name: str, state: State) -> dict[str, int]:
-    """As many as the weights tell apart, as an argument; nothing where they are another model's."""
     with torch.device("meta"):
         model = _built(Architecture(name=PREFIX + name))
     classifier = [key for key, each in model.named_parameters() if each.dim() > 1][-1]

@@ -89,7 +89,6 @@ def layers_of(model: nn.Module, site: Site) -> dict[str, Layer]:
 
 
 def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
-    """Of the first or the last stream. Raises BadInput where there is none."""
     own = tracing(model)
     if not own.segments:
         raise BadInput(f"{type(model).__name__}: {_WHOLE}")
@@ -106,7 +105,6 @@ def steps(model: nn.Module) -> Iterator[Step]:
 
 
 def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
-    """With the sites that stand in them."""
     own = tracing(model)
     for segment, inside in sites_by_segment(model).items():
         if inside or own.cut_outputs or segment is not own.segments[-1]:
@@ -114,7 +112,6 @@ def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
 
 
 def _steps_of(segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]) -> Iterator[Step]:
-    """A segment and what is done at the cut behind it."""
     start, end = segment.start, segment.end
     if start.is_merged and not end.is_merged and end.raw is end.node:
         yield Unmerge(name=segment.name, gives_back=False)

@@ -82,7 +82,6 @@ def holders_of(flow: Flow) -> Holders:
 
 
 def _of_groups(flow: Flow, holders: Holders, site: Site) -> list[set[int]]:
-    """What holds each group of a site."""
     return [holders.get(label, set()) for label in labels_of(flow, site)[:, 0].tolist()]
 
 

@@ -59,7 +59,6 @@ def combined(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()) -> Val
 
 
 def _aligned(marks: LabelTensor, rank: int) -> LabelTensor:
-    """With axes of size 1 in front."""
     missing = rank - len(marks.shape)
     shape = (1,) * missing + marks.shape
     labels = None if marks.labels is None else marks.labels.reshape(shape) if missing else marks.labels

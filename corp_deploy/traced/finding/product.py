@@ -206,12 +206,10 @@ def columns_stay(flow: Flow, weight: Factor, letters: str, why: str) -> None:
 
 
 def _placed(ids: Tensor, letters: str, shape: tuple[int, ...], out: str) -> LabelTensor:
-    """Labels [the sizes of letters] as those of a result."""
     return marked(placed(ids, [out.index(letter) for letter in letters], len(out)).expand(shape))
 
 
 def _through(one: Factor, shape: tuple[int, ...], out: str) -> LabelTensor:
-    """What goes on along letters that aren't summed over."""
     letters = "".join(letter for letter in one.letters if letter in out)
     return _placed(one.at(letters), letters, shape, out)
 

@@ -229,7 +229,6 @@ def common_path(nodes: Sequence[fx.Node]) -> str:
 
 
 def _named(sites: Iterator[Site]) -> Iterator[Site]:
-    """Of several that share a path and a kind, each has a name."""
     count: Counter[str] = Counter()
     for site in sites:
         count[site.key] += 1
@@ -237,7 +236,6 @@ def _named(sites: Iterator[Site]) -> Iterator[Site]:
 
 
 def _stays(flow: Flow, units: Tensor) -> Iterator[FixedElements]:
-    """What is written and stays, by parameter."""
     holds, written = holders(flow), dict[str, Tensor]()
     for use in flow.every_use:
         if use.role == "writes" and len(flow.program.tensor(use.name).shape) > 1:

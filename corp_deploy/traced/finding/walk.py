@@ -128,7 +128,6 @@ def attention(flow: Flow, call: Call) -> Value:
 
 
 def _repeated(marks: LabelTensor, times: int) -> LabelTensor:
-    """As many heads as there are of queries."""
     if times == 1:
         return marks
     shape = (*marks.shape[:-3], marks.shape[-3] * times, *marks.shape[-2:])
@@ -211,7 +210,6 @@ def value_of(flow: Flow, node: fx.Node) -> Any:
 
 
 def _number(flow: Flow, node: fx.Node) -> Any:
-    """Sizes and what is computed of them, at a batch of 1."""
     if operation(node) == "sym_size":
         first = node.args[0]
         assert isinstance(first, fx.Node)

@@ -147,7 +147,6 @@ def _of_axes(
 
 
 def _labels(span: Span, node: fx.Node) -> tuple[Tensor, tuple[int, ...]]:
-    """The group at each place along the axes of a span, -1 where there is none."""
     sizes = tuple(sizes_at_one(node)[dim] for dim in span.axes)
     labels = torch.full((int(np.prod(sizes)),), -1)
     groups, places = span.index_GM.shape

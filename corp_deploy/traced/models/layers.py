@@ -148,7 +148,6 @@ def _gain(program: Program, source: fx.Node) -> Tensor | None:
 
 
 def _laid_out(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """With these axes last, as one."""
     return tensor.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
 
 

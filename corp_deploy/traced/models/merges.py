@@ -84,7 +84,6 @@ class Merges:
                 self._tell(node)
 
     def _given_back(self, node: fx.Node) -> fx.Node:
-        """What stands for a node with a value for every source token."""
         if node.name not in self.back:
             self.back[node.name] = self._new(unmerged, self.nodes.nodes[node], self.tokens_at[node.name][2], like=node)
         return self.back[node.name]
@@ -101,7 +100,6 @@ class Merges:
         return node
 
     def _tell(self, node: fx.Node) -> None:
-        """What is known of the tokens of a node behind a merge."""
         self.tokens_at[node.name] = list(self.merges.values())[-1], self.sizes, self.sources
 
     # Attentions.

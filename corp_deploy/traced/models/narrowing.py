@@ -70,7 +70,6 @@ def _random_inputs(model: nn.Module, own: Tracing) -> list[Tensor]:
 
 
 def _by_key(own: Tracing, kept: Mapping[str, Index]) -> dict[str, Index]:
-    """By the sites' keys what is kept by their names."""
     return {groups.key: kept[name] for name, groups in names_of(own).items() if name in kept}
 
 
@@ -122,7 +121,6 @@ def with_groups(
 
 
 def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Narrowed:
-    """What was proved last, if that is it."""
     chosen = _by_key(own, kept)
     last = own.proved.pop() if own.proved else None
     if last is None or {key: list(each) for key, each in last.kept.items()} != {
@@ -134,7 +132,6 @@ def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Narrowed:
 
 
 def _added(graph: fx.GraphModule, own: Tracing) -> list[str]:
-    """The biases that the model itself has not."""
     return [name for name, _ in graph.named_parameters() if name in own.added]
 
 

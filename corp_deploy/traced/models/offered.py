@@ -151,7 +151,6 @@ def _refusal(tracing: Tracing, groups: Groups, readings: list[SiteReader]) -> st
 
 
 def _is_alike(uses: list[SiteReader], count: int) -> bool:
-    """Whether these are all uses of a layer, and one repair of it serves all."""
     first, *others = uses
     same = all(np.array_equal(first.columns_GM, each.columns_GM) for each in others)
     return same and len(uses) == count and (not others or all(each.gain_O is None for each in uses))

@@ -124,7 +124,6 @@ def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs 
 
 
 def _spans(groups: Groups) -> tuple[Span, Span]:
-    """Queries and keys of the first product: two that one node reads."""
     return next((one, other) for one, other in pairwise(groups.listening) if one.reader == other.reader)
 
 

@@ -44,7 +44,6 @@ def tokens_that_enter(model: nn.Module) -> dict[str, int]:
 
 
 def _at_tokens(own: Tracing, module: fx.GraphModule, tokens: int) -> Program:
-    """What stands between two cuts at so many tokens."""
     assert isinstance(own.mergeable, Mergeable), own.mergeable
     return at_tokens(replace(own.program, graph=module), own.mergeable.protected, tokens)
 

@@ -56,7 +56,6 @@ class Units:
 
 
 def _region(program: Program, names: Collection[str], sources: Collection[str]) -> Region:
-    """From tensors of these names to the nodes of those."""
     changed, constants = set[fx.Node](), without_values(program)
     for node in program.nodes:
         is_written = node.op == "get_attr" and str(node.target) in names

@@ -243,6 +243,5 @@ class _Narrowing:
 
 
 def _of_module(node: fx.Node, like: fx.Node) -> fx.Node:
-    """Without the dense program's tensors."""
     node.meta = {key: each for key, each in like.meta.items() if key in PROVENANCE}
     return node

@@ -17,7 +17,6 @@ _BETWEEN = frozenset(("add", "sub", "mul", "div", "masked_fill", "where")) | SAM
 
 
 def _way(product: fx.Node) -> list[fx.Node]:
-    """From a product of queries and keys to that with values, by what takes each alone."""
     way = [product]
     while len(way[-1].users) == 1 and (len(way) == 1 or operation(way[-1]) in _BETWEEN | SOFTMAX):
         way += way[-1].users
@@ -118,7 +117,6 @@ def _before_softmax(product: fx.Node) -> fx.Node | None:
 
 
 def _behind(program: Program, start: fx.Node) -> tuple[fx.Node, ...]:
-    """What is made of one node and constants, in order, with these."""
     behind = {start}
     for node in program.nodes:
         if node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):

@@ -243,7 +243,6 @@ class _Making:
         return self.nodes[node]
 
     def _below(self, node: fx.Node) -> str:
-        """The name of what a node takes, in this module."""
         return ".".join(str(node.target).split(".")[len(self.path) :])
 
 
@@ -266,7 +265,6 @@ def _paths(called: Sequence[fx.Node]) -> dict[fx.Node, Path]:
 
 
 def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
-    """What others use."""
     inside = set(run)
     return [node for node in run if any(user not in inside for user in node.users)]
 

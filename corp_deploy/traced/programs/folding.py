@@ -47,7 +47,6 @@ def _is_folded(node: fx.Node, free: Collection[fx.Node]) -> bool:
 
 
 def _is_of_rows(node: fx.Node) -> bool:
-    """Whether rows of a whole table [T,C] are all that it gives."""
     if operation(node) not in ("slice", "select") or node.args[1] != 0:
         return False
     (table,) = node.all_input_nodes
@@ -103,7 +102,6 @@ def is_mean(weight: str) -> bool:
 
 
 def _moved(graph: fx.Graph, source: fx.Node, order: list[int], like: fx.Node) -> fx.Node:
-    """With its axes in another order."""
     if order == sorted(order):
         return source
     node = graph.call_function(torch.ops.aten.permute.default, (source, order))

@@ -147,7 +147,6 @@ class _Known:
 
 
 def _mapped(value: Any, what: Callable[[Tensor], Any]) -> Any:
-    """With what is made of each tensor."""
     if isinstance(value, Tensor):
         return what(value)
     if isinstance(value, list | tuple):
@@ -160,7 +159,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _place(tensor: Tensor) -> Any:
-    """Where its elements are."""
     return (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 

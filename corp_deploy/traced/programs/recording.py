@@ -57,7 +57,6 @@ def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Of the model's arguments."""
     try:
         bound = inspect.signature(model.forward).bind_partial(*args)
     except (TypeError, ValueError):
@@ -70,7 +69,6 @@ def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]) -> _Recorded:
-    """By a twin of the model."""
     args, kwargs = inputs
     named_leaves: dict[str, Any] = {}
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
@@ -100,7 +98,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
-    """While it runs, the stack has the modules that are running."""
     paths = {id(module): path for path, module in model.named_modules()}
 
     def enter(module: nn.Module, _: Any) -> None:

@@ -36,7 +36,6 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
 
 
 def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, bool]:
-    """For any batch if that can be, else for that of the inputs."""
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The fast paths of nn.MultiheadAttention and nn.TransformerEncoder are one op each.
@@ -105,7 +104,6 @@ def _by_numbers_(graph: fx.Graph) -> None:
 
 
 def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """The calls that change their first argument in place, and that."""
     calls = [node for node in graph.nodes if changes_in_place(node) and node.args]
     return [(node, node.args[0]) for node in calls if isinstance(node.args[0], fx.Node)]
 
