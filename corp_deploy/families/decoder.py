@@ -74,8 +74,7 @@ class _Block(nn.Module):
         self.at = str(index)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
-        out: Tensor = self.blocks[self.at](x_BNC)
-        return out
+        return self.blocks[self.at](x_BNC)
 
 
 def traced_block(index: int, block: DecoderBlock, arguments: DecoderArguments) -> TracedModule:

@@ -40,8 +40,7 @@ def _of_library(architecture: Architecture) -> nn.Module:
     """A model of transformers or of torchvision. Raises BadInput for any other name."""
     for library in (hf_classes, torchvision_models):
         if architecture.name.startswith(library.PREFIX):
-            model: nn.Module = library.build(architecture)
-            return model
+            return library.build(architecture)
     raise BadInput(
         f"family {architecture.family}: {architecture.name:.100} is built by no family of this name; write the model "
         "again"

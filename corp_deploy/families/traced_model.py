@@ -96,7 +96,7 @@ def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
     return layout_of(first.before if is_first else last.after, input_spec(model).shape)
 
 
-def steps(model: nn.Module) -> Iterator[Step]:
+def steps(model: nn.Module) -> Iterator[SegmentStep | Merge | Unmerge]:
     """The segments of the program, the last one where a site stands there or several outputs are of what is behind it,
     and what becomes of tokens between them; none where no stream can be followed.
     """
@@ -111,7 +111,9 @@ def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
             yield segment, inside
 
 
-def _steps_of(segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]) -> Iterator[Step]:
+def _steps_of(
+    segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]
+) -> Iterator[SegmentStep | Merge | Unmerge]:
     start, end = segment.start, segment.end
     if start.is_merged and not end.is_merged and end.raw is end.node:
         yield Unmerge(name=segment.name, gives_back=False)

@@ -55,7 +55,7 @@ def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], fit: Fit)
     site, in place; the dense stream is behind it then, the reduced one before it.
     """
     fitted = set(fitted_steps(dense, model))
-    before = (step for step in traced_model.steps(dense) if not isinstance(step, Merge | Unmerge))
+    before = (step for step in traced_model.steps(dense) if isinstance(step, SegmentStep))
     for step in traced_model.steps(model):
         if isinstance(step, Merge | Unmerge):  # the dense stream is never merged
             for pair in pairs:
@@ -64,13 +64,10 @@ def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], fit: Fit)
         dense_step = next(before)
         for pair in pairs:
             pair.dense = dense_step(pair.dense, pair.weights_BN)
-        if isinstance(step, SegmentStep) and step.name in fitted:
+        if step.name in fitted:
             fit(step, step.name, pairs)
         for pair in pairs:
-            if isinstance(step, SegmentStep):
-                pair.reduced, pair.beside_BNX = step.passed(pair.reduced, pair.present_BN)
-            else:
-                pair.reduced = step(pair.reduced, pair.present_BN)
+            pair.reduced, pair.beside_BNX = step.passed(pair.reduced, pair.present_BN)
 
 
 def polish_layers_(subject: Subject, parts: Parts) -> None:

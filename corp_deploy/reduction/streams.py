@@ -50,8 +50,7 @@ class Pair:
     def advance(self, step: Merge | Unmerge) -> None:
         """The reduced stream through a merge; the dense one is never merged."""
         tokens = Tokens(self.reduced, self.present_BN, self.sources_BM)
-        tokens = step(tokens) if isinstance(step, Unmerge) else step(tokens, self.beside_BNX)
-        self.reduced, self.sizes_BN, self.sources_BM = tokens
+        self.reduced, self.sizes_BN, self.sources_BM = step(tokens, self.beside_BNX)
         self.beside_BNX = None
 
     def rows(self, x_BNC: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -6,6 +6,7 @@ tokens, G groups, M rows that write a group.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
@@ -64,7 +65,7 @@ class Repair:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # without slots, so that what is looked for can be kept
 class TracedPairs(Site):
     """Of one attention: its queries and keys, as `both` arranges them, which nodes of names `sources` give to
     `product`; `behind`: the name of the node that reads what its heads give, where that is a layer.
@@ -92,19 +93,16 @@ class TracedPairs(Site):
 
     def listening(self) -> tuple[HeadTaps, ...]:  # type: ignore[override]
         """To queries and keys."""
-        cache = self.tracing.taps
-        if self.name not in cache:
-            cache[self.name] = taps_of(self.name, self.tracing, self.both, (*self.sources, self.product))
-        return (cache[self.name],)
+        return (self._taps,)
 
-    @property
+    @cached_property
+    def _taps(self) -> HeadTaps:
+        return taps_of(self.name, self.tracing, self.both, (*self.sources, self.product))
+
+    @cached_property
     def repair(self) -> Repair:
-        """Known once weights are; looked for once."""
-        cache = self.tracing.repairs
-        if self.name not in cache:
-            cache[self.name] = _repair(self.tracing, self.groups, self.both)
-        repair: Repair = cache[self.name]
-        return repair
+        """Known once weights are."""
+        return _repair(self.tracing, self.groups, self.both)
 
 
 def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs | str:

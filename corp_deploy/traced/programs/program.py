@@ -194,14 +194,12 @@ class Batch:
     def in_front(self, x: Tensor) -> Tensor:
         """The images in front, all else [images, *sizes] as it is of one image."""
         apart = x.unflatten(self.axis, (self.outer, -1, self.inner)).movedim(self.axis + 1, 0)
-        front: Tensor = apart.flatten(self.axis + 1, self.axis + 2)
-        return front
+        return apart.flatten(self.axis + 1, self.axis + 2)
 
     def back(self, x: Tensor) -> Tensor:
         """From [images, *sizes] to where they stood."""
         apart = x.unflatten(self.axis + 1, (self.outer, self.inner)).movedim(0, self.axis + 1)
-        where_they_stood: Tensor = apart.flatten(self.axis, self.axis + 2)
-        return where_they_stood
+        return apart.flatten(self.axis, self.axis + 2)
 
 
 IN_FRONT = Batch(axis=0, outer=1, inner=1)
