@@ -221,13 +221,6 @@ def _size(architecture: Architecture) -> int:
     return count if key is None else _sizes.setdefault(key, count)
 
 
-def _require_configured(model: nn.Module, name: str) -> None:
-    """Raise BadInput for a pretrained_cfg, which arguments may overlay, that can't be read."""
-    where = f"--model {quoted(name)}: its pretrained_cfg"
-    record_from_value(_config(model), _Configured, where=where, remedy="check --model-kwargs")
-    record_from_value(_config(model), Preprocessing, where=where, remedy="check --model-kwargs")
-
-
 def build(architecture: Architecture) -> nn.Module:
     """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
     an unknown name or arguments, and for more parameters than are built.
@@ -242,7 +235,9 @@ def build(architecture: Architecture) -> nn.Module:
             f"{MOST_PARAMETERS:,} at most are built; check --model-kwargs"
         )
     model = _built(architecture).eval()
-    _require_configured(model, architecture.name)
+    where = f"--model {quoted(architecture.name)}: its pretrained_cfg"
+    for kind in (_Configured, Preprocessing):  # which arguments may overlay
+        record_from_value(_config(model), kind, where=where, remedy="check --model-kwargs")
     set_preprocessing_(model, architecture.preprocessing)
     return model
 

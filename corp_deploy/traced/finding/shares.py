@@ -107,23 +107,18 @@ def _layers(analysis: Found, owner: Tensor, costs: Sequence[tuple[int, list[Tens
 
 
 def _products(flow: Flow, node: fx.Node, cost: int) -> list[tuple[int, list[Tensor]]]:
-    """What a node costs with its sides; an attention is two products, one of queries and keys and one of values."""
-    sides = _sides(flow, node)
-    if operation(node) != _ATTENTION or not sides:
-        return [(cost, sides)]
-    return [(cost // 2, [side]) for side in sides]
-
-
-def _sides(flow: Flow, node: fx.Node) -> list[Tensor]:
-    """The labels of a contraction's weight, else of what it gives and what it sums over; tables that are added to an
-    attention's scores are no weight.
+    """What a node costs with its sides: the labels of a contraction's weight, else of what it gives and what it sums
+    over. An attention is two products, one of queries and keys and one of values; tables that are added to its scores
+    are no weight.
     """
-    if operation(node) != _ATTENTION and (uses := flow.constants_of(node)):
+    is_attention = operation(node) == _ATTENTION
+    if not is_attention and (uses := flow.constants_of(node)):
         weight = max(uses, key=lambda use: flow.program.tensor(use.name).numel()).name
-        return _largest(use for use in uses if use.name == weight)
+        return [(cost, _largest(use for use in uses if use.name == weight))]
     value = flow.values[node]
-    labels = [compact(value.labels)] if isinstance(value, LabelTensor) and value.labels is not None else []
-    return labels + [use.labels for use in flow.uses.get(node, ())][:1]
+    sides = [compact(value.labels)] if isinstance(value, LabelTensor) and value.labels is not None else []
+    sides += [use.labels for use in flow.uses.get(node, ())][:1]
+    return [(cost // 2, [side]) for side in sides] if is_attention and sides else [(cost, sides)]
 
 
 def _largest(uses: Iterable[Use]) -> list[Tensor]:

@@ -176,15 +176,13 @@ def _is_pointwise(flow: Flow, each: _Alike) -> bool:
         if use.role in ("writes", "reads", "between"):
             if flow.program.tensor(use.name).shape[2:].numel() > 1 or _is_grouped(use.node):
                 return False
-        elif not _is_activated(use.node) or _reads_pooled(use.node):
-            return False
+        else:
+            # One place of each map, as squeezes read, unless it is a norm's mean over channels.
+            source, weight = use.node.all_input_nodes[:2]
+            is_pooled = source.meta["val"].shape[2:].numel() == 1 and not is_mean(str(weight.target))
+            if is_pooled or not _is_activated(use.node):
+                return False
     return True
-
-
-def _reads_pooled(reader: fx.Node) -> bool:
-    """Whether it reads one place of each map, as squeezes do, and is no norm's mean over channels."""
-    source, weight = reader.all_input_nodes[:2]
-    return source.meta["val"].shape[2:].numel() == 1 and not is_mean(str(weight.target))
 
 
 def _is_grouped(node: fx.Node) -> bool:

@@ -207,7 +207,7 @@ def as_recorded(
     sizes = {name: groups.size for name, groups in names_of(own).items()}
     if unknown := [name for name, entry in sites.items() if sizes.get(name) != entry.get("groups")]:
         raise BadInput(f"{where}: no site {unknown[0]!r:.100} of so many groups; the file was edited, write it again")
-    if odd := [name for name, each in kept.items() if not _rises(each, sizes[name])]:
+    if odd := [name for name, each in kept.items() if not (np.diff(each, prepend=-1, append=sizes[name]) > 0).all()]:
         raise BadInput(
             f"{where}: {odd[0]!r:.100} keeps groups that do not rise below {sizes[odd[0]]}; the file was edited, write "
             "it again"
@@ -221,10 +221,6 @@ def as_recorded(
     if unreduced:
         raise BadInput(f"{where}: {next(iter(unreduced.values()))}; the file was edited, write the model again")
     return new
-
-
-def _rises(kept_K: Index, size: int) -> bool:
-    return bool((np.diff(kept_K) > 0).all()) and all(0 <= each < size for each in kept_K[-1:])
 
 
 def _words(versions: Mapping[str, str]) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from calib.sites import HeadTaps
 from corp_deploy.traced.finding.site import Site as Groups
-from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.programs.subprogram import Subprogram, between
 
 from .heads import BothHeads, Heads, both_heads
@@ -108,7 +107,8 @@ class TracedPairs(Site):
 def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs | str:
     """The site of these fields, which are those of any; or why it stays."""
     groups: Groups = own["groups"]
-    spans = _spans(groups)
+    # Queries and keys of the first product: two that one node reads.
+    spans = next((one, other) for one, other in pairwise(groups.listening) if one.reader == other.reader)
     nodes = tracing.by_node[spans[0].name], tracing.by_node[spans[1].name]
     weights = [span for span in groups.writers if tracing.program.tensor(span.name).dim() > 1]
     rows = sum(span.index_GM.shape[1] for span in weights)
@@ -119,10 +119,6 @@ def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs 
         return "its heads do not share dimensions evenly"
     sources, product = (nodes[0].name, nodes[1].name), spans[0].reader
     return TracedPairs(**own, readings=(), tracing=tracing, both=both, sources=sources, product=product, behind=behind)
-
-
-def _spans(groups: Groups) -> tuple[Span, Span]:
-    return next((one, other) for one, other in pairwise(groups.listening) if one.reader == other.reader)
 
 
 def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:
