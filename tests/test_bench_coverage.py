@@ -15,8 +15,7 @@ from benchmarks.coverage.instances import INSTANCES, Instance
 from benchmarks.coverage.models import dense
 from benchmarks.coverage.page import coverage
 from benchmarks.coverage.small import smalls
-from corp_deploy.families.family import sites_of
-from corp_deploy.families.ineffective_options import CONVOLUTIONS, HONOURED
+from corp_deploy.families.family import CONVOLUTIONS, HONOURED, sites_of
 
 RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "coverage.json"
 ROWS: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.merge_margins import margins_of, merge_margins
+from corp_deploy.families.inspection import margins_of, merge_margins
 from corp_deploy.families.traced_model import traced
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.proof import chain

@@ -18,9 +18,8 @@ import corp_deploy
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.counting import macs
-from corp_deploy.families.custom_modules import architecture_of, build
 from corp_deploy.families.family import image_spec, sites_of
-from corp_deploy.families.given_module import facts_of_module
+from corp_deploy.families.given_module import architecture_of, build, facts_of_module
 from corp_deploy.families.inspection import traced_rows
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate

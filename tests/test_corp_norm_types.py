@@ -8,7 +8,7 @@ from onnx import TensorProto
 from timm.layers import RmsNorm, RmsNorm2d, SimpleNorm
 from torch import Tensor, nn
 
-from corp_deploy.families.norm_types import NORMS
+from corp_deploy.families.timm_library import NORMS
 from perf.parity.block_outputs import outputs_of_graph
 from tests import tiny
 from tests.export_vit import export, input_types

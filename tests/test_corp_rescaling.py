@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.families.architecture import Preprocessing
-from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.given_module import architecture_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.invocation.method_choice import MethodChoice

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.merge_margins import merge_margins
+from corp_deploy.families.inspection import merge_margins
 from corp_deploy.traced.models.merging import Merging
 from export.graph.to_onnx import onnx_from_model, save
 from export.triton.config import Serving

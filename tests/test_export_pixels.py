@@ -24,7 +24,7 @@ from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from corp_deploy.traced.models.narrowing import at_widths
-from corp_deploy.traced.programs.tree import Called
+from corp_deploy.traced.programs.exported import Called
 from export.engine.record import record_of_plan
 from export.graph.pixels import takes_pixels
 from ground.pixels import Normalisation

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.pages import cost_page, decoders, findings, measurement_page
 from benchmarks.pages.error_picture import NAMES, real_encoder
 from benchmarks.pages.measured import ON_GPUS, PAGES, SUPPORT, contents
-from corp_deploy.families.decoder_config import MODEL_TYPES
+from corp_deploy.families.decoder import MODEL_TYPES
 from tests import decoders as small_decoders
 from tests.pages import DOCS, ROOT
 

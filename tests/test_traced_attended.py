@@ -35,7 +35,7 @@ from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.segments import TokenRows
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from corp_deploy.traced.programs.attention_masks import SDPA, added_scores, unread_queries, values_product, visible_keys
-from corp_deploy.traced.programs.padding import padded
+from corp_deploy.traced.programs.exported import padded
 from corp_deploy.traced.programs.program import Program, operation
 from corp_deploy.traced.programs.tracing import trace
 from tests import encoders

@@ -19,7 +19,7 @@ from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import input_ports, sites_of
-from corp_deploy.families.norm_types import NORMS
+from corp_deploy.families.timm_library import NORMS
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
@@ -34,7 +34,7 @@ from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.module import traced_state
 from corp_deploy.traced.models.narrowing import at_widths
 from corp_deploy.traced.models.steps import SegmentStep
-from corp_deploy.traced.programs.tree import Norm
+from corp_deploy.traced.programs.exported import Norm
 from export.graph.precision import typed_copy
 from ground.errors import BadInput
 from perf.parity.block_outputs import locate_in_exact

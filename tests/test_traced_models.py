@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from corp_deploy.traced.finding.heads import beside, together
+from corp_deploy.traced.finding.choice import beside, together
 from corp_deploy.traced.finding.site import Site
 from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.narrowing.narrow import difference, narrow, prove

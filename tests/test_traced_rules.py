@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from corp_deploy.traced.finding.choice import stuck
-from corp_deploy.traced.finding.flow import Flow
+from corp_deploy.traced.finding.flow import Flow, stuck
 from corp_deploy.traced.finding.labels import LabelTensor, marked
 from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.finding.walk import RULES, value_of

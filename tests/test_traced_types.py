@@ -13,8 +13,8 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.programs.exported import with_one_type_
 from corp_deploy.traced.programs.tracing import trace
-from corp_deploy.traced.programs.types import with_one_type_
 from export.graph.quantised import simulated
 
 D, TOKENS = 16, 5

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from calib.inputs import InputSet, chunks, tensors_by_name
 from calib.moments import Moments
-from corp_deploy.families.family import input_ports, sites_of
-from corp_deploy.families.ineffective_options import CONVOLUTIONS, HONOURED
+from corp_deploy.families.family import CONVOLUTIONS, HONOURED, input_ports, sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset

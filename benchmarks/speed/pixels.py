@@ -27,7 +27,7 @@ from corp_deploy.demo.digits.images import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import image_spec, input_ports, output_ports
-from corp_deploy.families.norm_types import NORMS
+from corp_deploy.families.timm_library import NORMS
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint

@@ -143,7 +143,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
     def of_model(self, model: "nn.Module") -> "SweepChoice":
         """With the parts that the model has. Raises BadInput for what is asked of others."""
-        from corp_deploy.families.ineffective_options import kinds_of, refuse_idle_options
+        from corp_deploy.families.family import kinds_of, refuse_idle_options
 
         for part, kind in KINDS.items():
             refuse_idle_options(model, kind, {"--parts": self.parts if self.parts == part else None})

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from corp_deploy.traced.finding.shares import Layers
 from corp_deploy.traced.models.module import parameters as parameters
 from corp_deploy.traced.models.sites import Currency, Site
-from corp_deploy.traced.programs.module_copies import twin
+from corp_deploy.traced.programs.program import twin
 from ground.ports import Port
 
 from . import traced_model
@@ -150,18 +150,8 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """Without memory in eval mode, half precision in float32 as inputs are."""
-
-    def empty(tensor: Tensor) -> Tensor:
-        half = tensor.dtype in (torch.float16, torch.bfloat16)
-        return tensor.detach().to("meta", torch.float32 if half else tensor.dtype)
-
-    return twin(model, empty).eval()
-
-
 def _names_of_running(model: nn.Module) -> list[str]:
-    """The paths of the modules that are running, outermost first; the model is a copy, which keeps the hooks."""
+    """Outermost first; the model is a copy, which keeps the hooks."""
     running: list[str] = []
 
     def leave(*_: Any) -> None:
@@ -178,8 +168,9 @@ def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
 
     Attention is run as its two products, whichever kernel computes it elsewhere.
     """
+    as_inputs = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
     with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        counted = _on_meta(model)
+        counted = twin(model, lambda each: each.detach().to("meta", as_inputs.get(each.dtype, each.dtype))).eval()
         inputs = [torch.empty(1, *port.shape, dtype=getattr(torch, port.dtype), device="meta") for port in ports]
         with _Counting(_names_of_running(counted)) as counting:
             out = counted(*inputs)

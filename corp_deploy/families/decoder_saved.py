@@ -17,7 +17,7 @@ from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput
 
 from . import bert
-from .decoder_config import architecture_from_transformers
+from .decoder import architecture_from_transformers
 from .family import sites_of
 from .hf_saved import INSTEAD, Saved, saved_as, state_of
 from .text_decoder import DecoderArchitecture

@@ -1,9 +1,10 @@
-"""How a model is built by the family that config.json names, and what is told of it once it is traced.
+"""How a model is built by the family that config.json names, what is told of it once it is traced, and which options
+are refused, as it has no sites of their kind.
 
 Builders alone spell their library's names. What is done at a site is the business of the kind of site.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -13,10 +14,11 @@ from calib.products import PartialTokenWeights, TokenWeights
 from corp_deploy.traced.models.array_inputs import ArraySpec, batch_of_ports
 from corp_deploy.traced.models.module import TracedModule, device
 from corp_deploy.traced.models.outputs import Outputs
+from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 from ground.ports import Port
 
-from . import bert, custom_modules, decoder, given_module, hf_classes, timm_library, torchvision_models, traced_model
+from . import bert, decoder, given_module, hf_classes, timm_library, torchvision_models, traced_model
 from .architecture import Architecture
 from .timm_images import ImageSpec
 from .timm_maps import with_named_maps
@@ -38,8 +40,7 @@ def _of_library(architecture: Architecture) -> nn.Module:
     """A model of transformers or of torchvision. Raises BadInput for any other name."""
     for library in (hf_classes, torchvision_models):
         if architecture.name.startswith(library.PREFIX):
-            model: nn.Module = library.build(architecture)
-            return model
+            return library.build(architecture)
     raise BadInput(
         f"family {architecture.family}: {architecture.name:.100} is built by no family of this name; write the model "
         "again"
@@ -49,9 +50,9 @@ def _of_library(architecture: Architecture) -> nn.Module:
 _BUILDERS: dict[str, Callable[[Architecture], nn.Module]] = {
     bert.NAME: bert.build,
     timm_library.NAME: timm_library.build,
-    FAMILY: custom_modules.build,
+    FAMILY: given_module.build,
     decoder.NAME: decoder.build,
-    given_module.NAME: given_module.build,
+    given_module.NAME: given_module.build_in_memory,
     "traced": _of_library,
 }
 """By the name that config.json has of the family: what builds models that are traced."""
@@ -138,3 +139,53 @@ def _spec(model: nn.Module, kind: type[Spec]) -> Spec:
     if not isinstance(spec, kind):
         raise BadInput(f"the model takes {spec.medium}, not {kind.medium}; give --{spec.medium}")
     return spec
+
+
+MLPS, HEADS, CONVOLUTIONS = "channels", "heads", "convolutions"
+WORDS: Mapping[str, str] = {MLPS: "MLPs", CONVOLUTIONS: "channels between convolutions", HEADS: "attention"}
+"""What a model without sites of a kind is said to be without."""
+
+
+STREAMS = "traced streams"
+HONOURED: Mapping[str, str] = {
+    "traced channels": MLPS,
+    "traced convolutions": CONVOLUTIONS,
+    "traced queries and keys": HEADS,
+    STREAMS: CONVOLUTIONS,
+    "traced values": HEADS,
+}
+"""Which kind's options those honour that were found in a program."""
+
+
+def kinds_of(model: nn.Module) -> frozenset[str]:
+    """Of its sites, reducible or not."""
+    return frozenset(HONOURED[kind] for kind in sites_of(model).kinds)
+
+
+def taps_for(sites: Sites, kind: str) -> frozenset[str]:
+    """What is heard for those sites alone that honour the options of this kind."""
+    taps = [(HONOURED[site.kind], tap.name) for site in sites.every for tap in site.listening()]
+    return frozenset(name for _, name in taps) - {name for other, name in taps if other != kind}
+
+
+def require_streams(sites: Sites, name: str) -> None:
+    """Raise BadInput where no stream has channels that --residual could remove."""
+    if STREAMS not in sites.kinds:
+        raise BadInput(f"--residual: no stream of this model ({name}) has channels that can be removed")
+
+
+def refuse_idle_options(model: nn.Module, kind: str, options: Mapping[str, object]) -> None:
+    """Raise BadInput for an option, by its name and with what was given, that only sites of this kind honour, where
+    there are none; None and False were not given.
+    """
+    kinds = kinds_of(model)
+    if kind in kinds:
+        return
+    for name, value in options.items():
+        if value is not None and value is not False:
+            shown = name if value is True else f"{name} {value}"
+            there = ", ".join(WORDS[each] for each in sorted(kinds)) or "no sites"
+            raise BadInput(
+                f"{shown} is not honoured by a model without {WORDS[kind]} ({type(model).__name__}, which has "
+                f"{there}); leave it out"
+            )

@@ -1,5 +1,6 @@
-"""A module that no family knows: what it takes and gives, as it says, or as is seen where it is run without memory; and
-the builder of models of which nothing tells how they are made but such a module, in memory, given by its user.
+"""Modules of users that no library's family knows: what one takes and gives, as it says, or as is seen where it is run
+without memory; the builder of models that a user's code makes; and that of models of which nothing tells how they are
+made but such a module, in memory, given by its user.
 """
 
 import copy
@@ -29,8 +30,16 @@ from corp_deploy.traced.models.array_inputs import (
     parameters_of,
     takes_by_place,
 )
-from corp_deploy.traced.models.module import Facts, TracedModule, device, traced_module, traced_state
-from corp_deploy.traced.programs.module_copies import twin
+from corp_deploy.traced.models.module import (
+    Facts,
+    TracedModule,
+    device,
+    facts_of,
+    is_librarys,
+    traced_module,
+    traced_state,
+)
+from corp_deploy.traced.programs.program import twin
 from ground.errors import BadInput
 from ground.ports import Port, Role, image_port
 from ground.records import record_from_value
@@ -38,6 +47,7 @@ from ground.records import record_from_value
 from . import timm_library
 from .architecture import Architecture, Preprocessing
 from .timm_images import ImageSpec
+from .trusted_code import FAMILY, Code
 
 SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
 """Of images, those that most models are made for first."""
@@ -117,7 +127,6 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
 
 @torch.no_grad()
 def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> Any:
-    """What it gives to such a batch: shapes and types, no values."""
     own = twin(model)
     with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
         inputs = batch_of_ports(ports, count, device(model))
@@ -215,12 +224,14 @@ def _class_of(module: nn.Module) -> str:
     return f"{plain.__module__}.{plain.__qualname__}"
 
 
-def architecture_of(module: nn.Module, settings: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
+def architecture_in_memory(
+    module: nn.Module, settings: Mapping[str, Any], preprocessing: Preprocessing
+) -> Architecture:
     """What config.json keeps."""
     return Architecture(name=_class_of(module), kwargs=dict(settings), preprocessing=preprocessing, family=NAME)
 
 
-def build(architecture: Architecture) -> nn.Module:
+def build_in_memory(architecture: Architecture) -> nn.Module:
     """A copy of the module that is given, traced, on the CPU. Raises BadInput where none is, or one of another class,
     and for one that can't be copied or run.
     """
@@ -248,3 +259,38 @@ def build(architecture: Architecture) -> nn.Module:
         if taken.input_size is None:
             return traced_module(copied, facts_of_module(copied, architecture.preprocessing))
         return traced_module(copied, facts_of_images(copied, taken.input_size, architecture.preprocessing))
+
+
+def architecture_of(code: Code, arguments: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
+    """What config.json keeps: the source itself, so that a directory needs no other file."""
+    kwargs = {"source": code.source, "arguments": dict(arguments)}
+    name = f"{code.file}:{code.function}"
+    return Architecture(name=name, kwargs=kwargs, preprocessing=preprocessing, family=FAMILY)
+
+
+def build(architecture: Architecture) -> nn.Module:
+    """What the code makes, on the CPU whatever torch's default device is, since it may look at values: a module
+    with named sites or any other. Raises BadInput where code isn't trusted, and for what is no module.
+    """
+    file, function = architecture.name.rsplit(":", 1) if ":" in architecture.name else (architecture.name, "")
+    source, arguments = architecture.kwargs.get("source"), architecture.kwargs.get("arguments")
+    if not isinstance(source, str) or not isinstance(arguments, Mapping):
+        raise BadInput(f"{architecture.name}: no source and arguments of a model's code; write the model again")
+    code = Code(file=file, function=function, source=source)
+    with torch.device("cpu"):
+        model = code.called(dict(arguments))
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"{code.file}: {code.function}() gives a {type(model).__name__}, expected a torch.nn.Module")
+    if (spec := images_of(model)) is not None:
+        state = traced_state(model)
+        settings = architecture.preprocessing.spread(spec.shape[0]).settings
+        state.facts = replace(facts_of(model), spec=replace(spec, config={**spec.config, **settings}))
+    return model.eval().requires_grad_(False)
+
+
+def images_of(model: nn.Module) -> ImageSpec | None:
+    """How a traced module takes images, where that isn't timm's to say; None of any other."""
+    if not isinstance(model, TracedModule) or is_librarys(model):
+        return None
+    spec = facts_of(model).spec
+    return spec if isinstance(spec, ImageSpec) else None

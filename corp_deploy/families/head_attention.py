@@ -151,5 +151,4 @@ class HeadAttention(nn.Module):
             place_N = torch.arange(q.shape[-2], device=q.device)
             bias_BHNN = bias_BHNN + (place_N[:, None] < place_N).to(q.dtype) * HIDDEN
         z = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHNN, is_causal=alone, scale=self.scale)
-        out: Tensor = self.proj(z.transpose(-3, -2).flatten(-2))
-        return out
+        return self.proj(z.transpose(-3, -2).flatten(-2))

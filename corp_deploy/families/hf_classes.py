@@ -72,7 +72,6 @@ def looks_like_decoder(config: Mapping[str, Any]) -> bool:
 
 
 def _written(config: Mapping[str, Any]) -> str:
-    """The name of the class that wrote it, or nothing."""
     written = config.get("architectures") or [""]
     return written[0] if isinstance(written, list) and isinstance(written[0], str) else ""
 

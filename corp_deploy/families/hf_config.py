@@ -177,12 +177,10 @@ class VisionModel:
 
 
 def _of_turned(config: VisionConfig) -> str:
-    """The activation that timm's Eva has."""
     return "silu" if config.use_gated_mlp else "gelu"
 
 
 def _refusal(config: VisionConfig, output: Output) -> str:
-    """Why this model can't be built, or nothing."""
     width, heads = config.hidden_size, config.num_attention_heads
     reasons = config.refused(ACTIVATIONS) | {
         f"its activation is {config.hidden_act!r:.60}, expected {_of_turned(config)} of MLPs of its kind": (
@@ -205,7 +203,6 @@ def _refusal(config: VisionConfig, output: Output) -> str:
 
 
 def _tower(config: Mapping[str, Any], kind: Kind, where: str) -> dict[str, Any]:
-    """The entries of the vision tower, with its class's defaults."""
     inner: Any = config.get(kind.inside, {}) if kind.inside else config
     if not isinstance(inner, Mapping):
         raise BadInput(f"{where}: {kind.inside} is {inner!r:.60}, expected the vision tower's configuration")

@@ -115,7 +115,7 @@ def refuse_unsayable(model: VisionModel, widths: Widths) -> None:
 
 
 def _attention(name: str, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
-    """The three projections of a block's attention, by timm's name of it, the scale in the queries."""
+    """By timm's name of it; the scale is in the queries."""
     rows = len(state[f"{name}.qkv.weight"]) // 3
     tensors = {"weight": state[f"{name}.qkv.weight"]}
     if bias:
@@ -132,7 +132,6 @@ def _attention(name: str, model: VisionModel, state: Mapping[str, Tensor], bias:
 
 
 def _block(index: int, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
-    """Everything of a block, by its names on disk."""
     at, spelling = f"blocks.{index}.", spelling_of(model)
     block = _attention(f"{at}attn", model, state, bias)
     for path, theirs in spelling.block.items():
@@ -151,7 +150,6 @@ def _block(index: int, model: VisionModel, state: Mapping[str, Tensor], bias: bo
 
 
 def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What stands around the blocks and belongs to the tower, by its names on disk."""
     names, width = spelling_of(model).around, model.config.hidden_size
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -218,7 +216,6 @@ def saved(
 def _changes(
     state: Mapping[str, Tensor], model: VisionModel, sides: tuple[int, int], bias: bool, masks: bool
 ) -> dict[str, Any]:
-    """What the configuration says otherwise than the dense one's."""
     config, changes = model.config, dict[str, Any]()
     hidden = state["blocks.0.mlp.fc2.weight"].shape[1]
     head = len(state["blocks.0.attn.qkv.weight"]) // 3 // config.num_attention_heads

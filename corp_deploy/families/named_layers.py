@@ -111,7 +111,6 @@ class _Found:
         return names
 
     def _why(self, firsts: Sequence[str], last: str) -> str:
-        """What the program says of layers that have no such site between them."""
         if uncalled := [each for each in (*firsts, last) if f"{each}.weight" not in self.own.uses]:
             return f"{uncalled[0]} is never called"
         stays = {each.name: each.reason for each in self.own.analysis.stays}
@@ -132,7 +131,6 @@ def _names(spans: Sequence[Span]) -> set[str]:
 
 
 def _is_written(groups: Groups, kinds: Sequence[str], layers: Sequence[str]) -> bool:
-    """Whether they are of these kinds, and all of these layers write them."""
     return groups.kind in kinds and {f"{layer}.weight" for layer in layers} <= _names(groups.writers)
 
 

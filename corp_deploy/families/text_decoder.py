@@ -100,8 +100,7 @@ class GatedMlp(nn.Module):
         self.down = nn.Linear(architecture.hidden, architecture.width, bias=architecture.mlp_bias)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
-        out: Tensor = self.down(self.act(self.gate(x_BNC)) * self.up(x_BNC))
-        return out
+        return self.down(self.act(self.gate(x_BNC)) * self.up(x_BNC))
 
 
 class DecoderBlock(nn.Module):
@@ -129,8 +128,7 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         x_BNC = x_BNC + self.attn(self.norm1(x_BNC))
-        out: Tensor = x_BNC + self.mlp(self.norm2(x_BNC))
-        return out
+        return x_BNC + self.mlp(self.norm2(x_BNC))
 
 
 class TextDecoder(nn.Module):
@@ -149,5 +147,4 @@ class TextDecoder(nn.Module):
         for block in self.blocks:
             x_BNC = block(x_BNC)
         x_BNC = self.norm(x_BNC)
-        out: Tensor = F.linear(x_BNC, self.embeddings.word.weight) if self.head is None else self.head(x_BNC)
-        return out
+        return F.linear(x_BNC, self.embeddings.word.weight) if self.head is None else self.head(x_BNC)

@@ -92,8 +92,7 @@ class Embeddings(nn.Module):
         x_BNC = self.word(input_ids)
         if self.token_type is not None:
             x_BNC = x_BNC + self.token_type.weight[0]
-        out: Tensor = self.norm(x_BNC + self.position.weight[first : first + tokens])
-        return out
+        return self.norm(x_BNC + self.position.weight[first : first + tokens])
 
 
 class Mlp(nn.Module):
@@ -106,8 +105,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.act(self.fc1(x_BNC)))
-        return out
+        return self.fc2(self.act(self.fc1(x_BNC)))
 
 
 class Block(nn.Module):
@@ -123,8 +121,7 @@ class Block(nn.Module):
 
     def forward(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         x_BNC = self.norm1(x_BNC + self.attn(x_BNC, weights_BN))
-        out: Tensor = self.norm2(x_BNC + self.mlp(x_BNC))
-        return out
+        return self.norm2(x_BNC + self.mlp(x_BNC))
 
 
 class TextEncoder(nn.Module):

@@ -49,7 +49,6 @@ _BLOCK = ("norm1", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
 
 
 def _parts(*theirs: str) -> dict[str, str]:
-    """Of a block with a plain MLP."""
     return dict(zip(_BLOCK, theirs, strict=True))
 
 
@@ -144,7 +143,6 @@ def _laid_out(names: Names, path: str, tensor: Tensor) -> Tensor:
 
 
 def _qkv(names: Names, theirs: Mapping[str, dict[str, Tensor]], where: str) -> dict[str, Tensor]:
-    """The fused projection of a block, weight and perhaps bias."""
     joined = {}
     for entry in ("weight", "bias"):
         tensors = [theirs[name][entry] for name in names.fused if entry in theirs.get(name, {})]

@@ -47,12 +47,10 @@ class ClassAndPatches(VisionTransformer):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Normalised tokens [B,N,C] -> logits [B,classes], or what they are made of [B,2C]."""
         features = torch.cat([x[:, 0], x[:, self.num_prefix_tokens :].mean(dim=1)], dim=1)
-        logits: Tensor = features if pre_logits else self.head(self.head_drop(features))
-        return logits
+        return features if pre_logits else self.head(self.head_drop(features))
 
 
 def _spelled(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as timm takes them. Raises ValueError for a norm that is none."""
     spelled = {key: value for key, value in kwargs.items() if key != "head"}
     if isinstance(spelled.get("norm_layer"), Mapping):
         norm = msgspec.convert(spelled["norm_layer"], _Norm)
@@ -68,8 +66,7 @@ def built(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     if head not in (None, *HEADS):
         raise ValueError(f"head is {head!r:.60}, expected one of {', '.join(HEADS)}")
     if head == "class and patches":
-        reading: nn.Module = build_model_with_cfg(ClassAndPatches, name, pretrained=False, **spelled)
-        return reading
+        return build_model_with_cfg(ClassAndPatches, name, pretrained=False, **spelled)
     model: nn.Module = timm.create_model(name, pretrained=False, **spelled)
     if head == "projection":
         assert isinstance(model, VisionTransformer), type(model)
@@ -123,7 +120,6 @@ def _cut(value: object) -> str:
 
 
 def _first(model: nn.Module, path: str) -> Any:
-    """What stands there; None where nothing does."""
     found: Any = model
     for part in path.split("."):
         found = getattr(found, part, None)

@@ -183,7 +183,6 @@ def _turns(own: State, entry: Mapping[str, Any], attention: Any, dense: Callable
 
 
 def _dense_tables(model: nn.Module) -> Tensor:
-    """timm's own [2,T,P]."""
     assert isinstance(model, Eva), type(model)
     rope: Any = model.rope
     table_TX = rope.get_embed(list(model.patch_embed.grid_size) if model.dynamic_img_size else None)

@@ -83,8 +83,7 @@ class ImageSpec:
     def transform(self) -> Callable[[Any], Tensor]:
         """timm's evaluation transform: an RGB image of PIL -> float32 [C,H,W]. Raises as `normalisation` does."""
         self.require_normalisation(where="pictures")
-        transform: Callable[[Any], Tensor] = timm.data.create_transform(**self.config, is_training=False)
-        return transform
+        return timm.data.create_transform(**self.config, is_training=False)
 
 
 def fitting(settings: Mapping[str, Any], channels: int | None) -> dict[str, Any]:

@@ -56,9 +56,15 @@ def constant(name: str, shape: torch.Size, buffers: State, state: State) -> Tens
         return None
     bias, owner = f"{attention}.position_bias", of_places["owner"]
     table_TH = state.get(f"{bias}.table")
-    if table_TH is None:
-        table_TH = _of_network(bias, buffers[f"{owner}.relative_coords_table"], state)
-    place_NN = _places(buffers[f"{owner}.relative_position_index"], shape[-1], len(table_TH))
+    if table_TH is None:  # 16 sigmoid(g(x, y)) of each place (Swin V2, arXiv 2111.09883, section 3.3)
+        first, offset, last = (state[f"{bias}.cpb_mlp.{each}"] for each in ("0.weight", "0.bias", "2.weight"))
+        hidden = F.linear(buffers[f"{owner}.relative_coords_table"].view(-1, 2), first, offset).relu()
+        table_TH = 16.0 * F.linear(hidden, last).sigmoid()
+    # Each token as seen from each other; of tokens that timm knows none of, in front, the last place.
+    index, tokens = buffers[f"{owner}.relative_position_index"], shape[-1]
+    patches = round(index.numel() ** 0.5)
+    place_NN = index.new_full((tokens, tokens), len(table_TH) - 1)
+    place_NN[tokens - patches :, tokens - patches :] = index.view(patches, patches)
     return table_TH[place_NN].permute(2, 0, 1).reshape(shape)
 
 
@@ -84,20 +90,6 @@ def shared(names: Iterable[str], state: State) -> list[str]:
     of_all = [name for name in names if _OF_PLACES.fullmatch(name) and ".attn." not in name]
     tables = [each for name, each in state.items() if name.endswith(".position_bias.table")]
     return of_all if len(of_all) == 1 and not all(torch.equal(each, tables[0]) for each in tables) else []
-
-
-def _places(index: Tensor, tokens: int, places: int) -> Tensor:
-    """The place of each token as seen from each other; of tokens that timm knows none of, in front, the last one."""
-    patches = round(index.numel() ** 0.5)
-    place_NN = index.new_full((tokens, tokens), places - 1)
-    place_NN[tokens - patches :, tokens - patches :] = index.view(patches, patches)
-    return place_NN
-
-
-def _of_network(bias: str, coordinates: Tensor, state: State) -> Tensor:
-    """16 sigmoid(g(x, y)) of each place [T,H] (Swin V2, arXiv 2111.09883, section 3.3)."""
-    first, offset, last = (state[f"{bias}.cpb_mlp.{each}"] for each in ("0.weight", "0.bias", "2.weight"))
-    return 16.0 * F.linear(F.linear(coordinates.view(-1, 2), first, offset).relu(), last).sigmoid()
 
 
 _ALIASES = (
@@ -171,7 +163,6 @@ def require_widths(name: str, entry: Mapping[str, Any], where: str) -> None:
 
 
 def _found(name: str, state: State) -> Tensor | None:
-    """By whatever a weight may have been called."""
     name = re.sub(*_ALIASES[0], name)
     names = (name, *(re.sub(pattern, new, name) for pattern, new in _ALIASES[1:]))
     return next((state[each] for each in names if each in state), None)
@@ -228,7 +219,10 @@ def as_decoders(
         turning_HK = ours.pop(f"{name}.{_TURNING}", None)
         kept |= _kept_of_decoder(name, sites[name], arguments.decoder, groups, turning_HK)
         if turning_HK is not None:
-            ours |= _tables(name, turning_HK, arguments.text.length)
+            # As the program folds sines and cosines: one row where all heads keep the same planes.
+            own_HK = turning_HK[:1] if bool((turning_HK == turning_HK[:1]).all()) else turning_HK
+            names = (f"{name}.{_TURNING}", f"{name}.{_TURNING}_folded_1")
+            ours |= zip(names, SequenceRotary(own_HK).tables(arguments.text.length), strict=True)
     return ours, kept
 
 
@@ -249,11 +243,3 @@ def _kept_of_decoder(
     away_HKP = (of_group_HK.unsqueeze(-1) - dense.rope.frequencies(dense.head // 2)).abs()
     by_group_HP = torch.arange(queries.size).view(dense.groups, -1)[:left]
     yield f"{name}.qk", by_group_HP.gather(1, away_HKP.argmin(-1)).flatten().numpy()
-
-
-def _tables(name: str, freqs_HK: Tensor, tokens: int) -> Iterator[tuple[str, Tensor]]:
-    """Sines and cosines, as the program folds them; one row where all heads keep the same planes."""
-    own_HK = freqs_HK[:1] if bool((freqs_HK == freqs_HK[:1]).all()) else freqs_HK
-    sin_HNP, cos_HNP = SequenceRotary(own_HK).tables(tokens)
-    yield f"{name}.{_TURNING}", sin_HNP
-    yield f"{name}.{_TURNING}_folded_1", cos_HNP

@@ -1,5 +1,5 @@
-"""timm's models: how one is built from a name, its preprocessing, its own arguments, the state dicts it takes, and the
-port it answers on. Nothing here knows where a model's sites are.
+"""timm's models: how one is built from a name, its preprocessing, its own arguments, the state dicts it takes, the port
+it answers on, and its norms. Nothing here knows where a model's sites are.
 """
 
 import json
@@ -12,11 +12,14 @@ from typing import Annotated, Any
 import msgspec
 import timm
 import torch
+from timm import layers
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corp_deploy.traced.models.module import MOST_PARAMETERS, Facts, parameters
+from corp_deploy.traced.programs.exported import Norm
+from export.graph.precision import NORMS as TORCH_NORMS
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
 from ground.quantity import quoted
@@ -186,7 +189,7 @@ _FILLING = {f"aten::{name}_" for name in ("add", "clamp", "erfinv", "fill", "mul
 
 
 def _built(architecture: Architecture) -> nn.Module:
-    """The model on torch's default device. Any error is one of the arguments: timm checks few of them."""
+    """Any error is one of the arguments: timm checks few of them."""
     on_meta = torch.get_default_device().type == "meta"
     try:
         with _Unfilled() if on_meta else nullcontext():  # type: ignore[no-untyped-call]
@@ -218,13 +221,6 @@ def _size(architecture: Architecture) -> int:
     return count if key is None else _sizes.setdefault(key, count)
 
 
-def _require_configured(model: nn.Module, name: str) -> None:
-    """Raise BadInput for a pretrained_cfg, which arguments may overlay, that can't be read."""
-    where = f"--model {quoted(name)}: its pretrained_cfg"
-    record_from_value(_config(model), _Configured, where=where, remedy="check --model-kwargs")
-    record_from_value(_config(model), Preprocessing, where=where, remedy="check --model-kwargs")
-
-
 def build(architecture: Architecture) -> nn.Module:
     """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
     an unknown name or arguments, and for more parameters than are built.
@@ -239,6 +235,13 @@ def build(architecture: Architecture) -> nn.Module:
             f"{MOST_PARAMETERS:,} at most are built; check --model-kwargs"
         )
     model = _built(architecture).eval()
-    _require_configured(model, architecture.name)
+    where = f"--model {quoted(architecture.name)}: its pretrained_cfg"
+    for kind in (_Configured, Preprocessing):  # which arguments may overlay
+        record_from_value(_config(model), kind, where=where, remedy="check --model-kwargs")
     set_preprocessing_(model, architecture.preprocessing)
     return model
+
+
+_RMS = (layers.RmsNorm, layers.RmsNorm2d, layers.RmsNorm2dFp32, layers.RmsNormFp32)
+_SIMPLE = (layers.SimpleNorm, layers.SimpleNorm2d, layers.SimpleNorm2dFp32, layers.SimpleNormFp32)
+NORMS = (*TORCH_NORMS, Norm, *_RMS, *_SIMPLE)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from corp_deploy.traced.models.module import TracedModule, is_librarys, traced_module, traced_state
 from corp_deploy.traced.models.outputs import Output, Outputs
-from corp_deploy.traced.programs.module_copies import without_memory
+from corp_deploy.traced.programs.program import without_memory
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
@@ -203,7 +203,6 @@ def _place(layer: str, layers: Sequence[str]) -> int | None:
 
 
 def _refusal(output: Output, number: int | None, layers: _Layers) -> str:
-    """Why the model has no such part of a stream, or nothing."""
     if number is None:
         every = dict.fromkeys((*_names(layers.names), *(f"feature{place}" for place in range(len(layers.names)))))
         return f"the model has no such layer; it has {', '.join(every)}"

@@ -79,8 +79,7 @@ class _Spec:
 
     def as_json(self) -> dict[str, Any]:
         """The preparation as plain JSON values."""
-        values: dict[str, Any] = msgspec.to_builtins(self.tokenization)
-        return values
+        return msgspec.to_builtins(self.tokenization)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,11 @@ def architecture_of(
         own["image_size"] = side or kwargs.get("img_size", entry.transforms().crop_size[0])
     prepares = entry.transforms()
     if state is not None and "num_classes" not in kwargs:
-        own |= _classes(name, state)
+        # As many as the weights tell apart, unless they are another model's.
+        with torch.device("meta"):
+            model = _built(Architecture(name=PREFIX + name))
+        classifier = [key for key, each in model.named_parameters() if each.dim() > 1][-1]
+        own |= {"num_classes": len(state[classifier])} if classifier in state else {}
     images = Preprocessing(
         mean=tuple(prepares.mean),
         std=tuple(prepares.std),
@@ -86,14 +90,6 @@ def architecture_of(
         preprocessing=Preprocessing(**{**images.settings, **preprocessing.for_channels(3).settings}),
         family="traced",
     )
-
-
-def _classes(name: str, state: State) -> dict[str, int]:
-    """As many as the weights tell apart, as an argument; nothing where they are another model's."""
-    with torch.device("meta"):
-        model = _built(Architecture(name=PREFIX + name))
-    classifier = [key for key, each in model.named_parameters() if each.dim() > 1][-1]
-    return {"num_classes": len(state[classifier])} if classifier in state else {}
 
 
 def names_of(model: nn.Module) -> list[str]:

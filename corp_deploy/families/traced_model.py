@@ -31,11 +31,9 @@ from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from corp_deploy.traced.narrowing.whole_removal import filled_
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
-from corp_deploy.traced.programs.padding import has_uneven, padded, spelled_out_
+from corp_deploy.traced.programs.exported import has_uneven, made_on_, padded, spelled_out_, tree, with_one_type_
 from corp_deploy.traced.programs.program import operation
 from corp_deploy.traced.programs.readers import Layer, as_module, layers, vocabularies, without_biases_
-from corp_deploy.traced.programs.tree import tree
-from corp_deploy.traced.programs.types import made_on_, with_one_type_
 from ground.errors import BadInput
 
 from . import timm_library
@@ -91,7 +89,6 @@ def layers_of(model: nn.Module, site: Site) -> dict[str, Layer]:
 
 
 def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
-    """Of the first or the last stream. Raises BadInput where there is none."""
     own = tracing(model)
     if not own.segments:
         raise BadInput(f"{type(model).__name__}: {_WHOLE}")
@@ -99,7 +96,7 @@ def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
     return layout_of(first.before if is_first else last.after, input_spec(model).shape)
 
 
-def steps(model: nn.Module) -> Iterator[Step]:
+def steps(model: nn.Module) -> Iterator[SegmentStep | Merge | Unmerge]:
     """The segments of the program, the last one where a site stands there or several outputs are of what is behind it,
     and what becomes of tokens between them; none where no stream can be followed.
     """
@@ -108,15 +105,15 @@ def steps(model: nn.Module) -> Iterator[Step]:
 
 
 def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
-    """With the sites that stand in them."""
     own = tracing(model)
     for segment, inside in sites_by_segment(model).items():
         if inside or own.cut_outputs or segment is not own.segments[-1]:
             yield segment, inside
 
 
-def _steps_of(segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]) -> Iterator[Step]:
-    """A segment and what is done at the cut behind it."""
+def _steps_of(
+    segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]
+) -> Iterator[SegmentStep | Merge | Unmerge]:
     start, end = segment.start, segment.end
     if start.is_merged and not end.is_merged and end.raw is end.node:
         yield Unmerge(name=segment.name, gives_back=False)

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families.family import sites_of
-from corp_deploy.families.ineffective_options import STREAMS
+from corp_deploy.families.family import STREAMS, sites_of
 from corp_deploy.families.inspection import fixed_shares
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method

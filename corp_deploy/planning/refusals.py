@@ -7,9 +7,8 @@ from calib.active import ACTIVE_EPS
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import sites_of
+from corp_deploy.families.family import refuse_idle_options, require_streams, sites_of
 from corp_deploy.families.hf_saved import INSTEAD
-from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint

@@ -26,7 +26,7 @@ from corp_deploy.traced.models.segments import Segment, TokenRows
 from corp_deploy.traced.models.sites import Site, TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.programs.attention_masks import unread_queries
-from corp_deploy.traced.programs.means import is_mean
+from corp_deploy.traced.programs.folding import is_mean
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layers
 

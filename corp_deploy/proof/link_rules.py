@@ -13,8 +13,8 @@ from torch import nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import counted
 from corp_deploy.families.family import output_ports
-from corp_deploy.families.merge_margins import merge_margins
-from corp_deploy.families.norm_types import NORMS
+from corp_deploy.families.inspection import merge_margins
+from corp_deploy.families.timm_library import NORMS
 from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import output_ports
-from corp_deploy.families.norm_types import NORMS
+from corp_deploy.families.timm_library import NORMS
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from corp_deploy.store.graph_input import GraphInput, export_form

@@ -25,8 +25,16 @@ from calib.sites import PatchTaps, Site
 from corp_deploy.algebra.planes import dims_of_planes
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import example_of, listened, sites_of, token_weights
-from corp_deploy.families.ineffective_options import HEADS, refuse_idle_options, require_streams, taps_for
+from corp_deploy.families.family import (
+    HEADS,
+    example_of,
+    listened,
+    refuse_idle_options,
+    require_streams,
+    sites_of,
+    taps_for,
+    token_weights,
+)
 from corp_deploy.families.widths import aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments

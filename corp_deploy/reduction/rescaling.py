@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from calib.inputs import InputSet
 from corp_deploy.algebra.patches import rescaled_outputs
-from corp_deploy.families.ineffective_options import CONVOLUTIONS, kinds_of
+from corp_deploy.families.family import CONVOLUTIONS, kinds_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.module import Tracing, device

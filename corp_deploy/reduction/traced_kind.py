@@ -13,7 +13,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.widths import aligned_width, aligned_widths, finer_step, stepped_width
 from corp_deploy.traced.models.sites import Site, TracedChannels
-from corp_deploy.traced.programs.means import is_mean
+from corp_deploy.traced.programs.folding import is_mean
 
 from .heads import fitted
 from .method import Method

@@ -25,7 +25,7 @@ from corp_deploy.traced.models.offered import names_of, traced_sites
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
-from corp_deploy.traced.programs.means import is_mean
+from corp_deploy.traced.programs.folding import is_mean
 from corp_deploy.traced.programs.readers import Called, layers
 from ground.errors import BadInput
 

@@ -185,7 +185,7 @@ class Student:
     def keep_(self, kept: Kept) -> None:
         """These groups of sites alone."""
         found = self.tracing.analysis
-        self.gone |= gone(found.flow, found.sites, kept)
+        self.gone |= gone(found, kept)
         self.is_changed = True
         self.masks = masks(found, self.gone)
 

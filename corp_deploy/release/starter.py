@@ -36,7 +36,7 @@ def _has_rows(architecture: Architecture) -> tuple[bool, bool]:
     """Whether convolutions are among the sites, and whether anything else is."""
     import torch
 
-    from corp_deploy.families.ineffective_options import CONVOLUTIONS, HEADS, MLPS, kinds_of
+    from corp_deploy.families.family import CONVOLUTIONS, HEADS, MLPS, kinds_of
     from corp_deploy.store.checkpoint import dense_from_architecture
 
     with torch.device("meta"):

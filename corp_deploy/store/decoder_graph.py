@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from corp_deploy.families.decoder import architecture_from_transformers
 from corp_deploy.families.decoder_builder import (
     CLASSES,
     PROVIDERS,
@@ -19,7 +20,6 @@ from corp_deploy.families.decoder_builder import (
     refuse_unbuilt,
     require_builder,
 )
-from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.sentence_files import DECODER_FILES
 from ground.errors import BadInput
 from ground.files import path_inside, sha256_of_file

@@ -11,7 +11,6 @@ from torch import nn
 from corp_deploy.families import (
     bert,
     decoder,
-    decoder_config,
     hf_classes,
     hf_config,
     timm_library,
@@ -103,13 +102,13 @@ def _from_transformers(directory: Path, kwargs: Mapping[str, Any], preprocessing
     kind = config_of_transformers(directory).get("model_type")
     if kind in hf_config.KINDS:
         return load_vision(directory, kwargs, preprocessing)
-    if kind in (*MODEL_TYPES, *decoder_config.MODEL_TYPES):
+    if kind in (*MODEL_TYPES, *decoder.MODEL_TYPES):
         _refuse_beside(directory, preprocessing.settings)
         return (load_transformers if kind in MODEL_TYPES else load_decoder)(directory, kwargs)
     if kind != "siglip2" and not hf_classes.looks_like_decoder(config_of_transformers(directory)):
         return load_class(directory, kwargs, preprocessing)
     naflex = "; its images are of any size (NaFlex): take a fixed resolution's" if kind == "siglip2" else ""
-    model_types = ", ".join((*hf_config.KINDS, *MODEL_TYPES, *decoder_config.MODEL_TYPES))
+    model_types = ", ".join((*hf_config.KINDS, *MODEL_TYPES, *decoder.MODEL_TYPES))
     raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}{naflex}, expected one of {model_types}")
 
 
@@ -156,10 +155,10 @@ def _architecture_of_transformers(
     kind = config.get("model_type")
     if kind in hf_config.KINDS:
         return vision_architecture(directory, kwargs, preprocessing)
-    _refuse_beside(directory, preprocessing.settings if kind in (*MODEL_TYPES, *decoder_config.MODEL_TYPES) else {})
+    _refuse_beside(directory, preprocessing.settings if kind in (*MODEL_TYPES, *decoder.MODEL_TYPES) else {})
     if kind in MODEL_TYPES:
         return bert.architecture_of(*encoder_arguments(directory, kwargs, looked_at=True))
-    if kind in decoder_config.MODEL_TYPES:
+    if kind in decoder.MODEL_TYPES:
         return decoder.architecture_of(*decoder_arguments(directory, kwargs, looked_at=True))
     return hf_classes.architecture_of({"config": config, **kwargs}, preprocessing, where=str(directory / CONFIG))
 

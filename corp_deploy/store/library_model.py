@@ -11,7 +11,7 @@ from torch import nn
 
 from corp_deploy.families import hf_classes, torchvision_models
 from corp_deploy.families.architecture import Preprocessing
-from corp_deploy.families.custom_modules import architecture_of, images_of
+from corp_deploy.families.given_module import architecture_of, images_of
 from corp_deploy.families.sentence_files import MODULES, text_length
 from corp_deploy.families.tokenizer import FILE as TOKENIZER
 from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer

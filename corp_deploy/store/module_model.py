@@ -122,7 +122,7 @@ def _in_memory(model: nn.Module, input_args: Mapping[str, Any], preprocessing: P
     """Any module, of which a directory loads beside the module alone."""
     if isinstance(declared := input_args.get("inputs"), Mapping):
         input_args = {"inputs": [asdict(port) for port in ports_of(model, declared)]}
-    architecture = given_module.architecture_of(model, input_args, preprocessing)
+    architecture = given_module.architecture_in_memory(model, input_args, preprocessing)
     try:
         with given_module.available_module(model):
             built = dense_from_architecture(architecture)

@@ -12,7 +12,7 @@ from corp_deploy import __version__
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import output_ports
-from corp_deploy.families.norm_types import NORMS
+from corp_deploy.families.timm_library import NORMS
 from corp_deploy.families.widths import HeadGeometry
 from export.graph.fusion_breaks import NOTE, with_fusion_breaks
 from export.graph.ports import GraphPort, ports_of_graph

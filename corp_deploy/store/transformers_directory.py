@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 from torch import nn
 
-from corp_deploy.families import bert, decoder, decoder_config
+from corp_deploy.families import bert, decoder
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.bert import EncoderArguments
 from corp_deploy.families.decoder import DecoderArguments
@@ -107,7 +107,7 @@ def decoder_arguments(
 ) -> tuple[str, DecoderArguments]:
     """The kind of decoder and what builds it; one `looked_at` may lack its tokenizer. Raises as `load_decoder`."""
     config = config_of_transformers(directory)
-    architecture = decoder_config.architecture_from_transformers(config, where=str(directory / CONFIG))
+    architecture = decoder.architecture_from_transformers(config, where=str(directory / CONFIG))
     changes = changes_of(kwargs, Changes, "a decoder takes length, the tokens of a sequence")
     text = Tokenization(
         length=changes.length or min(LENGTH, architecture.longest),

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from safetensors.torch import save_file
 
-from corp_deploy.families import decoder_config, decoder_saved, hf_saved, traced_model
+from corp_deploy.families import decoder, decoder_saved, hf_saved, traced_model
 from corp_deploy.families.bert import MODEL_TYPES
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.hf_config import VisionModel, vision_model
@@ -121,7 +121,7 @@ def origin_of(checkpoint: Checkpoint) -> Origin:
     config, where = origin["config"], f"{CONFIG}: lineage: source"
     if config.get("model_type") in MODEL_TYPES:
         return _encoder(origin, checkpoint, where)
-    if config.get("model_type") in decoder_config.MODEL_TYPES:
+    if config.get("model_type") in decoder.MODEL_TYPES:
         return _decoder(origin, where)
     return Tower(model=vision_model(config, where=where), config=config, preprocessor=origin.get("preprocessor") or {})
 

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 from corp_deploy.families.architecture import Architecture, Preprocessing
-from corp_deploy.families.hf_arguments import timm_arguments, timm_name
 from corp_deploy.families.hf_config import Sides, VisionModel, both, vision_model
 from corp_deploy.families.hf_names import state_from_transformers, with_positions_of
-from corp_deploy.families.hf_preprocessing import Prepared, prepared
+from corp_deploy.families.hf_preprocessing import Prepared, prepared, timm_arguments, timm_name
 from corp_deploy.families.hf_saved import own_config, written_again
 from ground.records import record_from_file
 

@@ -93,7 +93,6 @@ def attentions_of(program: Program) -> Iterator[Attention]:
 
 
 def _added(program: Program, attention: Attention, constants: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
-    """The first sum of something that is made of an attention with a stream of its tokens, and that stream."""
     behind, tokens = {attention.product}, sizes_at_one(attention.queries)[-2]
     for node in program.nodes:
         if node.op != "call_function" or behind.isdisjoint(node.all_input_nodes):

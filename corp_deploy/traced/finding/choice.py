@@ -1,6 +1,9 @@
-"""What can be removed, and what is: of every site the groups that aren't kept, and what goes along with them."""
+"""What is removed: of every site the groups that aren't kept, and what goes along with them. Heads hold dimensions of
+several sites: values, and the queries and keys that go with a head of them.
+"""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -8,47 +11,26 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
-from .flow import Flow
+from .flow import Flow, labels_of, stuck
 from .site import Index, Site
+from .sites import Found
 
 Kept = Mapping[str, Sequence[int] | Index]
 """Of sites by their keys the groups that are kept; a site that isn't named is kept whole."""
 
 
-def stuck(flow: Flow) -> Tensor:
-    """Whether each label [labels] names a group that can't go."""
-    stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
-    head_labels = flow.held_groups()
-    while True:
-        before = stays.clone()
-        for outer, inner in head_labels:
-            stays[outer[stays[inner]]] = True
-            alone = torch.bincount(outer, minlength=len(stays)) == 1
-            stays[inner[(alone & stays)[outer]]] = True
-        if torch.equal(before, stays):
-            return stays
-
-
-def holders(flow: Flow) -> Tensor:
-    """Whether each label [labels] names a group that holds others."""
-    holds = torch.zeros(flow.groups.count, dtype=torch.bool)
-    for outer, _ in flow.held_groups():
-        holds[outer] = True
-    return holds
-
-
-def gone(flow: Flow, sites: Iterable[Site], kept: Kept) -> Tensor:
+def gone(analysis: Found, kept: Kept) -> Tensor:
     """Whether each label [labels] goes, by the group that it is in; where none of a site is kept, whatever holds it
     stays. Raises BadInput for a choice that can't be.
     """
-    by_key = {site.key: site for site in sites}
+    flow, by_key = analysis.flow, {site.key: site for site in analysis.sites}
     goes, folded_to_constant = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
     for key, groups in kept.items():
         if key not in by_key:
             raise BadInput(f"{key}: no such site; there are {', '.join(by_key) or 'none'}")
         site = by_key[key]
         of_site = goes if len(groups) else folded_to_constant
-        of_site[labels_of(flow, site, np.setdiff1d(np.arange(site.size), _checked(site, groups)))] = True
+        of_site[labels_of(flow, site)[np.setdiff1d(np.arange(site.size), _checked(site, groups))]] = True
     return _taken_along(flow, goes) | folded_to_constant
 
 
@@ -61,16 +43,6 @@ def _checked(site: Site, groups: Sequence[int] | Index) -> Index:
         if len(set(counts[counts > 0].tolist())) > 1:
             raise BadInput(f"{site.key}: keeps {counts.tolist()} in its parts, expected as many in each, or none")
     return chosen
-
-
-def labels_of(flow: Flow, site: Site, groups: Index) -> Tensor:
-    """Of groups of a site, int64, by where its writers stand: the same in any program with these parameters."""
-    first = site.writers[0]
-    labels = next(
-        use.labels for use in flow.every_use if (use.name, use.axes, use.role) == (first.name, first.axes, "writes")
-    )
-    places = torch.from_numpy(first.index_GM[groups].reshape(-1))
-    return flow.groups.of(labels.reshape(-1)[places])
 
 
 def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
@@ -95,3 +67,64 @@ def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
             "of a head go together"
         )
     return goes
+
+
+Holders = Mapping[int, set[int]]
+"""By label, what holds it."""
+
+
+def holders_of(flow: Flow) -> Holders:
+    holders = defaultdict[int, set[int]](set)
+    for outer, inner in flow.held_groups():
+        for one, other in zip(outer.tolist(), inner.tolist(), strict=True):
+            holders[other].add(one)
+    return holders
+
+
+def _of_groups(flow: Flow, holders: Holders, site: Site) -> list[set[int]]:
+    return [holders.get(label, set()) for label in labels_of(flow, site)[:, 0].tolist()]
+
+
+def beside(analysis: Found, values: Site) -> dict[str, Index] | str:
+    """By the keys of sites whose groups are of the same heads as those of `values`, which part of it each of their
+    groups is of; or why no head goes whole.
+    """
+    if values.part_G is None:
+        return "it has a single head"
+    holders, part_of = holders_of(analysis.flow), defaultdict[int, set[int]](set)
+    for part, labels in zip(values.part_G.tolist(), _of_groups(analysis.flow, holders, values), strict=True):
+        for label in labels:
+            part_of[label].add(part)
+    others: dict[str, Index] = {}
+    for site in analysis.sites:
+        if site.kind == "queries and keys":
+            of_groups = _of_groups(analysis.flow, holders, site)
+            parts_of_groups = [{part for label in labels for part in part_of.get(label, ())} for labels in of_groups]
+            if all(len(parts) == 1 for parts in parts_of_groups):
+                others[site.key] = np.array([next(iter(parts)) for parts in parts_of_groups])
+    first = {values.key: np.flatnonzero(values.part_G > 0)}
+    first |= {key: np.flatnonzero(of_part > 0) for key, of_part in others.items()}
+    try:
+        gone(analysis, first)
+    except BadInput:
+        return "what a head of it is made of can't go as a whole"
+    return others
+
+
+def together(analysis: Found, kept: Kept) -> list[list[str]]:
+    """The keys of what is kept; those of which the same heads go are narrowed together or not at all."""
+    units, labels_of_units = list[list[str]](), list[set[int]]()
+    holders: Holders = {}
+    for site in analysis.sites:
+        if site.key not in kept:
+            continue
+        labels = set[int]()
+        if site.part_G is not None and len(np.unique(site.part_G[np.asarray(kept[site.key])])) < site.parts:
+            holders = holders or holders_of(analysis.flow)
+            labels = set[int]().union(*_of_groups(analysis.flow, holders, site))
+        at = next((at for at, each in enumerate(labels_of_units) if each & labels), len(units))
+        if at == len(units):
+            units.append([])
+            labels_of_units.append(labels)
+        units[at].append(site.key)
+    return units

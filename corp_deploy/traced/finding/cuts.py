@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
@@ -24,7 +23,7 @@ from corp_deploy.traced.programs.program import (
     reached,
 )
 
-from .choice import labels_of
+from .flow import labels_of
 from .labels import loses
 from .product import contracts, macs
 from .sites import Found
@@ -47,13 +46,18 @@ def cuts(analysis: Found, *, beside_outputs: bool = False, to_end: bool = False)
 
     A program of several inputs has none before the last use of all but its first input and those that go `along`.
     """
-    removable, names = _removable(analysis), _names(analysis.program)
+    removable, names = torch.zeros(analysis.flow.groups.count, dtype=torch.bool), _names(analysis.program)
+    for site in analysis.sites:
+        if site.kind != "stream":
+            removable[labels_of(analysis.flow, site)] = True
     out = ways_out(analysis.program) if beside_outputs else frozenset()
     chosen: list[Cut] = []
     is_due = False
     for node, since in passed_by_all(analysis.program, out, along(analysis.program)):
         is_due = is_due or any(map(contracts, since))
-        if is_due and _is_one_for_each_input(node) and not loses(analysis.flow.values[node], removable):
+        value = node.meta.get("val")
+        is_rows = isinstance(value, Tensor) and value.dim() > 1 and batch_of(node) == IN_FRONT
+        if is_due and is_rows and not loses(analysis.flow.values[node], removable):
             chosen.append(Cut(node=node, name=names[node]))
             is_due = False
     is_at_end = bool(chosen) and not is_due and not out and not to_end
@@ -116,21 +120,6 @@ def _names(program: Program) -> dict[fx.Node, str]:
         count[path, op] += 1
         names[node] = f"{path} {op} {count[path, op]}"
     return names
-
-
-def _is_one_for_each_input(node: fx.Node) -> bool:
-    """Of one tensor, nothing but the batch being along its first axis."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dim() > 1 and batch_of(node) == IN_FRONT
-
-
-def _removable(analysis: Found) -> Tensor:
-    """Which labels can go with a site that is no stream."""
-    gone = torch.zeros(analysis.flow.groups.count, dtype=torch.bool)
-    for site in analysis.sites:
-        if site.kind != "stream":
-            gone[labels_of(analysis.flow, site, np.arange(site.size))] = True
-    return gone
 
 
 def between(

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from corp_deploy.traced.programs.program import Program, arguments_of, module_of, operation, sizes_at_one
 
 from .labels import FIXED, TYPE, Groups, LabelTensor, compact, pairs, placed, standing, tidy, varying
+from .site import Site
 
 Value = Any
 """Of a node: Marks, a tuple of them, or the number that it is at a batch of 1."""
@@ -210,3 +211,34 @@ class Flow:
         labels = self.fresh(marks.shape)
         self.use(node, marks.constant, tuple(range(len(marks.shape))), labels, "between")
         return labels
+
+
+def stuck(flow: Flow) -> Tensor:
+    """Whether each label [labels] names a group that can't go."""
+    stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
+    head_labels = flow.held_groups()
+    while True:
+        before = stays.clone()
+        for outer, inner in head_labels:
+            stays[outer[stays[inner]]] = True
+            alone = torch.bincount(outer, minlength=len(stays)) == 1
+            stays[inner[(alone & stays)[outer]]] = True
+        if torch.equal(before, stays):
+            return stays
+
+
+def holders(flow: Flow) -> Tensor:
+    """Whether each label [labels] names a group that holds others."""
+    holds = torch.zeros(flow.groups.count, dtype=torch.bool)
+    for outer, _ in flow.held_groups():
+        holds[outer] = True
+    return holds
+
+
+def labels_of(flow: Flow, site: Site) -> Tensor:
+    """Of the groups of a site [G,M], by where its writers stand: the same in any program with these parameters."""
+    first = site.writers[0]
+    labels = next(
+        use.labels for use in flow.every_use if (use.name, use.axes, use.role) == (first.name, first.axes, "writes")
+    )
+    return flow.groups.of(labels.reshape(-1)[torch.from_numpy(first.index_GM)])

@@ -160,7 +160,10 @@ def remaining(keep: Tensor) -> tuple[int, ...]:
     axis, the last where several will do. Raises Uneven where it is no tensor.
     """
     total = int(keep.sum())
-    kept_sizes = tuple(int(_any_besides(keep, dim).sum()) for dim in range(keep.dim()))
+    kept_sizes = tuple(
+        int(keep.movedim(dim, 0).flatten(1).any(1).sum()) if keep.dim() > 1 else int(keep.sum())
+        for dim in range(keep.dim())
+    )
     if math.prod(kept_sizes) == total > 0:
         return kept_sizes
     for dim in (dim for dim in reversed(range(keep.dim())) if keep.shape[dim] > 1):
@@ -169,11 +172,6 @@ def remaining(keep: Tensor) -> tuple[int, ...]:
         if len(counts[counts > 0]) == 1 and math.prod(sizes) == total > 0:
             return sizes
     raise Uneven(f"{total} of {tuple(keep.shape)}")
-
-
-def _any_besides(keep: Tensor, dim: int) -> Tensor:
-    others = [each for each in range(keep.dim()) if each != dim]
-    return keep.any(dim=others) if others else keep
 
 
 def compacted(labels: Tensor, gone: Tensor) -> Tensor:

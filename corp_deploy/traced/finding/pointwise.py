@@ -50,22 +50,15 @@ def combined(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()) -> Val
     first = max(labelled, key=lambda each: len(each.dims))
     assert first.labels is not None, call.node
     for each in tensors:
-        if each.constant:
-            _go_along(flow, call, each, first)
+        missing = len(call.shape) - len(each.shape)
+        axes = [dim - missing for dim in first.dims if dim >= missing and each.shape[dim - missing] > 1]
+        if each.constant and len(axes) == len(first.dims):  # as a bias or a layer scale
+            labels = flow.across(first, first.dims, f"{call.where} has an element for each")
+            flow.use(call.node, each.constant, tuple(axes), labels, "between")
     return marked(first.labels.expand(call.shape), first.why)
 
 
-def _go_along(flow: Flow, call: Call, constant: LabelTensor, first: LabelTensor) -> None:
-    """A constant with an element for each label, as a bias or a layer scale has."""
-    missing = len(call.shape) - len(constant.shape)
-    axes = [dim - missing for dim in first.dims if dim >= missing and constant.shape[dim - missing] > 1]
-    if len(axes) == len(first.dims):
-        labels = flow.across(first, first.dims, f"{call.where} has an element for each")
-        flow.use(call.node, constant.constant, tuple(axes), labels, "between")
-
-
 def _aligned(marks: LabelTensor, rank: int) -> LabelTensor:
-    """With axes of size 1 in front."""
     missing = rank - len(marks.shape)
     shape = (1,) * missing + marks.shape
     labels = None if marks.labels is None else marks.labels.reshape(shape) if missing else marks.labels

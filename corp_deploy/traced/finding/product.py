@@ -170,7 +170,13 @@ def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> 
     batch, summed = _common(one, weight, out)
     written = "".join(letter for letter in weight.letters if letter not in one.letters and letter in out)
     if set(one.varying) & set(summed):
-        _read(flow, call, one, weight, batch + summed)
+        # The weight's columns are the labels that they are multiplied with.
+        why, read, axes = f"{call.where} reads it together with what stays", batch + summed, weight.axes(batch + summed)
+        columns = flow.across(one.marks, one.axes(read), why)
+        ids = flow.axis(weight.marks.constant, axes, columns.shape)
+        flow.join(ids, columns, why)
+        flow.use(call.node, weight.marks.constant, axes, ids, "reads")
+        flow.use(call.node, one.node.name, one.axes(read), ids, "sums")
     else:
         columns_stay(flow, weight, summed, one.marks.why)
         if one.marks.labels is not None:
@@ -181,16 +187,6 @@ def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> 
         return fixed(call.shape, f"{call.where} has rows for each place")
     letters = "".join(letter for letter in weight.letters if letter in batch + written)
     return _placed(write(flow, call, weight, letters), letters, call.shape, out)
-
-
-def _read(flow: Flow, call: Call, one: Factor, weight: Factor, letters: str) -> None:
-    """The weight's columns are the labels that they are multiplied with."""
-    why = f"{call.where} reads it together with what stays"
-    columns = flow.across(one.marks, one.axes(letters), why)
-    ids = flow.axis(weight.marks.constant, weight.axes(letters), columns.shape)
-    flow.join(ids, columns, why)
-    flow.use(call.node, weight.marks.constant, weight.axes(letters), ids, "reads")
-    flow.use(call.node, one.node.name, one.axes(letters), ids, "sums")
 
 
 def write(flow: Flow, call: Call, weight: Factor, letters: str) -> Tensor:
@@ -210,12 +206,10 @@ def columns_stay(flow: Flow, weight: Factor, letters: str, why: str) -> None:
 
 
 def _placed(ids: Tensor, letters: str, shape: tuple[int, ...], out: str) -> LabelTensor:
-    """Labels [the sizes of letters] as those of a result."""
     return marked(placed(ids, [out.index(letter) for letter in letters], len(out)).expand(shape))
 
 
 def _through(one: Factor, shape: tuple[int, ...], out: str) -> LabelTensor:
-    """What goes on along letters that aren't summed over."""
     letters = "".join(letter for letter in one.letters if letter in out)
     return _placed(one.at(letters), letters, shape, out)
 

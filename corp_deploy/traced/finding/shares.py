@@ -6,14 +6,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
 from corp_deploy.traced.programs.program import module_of, operation
 
-from .choice import labels_of
-from .flow import Flow, Use
+from .flow import Flow, Use, labels_of
 from .labels import LabelTensor, compact
 from .sites import Found
 
@@ -36,14 +34,13 @@ class Layers:
         others, which costs the product of what is left of both, never more than the mean. So what is added up of sites
         but streams is never too low.
         """
-        totals: dict[str, float] = defaultdict(float)
+        totals = defaultdict[str, float](float)
         for cost, sides in self.every:
             for key, share in self._shared(sides).items():
                 totals[key] += cost * share
         return Counter({key: int(total) for key, total in totals.items()})
 
     def _shared(self, sides: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-        """By site its part of one layer."""
         counted = [side for side in sides if not side.keys() <= self.streams] or sides
         parts: dict[str, float] = defaultdict(float)
         for side in counted:
@@ -80,7 +77,7 @@ def shares(analysis: Found, *, aside: Collection[str] = ()) -> Shares:
     flow, program = analysis.flow, analysis.program
     owner = torch.full((flow.groups.count + 1,), -1)
     for number, site in enumerate(analysis.sites):
-        owner[labels_of(flow, site, np.arange(site.size))] = number
+        owner[labels_of(flow, site)] = number
     parameters = dict(program.graph.named_parameters(remove_duplicate=False))
     of_constants: dict[str, list[Use]] = defaultdict(list)
     for use in flow.every_use:
@@ -110,23 +107,18 @@ def _layers(analysis: Found, owner: Tensor, costs: Sequence[tuple[int, list[Tens
 
 
 def _products(flow: Flow, node: fx.Node, cost: int) -> list[tuple[int, list[Tensor]]]:
-    """What a node costs with its sides; an attention is two products, one of queries and keys and one of values."""
-    sides = _sides(flow, node)
-    if operation(node) != _ATTENTION or not sides:
-        return [(cost, sides)]
-    return [(cost // 2, [side]) for side in sides]
-
-
-def _sides(flow: Flow, node: fx.Node) -> list[Tensor]:
-    """The labels of a contraction's weight, else of what it gives and what it sums over; tables that are added to an
-    attention's scores are no weight.
+    """What a node costs with its sides: the labels of a contraction's weight, else of what it gives and what it sums
+    over. An attention is two products, one of queries and keys and one of values; tables that are added to its scores
+    are no weight.
     """
-    if operation(node) != _ATTENTION and (uses := flow.constants_of(node)):
+    is_attention = operation(node) == _ATTENTION
+    if not is_attention and (uses := flow.constants_of(node)):
         weight = max(uses, key=lambda use: flow.program.tensor(use.name).numel()).name
-        return _largest(use for use in uses if use.name == weight)
+        return [(cost, _largest(use for use in uses if use.name == weight))]
     value = flow.values[node]
-    labels = [compact(value.labels)] if isinstance(value, LabelTensor) and value.labels is not None else []
-    return labels + [use.labels for use in flow.uses.get(node, ())][:1]
+    sides = [compact(value.labels)] if isinstance(value, LabelTensor) and value.labels is not None else []
+    sides += [use.labels for use in flow.uses.get(node, ())][:1]
+    return [(cost // 2, [side]) for side in sides] if is_attention and sides else [(cost, sides)]
 
 
 def _largest(uses: Iterable[Use]) -> list[Tensor]:

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.means import is_mean
+from corp_deploy.traced.programs.folding import is_mean
 from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, module_of, operation
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, groups_of
 
-from .choice import holders, stuck
-from .flow import Flow, Role, Use
+from .flow import Flow, Role, Use, holders, stuck
 from .labels import LabelTensor, compact
 from .product import macs
 from .site import FixedElements, Index, Kind, Site, Span
@@ -138,7 +137,8 @@ def _site(flow: Flow, met: Met, parts: Tensor, costs: Mapping[fx.Node, int], eac
         reader = "" if use.is_of_constant else use.node.name
         span = Span(name=use.name, axes=use.axes, index_GM=index_GM, reader=reader)
         spans[use.role].setdefault((use.name, use.axes, reader), span)
-    nodes = list(dict.fromkeys(use.node for use in each.uses))
+    nodes, part_of_groups = list(dict.fromkeys(use.node for use in each.uses)), parts[each.group_G].tolist()
+    number = {part: place for place, part in enumerate(dict.fromkeys(part_of_groups))}
     return Site(
         name=common_path(nodes),
         kind=_kind(flow, met, each),
@@ -147,7 +147,7 @@ def _site(flow: Flow, met: Met, parts: Tensor, costs: Mapping[fx.Node, int], eac
         readers=tuple(spans["reads"].values()),
         between=tuple(spans["between"].values()),
         listening=(*spans["sums"].values(), *spans["pairs"].values()),
-        part_G=_numbered(parts[each.group_G].tolist()),
+        part_G=None if len(number) == 1 else np.array([number[part] for part in part_of_groups]),
         macs=sum(costs[node] for node in nodes) // len(each.group_G),
     )
 
@@ -176,20 +176,13 @@ def _is_pointwise(flow: Flow, each: _Alike) -> bool:
         if use.role in ("writes", "reads", "between"):
             if flow.program.tensor(use.name).shape[2:].numel() > 1 or _is_grouped(use.node):
                 return False
-        elif not _is_activated(use.node) or _reads_pooled(use.node):
-            return False
+        else:
+            # One place of each map, as squeezes read, unless it is a norm's mean over channels.
+            source, weight = use.node.all_input_nodes[:2]
+            is_pooled = source.meta["val"].shape[2:].numel() == 1 and not is_mean(str(weight.target))
+            if is_pooled or not _is_activated(use.node):
+                return False
     return True
-
-
-def _is_plain(node: fx.Node) -> bool:
-    by_constants = all(each.op == "get_attr" for each in node.all_input_nodes[1:])
-    return operation(node) in _PLAIN or (operation(node) == "mul" and by_constants) or _is_grouped(node)
-
-
-def _reads_pooled(reader: fx.Node) -> bool:
-    """Whether it reads one place of each map, as squeezes do, and is no norm's mean over channels."""
-    source, weight = reader.all_input_nodes[:2]
-    return source.meta["val"].shape[2:].numel() == 1 and not is_mean(str(weight.target))
 
 
 def _is_grouped(node: fx.Node) -> bool:
@@ -199,7 +192,11 @@ def _is_grouped(node: fx.Node) -> bool:
 def _is_activated(reader: fx.Node) -> bool:
     """Whether there is more than norms, gains and convolutions of each channel between a layer and that before it."""
     node = reader.all_input_nodes[0]
-    while _is_plain(node):
+    while (
+        operation(node) in _PLAIN
+        or (operation(node) == "mul" and all(each.op == "get_attr" for each in node.all_input_nodes[1:]))
+        or _is_grouped(node)
+    ):
         node = node.all_input_nodes[0]
     return node.target not in (LINEAR, CONV2D)
 
@@ -222,12 +219,6 @@ def _parts(flow: Flow) -> Tensor:
     return part
 
 
-def _numbered(parts: list[int]) -> Index | None:
-    """In order of the groups; None where all are of one."""
-    number = {part: place for place, part in enumerate(dict.fromkeys(parts))}
-    return np.array([number[part] for part in parts]) if len(number) > 1 else None
-
-
 def common_path(nodes: Sequence[fx.Node]) -> str:
     """The innermost module that all are called in; of those that share none, the first."""
     paths = [path.split(".") for path in (module_of(node)[0] for node in nodes) if path]
@@ -236,7 +227,6 @@ def common_path(nodes: Sequence[fx.Node]) -> str:
 
 
 def _named(sites: Iterator[Site]) -> Iterator[Site]:
-    """Of several that share a path and a kind, each has a name."""
     count: Counter[str] = Counter()
     for site in sites:
         count[site.key] += 1
@@ -244,7 +234,6 @@ def _named(sites: Iterator[Site]) -> Iterator[Site]:
 
 
 def _stays(flow: Flow, units: Tensor) -> Iterator[FixedElements]:
-    """What is written and stays, by parameter."""
     holds, written = holders(flow), dict[str, Tensor]()
     for use in flow.every_use:
         if use.role == "writes" and len(flow.program.tensor(use.name).shape) > 1:

@@ -1,19 +1,138 @@
 """A walk through a program, op by op, and its one table: what an op does to labels. An op that isn't in it stops them,
-which is always safe.
+which is always safe. The rules of contractions stand here: layers with a weight, over features or over places of a map,
+products of activations, and tables.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, operation, sizes_at_one, times_used
 
 from . import moves, pointwise
-from .contractions import attention, contraction, convolution, embedding
-from .flow import Call, Flow, call_of
-from .labels import LabelTensor
+from .flow import Call, Flow, Value, call_of
+from .labels import LabelTensor, marked
 from .moves import fixed, stopped
+from .pointwise import by_channel, combined, mixed
+from .product import FRONT, Factor, columns_stay, equation_of, factor, product, write
+
+_KERNEL = "XYZ"
+
+
+def contraction(flow: Flow, call: Call) -> Value:
+    """linear, matmul and its like, einsum: by letters; what addmm adds is a bias where it is a constant of one axis."""
+    equation, bias = equation_of(call.node), call["bias"] if call.op == "linear" else None
+    if equation is None or (call.op == "linear" and not call["weight"].constant):
+        return stopped(flow, call)
+    one, other = (
+        Factor(node=node, marks=call.values[node], letters=letters)
+        for node, letters in zip(equation.nodes, equation.letters, strict=True)
+    )
+    result = product(flow, call, one, other, equation.out)
+    if call.op in ("addmm", "baddbmm"):
+        bias = call["self"]
+        if not bias.constant or len(bias.shape) > 1:
+            return combined(flow, call, [result, bias])
+    return biased(flow, call, result, bias, len(result.shape) - 1)
+
+
+def biased(flow: Flow, call: Call, result: LabelTensor, bias: LabelTensor | None, dim: int) -> Value:
+    """A bias goes with the rows."""
+    if bias is not None and dim in result.dims:
+        rows = flow.across(result, (dim,), f"{call.where} adds a bias")
+        if bias.constant:
+            flow.use(call.node, bias.constant, (0,), rows, "writes")
+        else:
+            flow.stay(rows, f"{call.where} adds a computed bias")
+            flow.stay(bias.labels, f"{call.where} adds it as a bias")
+    return result
+
+
+def convolution(flow: Flow, call: Call) -> Value:
+    """input [B, C, ...], weight [O, C / groups, ...]; a transposed one has weight [C, O, ...]."""
+    first, weight, groups = call["input"], call["weight"], call["groups"]
+    is_transposed, places = "transpose" in call.op, FRONT[: len(first.shape) - 2]
+    odd = len(first.shape) != len(weight.shape) or (first.dims and 1 not in first.dims)
+    if not weight.constant or odd or (is_transposed and groups > 1):
+        return stopped(flow, call)
+    if groups == first.shape[1] > 1:
+        return _depthwise(flow, call, first, weight)
+    if groups > 1:
+        return _in_groups(flow, call, first, weight, groups)
+    letters = ("CO" if is_transposed else "OC") + _KERNEL[: len(places)]
+    result = product(flow, call, factor(call, "input", f"NC{places}"), factor(call, "weight", letters), f"NO{places}")
+    return biased(flow, call, result, call["bias"], 1)
+
+
+def _depthwise(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor) -> Value:
+    """Each channel by itself, one or several for it."""
+    if first.labels is None:
+        return fixed(call.shape, first.why)
+    channels_C = flow.across(first, (1,), f"{call.where} convolves each channel")
+    rows_O = channels_C.repeat_interleave(weight.shape[0] // first.shape[1])
+    flow.use(call.node, weight.constant, (0,), rows_O, "between")
+    return biased(flow, call, by_channel(rows_O, call.shape, first.why), call["bias"], 1)
+
+
+def _in_groups(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor, groups: int) -> Value:
+    """Each group of rows [O / groups] has columns of its own [C / groups]; as many are left of each."""
+    columns, why = weight.shape[1], f"{call.where} works in groups"
+    source, kernel = call.arguments["input"], factor(call, "weight", "OC" + _KERNEL[: len(weight.shape) - 2])
+    if first.labels is not None:
+        beside = f"{call.where} reads it together with what stays"
+        ids = flow.axis(weight.constant, (0, 1), (groups, columns))
+        flow.join(ids, flow.across(first, (1,), beside).reshape(groups, columns), beside)
+        of_rows = ids.unsqueeze(1).expand(groups, weight.shape[0] // groups, columns).reshape(-1, columns)
+        flow.use(call.node, weight.constant, (0, 1), of_rows, "reads")
+        flow.guard(ids, 1, why)
+        flow.use(call.node, source.name, (1,), ids.reshape(-1), "sums")
+    rows_O = write(flow, call, kernel, "O")
+    flow.guard(rows_O.reshape(groups, -1), 1, why)
+    return biased(flow, call, by_channel(rows_O, call.shape, ""), call["bias"], 1)
+
+
+def embedding(flow: Flow, call: Call) -> Value:
+    """weight [V, C]: columns of a table are written, its rows are looked up by number."""
+    weight = factor(call, "weight", "VC")
+    if not weight.marks.constant:
+        return stopped(flow, call)
+    columns_stay(flow, weight, "V", "a table is looked up by number")
+    return marked(torch.broadcast_to(write(flow, call, weight, "C"), call.shape))
+
+
+def attention(flow: Flow, call: Call) -> Value:
+    """queries [..., H, L, E], keys [..., H, S, E], values [..., H, S, V]; of grouped queries several share a key. A
+    mask or table of positions is added to the scores.
+    """
+    query, key, value = (call[name] for name in ("query", "key", "value"))
+    queries, keys, values = (call.arguments[name] for name in ("query", "key", "value"))
+    times = query.shape[-3] // key.shape[-3] if call["enable_gqa"] else 1
+    key, value = _repeated(key, times), _repeated(value, times)
+    front = FRONT[: len(query.shape) - 2]
+    part = replace(call, shape=(*call.shape[:-1], key.shape[-2]))
+    one = Factor(node=queries, marks=query, letters=f"{front}LE")
+    scores = product(flow, part, one, Factor(node=keys, marks=key, letters=f"{front}SE"), f"{front}LS")
+    uses = flow.uses.get(call.node, [])
+    if times > 1 and uses and uses[-1].name == keys.name:
+        uses[-1] = replace(uses[-1], labels=uses[-1].labels[..., ::times, :])
+    mask = call["attn_mask"]
+    if isinstance(mask, LabelTensor) and not mask.constant and mask.shape[-3:-2] in ((), (1,)):
+        flow.stay(mask.labels, f"{call.where} has it for all heads")
+    elif isinstance(mask, LabelTensor):
+        scores = combined(flow, part, [scores, mask])
+    weights = Factor(node=call.node, marks=mixed(flow, part, scores, (-1,)), letters=f"{front}LS")
+    return product(flow, call, weights, Factor(node=values, marks=value, letters=f"{front}SV"), f"{front}LV")
+
+
+def _repeated(marks: LabelTensor, times: int) -> LabelTensor:
+    if times == 1:
+        return marks
+    shape = (*marks.shape[:-3], marks.shape[-3] * times, *marks.shape[-2:])
+    return replace(marks, shape=shape) if marks.labels is None else marked(marks.labels.repeat_interleave(times, -3))
+
 
 Rule = Callable[[Flow, Call], Any]
 _BY_RULE: tuple[tuple[Rule, str], ...] = (
@@ -91,7 +210,6 @@ def value_of(flow: Flow, node: fx.Node) -> Any:
 
 
 def _number(flow: Flow, node: fx.Node) -> Any:
-    """Sizes and what is computed of them, at a batch of 1."""
     if operation(node) == "sym_size":
         first = node.args[0]
         assert isinstance(first, fx.Node)

@@ -184,7 +184,6 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(value: Any) -> list[tuple[str, Any]] | None:
-    """Of what holds others, those with their names."""
     if isinstance(value, Mapping):
         return [(str(name), each) for name, each in value.items()]
     if is_dataclass(value):
@@ -249,7 +248,6 @@ def _declared(name: str, declared: Mapping[Any, Any], paths: Sequence[str]) -> d
 
 
 def _refusal(tensor: Any, again: Any, batches: tuple[int, int]) -> str:
-    """Why this can't be an output, or nothing."""
     if not isinstance(tensor, Tensor) or not isinstance(again, Tensor):
         return f"a {type(tensor).__name__}"
     shapes = [list(each.shape) for each in (tensor, again)]

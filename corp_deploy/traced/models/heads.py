@@ -92,7 +92,11 @@ def both_heads(reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, 
     if any(batch_of(node) is None for node in nodes):
         return "it can't be told where images stand among its queries and keys"
     counts = range(len(spans[0].axes) - 1)
-    own = [place for place in counts if sizes[0][place] != sizes[1][place] or any(_varies(x, place) for x in labels)]
+    own = [
+        place
+        for place in counts
+        if sizes[0][place] != sizes[1][place] or any(bool((x != x.narrow(place, 0, 1)).any()) for x in labels)
+    ]
     found = _of_axes(spans, nodes, labels, sizes, own)
     if isinstance(found, str) or rows <= found.joined * (found.groups_HTD.shape[1] + 1) or len(own) == len(counts):
         return found
@@ -143,16 +147,11 @@ def _of_axes(
 
 
 def _labels(span: Span, node: fx.Node) -> tuple[Tensor, tuple[int, ...]]:
-    """The group at each place along the axes of a span, -1 where there is none."""
     sizes = tuple(sizes_at_one(node)[dim] for dim in span.axes)
     labels = torch.full((int(np.prod(sizes)),), -1)
     groups, places = span.index_GM.shape
     labels[torch.from_numpy(span.index_GM).flatten()] = torch.arange(groups).repeat_interleave(places)
     return labels.view(sizes), sizes
-
-
-def _varies(labels: Tensor, dim: int) -> bool:
-    return not bool((labels == labels.narrow(dim, 0, 1)).all())
 
 
 def _arranged(queries_HD: Tensor, keys_HD: Tensor) -> tuple[Tensor, int, int] | None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.cuts import between, cuts
-from corp_deploy.traced.finding.site import Kind, Site, Span
-from corp_deploy.traced.finding.sites import Found, find
+from corp_deploy.traced.finding.site import Kind, Site
+from corp_deploy.traced.finding.sites import find
 from corp_deploy.traced.programs.program import SAME, Program, batch_of, operation, times_used
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, BatchFirst, Layer, layers, listening
 from ground.errors import BadInput
@@ -50,6 +50,7 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
     if not own.program.any_batch:
         raise BadInput(f"{own.program.model}: its program is for one batch size only, so its layers can't be observed")
     uses = times_used(own.program)
+    by_site = [(site.kind, {span.name for span in (*site.writers, *site.readers)}) for site in own.analysis.sites]
     run, every = nn.Sequential(), dict[str, ProgramLayer]()
     merged = None
     if own.merging is not None:
@@ -75,7 +76,7 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
                 weight=each.weight,
                 bias=each.bias,
                 uses=uses[each.weight],
-                kinds=_kinds(own.analysis, each.weight),
+                kinds=frozenset(kind for kind, names in by_site if each.weight in names),
             )
             every.setdefault(each.weight, layer)
         run.append(hooked if merged is None else _OfTokens(hooked, end))
@@ -98,12 +99,6 @@ class _OfTokens(nn.Module):
             return leaving
         names = [name for name in ("sizes", "sources") if getattr(self.end, name) is not None]
         return Tokens(leaving[0], **dict(zip(names, leaving[1:], strict=True)))
-
-
-def _kinds(analysis: Found, weight: str) -> frozenset[Kind]:
-    """Of sites that write or read a weight."""
-    by_site = ((site.kind, {span.name for span in (*site.writers, *site.readers)}) for site in analysis.sites)
-    return frozenset(kind for kind, names in by_site if weight in names)
 
 
 def relayered(model: nn.Module, of: Mapping[str, Layer], every: tuple[ProgramLayer, ...]) -> nn.Module:
@@ -153,7 +148,6 @@ def _gain(program: Program, source: fx.Node) -> Tensor | None:
 
 
 def _laid_out(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """With these axes last, as one."""
     return tensor.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
 
 
@@ -161,7 +155,13 @@ def reordered(model: nn.Module, site: Site, order_G: Tensor) -> nn.Module:
     """A copy whose site has its groups in this order."""
     program, tensors = tracing(model).program, dict[str, Tensor]()
     for span in {(span.name, span.axes): span for span in site.spans}.values():
-        tensors[span.name] = _reordered(tensors.get(span.name, program.tensor(span.name)), span, order_G)
+        # The elements of each group where those of another stood.
+        tensor = tensors.get(span.name, program.tensor(span.name))
+        to, source = torch.from_numpy(span.index_GM), torch.from_numpy(span.index_GM)[order_G]
+        flat = _laid_out(tensor, span.axes)
+        new = flat.index_copy(-1, to.reshape(-1), flat[..., source.reshape(-1)])
+        apart: Tensor = new.unflatten(-1, [tensor.shape[axis] for axis in span.axes])
+        tensors[span.name] = apart.movedim(tuple(range(-len(span.axes), 0)), span.axes)
     return narrowed(model, {}, tensors)
 
 
@@ -175,21 +175,7 @@ def block_of(model: nn.Module, weight: str) -> tuple[Site, int] | None:
     if site is None or span is None or len(site.readers) > 1 or len(own.uses[weight]) > 1:
         return None
     is_whole = site.size == own.program.tensor(weight).shape[1] and span.axes == (1,)
-    return (site, site.size // site.parts) if is_whole and _rises(site, span) else None
-
-
-def _rises(site: Site, span: Span) -> bool:
-    """Whether the groups, part by part, are inputs one behind the other."""
-    parts_G = np.zeros(site.size) if site.part_G is None else site.part_G
-    return span.index_GM.shape == (site.size, 1) and bool(
-        (span.index_GM[:, 0] == np.arange(site.size)).all() and (np.diff(parts_G) >= 0).all()
-    )
-
-
-def _reordered(tensor: Tensor, span: Span, order_G: Tensor) -> Tensor:
-    """The elements of each group where those of another stood."""
-    to, source = torch.from_numpy(span.index_GM), torch.from_numpy(span.index_GM)[order_G]
-    flat, last = _laid_out(tensor, span.axes), tuple(range(-len(span.axes), 0))
-    new = flat.index_copy(-1, to.reshape(-1), flat[..., source.reshape(-1)])
-    apart: Tensor = new.unflatten(-1, [tensor.shape[axis] for axis in span.axes])
-    return apart.movedim(last, span.axes)
+    # Part by part, the groups are inputs one behind the other.
+    rises = np.array_equal(span.index_GM, np.arange(site.size)[:, None])
+    rises = rises and (site.part_G is None or bool((np.diff(site.part_G) >= 0).all()))
+    return (site, site.size // site.parts) if is_whole and rises else None

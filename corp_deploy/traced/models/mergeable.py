@@ -120,7 +120,6 @@ def at_tokens(piece: Program, protected: int, tokens: int) -> Program:
 
 
 def _last_stream(program: Program, blocks: Sequence[Block], before: fx.Node | None) -> fx.Node | None:
-    """The last cut of the stream of all tokens [B,N,C] that the last block's attention is added to."""
     last, stream = None, sizes_at_one(blocks[-1].added)
     for node, since in passed_by_all(program, ways_out(program)):
         if before in since:

@@ -89,7 +89,10 @@ class MergedNodes:
 
     def behind_(self, node: fx.Node, attention: Attention | None) -> None:
         """One more node that takes fewer tokens. Raises Stands where it needs all."""
-        unit = self._unit(node)
+        units = {self.units[each] for each in node.all_input_nodes if each in self.units}
+        if len(units) > 1:
+            raise PositionDependent(node, "takes tokens beside some of them")
+        unit = units.pop()
         args, kwargs = self._arguments(node, unit)
         is_left = self.refuse_reading(node, attention)
         value = self._run(node, args, kwargs)
@@ -129,12 +132,6 @@ class MergedNodes:
             ) from None
 
     # Arguments with the sizes that are now.
-
-    def _unit(self, node: fx.Node) -> tuple[int, int]:
-        units = {self.units[each] for each in node.all_input_nodes if each in self.units}
-        if len(units) > 1:
-            raise PositionDependent(node, "takes tokens beside some of them")
-        return units.pop()
 
     def _arguments(self, node: fx.Node, unit: tuple[int, int]) -> tuple[Any, Any]:
         op = operation(node)

@@ -84,14 +84,9 @@ class Merges:
                 self._tell(node)
 
     def _given_back(self, node: fx.Node) -> fx.Node:
-        """What stands for a node with a value for every source token."""
         if node.name not in self.back:
             self.back[node.name] = self._new(unmerged, self.nodes.nodes[node], self.tokens_at[node.name][2], like=node)
         return self.back[node.name]
-
-    @property
-    def _is_followed(self) -> bool:
-        return self.follows or self.unmerging is not None or (bool(self.outside) and self.merging.how == "merge")
 
     def _new(self, function: Any, *args: Any, like: fx.Node) -> fx.Node:
         """One more call, named unlike any that a program has."""
@@ -101,7 +96,6 @@ class Merges:
         return node
 
     def _tell(self, node: fx.Node) -> None:
-        """What is known of the tokens of a node behind a merge."""
         self.tokens_at[node.name] = list(self.merges.values())[-1], self.sizes, self.sources
 
     # Attentions.
@@ -127,9 +121,13 @@ class Merges:
         if not count:
             return
         _, tokens = self.nodes.units.get(block.added, (block.tokens, block.tokens))
-        how, metric, follows = self.merging.how, self.merging.metric, self._is_followed
+        how, metric = self.merging.how, self.merging.metric
+        follows = self.follows or self.unmerging is not None or (bool(self.outside) and how == "merge")
         merge = TokenMerge(count=count, protected=self.nodes.protected, how=how, metric=metric, follows=follows)
-        name = self._free(f"{block.path}.merge".lstrip("."))
+        name, used = f"{block.path}.merge".lstrip("."), {*self.merges}
+        used |= {each.rpartition(".")[0] for each in constant_names(self.program.nodes)}
+        while any(each == name or each.startswith(f"{name}.") for each in used):
+            name += "_"
         stream = self.nodes.nodes[block.added]
         arguments = stream, self.sizes, self.sources, self._compared(block, stream)
         call = self.nodes.graph.create_node("call_module", name, arguments, {}, f"of_merge_{number}")
@@ -140,13 +138,6 @@ class Merges:
         self.sizes, self.sources = sizes if how == "merge" else None, sources if follows else None
         self.nodes.begin_(block.added, tokens - count)
         self._tell(block.added)
-
-    def _free(self, name: str) -> str:
-        """A name that no other merge has, nor a module of the program."""
-        used = {each.rpartition(".")[0] for each in constant_names(self.program.nodes)} | self.merges.keys()
-        while any(each == name or each.startswith(f"{name}.") for each in used):
-            name += "_"
-        return name
 
     def _compared(self, block: Block, stream: fx.Node) -> fx.Node:
         if not self.merging.compares_attention:

@@ -227,12 +227,10 @@ def tracing(model: nn.Module) -> Tracing:
 
 
 def _all_tokens(model: nn.Module) -> fx.GraphModule:
-    """A copy of what a narrowed module runs, or would where no tokens are merged, with its own weights."""
     return fx.GraphModule(model, copy.deepcopy(traced_state(model).unmerged or model._graph))  # type: ignore[arg-type]
 
 
 def _again(model: nn.Module, inputs: list[Tensor], cut: Cut) -> Program:
-    """The program of a narrowed module: a copy of what it runs, with the sizes of any batch."""
     graph = _all_tokens(model)
     size_(graph, inputs, any_batch=cut.any_batch)
     return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())

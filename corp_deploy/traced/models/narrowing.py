@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.site import Index, Site, Span
 from corp_deploy.traced.narrowing.narrow import Narrowed, narrow, prove
+from corp_deploy.traced.programs.exported import made_on_
 from corp_deploy.traced.programs.readers import vocabularies, without_biases_
-from corp_deploy.traced.programs.types import made_on_
 from ground.errors import BadInput
 
 from .array_inputs import random_batch
@@ -70,7 +70,6 @@ def _random_inputs(model: nn.Module, own: Tracing) -> list[Tensor]:
 
 
 def _by_key(own: Tracing, kept: Mapping[str, Index]) -> dict[str, Index]:
-    """By the sites' keys what is kept by their names."""
     return {groups.key: kept[name] for name, groups in names_of(own).items() if name in kept}
 
 
@@ -122,7 +121,6 @@ def with_groups(
 
 
 def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Narrowed:
-    """What was proved last, if that is it."""
     chosen = _by_key(own, kept)
     last = own.proved.pop() if own.proved else None
     if last is None or {key: list(each) for key, each in last.kept.items()} != {
@@ -134,7 +132,6 @@ def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Narrowed:
 
 
 def _added(graph: fx.GraphModule, own: Tracing) -> list[str]:
-    """The biases that the model itself has not."""
     return [name for name, _ in graph.named_parameters() if name in own.added]
 
 
@@ -210,7 +207,7 @@ def as_recorded(
     sizes = {name: groups.size for name, groups in names_of(own).items()}
     if unknown := [name for name, entry in sites.items() if sizes.get(name) != entry.get("groups")]:
         raise BadInput(f"{where}: no site {unknown[0]!r:.100} of so many groups; the file was edited, write it again")
-    if odd := [name for name, each in kept.items() if not _rises(each, sizes[name])]:
+    if odd := [name for name, each in kept.items() if not (np.diff(each, prepend=-1, append=sizes[name]) > 0).all()]:
         raise BadInput(
             f"{where}: {odd[0]!r:.100} keeps groups that do not rise below {sizes[odd[0]]}; the file was edited, write "
             "it again"
@@ -224,10 +221,6 @@ def as_recorded(
     if unreduced:
         raise BadInput(f"{where}: {next(iter(unreduced.values()))}; the file was edited, write the model again")
     return new
-
-
-def _rises(kept_K: Index, size: int) -> bool:
-    return bool((np.diff(kept_K) > 0).all()) and all(0 <= each < size for each in kept_K[-1:])
 
 
 def _words(versions: Mapping[str, str]) -> str:

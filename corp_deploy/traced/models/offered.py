@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import fx, nn
+from torch import nn
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, whole_removal_at
 from corp_deploy.traced.programs.attention_masks import values_product
-from corp_deploy.traced.programs.means import is_mean
+from corp_deploy.traced.programs.folding import is_mean
 from corp_deploy.traced.programs.program import arguments_of, module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
 
@@ -62,11 +62,9 @@ def _behind(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> st
     """The node of the layer that reads the values of the same attention, or what alone is made of these."""
     values = next((each for each in named.values() if each.kind == "values" and each.name == groups.name), None)
     readers = () if values is None else (span.reader for span in values.listening)
-    hooked_reader = next((reader for reader in readers if reader in tracing.hooked[1]), "")
-    return hooked_reader or _layer_behind(values_product(tracing.by_node[groups.listening[0].reader]))
-
-
-def _layer_behind(node: fx.Node | None) -> str:
+    if hooked_reader := next((reader for reader in readers if reader in tracing.hooked[1]), ""):
+        return hooked_reader
+    node = values_product(tracing.by_node[groups.listening[0].reader])
     while node is not None and node.target not in (LINEAR, CONV2D):
         node = next(iter(node.users)) if len(node.users) == 1 else None
     return "" if node is None else node.name
@@ -151,7 +149,6 @@ def _refusal(tracing: Tracing, groups: Groups, readings: list[SiteReader]) -> st
 
 
 def _is_alike(uses: list[SiteReader], count: int) -> bool:
-    """Whether these are all uses of a layer, and one repair of it serves all."""
     first, *others = uses
     same = all(np.array_equal(first.columns_GM, each.columns_GM) for each in others)
     return same and len(uses) == count and (not others or all(each.gain_O is None for each in uses))

@@ -6,6 +6,7 @@ tokens, G groups, M rows that write a group.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from calib.sites import HeadTaps
 from corp_deploy.traced.finding.site import Site as Groups
-from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.programs.subprogram import Subprogram, between
 
 from .heads import BothHeads, Heads, both_heads
@@ -64,7 +64,7 @@ class Repair:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # without slots, so that what is looked for can be kept
 class TracedPairs(Site):
     """Of one attention: its queries and keys, as `both` arranges them, which nodes of names `sources` give to
     `product`; `behind`: the name of the node that reads what its heads give, where that is a layer.
@@ -92,25 +92,23 @@ class TracedPairs(Site):
 
     def listening(self) -> tuple[HeadTaps, ...]:  # type: ignore[override]
         """To queries and keys."""
-        cache = self.tracing.taps
-        if self.name not in cache:
-            cache[self.name] = taps_of(self.name, self.tracing, self.both, (*self.sources, self.product))
-        return (cache[self.name],)
+        return (self._taps,)
 
-    @property
+    @cached_property
+    def _taps(self) -> HeadTaps:
+        return taps_of(self.name, self.tracing, self.both, (*self.sources, self.product))
+
+    @cached_property
     def repair(self) -> Repair:
-        """Known once weights are; looked for once."""
-        cache = self.tracing.repairs
-        if self.name not in cache:
-            cache[self.name] = _repair(self.tracing, self.groups, self.both)
-        repair: Repair = cache[self.name]
-        return repair
+        """Known once weights are."""
+        return _repair(self.tracing, self.groups, self.both)
 
 
 def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs | str:
     """The site of these fields, which are those of any; or why it stays."""
     groups: Groups = own["groups"]
-    spans = _spans(groups)
+    # Queries and keys of the first product: two that one node reads.
+    spans = next((one, other) for one, other in pairwise(groups.listening) if one.reader == other.reader)
     nodes = tracing.by_node[spans[0].name], tracing.by_node[spans[1].name]
     weights = [span for span in groups.writers if tracing.program.tensor(span.name).dim() > 1]
     rows = sum(span.index_GM.shape[1] for span in weights)
@@ -121,11 +119,6 @@ def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs 
         return "its heads do not share dimensions evenly"
     sources, product = (nodes[0].name, nodes[1].name), spans[0].reader
     return TracedPairs(**own, readings=(), tracing=tracing, both=both, sources=sources, product=product, behind=behind)
-
-
-def _spans(groups: Groups) -> tuple[Span, Span]:
-    """Queries and keys of the first product: two that one node reads."""
-    return next((one, other) for one, other in pairwise(groups.listening) if one.reader == other.reader)
 
 
 def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:

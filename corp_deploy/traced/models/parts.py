@@ -44,7 +44,6 @@ def tokens_that_enter(model: nn.Module) -> dict[str, int]:
 
 
 def _at_tokens(own: Tracing, module: fx.GraphModule, tokens: int) -> Program:
-    """What stands between two cuts at so many tokens."""
     assert isinstance(own.mergeable, Mergeable), own.mergeable
     return at_tokens(replace(own.program, graph=module), own.mergeable.protected, tokens)
 
@@ -82,15 +81,13 @@ def part_of(model: nn.Module, site: Site, width: int, tokens: int | None = None)
     touched = [weight_names.index(span.name) for span in site.groups.writers if span.name in weight_names]
     entering, *masks = (node for node in module.graph.nodes if node.op == "placeholder")
     stream = Port(name="entering", shape=sizes_at_one(entering)[1:])
+    ports = (
+        Port(name=each.name, shape=sizes_at_one(each)[1:], dtype=str(each.meta["val"].dtype).removeprefix("torch."))
+        for each in masks
+    )
     return Part(
         module=module,
-        inputs=input_spec(model).ports if before is None else (stream, *map(_port, masks)),
+        inputs=input_spec(model).ports if before is None else (stream, *ports),
         outputs=output_ports(model) if after is None else (STREAM,),
         cost_signature=f"{site.groups.kind} of {width} written by {touched}\n{cost_signature_of(module.graph, module)}",
     )
-
-
-def _port(node: fx.Node) -> Port:
-    """What stands beside a stream."""
-    tensor = node.meta["val"]
-    return Port(name=node.name, shape=sizes_at_one(node)[1:], dtype=str(tensor.dtype).removeprefix("torch."))

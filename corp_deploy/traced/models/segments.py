@@ -135,7 +135,6 @@ def given_at_cuts(analysis: Found, merged: MergedProgram | None = None) -> tuple
 
 
 def _nodes_beside(program: Program, at: CutState, ends: list[fx.Node]) -> tuple[fx.Node, ...]:
-    """What is told of the tokens at a cut that anything of these ends takes."""
     nodes = needed(program, at.node, ends, beside=at.token_state)
     return tuple(info for info in at.token_state if info in ends or any(info in node.all_input_nodes for node in nodes))
 
@@ -162,7 +161,6 @@ def segments(analysis: Found, merged: MergedProgram | None = None) -> tuple[Segm
 
 
 def _is_mask(node: fx.Node) -> bool:
-    """Whether an input says which tokens of each text are there."""
     return node.name.endswith("mask") and len(sizes_at_one(node)) == 2
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.sites import ChannelTaps, HeadTaps, PatchTaps
-from corp_deploy.traced.finding.site import Index, Span
+from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval
 from corp_deploy.traced.programs.program import Program
@@ -152,16 +152,12 @@ class Site:
     def writing_GX(self) -> Tensor:
         """The rows of weights that write each group, norms behind them among them, float64; of no biases."""
         written = [(weight_with_gain(self.program, each.name), each) for each in self.groups.writers]
-        weights = [(weight, span) for weight, span in written if weight.dim() > 1] or written
-        return torch.cat([_rows(weight, span) for weight, span in weights], dim=1)
-
-
-def _rows(weight: Tensor, span: Span) -> Tensor:
-    """What stands at each group's places along a span's axes [G,X]."""
-    others = [dim for dim in range(weight.dim()) if dim not in span.axes]
-    flat = weight.permute(*span.axes, *others).flatten(0, len(span.axes) - 1)
-    places = torch.from_numpy(span.index_GM).to(flat.device)
-    return flat[places].flatten(1)
+        parts = list[Tensor]()
+        for weight, span in [(weight, span) for weight, span in written if weight.dim() > 1] or written:
+            others = [dim for dim in range(weight.dim()) if dim not in span.axes]
+            flat = weight.permute(*span.axes, *others).flatten(0, len(span.axes) - 1)
+            parts.append(flat[torch.from_numpy(span.index_GM).to(flat.device)].flatten(1))
+        return torch.cat(parts, dim=1)
 
 
 class TracedChannels(Site):

@@ -52,7 +52,7 @@ class Unmerge:
     name: str
     gives_back: bool
 
-    def __call__(self, tokens: Tokens) -> Tokens:
+    def __call__(self, tokens: Tokens, compared_BNX: Tensor | None) -> Tokens:
         if tokens.sources is None or not self.gives_back:
             return Tokens(tokens.x)
         return Tokens(unmerged(tokens.x, tokens.sources))
@@ -63,9 +63,6 @@ class OutputStep:
     """The end of a layer behind which one of the model's outputs stands; the stream goes on as it is."""
 
     name: str
-
-    def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
-        return x_BNC
 
 
 Step = Merge | Unmerge | SegmentStep | OutputStep
@@ -91,9 +88,7 @@ class StreamState:
         x_BNC, weights_BN, sources_BM = self.tokens
         if isinstance(step, OutputStep):
             return replace(self, kept=(*self.kept, (step.name, self.tokens)))
-        if isinstance(step, Merge):
+        if isinstance(step, Merge | Unmerge):
             return StreamState(tokens=step(self.tokens, self.beside_BNX), kept=self.kept)
-        if isinstance(step, Unmerge):
-            return StreamState(tokens=step(self.tokens), kept=self.kept)
         x_BNC, beside_BNX = step.passed(x_BNC, weights_BN)
         return StreamState(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX, kept=self.kept)

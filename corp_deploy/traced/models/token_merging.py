@@ -147,7 +147,6 @@ def merged(tokens: Tokens, match: Match, protected: int) -> Tokens:
 
 
 def _followed(sources_BM: Tensor, match: Match, protected: int, odd: int) -> Tensor:
-    """Where each source token is behind a merge."""
     evens, kept = match.into.shape[1], match.kept.shape[1]
     even_BA = torch.where(match.is_merged, kept + match.into, _place_among(match.kept, evens))
     odd_BD = (kept + _places(odd, match.kept)).expand(even_BA.shape[0], -1)

@@ -3,11 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor, fx, nn
 
-from calib.sites import HeadTaps
 from corp_deploy.traced.finding.product import macs
 from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.sites import Found, find
@@ -27,9 +25,8 @@ from .sites import Sites
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
 class Tracing:
     """A model's program with its sites. `added`: biases of zeros that the model itself has not; those of `biasless`
-    stay zeros. `multiple`: see Facts. `repairs`, `taps`: of queries and keys, once they were looked for; `offered`:
-    what can be reduced, likewise; `proved`: what was narrowed last; `folded_to_constant`: without sites of which
-    constants are left.
+    stay zeros. `multiple`: see Facts. `offered`: what can be reduced, once that was looked for; `proved`: what was
+    narrowed last; `folded_to_constant`: without sites of which constants are left.
     """
 
     program: Program
@@ -37,8 +34,6 @@ class Tracing:
     biasless: frozenset[str] = frozenset()
     multiple: int = 1
     merging: Merging | None = None
-    repairs: dict[str, Any] = field(default_factory=dict, init=False)
-    taps: dict[str, HeadTaps] = field(default_factory=dict, init=False)
     offered: list[Sites] = field(default_factory=list, init=False)
     proved: list[Narrowed] = field(default_factory=list, init=False)
     folded_to_constant: dict[tuple[WholeRemoval, ...], "Tracing"] = field(default_factory=dict, init=False)

@@ -56,7 +56,6 @@ class Units:
 
 
 def _region(program: Program, names: Collection[str], sources: Collection[str]) -> Region:
-    """From tensors of these names to the nodes of those."""
     changed, constants = set[fx.Node](), without_values(program)
     for node in program.nodes:
         is_written = node.op == "get_attr" and str(node.target) in names
@@ -111,7 +110,7 @@ def _rows_of_heads(analysis: Found, part_of: Mapping[str, Index], heads: int) ->
     flow, lines = analysis.flow, dict[str, list[Tensor]]()
     written = {use.name: use for use in flow.every_use if use.role == "writes"}
     for head in range(heads):
-        goes = gone(flow, analysis.sites, {key: np.flatnonzero(part_G != head) for key, part_G in part_of.items()})
+        goes = gone(analysis, {key: np.flatnonzero(part_G != head) for key, part_G in part_of.items()})
         for name, use in written.items():
             own = torch.nonzero(goes[flow.groups.of(use.labels).flatten()])[:, 0]
             if len(own) and use.axes != (0,):
@@ -126,7 +125,7 @@ def _rows_of_heads(analysis: Found, part_of: Mapping[str, Index], heads: int) ->
 def _are_alike(program: Program, units: Units, span: Span) -> bool:
     """Whether units that change places give what they gave at each other's: seen on random numbers."""
     generator = torch.Generator().manual_seed(0)
-    where = next(program.graph.parameters()).device
+    where = program.device
     entering = {}
     for node in units.region.entering:
         random = torch.randn(sizes_at_one(node), generator=generator, dtype=torch.float64)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from corp_deploy.traced.finding.attentions import attentions_of
-from corp_deploy.traced.finding.heads import beside
+from corp_deploy.traced.finding.choice import beside
 from corp_deploy.traced.finding.labels import LabelTensor, compact
+from corp_deploy.traced.finding.moves import moved_from
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.site import Site as Groups
-from corp_deploy.traced.narrowing.rows import moved_from
 from corp_deploy.traced.programs.program import operation
 from corp_deploy.traced.programs.readers import Called, layers
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from corp_deploy.traced.finding.choice import Kept, gone
-from corp_deploy.traced.finding.heads import together
+from corp_deploy.traced.finding.choice import Kept, gone, together
 from corp_deploy.traced.finding.labels import LabelTensor, compact, kept, placed
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.program import set_tensor_
@@ -108,7 +107,7 @@ def narrow(analysis: Found, kept: Kept) -> Narrowed:
     chosen, unreduced = dict(kept), dict[str, str]()
     while True:
         try:
-            goes = gone(analysis.flow, analysis.sites, chosen)
+            goes = gone(analysis, chosen)
             module, parts = without(analysis.program, analysis.flow, goes)
             return Narrowed(module=module, parts=parts, kept=chosen, unreduced=unreduced, difference=None)
         except Refused as refused:
@@ -125,7 +124,7 @@ def _at(analysis: Found, node: fx.Node, chosen: Kept) -> list[str]:
     marks = [each for each in every if isinstance(each, LabelTensor)]
     labels = [flow.groups.of(compact(each.labels)) for each in marks if each.labels is not None]
     units = together(analysis, chosen)
-    own = {tuple(unit): gone(flow, analysis.sites, {key: chosen[key] for key in unit}) for unit in units}
+    own = {tuple(unit): gone(analysis, {key: chosen[key] for key in unit}) for unit in units}
     met = [
         key for unit, goes in own.items() for key in unit if any(not bool(kept(each, goes).all()) for each in labels)
     ]
@@ -147,7 +146,7 @@ def prove(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
 
 def _compared(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     result = narrow(analysis, kept)
-    apart = difference(analysis, gone(analysis.flow, analysis.sites, result.kept), result.module, inputs)
+    apart = difference(analysis, gone(analysis, result.kept), result.module, inputs)
     return replace(result, difference=apart)
 
 

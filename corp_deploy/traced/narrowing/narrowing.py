@@ -9,11 +9,11 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.flow import Call, Flow, call_of
 from corp_deploy.traced.finding.labels import LabelTensor, Uneven, compact, compacted, kept, loses, placed, selected
+from corp_deploy.traced.finding.moves import along, carried, is_move, numbered, way_to
 from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
 
 from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_to_reshape
-from .rows import along, carried, is_move, numbered, way_to
 
 PROVENANCE = ("nn_module_stack", "source_fn_stack")
 """What a node tells of the module that it was called in."""
@@ -186,7 +186,7 @@ class _Narrowing:
         keep = kept(compact(self.flow.values[source].labels), self.gone).reshape(-1)
         places = (keep.cumsum(0) - 1)[order[keep[order]]]
         name = f"order_of_{node.name}"
-        where = next(self.program.graph.parameters()).device
+        where = self.program.device
         self.tensors[name] = places if where.type == "meta" else places.to(where)
         index = _of_module(self.graph.create_node("get_attr", name), node)
         return self.call(node, aten.index_select.default, {"self": self.nodes[source], "dim": dim, "index": index})
@@ -243,6 +243,5 @@ class _Narrowing:
 
 
 def _of_module(node: fx.Node, like: fx.Node) -> fx.Node:
-    """Without the dense program's tensors."""
     node.meta = {key: each for key, each in like.meta.items() if key in PROVENANCE}
     return node

@@ -36,7 +36,6 @@ def whole_removal_at(program: Program, site: Site) -> WholeRemoval | None:
 
 
 def _writer(source: fx.Node, written: set[str]) -> fx.Node | None:
-    """The nearest layer in front that writes the site, if what enters it has as many rows."""
     nodes = reached([source], lambda node: [each for each in node.all_input_nodes if each.op == "call_function"])
     writers = (node for node in nodes if node.target is LINEAR and str(node.all_input_nodes[1].target) in written)
     writer = next(writers, None)

@@ -17,7 +17,6 @@ _BETWEEN = frozenset(("add", "sub", "mul", "div", "masked_fill", "where")) | SAM
 
 
 def _way(product: fx.Node) -> list[fx.Node]:
-    """From a product of queries and keys to that with values, by what takes each alone."""
     way = [product]
     while len(way[-1].users) == 1 and (len(way) == 1 or operation(way[-1]) in _BETWEEN | SOFTMAX):
         way += way[-1].users
@@ -66,7 +65,7 @@ def factor(program: Program, product: fx.Node) -> float | None:
     nodes = None if scores is None else needed(program, [scores], (product,))[0]
     if scores is None or nodes is None:
         return None
-    ones = torch.ones(sizes_at_one(product), device=_where(program))
+    ones = torch.ones(sizes_at_one(product), device=program.device)
     zero, one = (run(program, nodes, {product: each})[scores] for each in (torch.zeros_like(ones), ones))
     times = (one - zero)[zero.isfinite()]
     return float(times[0]) if torch.allclose(times, times[:1]) else None
@@ -90,7 +89,7 @@ def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
     nodes = _behind(program, output)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad():
-        start = torch.randn(sizes_at_one(output), generator=generator).to(_where(program)).requires_grad_()
+        start = torch.randn(sizes_at_one(output), generator=generator).to(program.device).requires_grad_()
         # In copies, as gradients can't go through what was made in inference mode.
         every = run(program, nodes, {output: start}, start.dtype)
         behind = dict.fromkeys((output, *nodes))
@@ -105,12 +104,8 @@ def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
 def _whatever(program: Program, node: fx.Node, zero: tuple[fx.Node, ...]) -> Tensor | None:
     """What a node gives for one image whatever it is, with zeros for some other; None where images matter."""
     nodes, _ = needed(program, [node], zero)
-    zeros = {each: torch.zeros(sizes_at_one(each), device=_where(program)) for each in zero}
+    zeros = {each: torch.zeros(sizes_at_one(each), device=program.device) for each in zero}
     return None if nodes is None else run(program, nodes, zeros)[node]
-
-
-def _where(program: Program) -> torch.device:
-    return next(program.graph.parameters()).device
 
 
 def _before_softmax(product: fx.Node) -> fx.Node | None:
@@ -122,7 +117,6 @@ def _before_softmax(product: fx.Node) -> fx.Node | None:
 
 
 def _behind(program: Program, start: fx.Node) -> tuple[fx.Node, ...]:
-    """What is made of one node and constants, in order, with these."""
     behind = {start}
     for node in program.nodes:
         if node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):

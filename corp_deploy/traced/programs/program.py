@@ -1,12 +1,14 @@
 """A model's program: a flat graph of its calls to ATen under the names of its state dict, what nodes say, and where
-images stand in what a node gives: alone on an axis, or together with what else it counts, as windows are.
+images stand in what a node gives: alone on an axis, or together with what else it counts, as windows are. And copies of
+modules that may change their own state, as some do that keep tables from their first call on.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -52,6 +54,10 @@ class Program:
     def output(self) -> fx.Node:
         (output,) = (node for node in self.nodes if node.op == "output")
         return output
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.graph.parameters()).device
 
     def tensor(self, name: str) -> Tensor:
         """A parameter or constant by its name."""
@@ -188,14 +194,12 @@ class Batch:
     def in_front(self, x: Tensor) -> Tensor:
         """The images in front, all else [images, *sizes] as it is of one image."""
         apart = x.unflatten(self.axis, (self.outer, -1, self.inner)).movedim(self.axis + 1, 0)
-        front: Tensor = apart.flatten(self.axis + 1, self.axis + 2)
-        return front
+        return apart.flatten(self.axis + 1, self.axis + 2)
 
     def back(self, x: Tensor) -> Tensor:
         """From [images, *sizes] to where they stood."""
         apart = x.unflatten(self.axis + 1, (self.outer, self.inner)).movedim(0, self.axis + 1)
-        where_they_stood: Tensor = apart.flatten(self.axis, self.axis + 2)
-        return where_they_stood
+        return apart.flatten(self.axis, self.axis + 2)
 
 
 IN_FRONT = Batch(axis=0, outer=1, inner=1)
@@ -230,3 +234,21 @@ def _counted(node: fx.Node) -> tuple[int | None, tuple[int, ...]]:
     sizes = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes
     axes = [dim for dim, size in enumerate(sizes) if isinstance(size, BatchAffineSize)]
     return (axes[0], _at_one(sizes)) if len(axes) == 1 else (None, ())
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def twin(module: Module, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Module:
+    """With what is made of each parameter and buffer, itself unless said."""
+    memo: dict[int, Any] = {}
+    for each in (*module.parameters(), *module.buffers()):
+        new = convert(each)
+        is_other = isinstance(each, nn.Parameter) and new is not each
+        memo[id(each)] = nn.Parameter(new.detach(), requires_grad=False) if is_other else new
+    return copy.deepcopy(module, memo)
+
+
+def without_memory(module: Module) -> Module:
+    """With names and shapes of weights alone."""
+    return twin(module, lambda tensor: tensor.detach().to("meta"))

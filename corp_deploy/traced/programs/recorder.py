@@ -73,12 +73,15 @@ class Recorder(SchemaCheckMode):
         _mapped(entering, tensors.append)
         if any(each.is_meta for each in tensors):
             entering = _mapped(entering, lambda each: each.to("meta"))
-            gives = args[0] if _is_itself(func) else self._storages_before(func, entering, tensors)
+            is_itself = func._schema.name.endswith("_") and torch.Tag.pointwise in func.tags  # as of relu_
+            gives = args[0] if is_itself else self._storages_before(func, entering, tensors)
         else:
             gives = func(*entering[0], **entering[1])
         wholes = list(self._wholes(args[0])) if func._schema.is_mutable else []
-        if func._schema.is_mutable:
-            self._change(args[0])
+        if func._schema.is_mutable:  # from here on, what else is a part of the same numbers is not what it was
+            if _storage(args[0]) in self._storages:
+                raise BatchDependentProgram("it changes what it is given, or its own parameters")
+            self._changes[_storage(args[0])] += 1
         self._write(func, written, gives)
         if func in _SCATTERS:
             self._parts[id(gives)] = args[0], _SCATTERS[func], args[1:]
@@ -113,12 +116,6 @@ class Recorder(SchemaCheckMode):
             return gives
         return _mapped(self._gave[key], lambda each: each.new_empty_strided(each.shape, each.stride()))
 
-    def _change(self, tensor: Tensor) -> None:
-        """From here on, what else is a part of the same numbers is not what it was."""
-        if _storage(tensor) in self._storages:
-            raise BatchDependentProgram("it changes what it is given, or its own parameters")
-        self._changes[_storage(tensor)] += 1
-
     def _know(self, tensor: Tensor, ref: Ref) -> None:
         record = _Known(ref, self._changes[_storage(tensor)])
         self._refs[id(tensor)] = self._by_place[_place(tensor)] = record
@@ -149,13 +146,7 @@ class _Known:
     changes: int
 
 
-def _is_itself(func: Any) -> bool:
-    """Whether an op gives its first argument, whose numbers alone it changes, as relu_ does."""
-    return func._schema.name.endswith("_") and torch.Tag.pointwise in func.tags
-
-
 def _mapped(value: Any, what: Callable[[Tensor], Any]) -> Any:
-    """With what is made of each tensor."""
     if isinstance(value, Tensor):
         return what(value)
     if isinstance(value, list | tuple):
@@ -168,7 +159,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _place(tensor: Tensor) -> Any:
-    """Where its elements are."""
     return (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 

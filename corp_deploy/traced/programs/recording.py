@@ -21,7 +21,7 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
-from .module_copies import without_memory
+from .program import without_memory
 from .recorder import Call, Numbers, Recorder, Ref
 from .sizes import BATCHES, BatchAffineSize, BatchDependentProgram, at_batch, size_of, tell
 
@@ -56,13 +56,7 @@ def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return beside(without_memory(model))
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Of numbers that nobody knows it is taken to be so."""
-    return one.shape == other.shape if one.is_meta else torch.equal(one, other)
-
-
 def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Of the model's arguments."""
     try:
         bound = inspect.signature(model.forward).bind_partial(*args)
     except (TypeError, ValueError):
@@ -75,7 +69,6 @@ def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]) -> _Recorded:
-    """By a twin of the model."""
     args, kwargs = inputs
     named_leaves: dict[str, Any] = {}
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
@@ -105,7 +98,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
-    """While it runs, the stack has the modules that are running."""
     paths = {id(module): path for path, module in model.named_modules()}
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -133,8 +125,10 @@ class _Graph:
     def __init__(self, model: nn.Module, first: _Recorded, other: _Recorded) -> None:
         if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
             raise BatchDependentProgram(f"{len(first.calls)} calls and {len(other.calls)}")
-        if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
-            raise BatchDependentProgram("other constants")
+        for name, each in first.constants.items():
+            beside = other.constants[name]
+            if not (each.shape == beside.shape if each.is_meta else torch.equal(each, beside)):
+                raise BatchDependentProgram("other constants")
         self.first, self.other = first, other
         self.root: dict[str, Tensor] = {}
         for name, each in _tensors(model):
@@ -154,7 +148,12 @@ class _Graph:
             node = self.nodes[Ref(name)] = self.graph.placeholder(name)
             tell(node, value, self.other.inputs[name])
         used = tree_leaves([call.args for call in self.first.calls] + [self.first.gives])
-        self._attributes(each.source for each in used if isinstance(each, Ref))
+        # What the model has, in front of all calls.
+        for name in dict.fromkeys(each.source for each in used if isinstance(each, Ref)):
+            if isinstance(name, str) and Ref(name) not in self.nodes:
+                target = _free(name[1:]) if name.startswith(".") else name
+                node = self.nodes[Ref(name)] = self.graph.get_attr(target)
+                tell(node, self.root[target], self.root[target])
         for number, (one, other) in enumerate(zip(self.first.calls, self.other.calls, strict=True)):
             self._call(number, one, other)
         gives = self._both(self.first.gives, self.other.gives)
@@ -162,14 +161,6 @@ class _Graph:
         self.graph.output(tuple(leaves))
         self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, tree_structure(inputs), spec)))
         return fx.GraphModule(self.root, self.graph).eval()
-
-    def _attributes(self, sources: Iterator[int | str]) -> None:
-        """What the model has, in front of all calls."""
-        for name in dict.fromkeys(each for each in sources if isinstance(each, str)):
-            if Ref(name) not in self.nodes:
-                target = _free(name[1:]) if name.startswith(".") else name
-                node = self.nodes[Ref(name)] = self.graph.get_attr(target)
-                tell(node, self.root[target], self.root[target])
 
     def _call(self, number: int, one: Call, other: Call) -> None:
         if one.target is not other.target or one.stack != other.stack:

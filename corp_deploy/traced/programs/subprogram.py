@@ -26,13 +26,11 @@ class Subprogram:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        sizes: tuple[int, ...] = sizes_at_one(self.layer.node)
-        return sizes
+        return sizes_at_one(self.layer.node)
 
     def __call__(self, x: Tensor) -> Tensor:
         every = run(self.program, self.nodes, {self.layer.node: x.double()}, torch.float64)
-        result: Tensor = every[self.nodes[-1] if self.nodes else self.layer.node]
-        return result
+        return every[self.nodes[-1] if self.nodes else self.layer.node]
 
 
 def run(

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, export
+from torch.utils._pytree import tree_map
 
 from ground.errors import BadInput
 
-from .folding import fold_
-from .means import means_as_layers_
-from .module_copies import twin
-from .program import Program, changes_in_place, operation
+from .folding import fold_, means_as_layers_
+from .program import Program, changes_in_place, operation, twin
 from .recording import recorded
 from .sizes import BatchAffineSize
 
@@ -37,7 +36,6 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
 
 
 def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, bool]:
-    """For any batch if that can be, else for that of the inputs."""
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The fast paths of nn.MultiheadAttention and nn.TransformerEncoder are one op each.
@@ -59,19 +57,21 @@ def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool) -> fx.GraphModule:
-    shapes = torch.utils._pytree.tree_map(_batch, kwargs or args) if any_batch else None
+    shapes = None
+    if any_batch:
+        shapes = tree_map(
+            lambda each: {0: Dim.AUTO} if isinstance(each, Tensor) and each.dim() else None, kwargs or args
+        )
     with torch.no_grad():
         program = export(twin(model), args, kwargs, dynamic_shapes=shapes, strict=False)
-        program = program.run_decompositions({}) if _changes_a_view(program.graph) else program
+        changed = [each for _, each in _changes(program.graph)]
+        if any(map(_is_view, (*changed, *(user for each in changed for user in each.users)))):
+            program = program.run_decompositions({})  # something is changed that is seen through something else too
     graph = program.module(check_guards=False)
     assert isinstance(graph, fx.GraphModule), type(graph)
     for node in graph.graph.nodes:
         node.meta["sizes"] = _sizes(node.meta.get("val"))
     return graph
-
-
-def _batch(value: Any) -> dict[int, Any] | None:
-    return {0: Dim.AUTO} if isinstance(value, Tensor) and value.dim() else None
 
 
 def _sizes(value: Any) -> Any:
@@ -104,14 +104,8 @@ def _by_numbers_(graph: fx.Graph) -> None:
 
 
 def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """The calls that change their first argument in place, and that."""
     calls = [node for node in graph.nodes if changes_in_place(node) and node.args]
     return [(node, node.args[0]) for node in calls if isinstance(node.args[0], fx.Node)]
-
-
-def _changes_a_view(graph: fx.Graph) -> bool:
-    """Whether something is changed in place that is seen through something else too."""
-    return any(_is_view(changed) or any(map(_is_view, changed.users)) for _, changed in _changes(graph))
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -1,0 +1,274 @@
+"""A program as it is exported: as modules that call each other as those did that it was traced from, by the same names;
+in any floating type, where what it computes in float32 of itself meets weights in their type; attentions as engines
+fuse them, a causal one as products and a softmax with a constant between, since an exporter's own spelling computes
+anew what no token sees, and queries and keys beside values of another width with zeros behind, which changes no result.
+
+Traced, a `.float()`, a division of whole numbers or a type that was read off a weight is float32 for good, and no
+product takes two types. The least number of a type, which masks are made of, is float32's, infinite in half precision.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn, ops
+
+from .attention_masks import SDPA, scale_of, values_product
+from .program import Program, arguments_of, module_of, operation, sizes_at_one, tensor_of
+
+HIDDEN = -30_000.0
+"""Beside the scores of keys that no query sees: within half precision, and nothing behind a softmax."""
+_NAME = "hidden_behind"
+
+
+def spelled_out_(graph: fx.GraphModule) -> None:
+    """Attentions with no other mask; those of as many queries and keys have one constant."""
+    for node in list(graph.graph.nodes):
+        arguments = arguments_of(node) if operation(node) == SDPA else {"is_causal": False}
+        if arguments["is_causal"] and arguments["attn_mask"] is None and not arguments["enable_gqa"]:
+            _spell_out_(graph, node)
+    graph.recompile()
+
+
+def _spell_out_(graph: fx.GraphModule, node: fx.Node) -> None:
+    queries, keys, values = node.all_input_nodes
+    asking, others = queries.meta["val"].shape[-2], keys.meta["val"].shape[-2]
+    name = f"{_NAME}_{asking}_{others}"
+    if name not in dict(graph.named_buffers()):
+        graph.register_buffer(name, torch.full((asking, others), HIDDEN).triu(1))
+    aten, stack = torch.ops.aten, node.meta.get("nn_module_stack", {})
+
+    def call_op(target: object, *args: object) -> fx.Node:
+        new = graph.graph.create_node("call_function", target, args)  # type: ignore[arg-type]
+        new.meta["nn_module_stack"] = stack
+        return new
+
+    with graph.graph.inserting_before(node):
+        hidden_NN = graph.graph.get_attr(name)
+        transposed_keys = call_op(aten.transpose.int, keys, -2, -1)
+        scores = call_op(aten.matmul.default, call_op(aten.mul.Scalar, queries, scale_of(node)), transposed_keys)
+        weights = call_op(aten.softmax.int, call_op(aten.add.Tensor, scores, hidden_NN), -1, torch.float32)
+        attended = call_op(aten.matmul.default, call_op(aten.to.other, weights, values), values)
+    attended.meta |= node.meta
+    node.replace_all_uses_with(attended)
+    graph.graph.erase_node(node)
+
+
+Pads = dict[int, list[int]]
+"""By the place of an argument the zeros that go beside it, as `pad` takes them."""
+
+
+def padded(program: Program) -> fx.GraphModule:
+    """The same program; an attention of which nothing says what its scores are scaled by stays as it is."""
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    pads = {node: each for owner in program.nodes for node, each in _pads(owner)}
+    for node in program.nodes:
+        new = nodes[node] = graph.node_copy(node, lambda each: nodes[each])
+        for place, zeros in pads.get(node, {}).items():
+            with graph.inserting_before(new):
+                wider = graph.call_function(torch.ops.aten.pad.default, (new.args[place], zeros))
+            wider.meta["val"] = torch.ops.aten.pad.default(wider.all_input_nodes[0].meta["val"], zeros)
+            new.update_arg(place, wider)
+        if node in pads and _values_place(node) in pads[node]:
+            width = sizes_at_one(node)[-1]
+            nodes[node] = graph.call_function(torch.ops.aten.slice.Tensor, (new, -1, 0, width))
+            nodes[node].meta["val"] = node.meta["val"]
+    graph.set_codegen(copy(program.graph.graph._codegen))
+    return fx.GraphModule(program.graph, graph)
+
+
+def has_uneven(program: Program) -> bool:
+    """Whether queries and keys are of another width than values in any attention that can be padded."""
+    return any(pads for owner in program.nodes for pads in _pads(owner))
+
+
+def _values_place(node: fx.Node) -> int:
+    return 2 if operation(node) == SDPA else 1
+
+
+def _pads(scores: fx.Node) -> Iterator[tuple[fx.Node, Pads]]:
+    """Where a node multiplies queries by keys: what is put beside those, or beside the values that are summed up."""
+    is_whole, node = operation(scores) == SDPA, values_product(scores)
+    if node is None or (is_whole and scores.kwargs.get("scale") is None):
+        return
+    queries, values = (sizes_at_one(each)[-1] for each in (scores.args[0], node.args[_values_place(node)]))  # type: ignore[arg-type]
+    if queries < values:
+        beside = [0, values - queries]
+        yield scores, {0: beside, 1: beside if is_whole else [0, 0, *beside]}
+    elif values < queries:
+        yield node, {_values_place(node): [0, queries - values]}
+
+
+_PRODUCTS = (
+    "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "convolution", "einsum", "gru", "linear", "lstm", "matmul",
+    "mm", "rnn_relu", "rnn_tanh", "scaled_dot_product_attention",
+)  # fmt: skip
+_FLOAT, _HALF = torch.finfo(torch.float32), torch.finfo(torch.float16)
+_ENDS = {_FLOAT.min: _HALF.min, _FLOAT.max: _HALF.max}
+
+
+def with_one_type_(graph: fx.GraphModule) -> None:
+    """What enters a product is brought to the type of its weight, or else of the last weight before it."""
+    others = [node for node in graph.graph.nodes if not operation(node).startswith("clamp")]  # to the end is not at all
+    _change_arguments_(others, lambda each: _ENDS.get(each, each) if isinstance(each, float) else each)
+    weight: fx.Node | None = None
+    for node in list(graph.graph.nodes):
+        if operation(node) not in _PRODUCTS:
+            continue
+        weight = next((each for each in node.all_input_nodes if _is_floating(each, "get_attr")), weight)
+        for entering in node.all_input_nodes if weight is not None else ():
+            if _is_floating(entering, "call_function"):
+                with graph.graph.inserting_before(node):
+                    cast = graph.graph.call_function(ops.aten.to.other, (entering, weight))
+                node.replace_input_with(entering, cast)
+    graph.recompile()
+
+
+def _is_floating(node: fx.Node, kind: str) -> bool:
+    value = node.meta.get("val")
+    return node.op == kind and isinstance(value, Tensor) and value.is_floating_point()
+
+
+def made_on_(graph: fx.GraphModule, place: torch.device) -> None:
+    """Where a program makes tensors itself, of a batch's size say, it makes them there."""
+    _change_arguments_(graph.graph.nodes, lambda each: place if isinstance(each, torch.device) else each)
+    graph.recompile()
+
+
+def _change_arguments_(nodes: Iterable[Any], change: Callable[[Any], Any]) -> None:
+    for node in nodes:
+        node.args, node.kwargs = (fx.node.map_aggregate(each, change) for each in (node.args, node.kwargs))
+
+
+Path = tuple[str, ...]
+
+
+class Called(nn.Module):
+    """A module of the tree, as one that is written by hand: of nodes inside of a GraphModule an export doesn't say
+    where they were called.
+    """
+
+
+class Norm(Called):
+    """One whose class was a norm's, other than that of a batch, and that called no other."""
+
+
+def tree(root: nn.Module, graph: fx.Graph) -> nn.Module:
+    """What the graph makes of the tensors of `root`, which stay at their names; a module that is called again, or whose
+    work isn't done at a stretch, has what comes later done where it is called, but for norms, which are further modules
+    then.
+    """
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    called = [node for node in nodes if node.op in ("call_function", "call_module")]
+    return _Making(root=root, paths=_paths(called), path=()).build(called, inputs, nodes[-1])
+
+
+@dataclass(slots=True, kw_only=True)
+class _Making:
+    """The module of one path: what stands in its graph for each node, and the modules and tensors that it has."""
+
+    root: nn.Module
+    paths: Mapping[fx.Node, Path]
+    path: Path
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    own: dict[str, Tensor | nn.Module] = field(default_factory=dict)
+
+    def build(self, called: Sequence[fx.Node], entering: Sequence[fx.Node], end: fx.Node | None) -> nn.Module:
+        """`end`: the program's output, of the outermost; None where what is used elsewhere leaves."""
+        for node in entering:
+            self.nodes[node] = self.graph.placeholder(node.name)
+        for name, path, run in self._runs(called):
+            if name is None:
+                for node in run:
+                    self.nodes[node] = self.graph.node_copy(node, self._input_of)
+                    if node.op == "call_module":
+                        self.nodes[node].target = self._below(node)
+                        self.own[self._below(node)] = self.root.get_submodule(str(node.target))
+            else:
+                self._call(name, path, run)
+        if end is not None:
+            self.graph.node_copy(end, self._input_of)
+            self.graph.set_codegen(end.graph._codegen)
+        else:
+            leaving = tuple(self.nodes[node] for node in _leaving(called))
+            self.graph.output(leaving[0] if len(leaving) == 1 else leaving)
+        is_norm = all(self.paths[node] == self.path for node in called) and _is_norm(called)
+        return _by_hand(fx.GraphModule(self.own, self.graph), Norm if is_norm else Called)
+
+    def _runs(self, called: Sequence[fx.Node]) -> Iterator[tuple[str | None, Path, list[fx.Node]]]:
+        """What is done at a stretch, with the name of the module that does it here, and its path; None for this one."""
+        depth, counts, again = len(self.path), Counter[str](), Counter[Path]()
+        for name, together in groupby(called, lambda node: next(iter(self.paths[node][depth:]), None)):
+            run = list(together)
+            if name is not None:
+                counts[name] += 1
+            if name is None or counts[name] == 1:
+                yield name, (*self.path, name or ""), run
+                continue
+            for norm, part in groupby(run, lambda node: self.paths[node] if _is_norm([node]) else None):
+                if norm is not None:
+                    again[norm] += 1
+                own = None if norm is None else f"{'_'.join(norm[depth:])}__again_{again[norm] + 1}"
+                yield own, norm or self.path, list(part)
+
+    def _call(self, name: str, path: Path, run: list[fx.Node]) -> None:
+        inside = set(run)
+        every = dict.fromkeys(each for node in run for each in node.all_input_nodes if each not in inside)
+        # What a module has itself stands in it.
+        entering = [
+            each for each in every if each.op != "get_attr" or tuple(str(each.target).split(".")[: len(path)]) != path
+        ]
+        self.own[name] = _Making(root=self.root, paths=self.paths, path=path).build(run, entering, None)
+        arguments = tuple(self._input_of(each) for each in entering)
+        # What the code of a graph calls itself no part of it may be called too.
+        call = self.graph.create_node("call_module", name, arguments, {}, "self_" if name == "self" else name)
+        leaving = _leaving(run)
+        for at, node in enumerate(leaving):
+            one = len(leaving) == 1
+            self.nodes[node] = call if one else self.graph.call_function(operator.getitem, (call, at))
+
+    def _input_of(self, node: fx.Node) -> fx.Node:
+        if node not in self.nodes:
+            assert node.op == "get_attr", node
+            name = self._below(node)
+            self.own[name] = tensor_of(self.root, str(node.target))
+            self.nodes[node] = self.graph.get_attr(name)
+        return self.nodes[node]
+
+    def _below(self, node: fx.Node) -> str:
+        return ".".join(str(node.target).split(".")[len(self.path) :])
+
+
+def _by_hand(graph: fx.GraphModule, base: type[Called]) -> nn.Module:
+    kind: type[Called] = type(base.__name__, (base,), {"forward": type(graph).forward})
+    module = kind.__new__(kind)
+    module.__dict__ |= vars(graph.eval())
+    return module
+
+
+def _paths(called: Sequence[fx.Node]) -> dict[fx.Node, Path]:
+    """Where each was called; what was put there later stands with what uses it."""
+    paths: dict[fx.Node, Path] = {}
+    for node in reversed(called):
+        path = module_of(node)[0]
+        user = next((each for each in node.users if each in paths), None)
+        own = tuple(path.split(".")) if path else ()
+        paths[node] = own if user is None or "nn_module_stack" in node.meta else paths[user]
+    return paths
+
+
+def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
+    inside = set(run)
+    return [node for node in run if any(user not in inside for user in node.users)]
+
+
+def _is_norm(called: Sequence[fx.Node]) -> bool:
+    kinds = {module_of(node)[1] for node in called}
+    return bool(kinds) and all("Norm" in kind and "BatchNorm" not in kind for kind in kinds)
