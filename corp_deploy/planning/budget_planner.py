@@ -16,9 +16,10 @@ from ground.effort import Stopwatch, measured
 
 from .budget import Allocation, allocate, cost_of_all_tokens, dense_cost, out_of_reach, uniform_for_share
 from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curves, site_metrics
-from .latency import LatencyTarget, curves_in_time, measure_tables
+from .latency import curves_in_time, measure_tables
 from .probe import Probe
 from .probe_split import few_of, set_apart
+from .request import LatencyTarget
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
 _ROUNDING = 1e-12

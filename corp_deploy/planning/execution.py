@@ -22,18 +22,15 @@ from corp_deploy.store.transformers_saved import FOLDER, transformers_form, writ
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
-from .carried_out import as_planned
-from .composing import composed
+from .carried_out import as_planned, composed
 from .judging import Judge, Judges
 from .limit_search import figure, smallest_within
-from .lineage import reduced_checkpoint
-from .merging import merging_as_planned
 from .plan import plan, planner_of
 from .polishing import Polishing, inputs_to_polish, with_polish
 from .reach import refuse_far_budget
 from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_outdated, refuse_partial, require_sayable
-from .request import ReductionRequest
-from .width_plan import WidthPlan
+from .request import ReductionRequest, merging_as_planned
+from .width_plan import WidthPlan, reduced_checkpoint
 
 Progress = Callable[[int, int], None]
 

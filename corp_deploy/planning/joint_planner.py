@@ -26,10 +26,9 @@ from .budget_planner import Planner, probe_of, probed
 from .curves import CostCurve, cost_curves, output_errors, site_curves
 from .merge_curves import MergeCurves, merge_curves
 from .merge_prices import Prices, prices_in_macs, prices_in_time
-from .merging import merging_of_schedule
 from .probe import Probe
 from .probe_split import IMAGES, few_of
-from .request import ReductionRequest
+from .request import ReductionRequest, merging_of_schedule
 from .schedule import Schedule, best_schedule, shaped_schedule, shapes
 from .width_plan import WidthPlan
 

@@ -30,7 +30,7 @@ from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import device
 from corp_deploy.traced.programs.program import Program, changes_in_place
 
-from .program_effects import effects_of_changes
+from .curvature import effects_of_changes
 
 _PIECE = 8  # inputs whose activations in front of all changes are in memory at a time
 Change = Mapping[str, Tensor]

@@ -17,9 +17,8 @@ from corp_deploy.store.hub_snapshot import CONFIG
 from corp_deploy.store.transformers_saved import FOLDER, origin_of
 from ground.errors import BadInput
 
-from .merging import merging_checkpoint
 from .reach import refuse_far_budget
-from .request import ReductionRequest
+from .request import ReductionRequest, merging_checkpoint
 
 
 def refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:

@@ -32,12 +32,11 @@ from perf.timing.watch import version
 from .budget_planner import BudgetPlanner, budget_planner
 from .carried_out import as_planned
 from .curves import eliminations
-from .lineage import reduced_checkpoint
 from .sweep_points import SweepPoint, with_fronts
 from .sweep_scores import Scored, worst_agreement
 from .sweep_speed import Bench, is_leader, this_machine
 from .sweep_trials import Scores, SweepRequest, TrialFolder, key_of
-from .width_plan import WidthPlan
+from .width_plan import WidthPlan, reduced_checkpoint
 
 Done = Callable[[str, int], None]
 TRIALS = "trials"

@@ -15,8 +15,7 @@ from ground.files import path_inside, sha256_of_file
 
 from .names import MANIFEST, PROVENANCE, SUMS
 from .samples import replay
-from .signature import Signed, Unverified
-from .sums import added_to, sums_from_file
+from .signature import Signed, Unverified, added_to, sums_from_file
 from .verifier import Verifier
 
 

@@ -17,7 +17,7 @@ from corp_deploy.families.family import output_ports
 from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_of
 from corp_deploy.proof.heads import opened_heads
-from corp_deploy.proof.reach import unreachable
+from corp_deploy.proof.link_rules import unreachable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.graph_input import graph_ports
 from corp_deploy.store.inputs import images_for_model, labels_from_path
@@ -33,7 +33,7 @@ from .calls import range_samples
 from .incremental import Stage
 from .names import MOMENTS, PARITY, parity_name
 from .recipe import Recipe
-from .recipe_problems import RecipeProblems
+from .recipe_record import RecipeProblems
 from .recipe_tables import require_more
 from .serving import class_names
 

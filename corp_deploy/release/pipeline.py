@@ -12,11 +12,10 @@ from perf.record.history import release_of_file
 from . import calls, names
 from .baseline import Baseline
 from .incremental import Stage
+from .pace import timed
 from .recipe import Recipe
 from .recipe_toml import text_of_recipe
-from .stage_effort import timed
-from .stage_parts import TORCH, heads_read, settings_of, stage, step
-from .target_stages import target_stages
+from .stage_parts import TORCH, heads_read, settings_of, stage, step, target_stages
 
 
 def _recipe_stage(recipe: Recipe, root: Path) -> Stage:

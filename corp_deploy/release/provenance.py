@@ -14,10 +14,10 @@ from corp_deploy import __version__
 from corp_deploy.machine import versions
 from ground.files import sha256_of_file, sha256_of_text, text_from_file
 
+from .digests import read_stamp
 from .incremental import STATE, Stage
 from .names import GATE, PARITY, RECIPE
 from .recipe import Recipe
-from .stamp import read_stamp
 
 STATEMENT, PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:corp-deploy:release:1"

@@ -13,7 +13,7 @@ from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
-from corp_deploy.proof.chain import prove
+from corp_deploy.proof.chain import prove, save_proof
 from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.gate import (
     evidence_of_files,
@@ -25,7 +25,6 @@ from corp_deploy.proof.gate import (
 )
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
@@ -49,12 +48,12 @@ from . import names
 from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
+from .pace import efforts_of
 from .provenance import provenance
-from .recipe import Recipe, Target
-from .recipe_parity import trusted_metrics
-from .sample_steps import named_samples
+from .recipe import Recipe, trusted_metrics
 from .sbom import bill_of_release
-from .stage_effort import efforts_of
+from .steps import named_samples
+from .targets import Target
 
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:

@@ -1,4 +1,5 @@
-"""The signature over a directory in the format of OpenSSF model signing, made and verified by its library.
+"""Lists of every file of a directory with its digest: SHA256SUMS, as sha256sum writes it, and the signature in the
+format of OpenSSF model signing, made and verified by its library.
 
 `model.sig` is a Sigstore bundle around an in-toto statement that lists every file with its digest. The library is asked
 for the cryptography and for the digests; that the statement leaves nothing out but itself and the state of the staged
@@ -21,6 +22,9 @@ from .names import SIGNATURE
 
 if TYPE_CHECKING:
     from model_signing import hashing, verifying
+from ground.files import escapes_directory, text_from_file
+
+from .names import ATTESTATION, SCRIPT, SUMS
 
 UNSIGNED = (".stages", SIGNATURE)
 """What no signature covers: how far a staged build is, and the signature."""
@@ -140,3 +144,29 @@ def verify(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], st
         raise Unverified(*_differences(folder, _listed(data)) or [f"{SIGNATURE}: {_why(error)}"]) from None
     listed = _listed(data)
     return Signed(by=who(data), files=listed)
+
+
+MOST_SUMS_BYTES = 2**26
+UNLISTED = (SUMS, ATTESTATION, SCRIPT)
+"""What lies in a release beyond its list: the list, what is signed over it, and the rest for another machine."""
+
+
+def sums_from_file(path: Path) -> dict[str, str]:
+    """Digests by name. Raises BadInput for no such list, and for a name that leads out of the release."""
+    try:
+        lines = text_from_file(path, most_bytes=MOST_SUMS_BYTES).splitlines()
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file, expected a release directory written by corp-deploy release") from None
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
+    if not sums or len(sums) != len(lines):
+        raise BadInput(f"{path}: not a list of digests and names; the file is damaged")
+    outside = [name for name in sums if escapes_directory(name)]
+    if outside:
+        raise BadInput(f"{path}: {outside[0]!r} lies outside the release")
+    return sums
+
+
+def added_to(folder: Path, sums: dict[str, str]) -> list[str]:
+    """What lies in a release and is in no list of it."""
+    names = (path.relative_to(folder).as_posix() for path in entries_below(folder))
+    return [name for name in names if name not in sums and name not in UNLISTED]
