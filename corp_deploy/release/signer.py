@@ -1,6 +1,4 @@
-"""Who signs a release, or a model repository as a whole: a private key, a key with its certificate, or an identity that
-Sigstore vouches for.
-"""
+"""Who signs a release: a private key, a key with its certificate, or an identity that Sigstore vouches for."""
 
 import base64
 import json
@@ -19,13 +17,7 @@ from .verifier import CURVES, NEW_KEY, Certified, PublicKey, certificates_from_f
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
     from model_signing import signing
-from corp_deploy.machine import versions
-from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
-from export.triton.expected import EXPECTED_NAME
-from export.triton.findings import ERROR
-from ground.files import write_json
 
-from .names import MANIFEST
 
 PAYLOAD = "application/vnd.in-toto+json"
 
@@ -203,31 +195,3 @@ def sign(folder: Path, signer: Signer, files: frozenset[str]) -> bool:
             raise BadInput(f"{folder}: can't be signed ({error!s:.300})") from None
         write_text(folder / SIGNATURE, beside.read_text(encoding="utf-8"))
     return True
-
-
-def unsign_repository(repository: Path) -> bool:
-    """Remove a signature and its manifest, which hold no longer; whether there was one."""
-    there = (repository / SIGNATURE).is_file()
-    for name in (SIGNATURE, MANIFEST) if there else ():
-        (repository / name).unlink(missing_ok=True)
-    return there
-
-
-def sign_repository(repository: Path, name: str, version: str, signer: Signer) -> None:
-    """Write manifest.json, which says what the repository is called and what is in it, and model.sig over all.
-
-    Raises BadInput where `package lint` finds an error: what somebody else laid there is not vouched for.
-    """
-    from export.triton.lint import lint_repository  # which loads onnx
-
-    errors = [each for each in lint_repository(repository) if each.severity == ERROR]
-    if errors:
-        raise BadInput(f"{repository}: not signed: {errors[0]}; `package lint` tells of all")
-    files = {
-        path.relative_to(repository).as_posix(): entry_of(path)
-        for path in entries_below(repository)
-        if path.parent != repository or path.name == EXPECTED_NAME
-    }
-    head = {"kind": MANIFEST_KIND, "version": 1, "release": {"name": name, "version": version}}
-    write_json(repository / MANIFEST, {**head, "versions": versions(), "files": files})
-    sign(repository, signer, frozenset((*files, MANIFEST)))
