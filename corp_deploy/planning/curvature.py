@@ -130,22 +130,17 @@ class _Moved(fx.Interpreter):
         return out + self.zeros[layer]
 
 
-def _tangent_of_layers(
-    program: Program, inputs: Inputs, layers: Mapping[fx.Node, Called], drawn: torch.Generator
-) -> Tangent[Called]:
-    moved = _Moved(program, layers)
-    with torch.enable_grad():
-        given = moved.run(*(each.clone() for each in tensors_by_name(inputs).values()))
-        return tangent_of(joined(as_tuple(given)), moved.entering, moved.zeros, drawn)
-
-
 def _tangents(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> Iterator[Tangent[Called]]:
     """Of pieces of the inputs, what each layer of these weights reads, and gradients by what it gives."""
     program, drawn = tracing(model).running, torch.Generator().manual_seed(0)
     layers = {layer.node: layer for layer in every_layer(program) if layer.weight in weights}
     with torch.inference_mode(False), torch.no_grad():
         for piece in chunks(inputs, _PIECE) if layers else ():
-            yield _tangent_of_layers(program, piece, layers, drawn)
+            moved = _Moved(program, layers)
+            with torch.enable_grad():
+                given = moved.run(*(each.clone() for each in tensors_by_name(piece).values()))
+                tangent = tangent_of(joined(as_tuple(given)), moved.entering, moved.zeros, drawn)
+            yield tangent
 
 
 def _moved_by(tangent: Tangent[Called], layer: Called, change: Change) -> Tensor | None:

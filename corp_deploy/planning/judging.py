@@ -166,11 +166,8 @@ class Judge:
             bounds = found.agreement_bounds
             assert bounds is not None, found
             return Judgement(value=found.agreement or 0.0, low=bounds[0], high=bounds[1])
-        return self._points(dense, outputs)
-
-    def _points(self, dense_NC: Answer, outputs_NC: Answer) -> Judgement:
-        right = (outputs_NC.argmax(-1) == self.labels_N).astype(np.float64)
-        change_N = 100.0 * (right - (dense_NC.argmax(-1) == self.labels_N))
+        right = (outputs.argmax(-1) == self.labels_N).astype(np.float64)
+        change_N = 100.0 * (right - (dense.argmax(-1) == self.labels_N))
         return _bootstrapped(len(change_N), float(change_N.mean()), lambda drawn: float(change_N[drawn].mean()))
 
 

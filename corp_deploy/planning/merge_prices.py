@@ -70,11 +70,6 @@ class MergeLatencies:
         return self.dense.latency_ms(1, self.batch)
 
 
-def _merge_sizes(tokens: int, protected: int) -> list[int]:
-    most = most_merged("merge", tokens, protected)
-    return sorted({max(1, round(FEW * most)), most}) if most else []
-
-
 def measure_merge_latencies(
     dense: Checkpoint, method: Method, losses: MergeCurves, where: LatencyTarget
 ) -> MergeLatencies:
@@ -100,7 +95,8 @@ def measure_merge_latencies(
             }
         merges: dict[int, dict[int, Grid]] = {}
         for tokens in counts:
-            for count in _merge_sizes(tokens, losses.protected):
+            most = most_merged("merge", tokens, losses.protected)
+            for count in sorted({max(1, round(FEW * most)), most}) if most else ():
                 merge = TokenMerge(count=count, protected=losses.protected, how="merge")
                 merges.setdefault(tokens, {})[count] = grids.of_merge(merge, tokens)
         whole = grids.of_model(dense)
@@ -195,10 +191,3 @@ def prices_by_latencies(
         return repriced, full_cost - alone + now + round(1e6 * merging)
 
     return Prices(full_cost=full_cost, costs=merge_costs_in_ns(dense, losses, latencies), priced=priced)
-
-
-def prices_in_time(
-    dense: Checkpoint, method: Method, curves: list[CostCurve], losses: MergeCurves, where: LatencyTarget
-) -> Prices:
-    """Measured on this machine, or read from the tables where they hold it."""
-    return prices_by_latencies(dense, curves, losses, measure_merge_latencies(dense, method, losses, where))

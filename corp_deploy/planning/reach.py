@@ -14,7 +14,7 @@ from corp_deploy.families.inspection import fixed_shares
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.traced.models.module import tracing
-from corp_deploy.traced.models.sites import Currency, Site
+from corp_deploy.traced.models.sites import Currency
 from ground.errors import BadInput
 
 from .budget import cost_of_all_tokens, dense_cost
@@ -22,12 +22,6 @@ from .request import ReductionRequest
 
 NAMED = 3
 _WORDS: Mapping[Currency, str] = {"macs": "MACs", "params": "parameters"}
-
-
-def _why_whole(site: Site, method: Method) -> str:
-    if site.kind == STREAMS:
-        return "a stream, which --residual reduces"
-    return kind_of(site).refusal(site, method) or "no smaller multiple; --align asks for finer widths"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +58,11 @@ def first_plan(
     for site in sites_of(model).every:
         if len(kind_of(site).offers(site, method)) > 1:
             keys.append(site.groups.key)
+        elif site.kind == STREAMS:
+            whole[site.name] = "a stream, which --residual reduces"
         else:
-            whole[site.name] = _why_whole(site, method)
+            why = kind_of(site).refusal(site, method)
+            whole[site.name] = why or "no smaller multiple; --align asks for finer widths"
 
     def saved(cut: float) -> float:
         return layers.saved(dict.fromkeys(keys, 1.0 - cut)) / full_cost

@@ -199,7 +199,7 @@ def prove(
     feeds = checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}")
     candidates = of_model(candidates, dense)
     for candidate in candidates:
-        candidate.require_feeds(feeds)
+        candidate.pixels.require(feeds, candidate.inputs, where=candidate.label)
     halves = tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
 
     def finished(steps: Sequence[Step]) -> None:

@@ -33,29 +33,21 @@ from .heads import Heads
 from .own_noise import Merges, own_noise
 
 
-def reaches(least: float, count: int, confidence: float) -> bool:
-    """Whether the interval of all of `count` lies at a least share or above."""
-    return share_interval(1.0, count, confidence).low >= least
-
-
 def unreachable(shares: Mapping[str, float], *, count: int, noun: str, confidence: float) -> list[str]:
     """A sentence for each least share, by its name, that even `count` inputs without exception don't show."""
-    return [
-        _sentence(name, least, count, noun, confidence)
-        for name, least in shares.items()
-        if not reaches(least, count, confidence)
-    ]
-
-
-def _sentence(name: str, least: float, count: int, noun: str, confidence: float) -> str:
-    enough, lowest = fewest_for_share(least, confidence), share_interval(1.0, count, confidence).low
-    more = f"no number of {noun} is enough" if enough is None else f"at least {enough:,} {noun} are needed"
-    lower, looser = math.floor(100 * most_confidence(least, count)) / 100, math.floor(1000 * lowest) / 1000
-    return (
-        f"{name} {percent_limit(least)} can't be shown by {count:,} {noun}: even {count:,} of {count:,} agreeing "
-        f"would leave {percent(lowest)} to 100 % {confidence_text(confidence)}; {more}, or a confidence of at most "
-        f"{lower:g}{' (the point alone decides)' * (lower == 0)}, or a limit of at most {looser:g}"
-    )
+    sentences, lowest = list[str](), share_interval(1.0, count, confidence).low
+    for name, least in shares.items():
+        if least <= lowest:
+            continue
+        enough, looser = fewest_for_share(least, confidence), math.floor(1000 * lowest) / 1000
+        more = f"no number of {noun} is enough" if enough is None else f"at least {enough:,} {noun} are needed"
+        lower = math.floor(100 * most_confidence(least, count)) / 100
+        sentences.append(
+            f"{name} {percent_limit(least)} can't be shown by {count:,} {noun}: even {count:,} of {count:,} agreeing "
+            f"would leave {percent(lowest)} to 100 % {confidence_text(confidence)}; {more}, or a confidence of at most "
+            f"{lower:g}{' (the point alone decides)' * (lower == 0)}, or a limit of at most {looser:g}"
+        )
+    return sentences
 
 
 AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
@@ -95,7 +87,8 @@ class ParityLimits(ProofOptions):
 
     def of_few(self, count: int, *, elsewhere: str) -> "ParityLimits":
         """For so few inputs that they can only fail a share: what they leave open is judged `elsewhere`."""
-        few = any(not reaches(least, count, self.confidence) for least in self.shares.values())
+        lowest = share_interval(1.0, count, self.confidence).low
+        few = any(least > lowest for least in self.shares.values())
         return replace(self, elsewhere=elsewhere) if few else self
 
     def factor(self, float_type: FloatType) -> float:

@@ -35,14 +35,11 @@ class HalfProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = args, kwargs or {}
-        if func.overloadpacket not in PRODUCTS or not _is_half(args[0]):
+        is_half = func.overloadpacket in PRODUCTS and args[0].dtype == torch.float16
+        if not is_half or args[0].device.type != "cpu":
             return func(*args, **arguments[1])
         wide, named = tree_map_only(Tensor, Tensor.float, arguments)
         return func(*wide, **named).half()
-
-
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
 
 
 DENSE = "dense torch fp32"
@@ -93,9 +90,14 @@ def own_noise(
     return {port.name: measures(reference[port.name], answers[port.name], role=port.role) for port in every}
 
 
+def quantised_word(float_type: FloatType) -> str | None:
+    """How a quantised type is called; None of another."""
+    return next((word for word, each in QUANTISED.items() if each is float_type), None)
+
+
 def _rounding(exportable: nn.Module, float_type: FloatType, feeds: Feeds, batch: int) -> nn.Module:
     """A copy that is held in this type."""
-    word = next((word for word, each in QUANTISED.items() if each is float_type), None)
+    word = quantised_word(float_type)
     if word is None:
         return typed_copy(exportable, mixed_with_float32(float_type).pure, norms=NORMS)
 

@@ -2,10 +2,9 @@
 range; and whether the inputs look like those of calibration, by range, and mean and covariance at every site.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from calib.collect import Options, collect
 from calib.moments import Moments
@@ -81,19 +80,14 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
     options = Options(token_weights=token_weights(model))
     for start in range(0, PARTS * each, each):
-        batches = _batches(feeds, start, start + each)
+        own = rows_of(feeds, slice(start, start + each))
+        pieces = (rows_of(own, slice(first, first + BATCH)) for first in range(0, each, BATCH))
+        batches = ({name: torch.from_numpy(array) for name, array in piece.items()} for piece in pieces)
         part = collect(listened(model), sites, batches, device="cpu", options=options)
         for name, parts in scatter.items():
             parts.add(_stats(part, name))
     shifts = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]
     return shift_of_sites(shifts, images=PARTS * each)
-
-
-def _batches(feeds: Feeds, start: int, stop: int) -> Iterator[Mapping[str, Tensor]]:
-    """A part of the inputs, a few at a time."""
-    for first in range(start, stop, BATCH):
-        part = rows_of(feeds, slice(first, min(first + BATCH, stop)))
-        yield {name: torch.from_numpy(array) for name, array in part.items()}
 
 
 def input_range(moments: Moments, feeds: Feeds) -> list[StructuralTest]:

@@ -41,15 +41,6 @@ PROVING = {"size", "samples", "parity"}
 """The stages that open the images that the result is proved on."""
 
 
-def _read_reduction(recipe: Recipe, dense: Checkpoint, mistakes: RecipeProblems) -> None:
-    with mistakes.at("[reduce]"):
-        refuse_unfit(dense, request_of(recipe.reduce.choice))
-    if recipe.reduce.latency_tables is not None:
-        for path in sorted(recipe.reduce.latency_tables.glob(f"*{SUFFIX}")):
-            with mistakes.at("reduce.latency_tables"):
-                load_table(path)
-
-
 def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProblems) -> Split[Images] | None:
     """The images that are calibrated on, parted as they will be; None where something is wrong with them."""
     table, images = recipe.calibration, None
@@ -110,7 +101,12 @@ def read_inputs(
         with mistakes.at("export.input"):
             graph_ports(dense, recipe.export.input)
     if "reduce" in names:
-        _read_reduction(recipe, dense, mistakes)
+        with mistakes.at("[reduce]"):
+            refuse_unfit(dense, request_of(recipe.reduce.choice))
+        tables = recipe.reduce.latency_tables
+        for path in () if tables is None else sorted(tables.glob(f"*{SUFFIX}")):
+            with mistakes.at("reduce.latency_tables"):
+                load_table(path)
     if "export.dense" in names and recipe.export.keep_fp32:
         with mistakes.at("[export]"):
             kept_modules(traced_model.exportable(model), recipe.export.keep_fp32)

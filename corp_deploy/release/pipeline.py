@@ -18,17 +18,6 @@ from .recipe_toml import text_of_recipe
 from .stage_parts import TORCH, heads_read, settings_of, stage, step, target_stages
 
 
-def _recipe_stage(recipe: Recipe, root: Path) -> Stage:
-    text = text_of_recipe(recipe, root)
-    return Stage(
-        name="recipe",
-        outputs=(names.RECIPE,),
-        run=lambda dirs: write_text(dirs.into / names.RECIPE, text),
-        settings={"recipe": text},
-        command=str(calls.only("recipe", recipe)),
-    )
-
-
 def _dense_stage(recipe: Recipe) -> Stage:
     model, settings = recipe.model, settings_of("model", recipe.model, without=("model", "weights"))
     if model.directory is None:  # of a user's code the function, as the file is told of by its content
@@ -250,8 +239,16 @@ def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baselin
 
 def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
     """Every stage of the recipe."""
+    text = text_of_recipe(recipe, root)
+    recipe_stage = Stage(
+        name="recipe",
+        outputs=(names.RECIPE,),
+        run=lambda dirs: write_text(dirs.into / names.RECIPE, text),
+        settings={"recipe": text},
+        command=str(calls.only("recipe", recipe)),
+    )
     stages = [
-        _recipe_stage(recipe, root),
+        recipe_stage,
         _dense_stage(recipe),
         _moments_stage(recipe, root),
         _reduce_stage(recipe, root),

@@ -35,9 +35,8 @@ def _read_outside(root: Path, stages: Sequence[Stage]) -> dict[str, tuple[Path, 
     return read
 
 
-def _dependency(label: str, path: Path, digest: str) -> dict[str, Any]:
-    annotations = {} if path.is_file() else {"annotations": {"digest": _OF_FOLDER}}
-    return {"name": label, "digest": {"sha256": digest}, **annotations}
+def _named(name: str, sha256: str) -> dict[str, Any]:
+    return {"name": name, "digest": {"sha256": sha256}}
 
 
 def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, Any]:
@@ -49,25 +48,25 @@ def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str
             "recipe": tomllib.loads(text_from_file(root / RECIPE)),
         },
         "internalParameters": {"commands": [stage.command for stage in stages]},
-        "resolvedDependencies": [_dependency(label, path, digest) for label, (path, digest) in outside],
-    }
-
-
-def _details(root: Path, definition: Mapping[str, Any]) -> dict[str, Any]:
-    measured = sorted({*(path.name for path in root.glob("bench*.json")), PARITY, GATE})
-    return {
-        "builder": {"id": f"pkg:generic/corp-deploy@{__version__}", "version": versions()},
-        "metadata": {"invocationId": sha256_of_text(json.dumps(definition, sort_keys=True))},
-        "byproducts": [{"name": name, "digest": {"sha256": sha256_of_file(root / name)}} for name in measured],
+        "resolvedDependencies": [
+            _named(label, digest) | ({} if path.is_file() else {"annotations": {"digest": _OF_FOLDER}})
+            for label, (path, digest) in outside
+        ],
     }
 
 
 def provenance(root: Path, recipe: Recipe, stages: Sequence[Stage], digests: Mapping[str, str]) -> dict[str, Any]:
     """The statement over the files of a release, `digests` by name."""
     definition = _definition(root, recipe, stages)
+    measured = sorted({*(path.name for path in root.glob("bench*.json")), PARITY, GATE})
+    details = {
+        "builder": {"id": f"pkg:generic/corp-deploy@{__version__}", "version": versions()},
+        "metadata": {"invocationId": sha256_of_text(json.dumps(definition, sort_keys=True))},
+        "byproducts": [_named(name, sha256_of_file(root / name)) for name in measured],
+    }
     return {
         "_type": STATEMENT,
-        "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(digests.items())],
+        "subject": [_named(name, digest) for name, digest in sorted(digests.items())],
         "predicateType": PREDICATE,
-        "predicate": {"buildDefinition": definition, "runDetails": _details(root, definition)},
+        "predicate": {"buildDefinition": definition, "runDetails": details},
     }

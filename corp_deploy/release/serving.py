@@ -21,6 +21,7 @@ from perf.stats.summary import summarise
 
 from .names import BENCH, PARITY, SIGNATURE, graph_name
 from .signature import entries_below
+from .signer import Signer, sign
 
 if TYPE_CHECKING:
     pass
@@ -130,13 +131,6 @@ def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> 
     return {variant: Expected(measured_on=where, latencies=_latencies(bench), top1_agreement=agreement)}
 
 
-def _served_so(bench: Bench, serving: Serving) -> bool:
-    """Whether figures of a CPU are those of what will serve there."""
-    described = bench.subjects[1].describe
-    same_backend = (described.get("backend") == "openvino") == (serving.cpu_backend == "openvino")
-    return described.get("device") != "cpu" or same_backend
-
-
 def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, Serving, list[str]]:
     """The graph that was measured in OpenVINO and what it was computed in; the FP32 one where none was."""
     for path in (directory / BENCH, directory / "bench.openvino.json"):
@@ -176,7 +170,10 @@ def package_of_directory(directory: Path, options: ServingOptions) -> tuple[Pack
         bench = load_bench(directory / BENCH)
         knee = summarise(bench).preferred_batch_size
         preferred = () if knee is None or knee == 1 else (knee,)
-        if _served_so(bench, serving) and str(bench.subjects[1].describe.get("model", "")) not in left_out:
+        described = bench.subjects[1].describe
+        same_backend = (described.get("backend") == "openvino") == (serving.cpu_backend == "openvino")
+        served_so = described.get("device") != "cpu" or same_backend  # figures of a CPU are of what will serve there
+        if served_so and str(described.get("model", "")) not in left_out:
             expected = _expected(bench, _agreement(directory), has_plans=bool(plans))
     largest = None if plans or profiles else max((DEFAULT_MAX_BATCH, *preferred, *serving.graph_batches))
     package = Package(

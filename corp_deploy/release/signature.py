@@ -99,12 +99,6 @@ def _differences(folder: Path, listed: Mapping[str, str]) -> list[str]:
     return differences
 
 
-def _refuse_links(folder: Path) -> None:
-    odd = [path for path in entries_below(folder) if path.is_symlink() or not path.is_file()]
-    if odd:
-        raise Unverified(*(f"{path.relative_to(folder).as_posix()}: a link or device, not a file" for path in odd))
-
-
 def _bundle(folder: Path) -> bytes:
     path = folder / SIGNATURE
     try:
@@ -132,7 +126,9 @@ def verify(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], st
     if not folder.is_dir():
         raise BadInput(f"{folder}: no such directory, expected a release or repository that was signed")
     data = _bundle(folder)
-    _refuse_links(folder)
+    odd = [path for path in entries_below(folder) if path.is_symlink() or not path.is_file()]
+    if odd:
+        raise Unverified(*(f"{path.relative_to(folder).as_posix()}: a link or device, not a file" for path in odd))
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # of old bundles the library says something
             verifier.set_hashing_config(hashed()).verify(folder, folder / SIGNATURE)
