@@ -27,7 +27,6 @@ from corp_deploy.planning.curves import CostCurve
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.latency import Tables, curves_in_time, measure_tables
-from corp_deploy.planning.merge_costs import MERGE, MergeAlone, latency_at, spread
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered
 from corp_deploy.planning.merge_prices import (
     TOKENS,
@@ -37,6 +36,7 @@ from corp_deploy.planning.merge_prices import (
     prices_by_latencies,
 )
 from corp_deploy.planning.request import LatencyTarget, ReductionRequest, request_of
+from corp_deploy.planning.schedule import MERGE, MergeAlone, latency_at, spread
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset

@@ -105,7 +105,6 @@ class Planner(ABC):
         )
 
     def _used(self, best: Allocation, share: float) -> str:
-        """What of a budget a plan uses, in words."""
         if self.where is None:
             return f"budget: {best.share:.1%} of the dense {self.currency} used of {share:.1%} allowed"
         return (

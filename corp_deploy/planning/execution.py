@@ -26,8 +26,15 @@ from .judging import Judge, Judges
 from .limit_search import figure, smallest_within
 from .plan import plan, planner_of
 from .polishing import Polishing, inputs_to_polish, with_polish
-from .reach import refuse_far_budget
-from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_outdated, refuse_partial, require_sayable
+from .refusals import (
+    as_merged,
+    refuse_far_budget,
+    refuse_idle,
+    refuse_other_eps,
+    refuse_outdated,
+    refuse_partial,
+    require_sayable,
+)
 from .request import ReductionRequest, merging_as_planned
 from .width_plan import WidthPlan, reduced_checkpoint
 

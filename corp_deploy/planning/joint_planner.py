@@ -106,7 +106,6 @@ class JointPlanner(Planner):
         return self._planned(way, f"{self._used(way, share)}, {way.name}")
 
     def _allocated(self, stage: Stage, share: float) -> Allocation:
-        """Widths for what a schedule leaves of the budget."""
         widths = allocate(stage.curves, stage.cost, share, full_cost=self.full_cost)
         return replace(
             widths,

@@ -36,9 +36,9 @@ from perf.runners.onnx import OnnxRunner
 from perf.timing.watch import environment, watching
 
 from .curves import CostCurve
-from .merge_costs import POINTS as TOKEN_POINTS
-from .merge_costs import MergeAlone, latency_at, merge_name, merges_of, spread, stream_channels
 from .request import LatencyTarget
+from .schedule import POINTS as TOKEN_POINTS
+from .schedule import MergeAlone, latency_at, merge_name, merges_of, spread, stream_channels
 
 Inputs = tuple[Port, ...]
 Outputs = tuple[OutputPort, ...]

@@ -26,9 +26,9 @@ from perf.bench.latency_table import Grid, LatencyTable
 from .budget import dense_cost
 from .curves import CostCurve
 from .latency import POINTS, in_nanoseconds, name_at_tokens, opened_grids, refuse_disturbed
-from .merge_costs import MergeCosts, latency_at, merge_costs_in_macs, merges_of, of_merges, spread
 from .merge_curves import MergeCurves, merge_places
 from .request import LatencyTarget
+from .schedule import MergeCosts, latency_at, merge_costs_in_macs, merges_of, of_merges, spread
 
 TOKENS = 4  # numbers of tokens that a layer and a merge are measured at
 FEWER_POINTS = 3  # widths of a layer that are measured with fewer than all tokens

@@ -33,8 +33,8 @@ from perf.timing.watch import version
 from .budget_planner import BudgetPlanner, budget_planner
 from .carried_out import as_planned
 from .curves import eliminations
+from .judging import Scored, worst_agreement
 from .sweep_points import SweepPoint, with_fronts
-from .sweep_scores import Scored, worst_agreement
 from .sweep_speed import Bench
 from .sweep_trials import Scores, SweepRequest, TrialFolder, key_of
 from .width_plan import WidthPlan, reduced_checkpoint
@@ -116,7 +116,6 @@ class SweepCache:
 
 
 def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, images: int) -> SweepPoint:
-    """A reduced model, judged."""
     method, scored = request.method, swept.scored
     answers, cost = scored.answers(reduced.model), macs(reduced.model)
     scores, (accuracy, top5) = scored.scores(answers), scored.accuracies(answers)
@@ -195,7 +194,6 @@ def _folders(swept: SweepContext, requests: Sequence[SweepRequest], root: Path) 
 def _reduce_all(
     swept: SweepContext, requests: Sequence[SweepRequest], folders: Sequence[TrialFolder], bench: Bench, run: SweepRun
 ) -> None:
-    """Reduce, judge and build what is not there yet."""
     work = SweepCache(swept=swept)
 
     def finished(folder: TrialFolder) -> bool:

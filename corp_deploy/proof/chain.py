@@ -153,7 +153,6 @@ class Chain:
         return merges_of(checkpoint, self.feeds, answers, batch, halves=self.halves, heads=self.heads)
 
     def _located(self, step: Step, before: Reference, previous: Candidate | None) -> FaultLocation | None:
-        """Where the first failing output of a step breaks, where that can be told."""
         failing = next((each for each in step.links if each.status == "FAIL"), None)
         if failing is None:
             return None

@@ -230,7 +230,6 @@ def with_reasons(
 
 
 def _cause(as_typed: Link, candidate: Candidate) -> str:
-    """What the kernels do, and what helps."""
     vnni, errs = has_vnni(), f"as it is typed it errs {as_typed.measures.relative_error:.2g}: this CPU's INT8 kernels"
     if candidate.weight_bits < 8 or vnni:
         return f"{errs} compute something else, serve it on another one"

@@ -96,7 +96,6 @@ def quantised_word(float_type: FloatType) -> str | None:
 
 
 def _rounding(exportable: nn.Module, float_type: FloatType, feeds: Feeds, batch: int) -> nn.Module:
-    """A copy that is held in this type."""
     word = quantised_word(float_type)
     if word is None:
         return typed_copy(exportable, mixed_with_float32(float_type).pure, norms=NORMS)

@@ -32,7 +32,6 @@ class Checked:
 
 
 def _called(folder: Path) -> dict[str, Any]:
-    """What the manifest says that a release is called."""
     release = load_manifest(folder).release
     return {} if release is None else msgspec.structs.asdict(release)
 
@@ -61,7 +60,6 @@ class Expected:
 
 
 def _changed(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
-    """What differs, by name."""
     changed = {}
     for name, digest in digests.items():
         try:

@@ -239,7 +239,6 @@ def _left_over(root: Path, stamp: Stamp | None, *, keep: Sequence[str]) -> list[
 
 
 def _remove_empty(root: Path, names: Sequence[str]) -> None:
-    """The folders that held nothing else than these files."""
     for name in names:
         for parent in (root / name).parents:
             if parent == root or (parent.exists() and any(parent.iterdir())):

@@ -65,7 +65,6 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProble
 
 
 def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: RecipeProblems) -> None:
-    """Labels of the images that prove the result, and whether these are enough for what is asked of them."""
     if recipe.held_out.labels is not None:
         with mistakes.at("held_out.labels"):
             labels_from_path(recipe.held_out.labels, proving, model)

@@ -88,7 +88,6 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
 
 
 def _size_stage(recipe: Recipe) -> Stage:
-    """How many calibration images are enough, by the snapshots."""
     moments = (*names.snapshots_of(recipe), names.MOMENTS, *_held_out_moments(recipe))
     return stage(
         "size",
@@ -117,7 +116,6 @@ def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
 
 
 def _proving(recipe: Recipe) -> dict[str, Path | None]:
-    """The images that the result is proved on."""
     return _calibrating(recipe) if recipe.proves_on_own else {"held_out.images": recipe.held_out.images}
 
 

@@ -46,9 +46,8 @@ from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
 from .pace import efforts_of
-from .provenance import provenance
 from .recipe import Recipe, trusted_metrics
-from .sbom import bill_of_release
+from .sbom import bill_of_release, provenance
 from .steps import named_samples
 from .targets import Target
 
@@ -145,7 +144,6 @@ def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[Judge
 
 
 def _lineage(root: Path) -> dict[str, Any]:
-    """Where the reduced model comes from, without how it was reduced."""
     return lineage_of_model(load_model_config(root / "reduced"))
 
 

@@ -110,7 +110,6 @@ def _bundle(folder: Path) -> bytes:
 
 
 def _why(error: Exception) -> str:
-    """What the library found, in a few words."""
     words = " ".join(str(error).split())
     if words.startswith("Key mismatch"):
         return "made with another key"

@@ -24,10 +24,9 @@ from corp_deploy.invocation.running import BenchOptions, FedOptions
 from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.planning.calibration_size import calibration_size
 from corp_deploy.planning.execution import reduce_checkpoint
-from corp_deploy.planning.judging import Judges
+from corp_deploy.planning.judging import Judges, scored_inputs
 from corp_deploy.planning.polishing import Polishing
 from corp_deploy.planning.request import merging_checkpoint, request_of
-from corp_deploy.planning.sweep_scores import scored_inputs
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove, save_proof
 from corp_deploy.proof.custom_metrics import Meter
