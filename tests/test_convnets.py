@@ -20,7 +20,7 @@ from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.planning.budget_planner import budget_planner
-from corp_deploy.planning.program_effects import effects_of_changes
+from corp_deploy.planning.curvature import effects_of_changes
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS

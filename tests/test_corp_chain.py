@@ -21,11 +21,10 @@ from corp_deploy.families.traced_model import traced
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
-from corp_deploy.proof.chain import Proof, prove
-from corp_deploy.proof.half_products import HalfProducts
+from corp_deploy.proof.chain import Proof, prove, save_proof
 from corp_deploy.proof.inputs import ProofInputs, inputs_from_set, random_inputs
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.record import save_proof
+from corp_deploy.proof.own_noise import HalfProducts
 from corp_deploy.proof.speed import measure
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model

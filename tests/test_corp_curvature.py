@@ -23,11 +23,11 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import curvature
+from corp_deploy.planning.curvature import output_metrics
 from corp_deploy.planning.curves import ErrorCurve, _in_outputs, _tried, cost_curves, eliminations
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.planning.probe_split import IN_LOOP, set_apart
-from corp_deploy.planning.program_effects import output_metrics
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate

@@ -11,7 +11,7 @@ from click.testing import Result
 
 from calib.store import load as load_moments
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning import composing
+from corp_deploy.planning import carried_out
 from corp_deploy.planning.curves import site_metrics
 from corp_deploy.planning.probe_split import few_of, set_apart
 from corp_deploy.planning.request import request_of
@@ -52,7 +52,7 @@ def record_of(directory: Path) -> dict[str, Any]:
 def judged(monkeypatch: pytest.MonkeyPatch, *errors: float) -> None:
     """What one pass and the loop are found to err by."""
     found = iter(errors)
-    monkeypatch.setattr(composing, "_error", lambda *_: next(found))
+    monkeypatch.setattr(carried_out, "_error", lambda *_: next(found))
 
 
 def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torch.nn.Module, float, int]:
@@ -102,7 +102,7 @@ def test_what_wins_is_fitted_to_all_images_but_for_a_loop_over_nearly_all(
     way: str, errors: tuple[float, float], most_apart: float, every: bool, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged(monkeypatch, *errors)
-    monkeypatch.setattr(composing, "MOST_APART", most_apart)
+    monkeypatch.setattr(carried_out, "MOST_APART", most_apart)
     name = f"{way[-4:]}-{every}"
     reduced(home, name, *UNIFORM)
     state, expected = load_checkpoint(home / name).model.state_dict(), by_hand(home, way, every=every)[0].state_dict()
@@ -160,8 +160,8 @@ def test_images_that_the_moments_may_be_of_judge_nothing(home: Path) -> None:
     dense, moments = load_checkpoint(home / "dense"), load_moments(home / "m")
     images = images_for_model(dense.model, home / "images.npy")
     apart = set_apart(dense, moments, images)
-    assert composing._judges(apart, images) == 8
-    assert composing._judges(replace(apart, moments=moments), images) == 0
+    assert carried_out._judges(apart, images) == 8
+    assert carried_out._judges(replace(apart, moments=moments), images) == 0
     none = {name: getattr(apart.moments, name)[:0] for name in ("image_ids", "image_hashes")}
     unknown = replace(apart.moments, **none)
-    assert composing._judges(replace(apart, moments=unknown), images) == 0
+    assert carried_out._judges(replace(apart, moments=unknown), images) == 0

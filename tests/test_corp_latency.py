@@ -26,8 +26,7 @@ from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.curves import CostCurve
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.judging import Judges
-from corp_deploy.planning.latency import LatencyTarget, Tables, curves_in_time, measure_tables
-from corp_deploy.planning.latency_of_tokens import MERGE, MergeAlone, latency_at, spread
+from corp_deploy.planning.latency import Tables, curves_in_time, measure_tables
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered
 from corp_deploy.planning.merge_prices import (
     TOKENS,
@@ -36,7 +35,8 @@ from corp_deploy.planning.merge_prices import (
     merge_costs_in_ns,
     prices_by_latencies,
 )
-from corp_deploy.planning.request import ReductionRequest, request_of
+from corp_deploy.planning.request import LatencyTarget, ReductionRequest, request_of
+from corp_deploy.planning.schedule import MERGE, MergeAlone, latency_at, spread
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset

@@ -16,7 +16,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.families.inspection import inspection_of_model, merging_record
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.merging import merging_from_choice
+from corp_deploy.planning.request import merging_from_choice
 from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.traced.models.merging import Merging

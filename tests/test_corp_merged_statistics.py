@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy.algebra.regression import RegressionSums
 from corp_deploy.families.traced_model import with_merging
-from corp_deploy.proof.shift import shift_of_inputs
+from corp_deploy.proof.structural_tests import shift_of_inputs
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.moments import merging_note

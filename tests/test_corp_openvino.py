@@ -10,9 +10,9 @@ import pytest
 
 from corp_deploy.proof.candidates import candidate_from_path, in_runtime
 from corp_deploy.release import calls
-from corp_deploy.release.recipe import Recipe, Target
+from corp_deploy.release.recipe import Recipe
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.release.targets import missing_to_run
+from corp_deploy.release.targets import Target, missing_to_run
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32
 from perf.runners.openvino import OpenVinoRunner
 from tests import tiny

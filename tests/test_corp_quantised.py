@@ -197,7 +197,7 @@ def test_verify_tells_kernels_from_the_graph(
     computed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, vnni: bool | None, said: str
 ) -> None:
     monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
-    monkeypatch.setattr("corp_deploy.proof.int8_kernels.has_vnni", lambda: vnni)
+    monkeypatch.setattr("corp_deploy.proof.link_rules.has_vnni", lambda: vnni)
     graphs = [computed / "dense" / "model.onnx", computed / f"{name}.int8.onnx"]
     invoked("verify", computed / "dense", computed / "dense", *graphs, "--images", computed / "images.npy",
                "--batch", 8, "--quantised-factor", 4, "-o", tmp_path / "parity.json", code=1)  # fmt: skip

@@ -15,9 +15,7 @@ from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe_file import MOST_BYTES, SECTIONS, load_recipe
 from corp_deploy.release.recipe_tables import ExportTable, ReduceTable
-from corp_deploy.release.recipe_toml import text_of_recipe
-from corp_deploy.release.rendering import rendered
-from corp_deploy.release.starter import starter
+from corp_deploy.release.recipe_toml import rendered, starter, text_of_recipe
 from corp_deploy.store.checkpoint import save
 from ground.errors import BadInput
 from tests import small_convnets

@@ -25,14 +25,15 @@ from calib.store import load as load_moments
 from corp_deploy.commands.doctor import SOURCES
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.proof import speed
-from corp_deploy.release import release_steps, steps, target_stages
+from corp_deploy.release import release_steps, stage_parts, steps
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.incremental import StageDirs
 from corp_deploy.release.names import MOMENTS
 from corp_deploy.release.pipeline import stages_of
-from corp_deploy.release.recipe import Recipe, Target
+from corp_deploy.release.recipe import Recipe
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.samples import replay
+from corp_deploy.release.targets import Target
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.errors import BadInput
@@ -503,10 +504,8 @@ def test_a_release_is_proved_on_what_its_calibration_held_out(home: Path, monkey
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("missing_to_build", "missing_to_run"):
-        real: Callable[[Target], str | None] = getattr(target_stages, name)
-        monkeypatch.setattr(
-            target_stages, name, lambda target, real=real: "no GPU" if target.is_engine else real(target)
-        )
+        real: Callable[[Target], str | None] = getattr(stage_parts, name)
+        monkeypatch.setattr(stage_parts, name, lambda target, real=real: "no GPU" if target.is_engine else real(target))
 
 
 @pytest.mark.slow("models")
@@ -527,8 +526,8 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
     refuses("stage engine.tensorrt: no GPU", *alone, code=4)
 
     with monkeypatch.context() as there:
-        there.setattr(target_stages, "missing_to_build", lambda target: None)
-        there.setattr(target_stages, "missing_to_run", lambda target: None)
+        there.setattr(stage_parts, "missing_to_build", lambda target: None)
+        there.setattr(stage_parts, "missing_to_run", lambda target: None)
         play_gpu(there)
         moved = shutil.move(home / "out", home / "elsewhere")
         for words in lines:

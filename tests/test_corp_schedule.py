@@ -17,12 +17,18 @@ from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.joint_planner import ABOUT, JointPlanner, _metrics_beside
-from corp_deploy.planning.merge_costs import MergeCosts, merge_costs_in_macs
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, amounts_tried, merge_curves, merge_places
 from corp_deploy.planning.merge_prices import prices_in_macs
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.request import ReductionRequest, request_of
-from corp_deploy.planning.schedule import best_schedule, most_at_once, shaped_schedule, shapes
+from corp_deploy.planning.schedule import (
+    MergeCosts,
+    best_schedule,
+    merge_costs_in_macs,
+    most_at_once,
+    shaped_schedule,
+    shapes,
+)
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce

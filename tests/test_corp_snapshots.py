@@ -27,7 +27,7 @@ from corp_deploy.planning.calibration_size import (
     ratio_to,
     smallest_sufficient,
 )
-from corp_deploy.planning.sweep_scores import Scored, scored_inputs
+from corp_deploy.planning.judging import Scored, scored_inputs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce

@@ -14,7 +14,7 @@ import pytest
 from corp_deploy.machine import versions
 from corp_deploy.release.digests import files_of
 from corp_deploy.release.incremental import STATE, Outcome, Stage, StageDirs, locked, plan, run
-from corp_deploy.release.stage_effort import efforts_in, efforts_of, timed
+from corp_deploy.release.pace import efforts_in, efforts_of, timed
 from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts, write_effort
 from ground.effort import Effort, Stopwatch, measured
 from ground.errors import BadInput

@@ -28,9 +28,9 @@ from corp_deploy.cli import main
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.planning import probe, sweep_speed
 from corp_deploy.planning import sweep as sweeping
+from corp_deploy.planning.judging import top_k
 from corp_deploy.planning.probe import effects_of_new_tensors
 from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, fastest_that_agrees, front, with_fronts
-from corp_deploy.planning.sweep_scores import top_k
 from corp_deploy.planning.sweep_speed import Bench
 from corp_deploy.planning.sweep_trials import sweep_folder
 from corp_deploy.store.checkpoint import load_checkpoint, save

@@ -18,9 +18,9 @@ from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
 from corp_deploy.planning.budget import uniform as evenly
 from corp_deploy.planning.curves import cost_curves, eliminations
+from corp_deploy.planning.judging import outputs
 from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe
-from corp_deploy.planning.sweep_scores import outputs
 from corp_deploy.proof.engine_search import RepairResult
 from corp_deploy.proof.locate import fix_command
 from corp_deploy.reduction.method import method_from_preset

@@ -19,7 +19,7 @@ from rich.table import Table
 from calib.images import open_images
 from corp_deploy.cli import main
 from corp_deploy.planning.sweep_points import DensePoint, OutputScore
-from corp_deploy.release.rendering import rendered
+from corp_deploy.release.recipe_toml import rendered
 from corp_deploy.views.console import Output
 from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
 from corp_deploy.views.sweep_page import sweep_page

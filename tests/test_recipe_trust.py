@@ -7,8 +7,8 @@ import pytest
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.release import calls
 from corp_deploy.release.baseline import Baseline
+from corp_deploy.release.recipe import trusted_metrics
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.release.recipe_parity import trusted_metrics
 from tests.command import invoked, refuses, run
 from tests.refusals import rejects
 

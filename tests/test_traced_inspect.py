@@ -9,7 +9,7 @@ import pytest
 
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.reach import first_plan, refuse_far
+from corp_deploy.planning.refusals import first_plan, refuse_far
 from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import BadInput
 from tests.command import invoked, refuses

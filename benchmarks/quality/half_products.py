@@ -16,7 +16,7 @@ import timm
 import torch
 
 from corp_deploy.machine import versions
-from corp_deploy.proof.half_products import HalfProducts
+from corp_deploy.proof.own_noise import HalfProducts
 from ground.files import write_json
 from perf.timing.watch import cpu_name
 

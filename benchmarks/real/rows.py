@@ -18,7 +18,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.merging import MergingChoice
-from corp_deploy.planning.merging import merging_from_choice
+from corp_deploy.planning.request import merging_from_choice
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
 from ground.errors import BadInput

@@ -26,7 +26,7 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Run, candidate_from_path, outputs_at
-from corp_deploy.proof.half_products import HalfProducts
+from corp_deploy.proof.own_noise import HalfProducts
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce

@@ -26,8 +26,8 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, listened, sites_of
 from corp_deploy.machine import versions
 from corp_deploy.planning.curves import eliminations
+from corp_deploy.planning.judging import scored_inputs
 from corp_deploy.planning.sweep import SweepContext, sweep
-from corp_deploy.planning.sweep_scores import scored_inputs
 from corp_deploy.planning.sweep_trials import SweepRequest
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce

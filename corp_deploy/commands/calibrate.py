@@ -67,7 +67,7 @@ def calibrate(
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
     """
-    from corp_deploy.planning.merging import merging_checkpoint
+    from corp_deploy.planning.request import merging_checkpoint
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.reduction.moments_files import (
         CalibrationRun,

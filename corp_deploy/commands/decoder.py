@@ -11,6 +11,7 @@ from corp_deploy.invocation.decoding import DecoderExport, DecoderLoad
 from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
+from ground.files import write_json
 
 from .command import command
 from .options import DIRECTORY
@@ -49,7 +50,7 @@ def verify_graph(
     directory: Path, graph: Path, output: Path, options: VerifyRun, inputs: ProofInputChoice, out: Output
 ) -> int:
     """Hold a graph's logits against transformers on the directory in FP32, by any tokens; the exit code."""
-    from corp_deploy.proof.decoder_parity import drawn_ids, save_decoder_parity, verify_decoder
+    from corp_deploy.proof.decoder_parity import drawn_ids, verify_decoder
     from corp_deploy.store.decoder_graph import graph_of_directory
     from corp_deploy.views.decoders import parity_table
 
@@ -60,7 +61,7 @@ def verify_graph(
     with out.progress("comparing", 1, unit="graph") as bar:
         parity = verify_decoder(directory, opened, ids, provider=options.provider, max_error=options.max_error)
         bar(1)
-    save_decoder_parity(parity, output)
+    write_json(output, parity.as_json())
     out.result(parity.as_json(), parity_table(parity))
     return 0 if parity.passed else EXIT_FAILED
 

@@ -25,7 +25,7 @@ def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", mac
     """
     from corp_deploy.families.inspection import inspection_of_model
     from corp_deploy.invocation.reduction import ReduceOptions
-    from corp_deploy.planning.reach import first_plan
+    from corp_deploy.planning.refusals import first_plan
     from corp_deploy.views.inspection import (
         inspection_table,
         merging_lines,

@@ -36,8 +36,7 @@ def package(directory: Path, output: Path, options: ServingOptions, signing: Sig
 
     Example: corp-deploy package release -o repository --name vit --model-version 1
     """
-    from corp_deploy.release.serving import package_of_directory
-    from corp_deploy.release.signed_repository import sign_repository, unsign_repository
+    from corp_deploy.release.serving import package_of_directory, sign_repository, unsign_repository
     from export.triton.repository import write_repository
 
     signer = signing.signer()

@@ -40,8 +40,8 @@ def perplexity(
     Example: corp-deploy perplexity hf:opt-1.3b reduced --text held-out.txt --max-ratio 1.05 -o perplexity.json
     """
     from corp_deploy.proof.candidates import candidate_from_path
+    from corp_deploy.proof.chain import EXIT_CODES
     from corp_deploy.proof.perplexity import LanguageLimits, perplexities
-    from corp_deploy.proof.record import EXIT_CODES
     from corp_deploy.views.decoders import perplexity_line, perplexity_table, reason_lines
     from ground.files import write_json
     from perf.parity.perplexity import LEAST_SEQUENCES

@@ -133,7 +133,7 @@ def release(
 
 
 def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> int:
-    from corp_deploy.release.starter import require_named, starter
+    from corp_deploy.release.recipe_toml import require_named, starter
     from ground.files import write_text
 
     if recipe.exists():

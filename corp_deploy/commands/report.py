@@ -21,7 +21,7 @@ def report(directory: Path, output: Path, title: str | None, out: Output) -> Non
     Example: corp-deploy report release -o release/report.html
     """
     from corp_deploy.proof.report_input import record_of_directory
-    from corp_deploy.release.stage_effort import efforts_in
+    from corp_deploy.release.pace import efforts_in
     from corp_deploy.store.manifest import rows_of_efforts
     from ground.files import write_text
     from perf.report.render import csv, html, junit, markdown

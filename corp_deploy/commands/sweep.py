@@ -91,9 +91,9 @@ def sweep_command(
     Example: corp-deploy sweep --model dense --moments moments.safetensors --images held-out/ --sparsity 0.3,0.5,0.7
     --bench onnxruntime --batch 1,16 --min-agreement 0.99 -o sweep
     """
+    from corp_deploy.planning.judging import scored_inputs
     from corp_deploy.planning.sweep import SweepContext, SweepRun
     from corp_deploy.planning.sweep import sweep as sweep_of
-    from corp_deploy.planning.sweep_scores import scored_inputs
     from corp_deploy.planning.sweep_trials import sweep_folder
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from ground.gpu import require_device

@@ -74,9 +74,8 @@ def verify(
     from corp_deploy.families.decoder_builder import SETTINGS
     from corp_deploy.proof.candidates import candidate_from_path, of_model, with_runtimes
     from corp_deploy.proof.chain import prove
-    from corp_deploy.proof.custom_metrics import Meter
+    from corp_deploy.proof.custom_metrics import Meter, require_runnable
     from corp_deploy.proof.link_rules import ParityLimits
-    from corp_deploy.proof.metric_request import require_runnable
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
     from corp_deploy.store.hub_snapshot import PREFIX
 

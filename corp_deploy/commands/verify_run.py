@@ -18,8 +18,8 @@ from .options import explicit_options
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
     from corp_deploy.proof.chain import Proof
+    from corp_deploy.proof.custom_metrics import MetricRequest
     from corp_deploy.proof.link_rules import ParityLimits
-    from corp_deploy.proof.metric_request import MetricRequest
 
     from .proof_input_choice import ProofInputChoice
 
@@ -51,7 +51,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         """Raises BadInput for what is none."""
         if not self.metric:
             return ()
-        from corp_deploy.proof.metric_request import metrics_from_texts
+        from corp_deploy.proof.custom_metrics import metrics_from_texts
 
         return metrics_from_texts(self.metric)
 
@@ -74,9 +74,8 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         """Engines of one graph, or keep what the reference answers; the exit code."""
         from corp_deploy.proof.artefact import artefact_from_path
         from corp_deploy.proof.compare_engines import commands, compare, golden_of, read_golden, require_one_environment
-        from corp_deploy.proof.custom_metrics import Meter
+        from corp_deploy.proof.custom_metrics import Meter, require_runnable
         from corp_deploy.proof.inputs import ProofInputs
-        from corp_deploy.proof.metric_request import require_runnable
 
         if self.write_golden is not None:
             return self._keep(artefact_from_path(reference), self.write_golden, candidates, inputs, out)
@@ -156,7 +155,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
 
 def keep_proof(proof: "Proof", output: Path, out: Output, *more: str) -> int:
     """Write a proof and say what came of it; the exit code."""
-    from corp_deploy.proof.record import EXIT_CODES, save_proof
+    from corp_deploy.proof.chain import EXIT_CODES, save_proof
     from corp_deploy.views.parity import located_lines, metric_lines, parity_table, reason_lines
 
     save_proof(proof, output)

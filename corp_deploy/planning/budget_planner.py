@@ -16,9 +16,10 @@ from ground.effort import Stopwatch, measured
 
 from .budget import Allocation, allocate, cost_of_all_tokens, dense_cost, out_of_reach, uniform_for_share
 from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curves, site_metrics
-from .latency import LatencyTarget, curves_in_time, measure_tables
+from .latency import curves_in_time, measure_tables
 from .probe import Probe
 from .probe_split import few_of, set_apart
+from .request import LatencyTarget
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
 _ROUNDING = 1e-12
@@ -104,7 +105,6 @@ class Planner(ABC):
         )
 
     def _used(self, best: Allocation, share: float) -> str:
-        """What of a budget a plan uses, in words."""
         if self.where is None:
             return f"budget: {best.share:.1%} of the dense {self.currency} used of {share:.1%} allowed"
         return (

@@ -23,7 +23,7 @@ from ground.errors import BadInput
 from perf.parity.measures import relative_errors
 from perf.report.images_plot import ImagesPoint
 
-from .sweep_scores import Scored, worst_agreement
+from .judging import Scored, worst_agreement
 
 WITHIN = 0.05
 DRAWS, CONFIDENCE, SEED = 2000, 0.95, 0

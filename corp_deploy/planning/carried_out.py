@@ -1,19 +1,31 @@
-"""What is planned, carried out: in one pass over the moments or in the closed loop over the images."""
+"""What is planned, carried out: in one pass over the moments, in the closed loop over the images, or as what wins of
+both, judged on images that neither is fitted to.
+"""
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import nn
 
-from calib.inputs import InputSet
+from calib.inputs import InputSet, batch_size
 from calib.moments import Moments
+from corp_deploy.families import traced_model
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.overfitting import data_gap
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, measured
 
+from .curves import site_metrics
+from .probe import Probe
+from .probe_split import ProbeSplit, few_of, set_apart
 from .request import ReductionRequest
-from .width_plan import WidthPlan
+from .width_plan import Stage, WidthPlan
 
 
 def as_planned(
@@ -62,3 +74,87 @@ def as_planned(
         return reduction
     said = gap.sentence("at these widths, sites lose")
     return replace(reduction, gap=gap, decisions=(*reduction.decisions, said))
+
+
+Planning = Callable[[ReductionRequest], tuple[Checkpoint, WidthPlan]]
+"""The plan of a request, and the model as it merges tokens then."""
+MOST_APART = 0.1
+"""Of the images, beyond which the loop is run again over all of them."""
+
+
+def _error(dense: nn.Module, reduced: nn.Module, planned: WidthPlan, apart: ProbeSplit) -> float:
+    """Relative change of the outputs of the dense model with all of its tokens."""
+    probe = Probe(
+        model=dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None),
+        moments=apart.moments,
+        method=planned.method,
+        inputs=apart.inputs,
+        eliminations={},
+    )
+    return math.sqrt(probe.effect_of(reduced))
+
+
+def _judges(apart: ProbeSplit, images: InputSet) -> int:
+    """How many images judge: none where some of them are, or may be, among those that are fitted to."""
+    set_apart_ids = images.ids[~torch.isin(images.ids, apart.others.ids)]
+    fitted_ids = apart.moments.image_ids
+    unseen = len(fitted_ids) and not torch.isin(set_apart_ids, fitted_ids).any()
+    return batch_size(apart.inputs) if len(set_apart_ids) and unseen else 0
+
+
+def composed(
+    planning: Planning,
+    moments: Moments,
+    request: ReductionRequest,
+    images: InputSet,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    watch: Stopwatch | None = None,
+) -> tuple[Reduction, WidthPlan]:
+    """The plan carried out in one pass or in the closed loop, whichever errs less; with the most effort the widths of a
+    budget are tried in loops too, where the loop wins. What each stage erred and took stands in the plan.
+
+    Both ways are chosen and repaired without the images set apart, which judge them; the widths are those of the plan,
+    which looked at these images. Images that can't be parted so, such as too few, are reduced in one pass. What wins is
+    fitted to all images; a loop that was fitted to nearly all of them isn't run again.
+    """
+    effort, options = request.options.effort, request.options
+    # The same in the closed loop, with nothing left to settle.
+    polish = None if request.polish is None else options.polishing
+    looped = replace(request, options=replace(options, effort="quick", closed_loop="asymmetric", polish=polish))
+    carried_out = partial(as_planned, on_progress=on_progress, watch=watch)
+    dense, planned = planning(request)
+    apart = set_apart(dense, moments, images)
+    if planned.widths is None:
+        planned = replace(planned, metrics=site_metrics(dense.model, planned.method, few_of(dense, apart.few)))
+    count = _judges(apart, images)
+    if not count or apart.others.count < Loop().held_out_every:
+        note = (
+            f"effort {effort}: of {images.count} {images.noun} none can be set apart to judge, so one pass over the "
+            "moments"
+        )
+        planned = replace(planned, decisions=(*planned.decisions, note))
+        return carried_out(dense.model, planned, moments=moments, request=request, images=images), planned
+
+    def tried(name: str, request: ReductionRequest) -> tuple[Stage, Reduction]:
+        started = time.perf_counter()
+        known = replace(planned, eliminations=None)  # those are by the moments of all images
+        found = carried_out(dense.model, known, moments=apart.moments, request=request, images=apart.others)
+        seconds = time.perf_counter() - started
+        return Stage(name=name, error=_error(dense.model, found.model, planned, apart), seconds=seconds), found
+
+    one, _ = tried("one pass over the moments", request)
+    loop, reduction = tried("the closed loop", looped)
+    kept, request = (loop, looped) if loop.error < one.error else (one, request)
+    again = kept is loop and effort == "thorough" and request.options.share is not None
+    if again:
+        dense, planned = planning(request)
+    words = (
+        f"effort {effort}, judged on {count} {images.noun} that no repair was fitted to: {one.describe()}, "
+        f"{loop.describe()}; {kept.name} is kept{', its widths tried in loops' * again}"
+    )
+    stages = tuple(replace(each, kept=each is kept) for each in (one, loop))
+    planned = replace(planned, stages=stages, decisions=(*planned.decisions, words))
+    if kept is not loop or again or images.count - apart.others.count > MOST_APART * images.count:
+        reduction = carried_out(dense.model, planned, moments=moments, request=request, images=images)
+    return reduction, planned

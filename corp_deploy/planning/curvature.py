@@ -2,22 +2,27 @@
 
 For a change d of the residual stream behind a segment the outputs change by J d. With random signs v, one for each
 number that the model gives, E (v' J d)^2 = |J d|^2 (Hutchinson 1990), and v' J is one backward pass, whatever the
-change and however many are tried. No label is asked, and outputs are what the model gives: dense where it gives those.
+change and however many are tried; of changes of layers likewise, by what they give. No label is asked, and outputs are
+what the model gives: dense where it gives those.
 
 Legend: B images of a piece, N tokens, C channels, V directions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from calib.inputs import Inputs, chunks, map_tensors
+from calib.inputs import Inputs, as_tuple, chunks, map_tensors, tensors_by_name
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers, steps_to_outputs
+from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import LINEAR, Called, every_layer
 
 DIRECTIONS = 3
 _LEAST_ENERGY = 1e-30
@@ -99,3 +104,85 @@ def tangents(model: nn.Module, inputs: Inputs) -> Iterator[Tangent[str]]:
         with torch.enable_grad():
             tangent = _tangent(model, map_tensors(piece, torch.clone), generator)
         yield tangent
+
+
+_PIECE = 8  # inputs whose gradients by all layers' outputs are in memory at a time
+_ALIKE = 1.0
+MOST_OUTPUTS = 2048
+Change = Mapping[str, Tensor]
+"""By the name of a weight or bias by how much it changes, of dense sizes."""
+
+
+class _Moved(fx.Interpreter):
+    """A program with zeros added to what some layers give, by which its outputs can be differentiated."""
+
+    def __init__(self, program: Program, layers: Mapping[fx.Node, Called]) -> None:
+        super().__init__(program.graph)
+        self.layers, self.entering, self.zeros = layers, dict[Called, Tensor](), dict[Called, Tensor]()
+
+    def run_node(self, n: fx.Node) -> Any:
+        out = super().run_node(n)
+        layer = self.layers.get(n)
+        if layer is None:
+            return out
+        self.entering[layer] = self.env[n.all_input_nodes[0]].detach()
+        self.zeros[layer] = torch.zeros_like(out, requires_grad=True)
+        return out + self.zeros[layer]
+
+
+def _tangents(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> Iterator[Tangent[Called]]:
+    """Of pieces of the inputs, what each layer of these weights reads, and gradients by what it gives."""
+    program, drawn = tracing(model).running, torch.Generator().manual_seed(0)
+    layers = {layer.node: layer for layer in every_layer(program) if layer.weight in weights}
+    with torch.inference_mode(False), torch.no_grad():
+        for piece in chunks(inputs, _PIECE) if layers else ():
+            moved = _Moved(program, layers)
+            with torch.enable_grad():
+                given = moved.run(*(each.clone() for each in tensors_by_name(piece).values()))
+                tangent = tangent_of(joined(as_tuple(given)), moved.entering, moved.zeros, drawn)
+            yield tangent
+
+
+def _moved_by(tangent: Tangent[Called], layer: Called, change: Change) -> Tensor | None:
+    """By how much a change of this layer moves the outputs in each direction [V,B]."""
+    weight, bias = change.get(layer.weight), change.get(layer.bias)
+    if weight is None:
+        return None
+    x, node = tangent.at[layer], layer.node
+    assert callable(node.target), node
+    d_BX = node.target(x, weight.to(x), None if bias is None else bias.to(x), *node.args[3:])
+    return torch.einsum("vbx,bx->vb", tangent.gradients[layer].flatten(2), d_BX.flatten(1)).double()
+
+
+def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Change]) -> list[float]:
+    """Squared relative change of the outputs by each of these alone, by DIRECTIONS backward passes for all."""
+    effects, energy = [0.0] * len(changes), 0.0
+    for tangent in _tangents(model, inputs, {name for change in changes for name in change}):
+        energy += tangent.energy
+        for place, change in enumerate(changes):
+            every = (_moved_by(tangent, layer, change) for layer in tangent.at)
+            moved = [each for each in every if each is not None]
+            effects[place] += float(sum(moved).square().mean(dim=0).sum()) if moved else 0.0  # type: ignore[union-attr]
+    return [effect / energy for effect in effects] if any(effects) else effects
+
+
+def output_metrics(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> dict[str, Tensor]:
+    """By the name of a layer's weight the M [O,O], float64 and positive definite, of which d' M d is what a change d of
+    an output of the layer does to the model's outputs, on average over its places: E[g g'] of their gradients g
+    (the Gauss-Newton matrix), with its mean diagonal added: what large cuts do is not first order, and half of a metric
+    that has all outputs alike loses less then (benchmarks/real/tried.py). Layers that no output hangs on, and those of
+    more than MOST_OUTPUTS outputs, have none.
+    """
+    sums, program = dict[str, Tensor](), tracing(model).running
+    few = {name for name in weights if len(program.tensor(name)) <= MOST_OUTPUTS}
+    for tangent in _tangents(model, inputs, few):
+        for layer, gradient in tangent.gradients.items():
+            last = gradient if layer.node.target is LINEAR else gradient.movedim(2, -1)
+            rows_XO = last.flatten(0, -2).float()
+            sums[layer.weight] = sums.get(layer.weight, 0.0) + (rows_XO.T @ rows_XO).double() / len(rows_XO)
+    scales = {name: float(sum_OO.diagonal().mean()) for name, sum_OO in sums.items()}
+    return {
+        name: sum_OO + _ALIKE * scales[name] * torch.eye(len(sum_OO), dtype=sum_OO.dtype, device=sum_OO.device)
+        for name, sum_OO in sums.items()
+        if 0.0 < scales[name] < math.inf
+    }

@@ -26,8 +26,8 @@ from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.sites import Currency, Site
 from ground.errors import BadInput
 
+from .curvature import output_metrics
 from .probe import Probe, Trial
-from .program_effects import output_metrics
 
 TRIED = (0.25, 0.5, 0.75)
 

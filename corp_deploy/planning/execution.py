@@ -13,7 +13,6 @@ from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.invocation.sparsity import SparseChoice
 from corp_deploy.reduction.model import Reduction, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
@@ -22,30 +21,22 @@ from corp_deploy.store.transformers_saved import FOLDER, transformers_form, writ
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
-from .carried_out import as_planned
-from .composing import composed
+from .carried_out import as_planned, composed
 from .judging import Judge, Judges
 from .limit_search import figure, smallest_within
-from .lineage import reduced_checkpoint
-from .merging import merging_as_planned
 from .plan import plan, planner_of
 from .polishing import Polishing, inputs_to_polish, with_polish
-from .reach import refuse_far_budget
-from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_outdated, refuse_partial, require_sayable
-from .request import ReductionRequest
-from .width_plan import WidthPlan
-
-Progress = Callable[[int, int], None]
-
-
-def _with_sparsity(
-    reduction: Reduction, choice: SparseChoice, inputs: InputSet | None, on_progress: Progress | None
-) -> Reduction:
-    """The reduction with its model's layers sparse, and a sentence on what became of them."""
-    assert inputs is not None, choice
-    how = Sparsifying(kinds=choice.patterns, rule=choice.sparse_pattern, permute=choice.sparse_permute)
-    model, report = sparsified(reduction.model, inputs, how, on_progress=on_progress)
-    return replace(reduction, model=model, sparsity=report, decisions=(*reduction.decisions, *report.sentences()))
+from .refusals import (
+    as_merged,
+    refuse_far_budget,
+    refuse_idle,
+    refuse_other_eps,
+    refuse_outdated,
+    refuse_partial,
+    require_sayable,
+)
+from .request import ReductionRequest, merging_as_planned
+from .width_plan import WidthPlan, reduced_checkpoint
 
 
 def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:
@@ -92,7 +83,7 @@ def reduce_as_asked(
     images: InputSet | None = None,
     judges: Judges | None = None,
     held_out: Moments | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
     """Plan, then reduce in one pass over the moments or in the closed loop over the images.
@@ -168,7 +159,7 @@ def reduce_checkpoint(
     images: InputSet | None = None,
     judges: Judges | None = None,
     held_out: Moments | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     polishing: Polishing | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
@@ -196,10 +187,15 @@ def reduce_checkpoint(
                 dense.model, reduction, request.polish, polish_inputs, how, reads=request.options.reads
             )
         reduction = _within_still(dense.model, statistics, request, reduction, polished, images=images, judges=judges)
-    if request.options.patterns:
+    options = request.options
+    if options.patterns:
         with measured(watch, "sparsify"):
             fitted = images if polish_inputs is None else polish_inputs.fitted
-            reduction = _with_sparsity(reduction, request.options, fitted, on_progress)
+            assert fitted is not None, options
+            sparse = Sparsifying(kinds=options.patterns, rule=options.sparse_pattern, permute=options.sparse_permute)
+            model, report = sparsified(reduction.model, fitted, sparse, on_progress=on_progress)
+            decisions = (*reduction.decisions, *report.sentences())
+            reduction = replace(reduction, model=model, sparsity=report, decisions=decisions)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
         # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.

@@ -25,11 +25,10 @@ from .budget import Allocation, allocate
 from .budget_planner import Planner, probe_of, probed
 from .curves import CostCurve, cost_curves, output_errors, site_curves
 from .merge_curves import MergeCurves, merge_curves
-from .merge_prices import Prices, prices_in_macs, prices_in_time
-from .merging import merging_of_schedule
+from .merge_prices import Prices, measure_merge_latencies, prices_by_latencies, prices_in_macs
 from .probe import Probe
 from .probe_split import IMAGES, few_of
-from .request import ReductionRequest
+from .request import ReductionRequest, merging_of_schedule
 from .schedule import Schedule, best_schedule, shaped_schedule, shapes
 from .width_plan import WidthPlan
 
@@ -107,7 +106,6 @@ class JointPlanner(Planner):
         return self._planned(way, f"{self._used(way, share)}, {way.name}")
 
     def _allocated(self, stage: Stage, share: float) -> Allocation:
-        """Widths for what a schedule leaves of the budget."""
         widths = allocate(stage.curves, stage.cost, share, full_cost=self.full_cost)
         return replace(
             widths,
@@ -198,7 +196,8 @@ def joint_planner(
     curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, unfitted.inputs)
     if currency == "latency":
         assert where is not None, currency
-        prices = prices_in_time(dense, probe.method, curves, losses, where)
+        latencies = measure_merge_latencies(dense, probe.method, losses, where)
+        prices = prices_by_latencies(dense, curves, losses, latencies)
     else:
         where, prices = None, prices_in_macs(probe.model, curves, losses)
     return JointPlanner(

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from torch import nn
 
@@ -34,30 +33,17 @@ from ground.ports import OutputPort, Port
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
-from perf.timing.laps import Plan
 from perf.timing.watch import environment, watching
 
 from .curves import CostCurve
-from .latency_of_tokens import POINTS as TOKEN_POINTS
-from .latency_of_tokens import MergeAlone, latency_at, merge_name, merges_of, spread, stream_channels
+from .request import LatencyTarget
+from .schedule import POINTS as TOKEN_POINTS
+from .schedule import MergeAlone, latency_at, merge_name, merges_of, spread, stream_channels
 
-Backend = Literal["onnxruntime", "torch"]
 Inputs = tuple[Port, ...]
 Outputs = tuple[OutputPort, ...]
 POINTS = 6
 DENSE, ALL_TOKENS = "the dense model", "the dense model with all tokens"
-PLAN = Plan(block_ms=20.0, min_rounds=8, noise_rounds=0, warm_up_limit_s=3.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyTarget:
-    """What latency means here: the backend, the batch sizes, CPU threads, and where tables are kept."""
-
-    backend: Backend
-    batches: tuple[int, ...]
-    cache: Path
-    threads: int | None = None
-    plan: Plan = PLAN
 
 
 def refuse_disturbed(tables: Mapping[str, LatencyTable]) -> None:

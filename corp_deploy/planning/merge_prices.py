@@ -25,10 +25,10 @@ from perf.bench.latency_table import Grid, LatencyTable
 
 from .budget import dense_cost
 from .curves import CostCurve
-from .latency import POINTS, LatencyTarget, in_nanoseconds, name_at_tokens, opened_grids, refuse_disturbed
-from .latency_of_tokens import latency_at, merges_of, spread
-from .merge_costs import MergeCosts, merge_costs_in_macs, of_merges
+from .latency import POINTS, in_nanoseconds, name_at_tokens, opened_grids, refuse_disturbed
 from .merge_curves import MergeCurves, merge_places
+from .request import LatencyTarget
+from .schedule import MergeCosts, latency_at, merge_costs_in_macs, merges_of, of_merges, spread
 
 TOKENS = 4  # numbers of tokens that a layer and a merge are measured at
 FEWER_POINTS = 3  # widths of a layer that are measured with fewer than all tokens
@@ -70,11 +70,6 @@ class MergeLatencies:
         return self.dense.latency_ms(1, self.batch)
 
 
-def _merge_sizes(tokens: int, protected: int) -> list[int]:
-    most = most_merged("merge", tokens, protected)
-    return sorted({max(1, round(FEW * most)), most}) if most else []
-
-
 def measure_merge_latencies(
     dense: Checkpoint, method: Method, losses: MergeCurves, where: LatencyTarget
 ) -> MergeLatencies:
@@ -100,7 +95,8 @@ def measure_merge_latencies(
             }
         merges: dict[int, dict[int, Grid]] = {}
         for tokens in counts:
-            for count in _merge_sizes(tokens, losses.protected):
+            most = most_merged("merge", tokens, losses.protected)
+            for count in sorted({max(1, round(FEW * most)), most}) if most else ():
                 merge = TokenMerge(count=count, protected=losses.protected, how="merge")
                 merges.setdefault(tokens, {})[count] = grids.of_merge(merge, tokens)
         whole = grids.of_model(dense)
@@ -195,10 +191,3 @@ def prices_by_latencies(
         return repriced, full_cost - alone + now + round(1e6 * merging)
 
     return Prices(full_cost=full_cost, costs=merge_costs_in_ns(dense, losses, latencies), priced=priced)
-
-
-def prices_in_time(
-    dense: Checkpoint, method: Method, curves: list[CostCurve], losses: MergeCurves, where: LatencyTarget
-) -> Prices:
-    """Measured on this machine, or read from the tables where they hold it."""
-    return prices_by_latencies(dense, curves, losses, measure_merge_latencies(dense, method, losses, where))

@@ -30,7 +30,7 @@ from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import device
 from corp_deploy.traced.programs.program import Program, changes_in_place
 
-from .program_effects import effects_of_changes
+from .curvature import effects_of_changes
 
 _PIECE = 8  # inputs whose activations in front of all changes are in memory at a time
 Change = Mapping[str, Tensor]
@@ -50,40 +50,20 @@ class _Kept(fx.Interpreter):
             self.kept[n] = out
         return out
 
-    def behind(self, nodes: Sequence[fx.Node], change: Change) -> Any:
-        """What the program gives with these tensors changed, by the nodes that this reaches."""
-        self.env = dict(self.kept)
-        out: Any = None
-        for node in nodes:
-            for each in node.all_input_nodes:
-                if each.op == "get_attr" and each not in self.env:
-                    self.env[each] = self.fetch_attr(str(each.target))
-            out = change[str(node.target)] if node.op == "get_attr" else super().run_node(node)
-            self.env[node] = out
-            for dead in self.user_to_last_uses.get(node, ()):
-                self.env.pop(dead, None)
-        self.env = {}
-        return out
 
-
-def _reached(program: Program, change: Change) -> list[fx.Node]:
-    """The nodes that depend on these, in order; all that compute where one changes what it is given."""
+def _behind(program: Program, change: Change) -> set[fx.Node]:
+    """The nodes that depend on these, with the weights that they read; all that compute where one changes what it is
+    given.
+    """
     every = any(map(changes_in_place, program.nodes))
-    reached = set[fx.Node]()
+    changed = {node for node in program.nodes if node.op == "get_attr" and node.target in change}
+    reached = set(changed)
     for node in program.nodes:
-        if node.op == "get_attr":
-            is_reached = node.target in change
-        else:
-            is_reached = node.op != "placeholder" and (every or not reached.isdisjoint(node.all_input_nodes))
-        if is_reached:
+        computes = node.op not in ("placeholder", "get_attr")
+        if computes and (every or not reached.isdisjoint(node.all_input_nodes)):
             reached.add(node)
-    return [node for node in program.nodes if node in reached]
-
-
-def _in_front(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What these nodes read of others."""
-    inside = set(nodes)
-    return {each for node in nodes for each in node.all_input_nodes if each.op != "get_attr" and each not in inside}
+    weights = {each for node in reached for each in node.all_input_nodes if each.op == "get_attr"}
+    return (reached | weights) - changed
 
 
 def effects_of_new_tensors(
@@ -92,17 +72,21 @@ def effects_of_new_tensors(
     """Squared relative change of the outputs, the mean of several, by each of these alone; `dense`: those without."""
     if not changes:
         return []
-    behind = [_reached(program, change) for change in changes]
-    keeps = set[fx.Node]().union(*map(_in_front, behind))
+    behind = [_behind(program, change) for change in changes]
+    read = {each for nodes in behind for node in nodes for each in node.all_input_nodes if each not in nodes}
     moved = torch.zeros(len(changes), len(dense), dtype=torch.float64)
     start = 0
     for piece in chunks(inputs, _PIECE):
         given = tuple(tensors_by_name(piece).values())
         dense_of_piece = [each[start : start + len(given[0])].double() for each in dense]
-        run = _Kept(program, keeps)
-        run.run(*given)
+        whole = _Kept(program, {node for node in read if node.op != "get_attr"})
+        whole.run(*given)
         for place, (nodes, change) in enumerate(zip(behind, changes, strict=True)):
-            outputs = as_tuple(run.behind(nodes, change))
+            known = {
+                each: change.get(str(each.target), whole.kept.get(each)) for each in program.nodes if each not in nodes
+            }
+            again = fx.Interpreter(program.graph)
+            outputs = as_tuple(again.run(initial_env=known, enable_io_processing=False))
             for number, (output, exact) in enumerate(zip(outputs, dense_of_piece, strict=True)):
                 moved[place, number] += float((output.double() - exact).square().sum())
         start += len(given[0])

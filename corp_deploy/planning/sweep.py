@@ -5,6 +5,7 @@ it stood. Several processes share the trials, one at a time each; then the first
 its machine, one after the other.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,12 +33,11 @@ from perf.timing.watch import version
 from .budget_planner import BudgetPlanner, budget_planner
 from .carried_out import as_planned
 from .curves import eliminations
-from .lineage import reduced_checkpoint
+from .judging import Scored, worst_agreement
 from .sweep_points import SweepPoint, with_fronts
-from .sweep_scores import Scored, worst_agreement
-from .sweep_speed import Bench, is_leader, this_machine
+from .sweep_speed import Bench
 from .sweep_trials import Scores, SweepRequest, TrialFolder, key_of
-from .width_plan import WidthPlan
+from .width_plan import WidthPlan, reduced_checkpoint
 
 Done = Callable[[str, int], None]
 TRIALS = "trials"
@@ -116,7 +116,6 @@ class SweepCache:
 
 
 def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, images: int) -> SweepPoint:
-    """A reduced model, judged."""
     method, scored = request.method, swept.scored
     answers, cost = scored.answers(reduced.model), macs(reduced.model)
     scores, (accuracy, top5) = scored.scores(answers), scored.accuracies(answers)
@@ -195,7 +194,6 @@ def _folders(swept: SweepContext, requests: Sequence[SweepRequest], root: Path) 
 def _reduce_all(
     swept: SweepContext, requests: Sequence[SweepRequest], folders: Sequence[TrialFolder], bench: Bench, run: SweepRun
 ) -> None:
-    """Reduce, judge and build what is not there yet."""
     work = SweepCache(swept=swept)
 
     def finished(folder: TrialFolder) -> bool:
@@ -248,10 +246,12 @@ def _time_all(folders: Sequence[TrialFolder], bench: Bench, run: SweepRun) -> No
 
 
 def _of_machine(left: Sequence[int], ranks: Ranks) -> list[int]:
-    """Those that this process times: of the machines that see a trial's model one, by its first process."""
-    own, mine = this_machine(), []
+    """Those that this process times: of torchrun's machines that see a trial's model one, by its first process, as
+    several of a machine would time each other.
+    """
+    own, mine = int(os.environ.get("GROUP_RANK", "0")), []
     everywhere = ranks.all_gather((own, list(left)))
-    for place in left if is_leader() else ():
+    for place in left if os.environ.get("LOCAL_RANK", "0") == "0" else ():
         machines = sorted({machine for machine, places in everywhere if place in places})
         if machines[place % len(machines)] == own:
             mine.append(place)

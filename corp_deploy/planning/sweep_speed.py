@@ -1,6 +1,5 @@
 """How fast the trials of a sweep are beside the dense model, and what engines of them are like."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -147,13 +146,3 @@ class Bench:
         if times_engines and not plan.is_file():
             write_engine(_engine(self.speed, graph), plan)
         return plan if times_engines else graph
-
-
-def is_leader() -> bool:
-    """Whether this process is the first of its machine: only one of a machine times, or they would time each other."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def this_machine() -> int:
-    """The number of this process's machine among those of torchrun."""
-    return int(os.environ.get("GROUP_RANK", "0"))

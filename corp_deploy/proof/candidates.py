@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import onnx
 
 from calib.fingerprints import Fingerprints
 from corp_deploy.families.family import input_ports, output_ports
@@ -19,13 +18,13 @@ from corp_deploy.store.onnx_file import facts_of_onnx
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, checked_outputs, feeds_of_ports, rows_of
-from ground.onnx_file import read_onnx
 from ground.ports import OutputPort, Port
 from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_by_name, type_by_name
 from perf.parity.rounding import round_file
 from perf.runners.engine import Backend, EngineRunner
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
+from perf.runners.onnx_session import Provider
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
 
 from .engine_trust import record_of_trusted_plan
@@ -44,9 +43,9 @@ class Candidate:
 
     `shown` is its path as a printed command names it, where that is another. `rest`: of a quantised graph the precision
     of all else, where it tells, `weight_bits` how many bits its weights use. `sha256`: of an engine, whose bytes are
-    held to it. `runtime`: what runs a graph where that is not ONNX Runtime; `as_typed`: whether that keeps its kernels
-    of INT8 away. `inputs`: of a graph or an engine what it takes, `pixels` what images are made of, for one that takes
-    those. `fitted`: the inputs that it was fitted to, where it tells.
+    held to it. `runtime`: what runs a graph where that is not ONNX Runtime, `provider` where that does; `as_typed`:
+    whether it keeps its kernels of INT8 away. `inputs`: of a graph or an engine what it takes, `pixels` what images are
+    made of, for one that takes those. `fitted`: the inputs that it was fitted to, where it tells.
     """
 
     label: str
@@ -62,6 +61,7 @@ class Candidate:
     rest: str | None = None
     weight_bits: int = 8
     runtime: Runtime | None = None
+    provider: Provider = "cpu"
     as_typed: bool = False
     inputs: tuple[Port, ...] = ()
     pixels: Pixels = NO_PIXELS
@@ -83,14 +83,19 @@ class Candidate:
         return self.float_type in QUANTISED.values()
 
     @property
+    def _on_cpu(self) -> bool:
+        """Whether it is a graph that ONNX Runtime runs on the CPU."""
+        return self.form == "graph" and self.runtime is None and self.provider == "cpu"
+
+    @property
     def computes_int8(self) -> bool:
         """Whether it is a graph for ONNX Runtime's own kernels of INT8 on the CPU."""
-        return self.form == "graph" and self.float_type is INT8 and self.rest == FP32 and self.runtime is None
+        return self._on_cpu and self.float_type is INT8 and self.rest == FP32
 
     @property
     def emulated(self) -> bool:
         """Whether its types are only rounded to, in a graph that computes in float32."""
-        return self.rounds and self.form == "graph" and not self.computes_int8 and self.runtime is None
+        return self._on_cpu and self.rounds and not self.computes_int8
 
     @contextmanager
     def opened(self, outputs: Sequence[OutputPort]) -> Iterator[Run]:
@@ -118,10 +123,6 @@ class Candidate:
         """Feeds of the dense model as this step takes them; `ports` where a runner tells them."""
         return self.pixels.fed(feeds, ports or self.inputs, where=self.label)
 
-    def require_feeds(self, feeds: Feeds) -> None:
-        """Raises BadInput for images that were not made of pixels, where the step takes those."""
-        self.pixels.require(feeds, self.inputs, where=self.label)
-
     def _runner(self, scratch: Path) -> ModuleRunner | OnnxRunner | OpenVinoRunner | EngineRunner:
         if self.form == "torch":
             assert self.checkpoint is not None, self.label
@@ -133,17 +134,12 @@ class Candidate:
         if self.runtime is not None:
             return OpenVinoRunner(self.path, arithmetic=ARITHMETIC[self.runtime])
         if not self.emulated:
-            return OnnxRunner(self.path, as_typed=self.as_typed)
+            return OnnxRunner(self.path, provider=self.provider, as_typed=self.as_typed)
         # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows, and BF16 and FP8 not at all; this
         # one rounds as its types say.
         rounded = scratch / "rounded.onnx"
         round_file(self.path, rounded)
         return OnnxRunner(rounded)
-
-    def graph(self) -> onnx.ModelProto:
-        """The graph of a step that is one."""
-        assert self.form == "graph", self.label
-        return read_onnx(self.path)
 
 
 def outputs_at(run: Run, feeds: Feeds, batch: int) -> Outputs:

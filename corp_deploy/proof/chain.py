@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from calib.moments import Moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs
-from ground.errors import BadInput
+from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, BadInput
 from ground.feeds import Feeds, Outputs, checked_feeds, rows_of
+from ground.files import replacing, write_json
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FloatType
 from perf.parity.block_outputs import headroom
@@ -22,16 +24,16 @@ from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
 from perf.parity.parity import Link, LinkKind, Parity
 from perf.parity.structure import StructuralTest
+from perf.parity.tolerance import Verdict
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, of_model, outputs_at
 from .heads import Heads, opened_heads
 from .inputs import ProofInputs
-from .int8_kernels import with_reasons
-from .link_rules import DENSE, LinkRules, Merges, ParityLimits, Reference, link_rules, merges_of
+from .link_rules import LinkRules, ParityLimits, Reference, link_rules, with_reasons
 from .locate import located, worst_inputs
-from .shift import input_range, shift_of_inputs
-from .structural_tests import structural_tests
+from .own_noise import DENSE, Merges, merges_of
+from .structural_tests import input_range, shift_of_inputs, structural_tests
 
 HEADROOM_INPUTS = 8
 EACH_SIZE = 4
@@ -151,7 +153,6 @@ class Chain:
         return merges_of(checkpoint, self.feeds, answers, batch, halves=self.halves, heads=self.heads)
 
     def _located(self, step: Step, before: Reference, previous: Candidate | None) -> FaultLocation | None:
-        """Where the first failing output of a step breaks, where that can be told."""
         failing = next((each for each in step.links if each.status == "FAIL"), None)
         if failing is None:
             return None
@@ -197,7 +198,7 @@ def prove(
     feeds = checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}")
     candidates = of_model(candidates, dense)
     for candidate in candidates:
-        candidate.require_feeds(feeds)
+        candidate.pixels.require(feeds, candidate.inputs, where=candidate.label)
     halves = tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
 
     def finished(steps: Sequence[Step]) -> None:
@@ -266,3 +267,20 @@ def _labelled(
             mcnemar(DENSE, rows[DENSE], label, each, labels) for label, each in rows.items() if label != DENSE
         ),
     }
+
+
+# A proof in which nothing could fail proves nothing: inconclusive.
+EXIT_CODES: dict[Verdict, int] = {
+    "PASS": 0,
+    "FAIL": EXIT_FAILED,
+    "INCONCLUSIVE": EXIT_INCONCLUSIVE,
+    "UNJUDGED": EXIT_INCONCLUSIVE,
+}
+
+
+def save_proof(proof: Proof, path: Path) -> None:
+    """Write the per-image figures (.npz), then the record that names them."""
+    side = path.with_suffix(".npz")
+    with replacing(side) as temporary:
+        np.savez_compressed(temporary, **proof.figures)  # type: ignore[arg-type]
+    write_json(path, replace(proof.parity, per_image=side.name).to_json())

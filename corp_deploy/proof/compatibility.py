@@ -52,15 +52,10 @@ def bench_lines(record: EngineRecord, output: Path) -> tuple[str, ...]:
     assert record.compatibility is not None, record
     lines = []
     for plan in record.compatibility.plans:
-        options = {"batch": _batches(record), "output": str(output.with_suffix(f".{plan.target}.bench.json"))}
+        options = {"batch": (record.batches[0].tuned,), "output": str(output.with_suffix(f".{plan.target}.bench.json"))}
         arguments = (str(beside(output, plan.target)), str(output))
         lines.append(str(Invocation(command="bench", arguments=arguments, options=options)))
     return tuple(lines)
-
-
-def _batches(record: EngineRecord) -> tuple[int, ...]:
-    """What a runner takes: the first profile's."""
-    return (record.batches[0].tuned,)
 
 
 def _timed(
@@ -74,7 +69,7 @@ def _timed(
     if target is None:
         return (), UNTIMED.format(f"this machine's GPU is none of {', '.join(exact)}")
     names = ("exact", "compatible")
-    bench = measure(beside(output, target), output, batches=_batches(own), plan=Plan(), names=names)
+    bench = measure(beside(output, target), output, batches=(own.batches[0].tuned,), plan=Plan(), names=names)
     return latencies_of(bench, target), None
 
 

@@ -21,7 +21,7 @@ from corp_deploy.invocation.decoding import DecoderLoad
 from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder, facts_of_graph, graph_of_directory
 from corp_deploy.store.transformers_directory import decoder_arguments
 from ground.errors import BadInput
-from ground.files import sha256_of_file, write_json
+from ground.files import sha256_of_file
 from perf.bench.bench import Subject, bench
 from perf.parity.measures import measures
 from perf.record.decoders import DecoderBench, Prefill
@@ -125,11 +125,6 @@ def verify_decoder(
     )
 
 
-def save_decoder_parity(parity: DecoderParity, path: Path) -> None:
-    """Write the record as JSON, whole or not at all."""
-    write_json(path, parity.as_json())
-
-
 def _link(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32], bound: float | None) -> Link:
     """A figure that is not finite is null in a record."""
     found = asdict(measures(expected, actual, role="token logits"))
@@ -159,7 +154,12 @@ def measure_decoders(
     """
     began_s = perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        graphs = {name: _graph(path, Path(scratch) / name) for name, path in zip(NAMES, (dense, reduced), strict=True)}
+        graphs = dict[str, DecoderGraph]()
+        for name, path in zip(NAMES, (dense, reduced), strict=True):
+            has_graph = (path / SETTINGS).is_file()
+            if not has_graph:
+                export_decoder(path, Path(scratch) / name)
+            graphs[name] = graph_of_directory(path if has_graph else Path(scratch) / name)
         _require_comparable(load, *graphs.values())
         every = [(length, 0, (1,)) for length in load.lengths] + [(load.cached + 1, load.cached, load.batches)]
         benches, made_s = [], (perf_counter() - began_s) / (len(load.lengths) + len(load.batches))
@@ -198,13 +198,6 @@ def measure_decoders(
             f"{what}: {warning}" for what, each in zip(words, benches, strict=True) for warning in each.warnings
         ),
     )
-
-
-def _graph(directory: Path, scratch: Path) -> DecoderGraph:
-    if (directory / SETTINGS).is_file():
-        return graph_of_directory(directory)
-    export_decoder(directory, scratch)
-    return graph_of_directory(scratch)
 
 
 def _require_comparable(load: DecoderLoad, dense: DecoderGraph, reduced: DecoderGraph) -> None:

@@ -7,26 +7,25 @@ it. A break costs a write of one tensor, float32 costs a block its fast kernels.
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx
 
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BatchProfile, BuildOptions
-from export.engine.record import record_of_plan
 from export.graph.fusion_breaks import breakable, modules_of_graph
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds, Outputs, batch_size
 from ground.gpu import require_cuda
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
-from ground.precision import FloatType, type_by_name
+from ground.precision import FloatType
 from perf.parity.block_outputs import site_of
 from perf.parity.measures import Measures, measures
 from perf.parity.tolerance import Tolerance, judge
 
-from .candidates import Candidate, outputs_at
+from .candidates import Candidate, candidate_from_path, outputs_at
 
 BATCH = 16
 Answers = Callable[[Path], Outputs]
@@ -172,18 +171,7 @@ def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], comm
         with tempfile.TemporaryDirectory() as scratch:
             plan = Path(scratch) / "tried.plan"
             write_engine(build_engine(graph, BuildOptions(backend=backend, profiles=(profile,), command=command)), plan)
-            record = record_of_plan(plan)
-            step = Candidate(
-                label=backend,
-                name=backend,
-                form="engine",
-                path=plan,
-                float_type=type_by_name(record.precision),
-                backend=backend,
-                sha256=record.plan_sha256,
-                batch=batch,
-            )
-            with step.opened(ports) as run:
+            with replace(candidate_from_path(plan), label=backend, batch=batch).opened(ports) as run:
                 return run(feeds)
 
     return answers

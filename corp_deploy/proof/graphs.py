@@ -53,7 +53,6 @@ class Graphs:
 
     @cached_property
     def _fed(self) -> Feeds:
-        """As the graphs take them."""
         return fed_to_graph(self._checkpoint, self._feeds, self._options.graph_input)
 
     @cached_property
@@ -63,7 +62,6 @@ class Graphs:
         return quantiser_of(self._checkpoint, self._fed, self._chosen, graph_input=options.graph_input, **shape)
 
     def _judged_by(self, feeds: Feeds) -> dict[str, Any]:
-        """Engines of the graphs, where they are asked for."""
         options = self._options
         if options.engine is None:
             return {}

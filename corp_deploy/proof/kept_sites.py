@@ -101,7 +101,6 @@ def sites_to_keep(
 def _bounds(
     dense: Checkpoint, float_type: FloatType, scratch: Path, feeds: Feeds, opset: int | None
 ) -> dict[str, Tolerance]:
-    """By output."""
     fp32, half, ports = scratch / "dense.onnx", scratch / "dense16.onnx", output_ports(dense.model)
     export_checkpoint(dense, fp32, precision="fp32", opset=opset)
     export_checkpoint(dense, half, precision=mixed_with_float32(float_type).pure, opset=opset)

@@ -1,41 +1,55 @@
 """What the links of a parity chain are judged by, at each output of the dense model."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import nn
-
-from corp_deploy.families import traced_model
 from corp_deploy.families.counting import counted
 from corp_deploy.families.family import output_ports
-from corp_deploy.families.inspection import merge_margins
-from corp_deploy.families.timm_library import NORMS
 from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.store.checkpoint import Checkpoint
-from export.graph.precision import typed_copy
-from export.graph.quantised import simulated
-from ground.feeds import Feeds, Outputs, batch_size, rows_of
+from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort
-from ground.precision import FLOAT16, FLOAT32, QUANTISED, FloatType, mixed_with_float32
+from ground.precision import FLOAT16, FLOAT32, QUANTISED, FloatType
 from perf.parity import tolerance
 from perf.parity.maps import THRESHOLD
-from perf.parity.measures import Measures, largest_logit, measures, relative_errors
+from perf.parity.measures import Measures, largest_logit, relative_errors
 from perf.parity.parity import ImageSet, Link, LinkKind, link
 from perf.parity.ties import Choices
 from perf.parity.tolerance import Tolerance
-from perf.runners.module import tensors_of_ports
+from perf.stats.decision import (
+    confidence_text,
+    fewest_for_share,
+    most_confidence,
+    percent,
+    percent_limit,
+    share_interval,
+)
+from perf.timing.watch import has_vnni
 
-from .candidates import Candidate, outputs_at
-from .half_products import HalfProducts
+from .candidates import Candidate
 from .heads import Heads
-from .reach import reaches, unreachable
+from .own_noise import Merges, own_noise
 
-DENSE = "dense torch fp32"
+
+def unreachable(shares: Mapping[str, float], *, count: int, noun: str, confidence: float) -> list[str]:
+    """A sentence for each least share, by its name, that even `count` inputs without exception don't show."""
+    sentences, lowest = list[str](), share_interval(1.0, count, confidence).low
+    for name, least in shares.items():
+        if least <= lowest:
+            continue
+        enough, looser = fewest_for_share(least, confidence), math.floor(1000 * lowest) / 1000
+        more = f"no number of {noun} is enough" if enough is None else f"at least {enough:,} {noun} are needed"
+        lower = math.floor(100 * most_confidence(least, count)) / 100
+        sentences.append(
+            f"{name} {percent_limit(least)} can't be shown by {count:,} {noun}: even {count:,} of {count:,} agreeing "
+            f"would leave {percent(lowest)} to 100 % {confidence_text(confidence)}; {more}, or a confidence of at most "
+            f"{lower:g}{' (the point alone decides)' * (lower == 0)}, or a limit of at most {looser:g}"
+        )
+    return sentences
+
+
 AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
 
 
@@ -73,20 +87,13 @@ class ParityLimits(ProofOptions):
 
     def of_few(self, count: int, *, elsewhere: str) -> "ParityLimits":
         """For so few inputs that they can only fail a share: what they leave open is judged `elsewhere`."""
-        few = any(not reaches(least, count, self.confidence) for least in self.shares.values())
+        lowest = share_interval(1.0, count, self.confidence).low
+        few = any(least > lowest for least in self.shares.values())
         return replace(self, elsewhere=elsewhere) if few else self
 
     def factor(self, float_type: FloatType) -> float:
         """How many times the dense model's own error in this type a link may err."""
         return self.quantised_factor if float_type in QUANTISED.values() else self.half_factor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merges:
-    """How near each input [N] is to merging other tokens, and the model's own error in 16 bits by type and output."""
-
-    margins_N: NDArray[np.float64]
-    noise: Mapping[FloatType, Mapping[str, Measures]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,56 +172,6 @@ class LinkRules:
         return replace(judged, reason=f"{judged.reason}; {more}")
 
 
-def merges_of(
-    checkpoint: Checkpoint, feeds: Feeds, answers: Outputs, batch: int, *, halves: Collection[FloatType], heads: Heads
-) -> Merges | None:
-    """How near inputs are to other merges, and the own error in types of steps to come; None where none merge."""
-    if traced_model.merging_of(checkpoint.model) is None:
-        return None
-    margins = []
-    for start in range(0, batch_size(feeds), batch):
-        tensors = {name: torch.from_numpy(array) for name, array in rows_of(feeds, slice(start, start + batch)).items()}
-        inputs = next(iter(tensors.values())) if len(tensors) == 1 else tensors
-        least_B = merge_margins(checkpoint.model, inputs)
-        assert least_B is not None, start
-        margins.append(least_B.double().numpy())
-    noise = {float_type: _own_noise(checkpoint, float_type, feeds, answers, batch, heads) for float_type in halves}
-    return Merges(margins_N=np.concatenate(margins), noise=noise)
-
-
-def _own_noise(
-    dense: Checkpoint, float_type: FloatType, feeds: Feeds, reference: Outputs, batch: int, heads: Heads
-) -> dict[str, Measures]:
-    """A torch model's own error in a type against FP32 on these inputs, with the same safe norms and softmax; in INT8
-    and FP8 where it is rounded plainly. Of maps what heads in FP32 make of it.
-    """
-    exportable, ports = traced_model.exportable(dense.model), output_ports(dense.model)
-    half = _rounding(exportable, float_type, feeds, batch)
-
-    def run(part: Feeds) -> Outputs:
-        with torch.no_grad(), HalfProducts():  # type: ignore[no-untyped-call]
-            answer = half(*(torch.from_numpy(array) for array in part.values()))
-        tensors = tensors_of_ports(answer, ports, where=DENSE)
-        return {port.name: tensor.numpy() for port, tensor in zip(ports, tensors, strict=True)}
-
-    answers = outputs_at(heads.behind(run, batch), feeds, batch)
-    every = *ports, *heads.ports
-    return {port.name: measures(reference[port.name], answers[port.name], role=port.role) for port in every}
-
-
-def _rounding(exportable: nn.Module, float_type: FloatType, feeds: Feeds, batch: int) -> nn.Module:
-    """A copy that is held in this type."""
-    word = next((word for word, each in QUANTISED.items() if each is float_type), None)
-    if word is None:
-        return typed_copy(exportable, mixed_with_float32(float_type).pure, norms=NORMS)
-
-    def run(model: nn.Module) -> None:
-        for start in range(0, batch_size(feeds), batch):
-            model(*(torch.from_numpy(array) for array in rows_of(feeds, slice(start, start + batch)).values()))
-
-    return simulated(exportable, word, run)
-
-
 def link_rules(
     dense: Checkpoint,
     feeds: Feeds,
@@ -227,7 +184,7 @@ def link_rules(
     """Of each output of the dense model and each map of its heads; `halves`: types that candidates are held in."""
     ports = output_ports(dense.model)
     types = dict.fromkeys((FLOAT16, *halves))
-    noises = {each: _own_noise(dense, each, feeds, answers, batch, heads) for each in types}
+    noises = {each: own_noise(dense, each, feeds, answers, batch, heads) for each in types}
     noise, products = noises[FLOAT16], counted(dense.model).chain
 
     def rules(port: OutputPort, **own: Any) -> LinkRules:
@@ -254,3 +211,27 @@ def _magnified(map_noise: Measures, noises: Sequence[Measures]) -> float:
     least = min(noise.relative_error for noise in noises)
     ratio = map_noise.relative_error / least if least > 0 else 1.0
     return max(1.0, ratio) if math.isfinite(ratio) else 1.0
+
+
+def with_reasons(
+    links: Sequence[Link], candidate: Candidate, as_typed: Callable[[], Sequence[Link]]
+) -> tuple[Link, ...]:
+    """The links of a candidate. Of a failing one that passes as it is typed the reason says so; the verdict stays, as
+    it is true of this CPU. `as_typed` makes the same links of the same graph without kernels of INT8.
+    """
+    if not candidate.computes_int8 or all(link.status != "FAIL" for link in links):
+        return tuple(links)
+    return tuple(
+        replace(link, reason=f"{link.reason}; {_cause(other, candidate)}")
+        if link.status == "FAIL" and other.status == "PASS"
+        else link
+        for link, other in zip(links, as_typed(), strict=True)
+    )
+
+
+def _cause(as_typed: Link, candidate: Candidate) -> str:
+    vnni, errs = has_vnni(), f"as it is typed it errs {as_typed.measures.relative_error:.2g}: this CPU's INT8 kernels"
+    if candidate.weight_bits < 8 or vnni:
+        return f"{errs} compute something else, serve it on another one"
+    does, where = ("saturate (no VNNI)", "one that has it") if vnni is False else ("differ", "another one")
+    return f"{errs} {does}, serve it on {where}, or export with --weight-bits 7"

@@ -18,13 +18,15 @@ from corp_deploy.store.quantised_onnx import Quantisation, quantiser_of
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from ground.feeds import Feeds, rows_of
+from ground.onnx_file import read_onnx
 from ground.ports import Role
-from ground.precision import EVERY_WORD, FLOAT16, QUANTISED, FloatType, mixed_with_float32
+from ground.precision import EVERY_WORD, FLOAT16, FloatType, mixed_with_float32
 from perf.parity.block_outputs import block_noise, locate_in_exact, locate_in_half, site_of
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import relative_errors
 
 from .candidates import Candidate
+from .own_noise import quantised_word
 
 WORST_INPUTS = 16
 
@@ -49,15 +51,10 @@ def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
 
 def dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mapping[str, float]:
     """Every block's own error in that type in the dense model."""
-    if (word := _word(float_type)) is not None:
+    if (word := quantised_word(float_type)) is not None:
         plain = quantiser_of(dense, feeds, Quantisation(rest="fp32", scales="max", balance=False))
         return block_noise(plain.fp32_graph, plain.graph(word, scales="max"), feeds)
     return block_noise(graph_of(dense, "fp32"), graph_of(dense, mixed_with_float32(float_type).pure), feeds)
-
-
-def _word(float_type: FloatType) -> str | None:
-    """Of a quantised type."""
-    return next((word for word, each in QUANTISED.items() if each is float_type), None)
 
 
 def balanced_sites(proto: onnx.ModelProto) -> set[str]:
@@ -79,9 +76,10 @@ def fix_command(
     graph = shown or graph
     stem = graph.name.removesuffix(".onnx")
     stem = next((stem.removesuffix(f".{word}") for word in EVERY_WORD if stem.endswith(f".{word}")), stem)
-    word = _word(float_type) or mixed_with_float32(float_type).name
+    quantised = quantised_word(float_type)
+    word = quantised or mixed_with_float32(float_type).name
     options: dict[str, Any] = {"model": graph.parent if beside else "DIR", "precision": word}
-    if _word(float_type) is None:
+    if quantised is None:
         options |= {"keep_fp32": ["{site}"]}
     else:
         options |= {"keep_rest": ["{site}"], "images": "IMAGES"}
@@ -89,10 +87,6 @@ def fix_command(
         options |= {"weight_bits": weight_bits} if weight_bits != 8 else {}
     options |= {"input": graph_input} if graph_input != "float32" else {}
     return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{word}.onnx")}))
-
-
-def _graph_input(candidate: Candidate) -> GraphInput:
-    return "uint8" if candidate.takes_pixels else "float32"
 
 
 def located(
@@ -103,15 +97,16 @@ def located(
         return None  # blocks are compared in ONNX Runtime
     if before.form == "graph" and before.takes_pixels != failing.takes_pixels:
         return None  # and of two graphs that are fed alike
+    graph_input: GraphInput = "uint8" if failing.takes_pixels else "float32"
     try:
         if failing.rounds and before.form == "graph":
             float_type = failing.float_type
             kept: dict[str, Any] = {"rest": failing.rest, "weight_bits": failing.weight_bits}
-            command = fix_command(failing.path, failing.shown, float_type, _graph_input(failing), **kept)
-            noise, half = dense_noise(dense, feeds, float_type), failing.graph()
+            command = fix_command(failing.path, failing.shown, float_type, graph_input, **kept)
+            noise, half = dense_noise(dense, feeds, float_type), read_onnx(failing.path)
             return locate_in_half(
                 name,
-                before.graph(),
+                read_onnx(before.path),
                 half,
                 failing.fed(feeds),
                 noise=noise,
@@ -120,8 +115,8 @@ def located(
                 scaled=balanced_sites(half),
             )
         if before.form == "torch" and before.checkpoint is not None and not failing.rounds:
-            model = export_form(before.checkpoint, precision="fp32", graph_input=_graph_input(failing)).model
-            return locate_in_exact(name, model, failing.graph(), failing.fed(feeds), products=products)
+            model = export_form(before.checkpoint, precision="fp32", graph_input=graph_input).model
+            return locate_in_exact(name, model, read_onnx(failing.path), failing.fed(feeds), products=products)
     except BadInput:
         return None  # a graph of other blocks: the link has failed already, and no block can be named
     return None

@@ -32,7 +32,7 @@ from perf.stats.decision import compared_with_limit, decide, samples_for_interva
 from perf.stats.stats import DEFAULT_CONFIDENCE, Interval
 
 from .candidates import Candidate, Run, outputs_at
-from .link_rules import DENSE
+from .own_noise import DENSE
 
 KIND = "corp-deploy/perplexity"
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNJUDGED"]

@@ -99,7 +99,6 @@ def _site_line(site: SiteReport) -> dict[str, Any]:
 
 
 def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
-    """The two subjects of the measurement with what the parity record knows about them."""
     if bench is None:
         return []
     accuracies = [row.accuracy for row in parity.accuracy] if parity else []

@@ -81,7 +81,6 @@ def _run(model: str, inputs: str, golden: str) -> list[str]:
 
 
 def _names(path: Path) -> tuple[list[str], list[str]]:
-    """Of what a graph reads and gives."""
     graph = read_onnx(path, weights=False).graph
     weights = {each.name for each in graph.initializer}
     return [each.name for each in graph.input if each.name not in weights], [each.name for each in graph.output]

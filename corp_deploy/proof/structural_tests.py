@@ -1,14 +1,28 @@
-"""What holds of any answers of a candidate: the same in every slot and order of a batch, finite, within range."""
+"""What is looked at beside the links: whether answers are the same in every slot and order of a batch, finite, within
+range; and whether the inputs look like those of calibration, by range, and mean and covariance at every site.
+"""
 
 from collections.abc import Mapping
 
-from ground.feeds import Feeds, Outputs, batch_size, input_noun, rows_of
+import torch
+
+from calib.collect import Options, collect
+from calib.moments import Moments
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import listened, sites_of, token_weights
+from corp_deploy.reduction.calibrate import PIXEL_RANGE
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import merging_of_moments
+from corp_deploy.traced.models.sites import calibration_taps
+from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs, batch_size, input_noun, rows_of, single_array
 from perf.parity import structure
+from perf.parity.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import StructuralTest
 from perf.parity.ties import Choices
 
 from .candidates import Candidate, Run
-from .link_rules import Merges
+from .own_noise import Merges
 
 # Slots of a batch, inputs pushed out of range.
 SLOTS, EXTREME_INPUTS = 8, 4
@@ -42,4 +56,59 @@ def structural_tests(
         *structure.outputs(label, straight, noun=noun),
         *(() if candidate.takes_pixels else structure.extremes(label, run, extreme)),
         *structure.batch_sizes(label, by_batch, bound=bound, noun=noun),
+    ]
+
+
+PARTS, BATCH = 8, 16
+
+
+def _stats(moments: Moments, name: str) -> Stats:
+    """Mean and covariance of x of an MLP, of z of an attention layer."""
+    mean, covariance = moments.sites[name].entering
+    return Stats(images=moments.images, mean_F=mean.numpy(), covariance_FF=covariance.numpy())
+
+
+def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
+    """The inputs beside the calibration at every site, tokens merged as then; None for too few. Same model."""
+    count = batch_size(feeds)
+    if count < PARTS:
+        return None
+    merging = merging_of_moments(moments.lineage)
+    model = dense.model if merging is None else traced_model.with_merging(dense.model, merging)
+    sites = [site for site in calibration_taps(model, sites_of(model)) if site.name in moments.sites]
+    each = count // PARTS
+    scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
+    options = Options(token_weights=token_weights(model))
+    for start in range(0, PARTS * each, each):
+        own = rows_of(feeds, slice(start, start + each))
+        pieces = (rows_of(own, slice(first, first + BATCH)) for first in range(0, each, BATCH))
+        batches = ({name: torch.from_numpy(array) for name, array in piece.items()} for piece in pieces)
+        part = collect(listened(model), sites, batches, device="cpu", options=options)
+        for name, parts in scatter.items():
+            parts.add(_stats(part, name))
+    shifts = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]
+    return shift_of_sites(shifts, images=PARTS * each)
+
+
+def input_range(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
+    """Whether there are inputs enough to compare with the calibration, as from fewer than PARTS no noise can be told;
+    and those with values outside what it saw, where the moments tell the range, which is that of images.
+    """
+    count, noun, found = batch_size(feeds), input_noun(feeds), list[StructuralTest]()
+    if count < PARTS:
+        reason = f"{count} {noun} are too few to be compared with those of calibration; at least {PARTS} are needed"
+        name = f"calibration {noun}"
+        found.append(
+            StructuralTest(candidate=name, test="shift", status="NOTED", value=count, bound=PARTS, reason=reason)
+        )
+    ranges = moments.lineage.get(PIXEL_RANGE)
+    if ranges is None:
+        return found
+    try:
+        lows, highs = zip(*(map(float, each.split(":")) for each in ranges.split("+")), strict=True)
+    except ValueError:
+        raise BadInput(f"moments: their pixel range is {ranges[:100]!r}, expected LOW:HIGH; run calibrate") from None
+    return [
+        *found,
+        structure.calibrated_range("calibration images", single_array(feeds), low=min(lows), high=max(highs)),
     ]

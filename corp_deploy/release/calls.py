@@ -7,9 +7,9 @@ from corp_deploy.invocation.call import Invocation, Pairs, path_from
 
 from . import names
 from .baseline import Baseline
-from .recipe import Recipe, Target
+from .recipe import Recipe
 from .recipe_record import Table
-from .targets import run_options
+from .targets import Target, run_options
 
 SAVE_EVERY_IMAGES = 1024
 RANGE_SAMPLES = 128

@@ -85,7 +85,6 @@ def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
 
 
 def _tokens(merging: MergingRecord) -> Iterator[str]:
-    """How tokens are merged, and how many each block has."""
     yield "## Tokens"
     yield ""
     yield markdown_line(" ".join(f"{words[:1].upper()}{words[1:]}." for words in merging.sentences()))

@@ -15,8 +15,7 @@ from ground.files import path_inside, sha256_of_file
 
 from .names import MANIFEST, PROVENANCE, SUMS
 from .samples import replay
-from .signature import Signed, Unverified
-from .sums import added_to, sums_from_file
+from .signature import Signed, Unverified, added_to, sums_from_file
 from .verifier import Verifier
 
 
@@ -33,7 +32,6 @@ class Checked:
 
 
 def _called(folder: Path) -> dict[str, Any]:
-    """What the manifest says that a release is called."""
     release = load_manifest(folder).release
     return {} if release is None else msgspec.structs.asdict(release)
 
@@ -62,7 +60,6 @@ class Expected:
 
 
 def _changed(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
-    """What differs, by name."""
     changed = {}
     for name, digest in digests.items():
         try:

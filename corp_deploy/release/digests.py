@@ -1,4 +1,6 @@
-"""Digests of files, remembered by size and time of change, and of folders, over names and files. Imports no torch."""
+"""Digests of files, remembered by size and time of change, and of folders, over names and files; and the stamps of
+finished stages, which hold those of all that they had read and left. Imports no torch.
+"""
 
 import re
 import time
@@ -78,3 +80,27 @@ class Digests:
             raise BadInput(f"{path}: no such file or folder, or nothing in it; check the recipe")
         base = path if path.is_dir() else path.parent
         return sha256_of_text("".join(f"{self.of_file(each)} {each.relative_to(base).as_posix()}\n" for each in files))
+
+
+class Stamp(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="corp-deploy/stamp"):
+    """What a finished stage had read (label to digest or setting) and what it left (file to sha256)."""
+
+    version: Literal[1] = 1
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+def stamp_path(state: Path, stage: str) -> Path:
+    return state / f"{stage}.json"
+
+
+def read_stamp(state: Path, stage: str) -> Stamp | None:
+    """The stage's stamp, or None when it never finished (or its stamp can't be read)."""
+    try:
+        return record_from_file(stamp_path(state, stage), Stamp)
+    except BadInput:
+        return None
+
+
+def write_stamp(state: Path, stage: str, stamp: Stamp) -> None:
+    write_json(stamp_path(state, stage), msgspec.to_builtins(stamp))

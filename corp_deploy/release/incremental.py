@@ -22,8 +22,7 @@ from ground.files import locked as locked_directory
 from ground.files import sha256_of_file, sha256_of_text
 from ground.transaction import install_files, roll_back_interrupted
 
-from .digests import Digests, files_of
-from .stamp import Stamp, read_stamp, stamp_path, write_stamp
+from .digests import Digests, Stamp, files_of, read_stamp, stamp_path, write_stamp
 
 STATE = ".stages"
 DIGESTS = "digests.json"
@@ -240,7 +239,6 @@ def _left_over(root: Path, stamp: Stamp | None, *, keep: Sequence[str]) -> list[
 
 
 def _remove_empty(root: Path, names: Sequence[str]) -> None:
-    """The folders that held nothing else than these files."""
     for name in names:
         for parent in (root / name).parents:
             if parent == root or (parent.exists() and any(parent.iterdir())):

@@ -9,7 +9,7 @@ from pathlib import Path
 from corp_deploy.families import trusted_code
 from corp_deploy.families.architecture import OF_TORCHVISION
 from corp_deploy.families.timm_names import require_local_name
-from corp_deploy.proof.metric_request import require_runnable
+from corp_deploy.proof.custom_metrics import require_runnable
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput
 from perf.record.history import require_directory
@@ -18,9 +18,8 @@ from . import incremental
 from .baseline import Baseline
 from .digests import files_of
 from .incremental import Stage, StageStatus
-from .recipe import Recipe
-from .recipe_parity import trusted_metrics
-from .recipe_problems import RecipeProblems
+from .recipe import Recipe, trusted_metrics
+from .recipe_record import RecipeProblems
 from .recipe_tables import ModelTable
 
 OF_OPTIONS = "gate"

@@ -17,7 +17,7 @@ from corp_deploy.families.family import output_ports
 from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_of
 from corp_deploy.proof.heads import opened_heads
-from corp_deploy.proof.reach import unreachable
+from corp_deploy.proof.link_rules import unreachable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.graph_input import graph_ports
 from corp_deploy.store.inputs import images_for_model, labels_from_path
@@ -33,21 +33,12 @@ from .calls import range_samples
 from .incremental import Stage
 from .names import MOMENTS, PARITY, parity_name
 from .recipe import Recipe
-from .recipe_problems import RecipeProblems
+from .recipe_record import RecipeProblems
 from .recipe_tables import require_more
 from .serving import class_names
 
 PROVING = {"size", "samples", "parity"}
 """The stages that open the images that the result is proved on."""
-
-
-def _read_reduction(recipe: Recipe, dense: Checkpoint, mistakes: RecipeProblems) -> None:
-    with mistakes.at("[reduce]"):
-        refuse_unfit(dense, request_of(recipe.reduce.choice))
-    if recipe.reduce.latency_tables is not None:
-        for path in sorted(recipe.reduce.latency_tables.glob(f"*{SUFFIX}")):
-            with mistakes.at("reduce.latency_tables"):
-                load_table(path)
 
 
 def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProblems) -> Split[Images] | None:
@@ -74,7 +65,6 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProble
 
 
 def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: RecipeProblems) -> None:
-    """Labels of the images that prove the result, and whether these are enough for what is asked of them."""
     if recipe.held_out.labels is not None:
         with mistakes.at("held_out.labels"):
             labels_from_path(recipe.held_out.labels, proving, model)
@@ -110,7 +100,12 @@ def read_inputs(
         with mistakes.at("export.input"):
             graph_ports(dense, recipe.export.input)
     if "reduce" in names:
-        _read_reduction(recipe, dense, mistakes)
+        with mistakes.at("[reduce]"):
+            refuse_unfit(dense, request_of(recipe.reduce.choice))
+        tables = recipe.reduce.latency_tables
+        for path in () if tables is None else sorted(tables.glob(f"*{SUFFIX}")):
+            with mistakes.at("reduce.latency_tables"):
+                load_table(path)
     if "export.dense" in names and recipe.export.keep_fp32:
         with mistakes.at("[export]"):
             kept_modules(traced_model.exportable(model), recipe.export.keep_fp32)

@@ -2,7 +2,8 @@
 
 from corp_deploy.store.manifest import MANIFEST
 
-from .recipe import Recipe, Target
+from .recipe import Recipe
+from .targets import Target
 
 __all__ = ["MANIFEST"]
 

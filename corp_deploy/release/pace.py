@@ -1,9 +1,20 @@
-"""How far a run of stages is: which of how many, the time so far, and an estimate of what is left. Imports no torch."""
+"""The time of stages: how far a run is, and what each of them took. Imports no torch.
+
+What a stage took is kept beside its stamp and never digested, so a second run changes nothing. One that isn't run again
+keeps its record of the run that made its files, with the machine.
+"""
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from .incremental import NOT_DONE, Stage, StageStatus
+from corp_deploy.store.manifest import FILES, Efforts, Step, effort_of, load_effort, write_effort
+from ground.effort import Stopwatch
+from ground.gpu import gpu_name
+from perf.runners.protocol import stopwatch
+
+from .incremental import NOT_DONE, STATE, Stage, StageDirs, StageStatus
 
 SHARES = {"moments": 20, "reduce": 25, "size": 25, "export": 4, "parity": 12, "engine": 60, "bench": 30, "gain": 15}
 """About how the time of a release is shared out among its stages, by the first word of their names; others take 1."""
@@ -46,3 +57,47 @@ class Pace:
         if finished >= LEAST_DONE * (finished + left):
             words += f", about {_clock(took * left / finished)} left by estimate"
         return f"[{words}] "
+
+
+SUFFIX = ".effort"  # stamps are all that ends in .json there
+STEPS: dict[str, Step] = {"moments": "calibrate", "reduce": "reduce", "export": "export", "engine": "build"}
+
+
+def _path(root: Path, stage: str) -> Path:
+    return root / STATE / f"{stage}{SUFFIX}"
+
+
+def _step(stage: str) -> tuple[Step, str] | None:
+    """The step that a stage is, and what it is about; None of one that is not timed."""
+    first, _, about = stage.partition(".")
+    return (STEPS[first], about) if first in STEPS else None
+
+
+def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwatch] = stopwatch) -> Stage:
+    """The stage, of which torch works on `device`, with what it takes written down when it ends well."""
+    step = _step(stage.name)
+    if step is None:
+        return stage
+
+    def run(dirs: StageDirs) -> None:
+        watch, resumed = watch_of(device), any(dirs.unfinished.parent.glob(f"{dirs.unfinished.stem}*"))
+        with watch.measure(FILES):
+            stage.run(replace(dirs, watch=watch))
+        record = effort_of(step[0], watch, gpu=gpu_name(device), resumed=resumed)
+        write_effort(_path(dirs.root, stage.name), record)
+
+    return replace(stage, run=run)
+
+
+def efforts_of(root: Path, stages: Sequence[str]) -> Efforts:
+    """Of those stages that are timed, in their order. Raises BadInput for a damaged record."""
+    steps = {name: step for name in stages if (step := _step(name)) is not None}
+    return {
+        step: load_effort(_path(root, name)) if _path(root, name).is_file() else None for name, step in steps.items()
+    }
+
+
+def efforts_in(root: Path) -> Efforts:
+    """Of all stages that have a record in a release, in the order of steps; none where there is no release."""
+    names = sorted(path.name.removesuffix(SUFFIX) for path in (root / STATE).glob(f"*{SUFFIX}"))
+    return efforts_of(root, [name for first in STEPS for name in names if name.partition(".")[0] == first])

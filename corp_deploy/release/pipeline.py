@@ -12,22 +12,10 @@ from perf.record.history import release_of_file
 from . import calls, names
 from .baseline import Baseline
 from .incremental import Stage
+from .pace import timed
 from .recipe import Recipe
 from .recipe_toml import text_of_recipe
-from .stage_effort import timed
-from .stage_parts import TORCH, heads_read, settings_of, stage, step
-from .target_stages import target_stages
-
-
-def _recipe_stage(recipe: Recipe, root: Path) -> Stage:
-    text = text_of_recipe(recipe, root)
-    return Stage(
-        name="recipe",
-        outputs=(names.RECIPE,),
-        run=lambda dirs: write_text(dirs.into / names.RECIPE, text),
-        settings={"recipe": text},
-        command=str(calls.only("recipe", recipe)),
-    )
+from .stage_parts import TORCH, heads_read, settings_of, stage, step, target_stages
 
 
 def _dense_stage(recipe: Recipe) -> Stage:
@@ -100,7 +88,6 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
 
 
 def _size_stage(recipe: Recipe) -> Stage:
-    """How many calibration images are enough, by the snapshots."""
     moments = (*names.snapshots_of(recipe), names.MOMENTS, *_held_out_moments(recipe))
     return stage(
         "size",
@@ -129,7 +116,6 @@ def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
 
 
 def _proving(recipe: Recipe) -> dict[str, Path | None]:
-    """The images that the result is proved on."""
     return _calibrating(recipe) if recipe.proves_on_own else {"held_out.images": recipe.held_out.images}
 
 
@@ -251,8 +237,16 @@ def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baselin
 
 def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
     """Every stage of the recipe."""
+    text = text_of_recipe(recipe, root)
+    recipe_stage = Stage(
+        name="recipe",
+        outputs=(names.RECIPE,),
+        run=lambda dirs: write_text(dirs.into / names.RECIPE, text),
+        settings={"recipe": text},
+        command=str(calls.only("recipe", recipe)),
+    )
     stages = [
-        _recipe_stage(recipe, root),
+        recipe_stage,
         _dense_stage(recipe),
         _moments_stage(recipe, root),
         _reduce_stage(recipe, root),

@@ -3,23 +3,28 @@
 See recipe_tables for the tables, recipe_file for reading one. Imports no torch.
 """
 
-from dataclasses import dataclass
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from corp_deploy.families.trusted_code import refuse_untrusted
+from corp_deploy.invocation.call import path_from
 from corp_deploy.invocation.inputs import InputOptions
-from corp_deploy.invocation.proof import GateOptions
+from corp_deploy.invocation.option import option, options_of
+from corp_deploy.invocation.proof import GateOptions, MetricOptions, ProofOptions
 from corp_deploy.invocation.ship import TargetName
 from corp_deploy.invocation.table import BENCH
+from corp_deploy.invocation.values import FILE, Repeated
+from corp_deploy.proof.custom_metrics import OUTPUTS, MetricRequest, metrics_from_texts
 from corp_deploy.reduction.method import NOT_HELD_OUT
-from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput
-from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_by_name
-from perf.gate.rule import Rule, rule_from_text
+from ground.quantity import quoted
+from perf.gate.rule import Rule
 
-from .recipe_parity import ParityTable
-from .recipe_record import Table, record_of, told_at
+from .recipe_record import Table, keys_alone, record_of, table_of, told_at
 from .recipe_tables import (
     BenchTable,
     CalibrationTable,
@@ -34,30 +39,62 @@ from .recipe_tables import (
     SamplesTable,
     TargetTable,
 )
+from .targets import ON_CPU, Target, rules_of, target_of
 
-ENGINES: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx")
-ON_CPU: tuple[TargetName, ...] = ("onnxruntime-cpu", "openvino")
+FILES = keys_alone(
+    metric_files=option(
+        Repeated(each=FILE), (), help="Files that the commands of `metric` name; their digests stand in the record."
+    )
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """One place where the model is to run; `profile`, `sms` and `sparse` shape engines only. `rules` are judged there
-    alone.
+class ParityTable(table_of(options_of(MetricOptions), FILES, options_of(ProofOptions))):  # type: ignore[misc]
+    """What is proved; `metric`: commands that measure outputs, of which some read `metric_files`."""
 
-    `rest`: of a quantised precision the one that it rests on, which it has to be faster than; None of others.
-    """
+    def __post_init__(self) -> None:
+        _ = self.options
+        if self.metric_files and not self.metric:
+            raise BadInput("parity.metric_files are what the commands of parity.metric read, and there are none")
+        names = [path.name for path in self.metric_files]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise BadInput(f"parity.metric_files: two are called {twice!r}, by which commands name them; rename one")
+        for request in metrics_from_texts(self.metric):
+            if request.is_code:
+                raise BadInput(
+                    f"parity.metric {request.name}: a recipe takes commands, such as 'python score.py {{outputs}}'"
+                )
 
-    name: TargetName
-    precision: str
-    profile: BatchProfile
-    sms: tuple[str, ...]
-    sparse: bool
-    rules: tuple[Rule, ...]
-    rest: str | None = None
+    def metrics(self, directory: Path) -> list[str]:
+        """The commands as they are run in the directory, from where `metric_files` are named by their paths."""
+        paths, located = {path.name: path_from(directory, path) for path in self.metric_files}, []
+        for request in metrics_from_texts(self.metric):
+            words = (paths.get(Path(word).name) or word for word in request.argv)
+            located.append(f"{request.name}={shlex.join(words).replace(shlex.quote(OUTPUTS), OUTPUTS)}")
+        return located
+
+    def untold_files(self, beside: Path, directory: Path) -> list[str]:
+        """Words of the commands that name files beside the recipe, of which neither it nor the directory knows."""
+        file_names = {path.name for path in self.metric_files}
+        words = (word for request in metrics_from_texts(self.metric) for word in request.argv if OUTPUTS not in word)
+        return [
+            word
+            for word in dict.fromkeys(words)
+            if Path(word).name not in file_names and (beside / word).is_file() and not (directory / word).is_file()
+        ]
 
     @property
-    def is_engine(self) -> bool:
-        return self.name in ENGINES
+    def options(self) -> ProofOptions:
+        """The same as `verify` takes it."""
+        return record_of(ProofOptions, self, "parity")
+
+
+def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
+    """The measures of a recipe, whose commands nobody typed. Raises BadInput where code isn't trusted."""
+    requests = metrics_from_texts(texts)
+    for request in requests:
+        refuse_untrusted(f"parity.metric: {quoted(request.command)}", to="measure outputs")
+    return tuple(requests)
 
 
 class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -213,7 +250,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The gate's own, judged on the first target."""
-        return _rules("gate.fail_if", self.gate.fail_if, self.bench.batches)
+        return rules_of("gate.fail_if", self.gate.fail_if, self.bench.batches)
 
     @property
     def served_on_cpu(self) -> TargetName | None:
@@ -224,59 +261,5 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def targets(self) -> tuple[Target, ...]:
         """In the order in which they are written."""
         return tuple(
-            _target(name, table, self.export, self.bench.batches) for name, table in self.target_tables.items()
+            target_of(name, table, self.export, self.bench.batches) for name, table in self.target_tables.items()
         )
-
-
-def _rules(where: str, texts: tuple[str, ...], batches: tuple[int, ...]) -> tuple[Rule, ...]:
-    with told_at(where):
-        rules = tuple(map(rule_from_text, texts))
-    for rule in rules:
-        if rule.batch is not None and rule.batch not in batches:
-            raise BadInput(f"{where}: {rule.text!r} asks for batch {rule.batch}, bench.batches has {[*batches]}")
-    return rules
-
-
-def _target(name: TargetName, table: TargetTable, export: ExportTable, batches: tuple[int, ...]) -> Target:
-    where, precisions = f"targets.{name}", export.precisions
-    fp16 = "fp16" if "fp16" in precisions else precisions[-1]
-    precision = table.precision or (precisions[0] if name in ON_CPU else fp16)
-    if precision not in precisions:
-        raise BadInput(f"{where}.precision is {precision!r}, but export.precisions has {[*precisions]}")
-    float_type = type_by_name(precision)
-    if name == "onnxruntime-cpu" and float_type in (BFLOAT16, FLOAT8):
-        raise BadInput(
-            f"{where}: ONNX Runtime's CPU kernels have no arithmetic in {float_type.name}, got precision {precision!r}"
-            "; name another of export.precisions, such as fp32"
-        )
-    if name == "openvino" and (precision in MIXED or precision in QUANTISED):
-        raise BadInput(
-            f"{where}: OpenVINO computes a whole graph in one precision here, got {precision!r}; name fp32, fp16 or "
-            "bf16 of export.precisions"
-        )
-    rules = _rules(f"{where}.fail_if", table.fail_if, batches)
-    if any(rule.wants_baseline for rule in rules):
-        raise BadInput(f"{where}.fail_if: the baseline is one of the first target; put this rule under [gate]")
-    return Target(
-        name=name,
-        precision=precision,
-        profile=_profile(where, name, table, batches),
-        sms=table.sms,
-        sparse=table.sparse,
-        rules=rules,
-        rest=export.resting_on if precision in QUANTISED else None,
-    )
-
-
-def _profile(where: str, name: TargetName, table: TargetTable, batches: tuple[int, ...]) -> BatchProfile:
-    """The batch sizes that a target's engine takes; of a graph, which takes any, those that are measured."""
-    if name not in ENGINES and (table.batch or table.sms or table.sparse):
-        raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
-    with told_at(where):
-        profile = BatchProfile.from_text(table.batch or f"1:{max(batches)}:{max(batches)}")
-        if name in ENGINES:
-            BuildOptions(backend=name, profiles=(profile,), sms=table.sms, sparse=table.sparse)
-    outside = [batch for batch in batches if not profile.smallest <= batch <= profile.largest]
-    if name in ENGINES and outside:
-        raise BadInput(f"{where}.batch is {profile}, but bench.batches asks for {outside[0]}")
-    return profile

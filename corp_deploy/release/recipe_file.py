@@ -125,7 +125,6 @@ def typed_value(name: str, field: msgspec.structs.FieldInfo, value: object, fold
 
 
 def _table(path: Path, name: str, raw: object, kind: type[Table]) -> dict[str, Any]:
-    """The keys that the file gives, typed."""
     if not isinstance(raw, dict):
         raise BadInput(f"{path}: {name} is {raw!r:.200}, expected a table: [{name}]")
     keys = keys_of(kind)

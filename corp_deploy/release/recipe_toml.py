@@ -1,16 +1,56 @@
-"""The resolved recipe of a release as TOML."""
+"""A recipe as text: resolved, with every key, or commented to start from; and other texts from the templates beside
+this file. Imports no torch.
+"""
 
 import os
+import re
+import shlex
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import tomli_w
+from jinja2 import Environment
 
 from corp_deploy.families import trusted_code
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.timm_names import is_timm_name, look_alikes, require_local_name
+from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, model_of_snapshot, refuse_beside_directory
+from corp_deploy.store.model_config import load_model_config
+from ground.errors import BadInput
+from ground.templates import templates_of
+from ground.text import one_line, printable
 
+from .digests import files_of
 from .recipe import Recipe
 from .recipe_tables import ModelTable
-from .rendering import toml_from
+
+
+def toml_from(content: Mapping[str, Any]) -> str:
+    """TOML; characters that would not be shown as they are by their numbers."""
+    text = tomli_w.dumps(content)
+    odd = {each for each in text if each != "\n" and printable(each) != each}
+    return text.translate({ord(each): f"\\u{ord(each):04x}" for each in odd})
+
+
+@cache
+def _environment() -> Environment:
+    """Templates of texts that are no HTML: words go through `toml`, `sh` (those of a command) or `comment`."""
+
+    def toml(text: str) -> str:
+        return toml_from({"text": text}).removeprefix("text = ").rstrip("\n")
+
+    environment = templates_of("corp_deploy.release")
+    environment.filters |= {"toml": toml, "sh": shlex.join, "comment": one_line}
+    return environment
+
+
+def rendered(template: str, **content: Any) -> str:
+    """A template filled in."""
+    return _environment().get_template(f"{template}.jinja").render(content)
+
 
 HEAD = "# The resolved recipe of this release: every key with its value, defaults included."
 HEAD_OF_MODEL = "# A model with all that goes with its name: give this file wherever a model is named, or in a recipe."
@@ -52,3 +92,94 @@ def text_of_recipe(recipe: Recipe, directory: Path) -> str:
     """The whole recipe with its defaults, paths relative to `directory`; it reads back as the same recipe there."""
     content = _content(recipe, directory) | {"model": _model_content(recipe.model, directory)}
     return f"{HEAD}\n\n{toml_from(content)}"
+
+
+HOLD_OUT = 128
+"""Calibration images that prove the result where no others are given."""
+
+
+def _architecture_in(folder: Path) -> tuple[str, Architecture | None]:
+    """What a model directory, or a snapshot of one of timm's repositories, holds: in words, and as timm builds it, None
+    where it doesn't.
+    """
+    config = config_of_directory(folder)
+    if not is_ours(config):
+        name, kwargs, _ = model_of_snapshot(folder, config)
+        return name, Architecture(name=name, kwargs=kwargs)
+    ours = load_model_config(folder)
+    description = f"{ours.built.name}, images {'x'.join(map(str, ours.input.shape))}, {len(ours.sites)} sites"
+    timms = Architecture(name=ours.built.name, kwargs=ours.built.kwargs) if ours.family == "timm" else None
+    return description, timms
+
+
+def _has_rows(architecture: Architecture) -> tuple[bool, bool]:
+    """Whether convolutions are among the sites, and whether anything else is."""
+    import torch
+
+    from corp_deploy.families.family import CONVOLUTIONS, HEADS, MLPS, kinds_of
+    from corp_deploy.store.checkpoint import dense_from_architecture
+
+    with torch.device("meta"):
+        dense = dense_from_architecture(architecture)
+    kinds = kinds_of(dense)
+    return CONVOLUTIONS in kinds, not kinds or bool(kinds & {MLPS, HEADS})
+
+
+def require_named(options: Mapping[str, Path | None]) -> None:
+    """Raise BadInput, naming the option, for files that a recipe can't be filled in with as they are not there."""
+    for option, path in options.items():
+        if path is not None and not files_of(path):
+            raise BadInput(
+                f"{option} {path}: not there, or empty; give what is there, or leave it out and edit the recipe"
+            )
+
+
+def starter(
+    model: str,
+    path: Path,
+    *,
+    weights: Path | None = None,
+    images: Path | None,
+    held_out: Path | None,
+    labels: Path | None,
+) -> str:
+    """A commented recipe for a model directory, or a timm name with its weights, to be written to `path`. With images
+    and none held out, some of them are to prove the result.
+
+    Raises BadInput for a model that is neither, and for weights beside a directory that has its own.
+    """
+
+    def placed(place: Path) -> str:
+        return relative_text(place.resolve(), path.parent)
+
+    folder = Path(model.removeprefix("local-dir:"))
+    description: str = ""
+    architecture: Architecture | None = Architecture(name=model)
+    if folder.is_dir():
+        if is_ours(config_of_directory(folder)):
+            refuse_beside_directory(folder, {"--weights": weights})
+        description, architecture = _architecture_in(folder)
+    else:
+        require_local_name(model)
+        if not is_timm_name(model):
+            raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
+    convolutions, linear = (False, True) if architecture is None else _has_rows(architecture)
+    # Half of a folder at most; how many images other files hold is told when they are read.
+    count = HOLD_OUT if images is None or not images.is_dir() else max(len(files_of(images)) // 2, 1)
+
+    return rendered(
+        "starter.toml",
+        file=path.name,
+        name=path.stem,
+        model=model,
+        directory=placed(folder) if folder.is_dir() else None,
+        description=description,
+        convolutions=convolutions,
+        linear=linear,
+        weights=None if weights is None else placed(weights),
+        images=placed(images or path.parent / "images" / "calibration"),
+        hold_out=min(HOLD_OUT, count) if images is not None and held_out is None else None,
+        held_out=placed(held_out or path.parent / "images" / "held-out"),
+        labels=None if labels is None else placed(labels),
+        served=re.sub(r"[^A-Za-z0-9_.-]", "-", path.stem).lstrip("_.-") or "model",
+    )

@@ -5,7 +5,7 @@ Every function reads what earlier stages left in `dirs.root` and writes below `d
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
-from corp_deploy.proof.chain import prove
+from corp_deploy.proof.chain import prove, save_proof
 from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.gate import (
     evidence_of_files,
@@ -25,36 +25,31 @@ from corp_deploy.proof.gate import (
 )
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, entry_of, input_of_graphs, rows_of_efforts
 from corp_deploy.store.model_config import load_model_config
-from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
 from ground.effort import measured
 from ground.files import sha256_of_file, write_json, write_text
-from ground.precision import precision_by_name
 from perf.gate.gate import Gate, JudgedRule
 from perf.gate.history import history_rows
 from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import save_gate
 from perf.parity.parity import load_parity
 from perf.report.render import html, junit, markdown
-from perf.runners.onnx import OnnxRunner
 
 from . import names
 from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
-from .provenance import provenance
-from .recipe import Recipe, Target
-from .recipe_parity import trusted_metrics
-from .sample_steps import named_samples
-from .sbom import bill_of_release
-from .stage_effort import efforts_of
+from .pace import efforts_of
+from .recipe import Recipe, trusted_metrics
+from .sbom import bill_of_release, provenance
+from .steps import named_samples
+from .targets import Target
 
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
@@ -86,39 +81,13 @@ def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> No
 IN_OPENVINO: dict[str, Runtime] = {"fp32": "openvino", "fp16": "openvino-fp16", "bf16": "openvino-bf16"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CudaCandidate(Candidate):
-    """A graph that ONNX Runtime runs on the GPU."""
-
-    @property
-    def computes_int8(self) -> bool:
-        return False
-
-    @property
-    def emulated(self) -> bool:
-        return False
-
-    def _runner(self, scratch: Path) -> OnnxRunner:
-        return OnnxRunner(self.path, provider="cuda")
-
-
 def _candidate(target: Target, root: Path) -> Candidate:
-    name = names.artefact_name(target, "reduced")
+    candidate = candidate_from_path(names.artefact_name(target, "reduced"), below=root)
     if target.is_engine:
-        return candidate_from_path(name, below=root)
+        return candidate
     if target.name == "openvino":
-        return replace(
-            in_runtime(candidate_from_path(name, below=root), IN_OPENVINO[target.precision]), name=target.name
-        )
-    return CudaCandidate(
-        label=f"{target.name} {target.precision}",
-        name=target.name,
-        form="graph",
-        path=root / name,
-        shown=Path(name),
-        float_type=precision_by_name(target.precision).type,
-        inputs=facts_of_onnx(root / name).inputs,
-    )
+        return replace(in_runtime(candidate, IN_OPENVINO[target.precision]), name=target.name)
+    return replace(candidate, label=f"{target.name} {target.precision}", name=target.name, provider="cuda")
 
 
 def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None:
@@ -175,7 +144,6 @@ def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[Judge
 
 
 def _lineage(root: Path) -> dict[str, Any]:
-    """Where the reduced model comes from, without how it was reduced."""
     return lineage_of_model(load_model_config(root / "reduced"))
 
 
@@ -200,24 +168,19 @@ def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stage
     write_text(dirs.into / names.CARD, card(dirs.root, recipe, commands, efforts))
 
 
-def _made_by(root: Path, stages: Sequence[Stage]) -> dict[str, str]:
-    """The command that made each file that ships, by its name."""
-    return {
-        path.relative_to(root).as_posix(): stage.command
-        for stage in stages
-        for name in stage.outputs
-        for path in files_of(root / name)
-        if not name.startswith(".")
-    }
-
-
 def write_release_manifest(dirs: StageDirs, recipe: Recipe, stages: Sequence[Stage], command: str, own: str) -> None:
     """The bill of materials, manifest.json over that and the files of all stages, the provenance of them all, then
     SHA256SUMS. `command` made the release, `own` this alone.
     """
     root = dirs.root
     write_json(dirs.into / names.BILL, bill_of_release(root, recipe))
-    files = {name: entry_of(root / name, maker) for name, maker in _made_by(root, stages).items()}
+    files = {
+        path.relative_to(root).as_posix(): entry_of(path, stage.command)
+        for stage in stages
+        for name in stage.outputs
+        for path in files_of(root / name)
+        if not name.startswith(".")
+    }
     files[names.BILL] = entry_of(dirs.into / names.BILL, own)
     files = {name: files[name] for name in sorted(files)}
     manifest = {

@@ -17,9 +17,9 @@ from .inputs import require_inputs
 from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS
 from .pipeline import own_records, stages_of
 from .recipe import Recipe
-from .rendering import rendered
+from .recipe_toml import rendered
+from .signature import sums_from_file
 from .signer import Signer, sign
-from .sums import sums_from_file
 
 Signature = Literal["signed", "kept", "removed", "refused"]
 """Made, still that of these files, removed as it was of others, or not made, as the gate did not pass."""

@@ -1,9 +1,12 @@
-"""The SBOM of a release: its models with what was measured of them, the data, and the environment.
+"""What a release is made of, and how. Nothing here says when it was written: the same inputs give the same bytes.
 
-In CycloneDX 1.6; nothing in it says when it was written: the same environment gives the same bytes.
+The SBOM, in CycloneDX 1.6: its models with what was measured of them, the data, and the environment. How it came to be,
+as an in-toto Statement v1 with a SLSA v1 provenance predicate (in-toto.io/Statement/v1, slsa.dev/provenance/v1), whose
+invocation is called by the digest of its inputs.
 """
 
 import json
+import tomllib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +15,9 @@ from typing import Any
 import msgspec
 
 from corp_deploy import __version__
+from corp_deploy.machine import versions
 from corp_deploy.store.model_config import ModelConfig, load_model_config
-from ground.files import sha256_of_file
+from ground.files import sha256_of_file, sha256_of_text, text_from_file
 from ground.installed import Package, installed
 from ground.records import Natural, record_from_file
 from perf.gate.verdicts import load_gate
@@ -21,7 +25,9 @@ from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise
 
-from .names import AGAIN, GATE, MODELS, PARITY, SUBJECTS, SUMMARY, SUMMARY_KIND, bench_name, graphs_of
+from .digests import read_stamp
+from .incremental import STATE, Stage
+from .names import AGAIN, GATE, MODELS, PARITY, RECIPE, SUBJECTS, SUMMARY, SUMMARY_KIND, bench_name, graphs_of
 from .recipe import Recipe
 
 SCHEMA, VERSION = "http://cyclonedx.org/schema/bom-1.6.schema.json", "1.6"
@@ -145,7 +151,6 @@ def _model(root: Path, recipe: Recipe, subject: str, config: ModelConfig) -> dic
 
 
 def _component(package: Package) -> dict[str, Any]:
-    """A library."""
     reference = _reference(package)
     named = {"type": "library", "bom-ref": reference, "name": package.name, "version": package.version}
     return {**named, **_licensed(package.licence), "purl": reference}
@@ -188,3 +193,56 @@ def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
     parts = [dense, *_datasets(root, recipe, reduced, parity), TOOL]
     needs = {MODEL.format("reduced"): [MODEL.format("dense"), CALIBRATION, HELD_OUT, NAME]}
     return _sbom(subject | {"modelCard": _card(root, recipe, reduced, parity)}, parts, installed(), needs)
+
+
+STATEMENT, PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
+BUILD_TYPE = "urn:corp-deploy:release:1"
+_OF_FOLDER = "a folder or shards: sha256 over the lines 'sha256 name' of all its files, sorted"
+
+
+def _read_outside(root: Path, stages: Sequence[Stage]) -> dict[str, tuple[Path, str]]:
+    """What stages had read beyond the release, by label: the path, and the digest that it had then."""
+    read: dict[str, tuple[Path, str]] = {}
+    for stage in stages:
+        stamp = read_stamp(root / STATE, stage.name)
+        for label, path in stage.outside.items():
+            if stamp is not None and label in stamp.inputs:
+                read.setdefault(label, (path, stamp.inputs[label]))
+    return read
+
+
+def _named(name: str, sha256: str) -> dict[str, Any]:
+    return {"name": name, "digest": {"sha256": sha256}}
+
+
+def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, Any]:
+    outside = sorted(_read_outside(root, stages).items())
+    return {
+        "buildType": BUILD_TYPE,
+        "externalParameters": {
+            "release": {"name": recipe.name, "version": recipe.release.version},
+            "recipe": tomllib.loads(text_from_file(root / RECIPE)),
+        },
+        "internalParameters": {"commands": [stage.command for stage in stages]},
+        "resolvedDependencies": [
+            _named(label, digest) | ({} if path.is_file() else {"annotations": {"digest": _OF_FOLDER}})
+            for label, (path, digest) in outside
+        ],
+    }
+
+
+def provenance(root: Path, recipe: Recipe, stages: Sequence[Stage], digests: Mapping[str, str]) -> dict[str, Any]:
+    """The statement over the files of a release, `digests` by name."""
+    definition = _definition(root, recipe, stages)
+    measured = sorted({*(path.name for path in root.glob("bench*.json")), PARITY, GATE})
+    details = {
+        "builder": {"id": f"pkg:generic/corp-deploy@{__version__}", "version": versions()},
+        "metadata": {"invocationId": sha256_of_text(json.dumps(definition, sort_keys=True))},
+        "byproducts": [_named(name, sha256_of_file(root / name)) for name in measured],
+    }
+    return {
+        "_type": STATEMENT,
+        "subject": [_named(name, digest) for name, digest in sorted(digests.items())],
+        "predicateType": PREDICATE,
+        "predicate": {"buildDefinition": definition, "runDetails": details},
+    }

@@ -1,12 +1,16 @@
-"""A directory of results as a Triton model repository: which artefacts go in, and what was measured of them."""
+"""A directory of results as a Triton model repository: which artefacts go in, and what was measured of them. One is
+signed as a whole: every model and version in it, under one name and version.
+"""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from corp_deploy.invocation.serving import ServingOptions
 from export.engine.record import record_of_plan
 from export.triton.config import DEFAULT_MAX_BATCH, Serving
 from export.triton.expected import Agreement, Expected, Latency
+from export.triton.lint import lint_repository
 from export.triton.variants import Package
 from ground.errors import BadInput
 from ground.files import text_from_file
@@ -15,7 +19,19 @@ from perf.parity.parity import load_parity
 from perf.record.runs import Bench, load_bench
 from perf.stats.summary import summarise
 
-from .names import BENCH, PARITY, graph_name
+from .names import BENCH, PARITY, SIGNATURE, graph_name
+from .signature import entries_below
+from .signer import Signer, sign
+
+if TYPE_CHECKING:
+    pass
+from corp_deploy.machine import versions
+from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
+from export.triton.expected import EXPECTED_NAME
+from export.triton.findings import ERROR
+from ground.files import write_json
+
+from .names import MANIFEST
 
 
 def to_serve(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
@@ -115,13 +131,6 @@ def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> 
     return {variant: Expected(measured_on=where, latencies=_latencies(bench), top1_agreement=agreement)}
 
 
-def _served_so(bench: Bench, serving: Serving) -> bool:
-    """Whether figures of a CPU are those of what will serve there."""
-    described = bench.subjects[1].describe
-    same_backend = (described.get("backend") == "openvino") == (serving.cpu_backend == "openvino")
-    return described.get("device") != "cpu" or same_backend
-
-
 def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, Serving, list[str]]:
     """The graph that was measured in OpenVINO and what it was computed in; the FP32 one where none was."""
     for path in (directory / BENCH, directory / "bench.openvino.json"):
@@ -161,7 +170,10 @@ def package_of_directory(directory: Path, options: ServingOptions) -> tuple[Pack
         bench = load_bench(directory / BENCH)
         knee = summarise(bench).preferred_batch_size
         preferred = () if knee is None or knee == 1 else (knee,)
-        if _served_so(bench, serving) and str(bench.subjects[1].describe.get("model", "")) not in left_out:
+        described = bench.subjects[1].describe
+        same_backend = (described.get("backend") == "openvino") == (serving.cpu_backend == "openvino")
+        served_so = described.get("device") != "cpu" or same_backend  # figures of a CPU are of what will serve there
+        if served_so and str(described.get("model", "")) not in left_out:
             expected = _expected(bench, _agreement(directory), has_plans=bool(plans))
     largest = None if plans or profiles else max((DEFAULT_MAX_BATCH, *preferred, *serving.graph_batches))
     package = Package(
@@ -177,3 +189,29 @@ def package_of_directory(directory: Path, options: ServingOptions) -> tuple[Pack
         server=options.server,
     )
     return package, notes
+
+
+def unsign_repository(repository: Path) -> bool:
+    """Remove a signature and its manifest, which hold no longer; whether there was one."""
+    there = (repository / SIGNATURE).is_file()
+    for name in (SIGNATURE, MANIFEST) if there else ():
+        (repository / name).unlink(missing_ok=True)
+    return there
+
+
+def sign_repository(repository: Path, name: str, version: str, signer: Signer) -> None:
+    """Write manifest.json, which says what the repository is called and what is in it, and model.sig over all.
+
+    Raises BadInput where `package lint` finds an error: what somebody else laid there is not vouched for.
+    """
+    errors = [each for each in lint_repository(repository) if each.severity == ERROR]
+    if errors:
+        raise BadInput(f"{repository}: not signed: {errors[0]}; `package lint` tells of all")
+    files = {
+        path.relative_to(repository).as_posix(): entry_of(path)
+        for path in entries_below(repository)
+        if path.parent != repository or path.name == EXPECTED_NAME
+    }
+    head = {"kind": MANIFEST_KIND, "version": 1, "release": {"name": name, "version": version}}
+    write_json(repository / MANIFEST, {**head, "versions": versions(), "files": files})
+    sign(repository, signer, frozenset((*files, MANIFEST)))

@@ -1,4 +1,5 @@
-"""The signature over a directory in the format of OpenSSF model signing, made and verified by its library.
+"""Lists of every file of a directory with its digest: SHA256SUMS, as sha256sum writes it, and the signature in the
+format of OpenSSF model signing, made and verified by its library.
 
 `model.sig` is a Sigstore bundle around an in-toto statement that lists every file with its digest. The library is asked
 for the cryptography and for the digests; that the statement leaves nothing out but itself and the state of the staged
@@ -21,6 +22,9 @@ from .names import SIGNATURE
 
 if TYPE_CHECKING:
     from model_signing import hashing, verifying
+from ground.files import escapes_directory, text_from_file
+
+from .names import ATTESTATION, SCRIPT, SUMS
 
 UNSIGNED = (".stages", SIGNATURE)
 """What no signature covers: how far a staged build is, and the signature."""
@@ -95,12 +99,6 @@ def _differences(folder: Path, listed: Mapping[str, str]) -> list[str]:
     return differences
 
 
-def _refuse_links(folder: Path) -> None:
-    odd = [path for path in entries_below(folder) if path.is_symlink() or not path.is_file()]
-    if odd:
-        raise Unverified(*(f"{path.relative_to(folder).as_posix()}: a link or device, not a file" for path in odd))
-
-
 def _bundle(folder: Path) -> bytes:
     path = folder / SIGNATURE
     try:
@@ -112,7 +110,6 @@ def _bundle(folder: Path) -> bytes:
 
 
 def _why(error: Exception) -> str:
-    """What the library found, in a few words."""
     words = " ".join(str(error).split())
     if words.startswith("Key mismatch"):
         return "made with another key"
@@ -128,7 +125,9 @@ def verify(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], st
     if not folder.is_dir():
         raise BadInput(f"{folder}: no such directory, expected a release or repository that was signed")
     data = _bundle(folder)
-    _refuse_links(folder)
+    odd = [path for path in entries_below(folder) if path.is_symlink() or not path.is_file()]
+    if odd:
+        raise Unverified(*(f"{path.relative_to(folder).as_posix()}: a link or device, not a file" for path in odd))
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # of old bundles the library says something
             verifier.set_hashing_config(hashed()).verify(folder, folder / SIGNATURE)
@@ -140,3 +139,29 @@ def verify(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], st
         raise Unverified(*_differences(folder, _listed(data)) or [f"{SIGNATURE}: {_why(error)}"]) from None
     listed = _listed(data)
     return Signed(by=who(data), files=listed)
+
+
+MOST_SUMS_BYTES = 2**26
+UNLISTED = (SUMS, ATTESTATION, SCRIPT)
+"""What lies in a release beyond its list: the list, what is signed over it, and the rest for another machine."""
+
+
+def sums_from_file(path: Path) -> dict[str, str]:
+    """Digests by name. Raises BadInput for no such list, and for a name that leads out of the release."""
+    try:
+        lines = text_from_file(path, most_bytes=MOST_SUMS_BYTES).splitlines()
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file, expected a release directory written by corp-deploy release") from None
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
+    if not sums or len(sums) != len(lines):
+        raise BadInput(f"{path}: not a list of digests and names; the file is damaged")
+    outside = [name for name in sums if escapes_directory(name)]
+    if outside:
+        raise BadInput(f"{path}: {outside[0]!r} lies outside the release")
+    return sums
+
+
+def added_to(folder: Path, sums: dict[str, str]) -> list[str]:
+    """What lies in a release and is in no list of it."""
+    names = (path.relative_to(folder).as_posix() for path in entries_below(folder))
+    return [name for name in names if name not in sums and name not in UNLISTED]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
     from model_signing import signing
 
+
 PAYLOAD = "application/vnd.in-toto+json"
 
 

@@ -1,6 +1,8 @@
-"""What stages are made of: how one is run, and what its result depends on. Imports no torch."""
+"""What stages are made of: how one is run, and what its result depends on; and those of one target: its engines, what
+proves them, and what times them. Imports no torch.
+"""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,9 +13,11 @@ from corp_deploy import __version__
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
 
+from . import calls, names
 from .incremental import Stage, StageDirs
 from .recipe import Recipe
 from .recipe_record import Table
+from .targets import Target, missing_to_build, missing_to_run
 
 TORCH = ("torch", "timm", "numpy")
 
@@ -26,15 +30,15 @@ def step(name: str, *words: Any) -> Callable[[StageDirs], None]:
     """What a command, or a release alone, does in a stage; imported when it is called."""
 
     def run(dirs: StageDirs) -> None:
-        from . import release_steps, sample_steps, size_step, steps
+        from . import release_steps, steps
 
         functions: dict[str, Callable[..., object]] = {
             "dense": release_steps.write_dense,
             "calibrate": steps.write_moments,
             "reduce": steps.write_reduced,
-            "size": size_step.write_size,
+            "size": steps.write_size,
             "export": steps.write_graphs,
-            "samples": sample_steps.write_samples,
+            "samples": steps.write_samples,
             "verify": steps.write_parity,
             "engine": release_steps.write_engines,
             "target-parity": release_steps.write_target_parity,
@@ -83,3 +87,73 @@ def stage(
 def heads_read(recipe: Recipe) -> dict[str, Path]:
     of_metrics = {f"parity.metric_files.{place}": path for place, path in enumerate(recipe.parity.metric_files)}
     return {f"parity.head.{place}": path for place, path in enumerate(recipe.parity.head)} | of_metrics
+
+
+# What times a target on the CPU; a GPU's machine has versions of its own.
+TIMED_BY = {"onnxruntime-cpu": ("onnxruntime",), "openvino": ("openvino",)}
+
+
+def _with_records(plans: Sequence[str], target: Target) -> tuple[str, ...]:
+    """What a target runs; engines stand beside their records."""
+    return (*plans, *(f"{plan}.json" for plan in plans if target.is_engine))
+
+
+def _engine_stage(recipe: Recipe, target: Target, graphs: Sequence[str]) -> Stage:
+    plans, reads = [names.plan_name(target, subject) for subject in names.SUBJECTS], [*graphs]
+    if target.rest is not None:
+        plans.append(names.rival_name(target))
+        reads.append(f"reduced/{names.graph_name(target.rest)}")
+    command = calls.only(f"engine.{target.name}", recipe)
+    return stage(
+        f"engine.{target.name}",
+        command,
+        step("engine", target, command),
+        outputs=_with_records(plans, target),
+        reads=reads,
+        settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms}
+        | ({"sparse": True} if target.sparse else {}),
+        missing=lambda: missing_to_build(target),
+    )
+
+
+def _target_parity_stage(recipe: Recipe, target: Target, reads: Sequence[str]) -> Stage:
+    name, record = f"{names.PARITY_OF_TARGET}{target.name}", names.parity_name(target)
+    labels = (names.SAMPLE_LABELS,) if names.has_sample_labels(recipe) else ()
+    named = (names.SAMPLES_RECORD, *labels) if recipe.parity.metric else ()
+    return stage(
+        name,
+        calls.only(name, recipe),
+        step("target-parity", recipe, target),
+        outputs=(record, names.outputs_name(record)),
+        reads=(*names.BOTH_MODELS, *reads, *named),
+        outside=heads_read(recipe),
+        settings=settings_of("parity", recipe.parity, without=("head", "metric_files")),
+        missing=lambda: missing_to_run(target),
+    )
+
+
+def _timing_stage(
+    name: str, recipe: Recipe, target: Target, call: Invocation, reads: Sequence[str], **compared: Any
+) -> Stage:
+    return stage(
+        f"{name}.{target.name}",
+        call,
+        outputs=(call["output"],),
+        reads=(*reads, names.SAMPLES),
+        settings=settings_of("bench", recipe.bench) | compared,
+        tools=TIMED_BY.get(target.name, ()) if name == "bench" else (),
+        missing=lambda: missing_to_run(target),
+    )
+
+
+def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
+    graphs = tuple(f"{subject}/{names.graph_name(target.precision)}" for subject in names.SUBJECTS)
+    reads = (*graphs, *_with_records([names.artefact_name(target, subject) for subject in names.SUBJECTS], target))
+    if target.is_engine:
+        yield _engine_stage(recipe, target, graphs)
+    if target.name != "onnxruntime-cpu":
+        yield _target_parity_stage(recipe, target, (*reads, names.SAMPLES))
+    yield _timing_stage("bench", recipe, target, calls.bench(recipe, target), reads, precision=target.precision)
+    if target.rest is not None:  # the quantised model against the precision that it rests on, which it has to beat
+        sides = _with_records([names.rival_name(target), names.artefact_name(target, "reduced")], target)
+        yield _timing_stage("gain", recipe, target, calls.gain(recipe, target), sides, rest=target.rest)

@@ -1,13 +1,20 @@
 """What a command does to a directory of results, run from the very values that are printed: for a release and the demo.
 
-Every function reads what its invocation names below `dirs.root` and writes below `dirs.into`.
+Every function reads what its invocation names below `dirs.root`, or what its recipe says, and writes below `dirs.into`.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
-from calib.groups import BY_NAME
+import msgspec
+import numpy as np
+import torch
+
+from calib.groups import BY_NAME, split_by_mask
 from calib.images import Images
+from calib.inputs import shuffled
 from calib.store import load as load_moments
+from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.export_choice import ExportOptions
@@ -15,18 +22,17 @@ from corp_deploy.invocation.inputs import Decoded, Drawn, HoldOutOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, FedOptions
 from corp_deploy.invocation.serving import ServingOptions
+from corp_deploy.planning.calibration_size import calibration_size
 from corp_deploy.planning.execution import reduce_checkpoint
-from corp_deploy.planning.judging import Judges
-from corp_deploy.planning.merging import merging_checkpoint
+from corp_deploy.planning.judging import Judges, scored_inputs
 from corp_deploy.planning.polishing import Polishing
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import merging_checkpoint, request_of
 from corp_deploy.proof.candidates import candidate_from_path
-from corp_deploy.proof.chain import prove
+from corp_deploy.proof.chain import prove, save_proof
 from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.graphs import Graphs
-from corp_deploy.proof.inputs import inputs_from_set
+from corp_deploy.proof.inputs import ProofInputs, fed_to_graph, inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction import moments_files
@@ -34,17 +40,21 @@ from corp_deploy.reduction.moments import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from export.triton.repository import write_repository
+from ground.arrays import array_from_npy
 from ground.effort import measured
 from ground.errors import BadInput
+from ground.feeds import single_array
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
 from perf.parity.parity import Parity
 from perf.record.runs import Bench, save_bench
 from perf.report.render import html
 
+from . import names
 from .incremental import StageDirs
-from .recipe_parity import trusted_metrics
+from .recipe import Recipe, trusted_metrics
 from .recipe_tables import require_more
+from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, load_samples, of_release, opened_graph, replayed
 from .serving import package_of_directory
 
 
@@ -174,3 +184,70 @@ def write_report(dirs: StageDirs, run: Invocation) -> None:
     """The report of a directory of results as one page."""
     (directory,) = run.arguments
     write_text(dirs.into / run["output"], html(record_of_directory(dirs.root / directory, run["title"])))
+
+
+def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
+    """A few held-out images as the graphs take them, preprocessed or their pixels, and what every graph answers."""
+    labels = recipe.held_out.labels if names.has_sample_labels(recipe) else None
+    dense = load_checkpoint(dirs.root / "dense")
+    source = recipe.proof_images.proving_images(dense.model)
+    count = min(recipe.samples.count, source.count)
+    images = next(iter(source.batches(count))).numpy()
+    images = single_array(fed_to_graph(dense, {"images": images}, recipe.export.input))
+    (dirs.into / names.SAMPLES).parent.mkdir()
+    np.save(dirs.into / names.SAMPLES, images)
+    graphs = {}
+    for subject in names.SUBJECTS:
+        for precision in recipe.export.precisions:
+            graph, expected = f"{subject}/{names.graph_name(precision)}", names.answers_name(subject, precision)
+            with opened_graph(dirs.root / graph) as runner:
+                np.save(dirs.into / expected, replayed(runner, images))
+            graphs[graph] = GraphAnswers(expected=expected, max_relative_error=REPLAY_ERROR[precision])
+    if labels is not None:
+        np.save(dirs.into / names.SAMPLE_LABELS, labels_from_path(labels, source, dense.model)[:count])
+    record = SamplesRecord(
+        images=names.SAMPLES,
+        count=count,
+        graphs=graphs,
+        names=tuple(source.name(place) for place in range(count)) if recipe.parity.metric else (),
+        labels=None if labels is None else names.SAMPLE_LABELS,
+    )
+    entries = {key: value for key, value in msgspec.to_builtins(record).items() if value not in ([], (), None)}
+    write_json(dirs.into / names.SAMPLES_RECORD, entries)
+
+
+def named_samples(inputs: ProofInputs, root: Path) -> ProofInputs:
+    """The samples with the names and the labels of the images that they were made of, as far as they are told."""
+    record = load_samples(root)
+    labels = None if record.labels is None else array_from_npy(of_release(root, record.labels))
+    return replace(inputs, names=record.names, labels=labels)
+
+
+MOST_JUDGED = 512
+"""Held-out images, drawn by their seed, that judge: all are held in memory at once."""
+
+
+def write_size(dirs: StageDirs, recipe: Recipe) -> None:
+    """The release's widths from the moments of ever more images, each fitted in one pass over them, judged on held-out
+    images, and site by site on those that calibration.hold_out left out.
+    """
+    choice, calibration, drawn_by = recipe.reduce.choice, recipe.calibration, recipe.proof_images.seed
+    dense = merging_checkpoint(load_checkpoint(dirs.root / "dense"), choice.of_statistics)
+    proving = recipe.proof_images.proving_images(dense.model)
+    judging = proving if proving.count <= MOST_JUDGED else shuffled(proving, seed=drawn_by).subset(range(MOST_JUDGED))
+    images = images_for_model(dense.model, calibration.images, max_bad=calibration.max_bad)
+    if recipe.proves_on_own:
+        images, _ = split_by_mask(images, torch.isin(images.ids, proving.ids))
+    planned = None
+    if choice.allocates or choice.auto_heads:
+        planned = {site.name: site.width for site in sites_of(load_checkpoint(dirs.root / "reduced").model).every}
+    size = calibration_size(
+        dense.model,
+        [load_moments(dirs.root / name) for name in (*names.snapshots_of(recipe), names.MOMENTS)],
+        choice.method_asked,
+        widths=planned,
+        held_out=load_moments(dirs.root / names.HELD_OUT_MOMENTS) if recipe.judges_sites else None,
+        scored=scored_inputs(dense.model, judging, None, calibration.batch_size),
+        calibration=images,
+    )
+    write_json(dirs.into / names.SIZE, size.as_json())

@@ -1,12 +1,101 @@
-"""Where a release's model is to run: what each target needs of this machine, and how it is run there."""
+"""Where a release's model is to run: a recipe's targets, what each needs of this machine, and how it is run there."""
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
+from corp_deploy.invocation.ship import TargetName
 from corp_deploy.invocation.table import BENCH
+from export.engine.options import BatchProfile, BuildOptions
+from ground.errors import BadInput
 from ground.gpu import missing_gpu
+from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_by_name
+from perf.gate.rule import Rule, rule_from_text
 
-from .recipe import Target
+from .recipe_record import told_at
+from .recipe_tables import (
+    ExportTable,
+    TargetTable,
+)
+
+ENGINES: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx")
+ON_CPU: tuple[TargetName, ...] = ("onnxruntime-cpu", "openvino")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One place where the model is to run; `profile`, `sms` and `sparse` shape engines only. `rules` are judged there
+    alone.
+
+    `rest`: of a quantised precision the one that it rests on, which it has to be faster than; None of others.
+    """
+
+    name: TargetName
+    precision: str
+    profile: BatchProfile
+    sms: tuple[str, ...]
+    sparse: bool
+    rules: tuple[Rule, ...]
+    rest: str | None = None
+
+    @property
+    def is_engine(self) -> bool:
+        return self.name in ENGINES
+
+
+def rules_of(where: str, texts: tuple[str, ...], batches: tuple[int, ...]) -> tuple[Rule, ...]:
+    with told_at(where):
+        rules = tuple(map(rule_from_text, texts))
+    for rule in rules:
+        if rule.batch is not None and rule.batch not in batches:
+            raise BadInput(f"{where}: {rule.text!r} asks for batch {rule.batch}, bench.batches has {[*batches]}")
+    return rules
+
+
+def target_of(name: TargetName, table: TargetTable, export: ExportTable, batches: tuple[int, ...]) -> Target:
+    where, precisions = f"targets.{name}", export.precisions
+    fp16 = "fp16" if "fp16" in precisions else precisions[-1]
+    precision = table.precision or (precisions[0] if name in ON_CPU else fp16)
+    if precision not in precisions:
+        raise BadInput(f"{where}.precision is {precision!r}, but export.precisions has {[*precisions]}")
+    float_type = type_by_name(precision)
+    if name == "onnxruntime-cpu" and float_type in (BFLOAT16, FLOAT8):
+        raise BadInput(
+            f"{where}: ONNX Runtime's CPU kernels have no arithmetic in {float_type.name}, got precision {precision!r}"
+            "; name another of export.precisions, such as fp32"
+        )
+    if name == "openvino" and (precision in MIXED or precision in QUANTISED):
+        raise BadInput(
+            f"{where}: OpenVINO computes a whole graph in one precision here, got {precision!r}; name fp32, fp16 or "
+            "bf16 of export.precisions"
+        )
+    rules = rules_of(f"{where}.fail_if", table.fail_if, batches)
+    if any(rule.wants_baseline for rule in rules):
+        raise BadInput(f"{where}.fail_if: the baseline is one of the first target; put this rule under [gate]")
+    return Target(
+        name=name,
+        precision=precision,
+        profile=_profile(where, name, table, batches),
+        sms=table.sms,
+        sparse=table.sparse,
+        rules=rules,
+        rest=export.resting_on if precision in QUANTISED else None,
+    )
+
+
+def _profile(where: str, name: TargetName, table: TargetTable, batches: tuple[int, ...]) -> BatchProfile:
+    """The batch sizes that a target's engine takes; of a graph, which takes any, those that are measured."""
+    if name not in ENGINES and (table.batch or table.sms or table.sparse):
+        raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
+    with told_at(where):
+        profile = BatchProfile.from_text(table.batch or f"1:{max(batches)}:{max(batches)}")
+        if name in ENGINES:
+            BuildOptions(backend=name, profiles=(profile,), sms=table.sms, sparse=table.sparse)
+    outside = [batch for batch in batches if not profile.smallest <= batch <= profile.largest]
+    if name in ENGINES and outside:
+        raise BadInput(f"{where}.batch is {profile}, but bench.batches asks for {outside[0]}")
+    return profile
+
 
 OPENVINO = "pip install 'corp-deploy[openvino]'"
 LIBRARY = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from corp_deploy.planning.latency import Tables
-from corp_deploy.planning.latency_of_tokens import MERGE
+from corp_deploy.planning.schedule import MERGE
 from perf.record.runs import Bench
 from perf.stats.stats import Interval
 from perf.stats.summary import Side, SummaryRow, summarise

@@ -9,8 +9,7 @@ import numpy as np
 
 from calib import store
 from corp_deploy.proof.report_input import reduction_of
-from corp_deploy.release.digests import KnownDigests
-from corp_deploy.release.stamp import Stamp
+from corp_deploy.release.digests import KnownDigests, Stamp
 from corp_deploy.store.hub_snapshot import config_of_directory, model_of_snapshot
 from corp_deploy.store.manifest import load_manifest
 from corp_deploy.store.model_config import ModelConfig, load_model_config

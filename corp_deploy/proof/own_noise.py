@@ -1,0 +1,107 @@
+"""Yardsticks of links: a torch model's own error in types of fewer bits, and how near it is to merging other tokens."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from corp_deploy.families import traced_model
+from corp_deploy.families.counting import PRODUCTS
+from corp_deploy.families.family import output_ports
+from corp_deploy.families.inspection import merge_margins
+from corp_deploy.families.timm_library import NORMS
+from corp_deploy.store.checkpoint import Checkpoint
+from export.graph.precision import typed_copy
+from export.graph.quantised import simulated
+from ground.feeds import Feeds, Outputs, batch_size, rows_of
+from ground.precision import QUANTISED, FloatType, mixed_with_float32
+from perf.parity.measures import Measures, measures
+from perf.runners.module import tensors_of_ports
+
+from .candidates import outputs_at
+from .heads import Heads
+
+
+class HalfProducts(TorchDispatchMode):
+    """Computes products of float16 tensors on the CPU in float32 and rounds once, as tensor cores do: the same but for
+    the order of sums. For `torch.no_grad`; in inference mode other operators come here.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = args, kwargs or {}
+        is_half = func.overloadpacket in PRODUCTS and args[0].dtype == torch.float16
+        if not is_half or args[0].device.type != "cpu":
+            return func(*args, **arguments[1])
+        wide, named = tree_map_only(Tensor, Tensor.float, arguments)
+        return func(*wide, **named).half()
+
+
+DENSE = "dense torch fp32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merges:
+    """How near each input [N] is to merging other tokens, and the model's own error in 16 bits by type and output."""
+
+    margins_N: NDArray[np.float64]
+    noise: Mapping[FloatType, Mapping[str, Measures]]
+
+
+def merges_of(
+    checkpoint: Checkpoint, feeds: Feeds, answers: Outputs, batch: int, *, halves: Collection[FloatType], heads: Heads
+) -> Merges | None:
+    """How near inputs are to other merges, and the own error in types of steps to come; None where none merge."""
+    if traced_model.merging_of(checkpoint.model) is None:
+        return None
+    margins = []
+    for start in range(0, batch_size(feeds), batch):
+        tensors = {name: torch.from_numpy(array) for name, array in rows_of(feeds, slice(start, start + batch)).items()}
+        inputs = next(iter(tensors.values())) if len(tensors) == 1 else tensors
+        least_B = merge_margins(checkpoint.model, inputs)
+        assert least_B is not None, start
+        margins.append(least_B.double().numpy())
+    noise = {float_type: own_noise(checkpoint, float_type, feeds, answers, batch, heads) for float_type in halves}
+    return Merges(margins_N=np.concatenate(margins), noise=noise)
+
+
+def own_noise(
+    dense: Checkpoint, float_type: FloatType, feeds: Feeds, reference: Outputs, batch: int, heads: Heads
+) -> dict[str, Measures]:
+    """A torch model's own error in a type against FP32 on these inputs, with the same safe norms and softmax; in INT8
+    and FP8 where it is rounded plainly. Of maps what heads in FP32 make of it.
+    """
+    exportable, ports = traced_model.exportable(dense.model), output_ports(dense.model)
+    half = _rounding(exportable, float_type, feeds, batch)
+
+    def run(part: Feeds) -> Outputs:
+        with torch.no_grad(), HalfProducts():  # type: ignore[no-untyped-call]
+            answer = half(*(torch.from_numpy(array) for array in part.values()))
+        tensors = tensors_of_ports(answer, ports, where=DENSE)
+        return {port.name: tensor.numpy() for port, tensor in zip(ports, tensors, strict=True)}
+
+    answers = outputs_at(heads.behind(run, batch), feeds, batch)
+    every = *ports, *heads.ports
+    return {port.name: measures(reference[port.name], answers[port.name], role=port.role) for port in every}
+
+
+def quantised_word(float_type: FloatType) -> str | None:
+    """How a quantised type is called; None of another."""
+    return next((word for word, each in QUANTISED.items() if each is float_type), None)
+
+
+def _rounding(exportable: nn.Module, float_type: FloatType, feeds: Feeds, batch: int) -> nn.Module:
+    word = quantised_word(float_type)
+    if word is None:
+        return typed_copy(exportable, mixed_with_float32(float_type).pure, norms=NORMS)
+
+    def run(model: nn.Module) -> None:
+        for start in range(0, batch_size(feeds), batch):
+            model(*(torch.from_numpy(array) for array in rows_of(feeds, slice(start, start + batch)).values()))
+
+    return simulated(exportable, word, run)
