@@ -12,9 +12,8 @@ import torch
 from onnx import ModelProto, TensorProto, helper
 from torch import Tensor, nn
 
-from export.engine.build import build_engine, write_engine
+from export.engine.build import build_engine, build_ort_artifact, write_engine
 from export.engine.options import BatchProfile, BuildOptions
-from export.engine.ort_artifact import build_ort_artifact
 from export.engine.record import record_of_plan
 from export.graph.check import check_onnx
 from export.graph.ports import GraphPort, noted_inputs, noted_outputs, roles_of_graph

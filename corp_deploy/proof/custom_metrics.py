@@ -23,7 +23,7 @@ from ground.errors import BadInput
 from ground.feeds import Outputs
 from ground.files import sha256_of_file
 from ground.quantity import quoted
-from perf.parity.source import OwnMetric
+from perf.parity.labels import OwnMetric
 
 from .chain import Proof
 from .inputs import ProofInputs

@@ -26,8 +26,7 @@ from perf.parity import tolerance
 from perf.parity.maps import THRESHOLD
 from perf.parity.measures import Measures, largest_logit, measures, relative_errors
 from perf.parity.parity import ImageSet, Link, LinkKind, link
-from perf.parity.ties import Choices
-from perf.parity.tolerance import Tolerance
+from perf.parity.tolerance import Choices, Tolerance
 from perf.runners.module import tensors_of_ports
 
 from .candidates import Candidate, outputs_at

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ground.feeds import Feeds, Outputs, batch_size, input_noun, rows_of
 from perf.parity import structure
 from perf.parity.structure import StructuralTest
-from perf.parity.ties import Choices
+from perf.parity.tolerance import Choices
 
 from .candidates import Candidate, Run
 from .link_rules import Merges

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from corp_deploy.invocation.serving import ServingOptions
 from export.engine.record import record_of_plan
-from export.triton.config import DEFAULT_MAX_BATCH, Serving
-from export.triton.expected import Agreement, Expected, Latency
+from export.triton.config import DEFAULT_MAX_BATCH, Agreement, Expected, Latency, Serving
 from export.triton.variants import Package
 from ground.errors import BadInput
 from ground.files import text_from_file

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from corp_deploy.machine import versions
 from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
-from export.triton.expected import EXPECTED_NAME
-from export.triton.findings import ERROR
+from export.triton.config import EXPECTED_NAME
 from export.triton.lint import lint_repository
+from export.triton.lint_artifact import ERROR
 from ground.errors import BadInput
 from ground.files import write_json
 

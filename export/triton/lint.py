@@ -9,8 +9,7 @@ from typing import Any
 from ground.errors import BadInput
 from ground.transaction import FORMER
 
-from .findings import ERROR, WARNING, LintFinding, error, finding, in_config
-from .lint_artifact import openvino_limits, own_limits
+from .lint_artifact import ERROR, WARNING, LintFinding, error, finding, in_config, openvino_limits, own_limits
 from .lint_files import DEFAULT_FILES, foreign_config, foreign_files, lint_version
 from .pbtxt import Message, Name, ParseError, parse
 from .server_releases import ServerRelease, server_release, vulnerability_warnings

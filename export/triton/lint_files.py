@@ -15,8 +15,7 @@ from export.engine.record import EngineRecord, record_of_plan, record_path, sha2
 from ground.errors import BadInput
 from ground.files import escapes_directory
 
-from .findings import ERROR, WARNING, LintFinding, error, finding, in_config
-from .lint_artifact import against_artifact
+from .lint_artifact import ERROR, WARNING, LintFinding, against_artifact, error, finding, in_config
 from .pbtxt import Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record

@@ -1,4 +1,6 @@
-"""PURE: accuracy on labels with its interval, McNemar's test for two models on the same images."""
+"""PURE: accuracy on labels with its interval, McNemar's test for two models on the same images, measures of the user's
+own; and what a link's side was: the artefact, what built and runs it, and the graph it was made of.
+"""
 
 import math
 from dataclasses import dataclass
@@ -7,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.records import Sha256
 from perf.stats.decision import wilson
 
 
@@ -72,3 +75,37 @@ def _right(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.int
         )
     right_N: NDArray[np.bool_] = (logits_NC.argmax(axis=1) == labels_N) & np.isfinite(logits_NC).all(axis=1)
     return right_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnMetric:
+    """`model` is the label of the artefact whose outputs were measured, `sha256` covers the command, the files that
+    it names and the labels.
+    """
+
+    name: str
+    model: str
+    value: float
+    command: str
+    sha256: Sha256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """`backend` and `version` are of the library that built an engine, or that ran a graph; `targets` GPUs it was built
+    for (SM 86 is "86"); `graph_sha256` of the ONNX file that it was built of, or is.
+    """
+
+    label: str
+    backend: str
+    version: str
+    targets: tuple[str, ...]
+    precision: str
+    graph_sha256: Sha256
+    sha256: Sha256
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        where = f" for SM {', '.join(self.targets)}" if self.targets else ""
+        return f"{self.label}: {self.backend} {self.version}{where}, {self.precision}, graph {self.graph_sha256[:12]}"

@@ -12,8 +12,8 @@ from perf.record.runs import Bench
 from perf.stats.summary import Summary, summarise
 from perf.stats.trend import Trend
 
+from .curves import ImagesPoint
 from .effort import EffortLine
-from .images_plot import ImagesPoint
 
 Part = TypeVar("Part")
 

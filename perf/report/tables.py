@@ -8,9 +8,8 @@ from typing import Any
 from perf.stats.summary import MOST_GAIN, Side, SummaryRow
 
 from .content import BudgetLine, Content, EffectLine, GateLine, MergingLines, ModelLine, SiteLine
+from .curves import history_table, images_table
 from .effort import effort_table
-from .history import history_table
-from .images_plot import images_table
 from .numbers import NOTHING, PAIR, Table, count, error, middle, percent, points, ratio, signed_percent, size
 from .parity_tables import PARITY_TABLES
 
