@@ -7,7 +7,7 @@ Precision is in the graph's types: networks are strongly typed and no precision 
 import importlib.metadata
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ import onnx
 from onnx import ModelProto
 
 from export.graph.check import require_onnx
-from export.graph.fusion_breaks import breaks_of_graph
 from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
 from export.graph.weights import element_types, notes_of, sparse_matrices, weight_shares
 from ground.built_engines import record_built_engine
@@ -26,7 +25,7 @@ from ground.files import replacing, write_text
 from ground.onnx_file import read_onnx
 from ground.precision import BFLOAT16, half_share, precision_of_shares
 
-from .fusion import UNLISTED, Fusion, Kernel, attention_sites, fusion_of
+from .fusion import Kernel, attention_sites, fusion_of
 from .messages import Progress, sparse_layers_from_log
 from .options import BatchProfile, BuildOptions
 from .record import EngineRecord, record_path, sha256_of
@@ -101,7 +100,7 @@ def build_engine(
         onnx_path,
         proto,
         plan,
-        fusion_of(kernels, proto, len(profiles)),
+        fusion_of(kernels, attention_sites(proto) if kernels else (), max(len(profiles), 1)),
         weights=proto,
         backend=library.name,
         library_version=library.version,
@@ -112,14 +111,14 @@ def build_engine(
         build_seconds=seconds,
         options={name: value for name, value in options.items() if value is not None},
         **sparse_layers_from_log(session.messages.text),
-        fusion_breaks=breaks_of_graph(proto),
+        fusion_breaks=ports_of_graph(proto, breaks=True)[1],
         notes={key: value for key, value in notes_of(proto).items() if not key.startswith("export.")},
         memory=memory,
     )
 
 
 def engine_of(
-    onnx_path: Path, proto: ModelProto, plan: bytes, fusion: Fusion | None, *, weights: ModelProto, **own: Any
+    onnx_path: Path, proto: ModelProto, plan: bytes, fusion: Mapping[str, Any], *, weights: ModelProto, **own: Any
 ) -> Engine:
     """A plan with what its graph, its kernels and the graph that has its `weights` tell of it; `own` fields of the
     record go before those.
@@ -137,7 +136,7 @@ def engine_of(
         "inputs": inputs,
         "outputs": outputs,
         "roles": roles_of_graph(proto),
-        **(UNLISTED if fusion is None else fusion.recorded),
+        **fusion,
     }
     return Engine(plan=plan, record=EngineRecord(**facts | own))
 
@@ -247,7 +246,7 @@ def build_ort_artifact(
         onnx_path,
         proto,
         onnx_bytes(optimised),
-        Fusion(kernels=kernels, attention_sites=attention_sites(proto)),
+        fusion_of(kernels, attention_sites(proto)),
         weights=optimised,
         half_kernel_share=None,
         backend="onnxruntime",

@@ -27,7 +27,7 @@ from .number_format import CLIPPINGS, FORMATS, Clipping, Histogram, NumberFormat
 from .precision import NORMS, Norms
 from .quantised import Layer, quantised, quantised_layers
 from .to_onnx import PREFIX, onnx_from_model
-from .weights import module_of, notes_of, read_matrices, readers_by_value, write_notes
+from .weights import module_of, notes_of, read_matrices, readers_by_value
 
 Feeds = Mapping[str, NDArray[Any]]
 Batches = Callable[[], Iterable[Feeds]]
@@ -200,7 +200,8 @@ class Quantiser:
             "quantised_layers": str(len(layers)),
             "weight_bits": str(weight_bits) if fewer else "",
         }
-        write_notes(proto, notes_of(proto) | {f"{PREFIX}{key}": value for key, value in own.items() if value})
+        notes = notes_of(proto) | {f"{PREFIX}{key}": value for key, value in own.items() if value}
+        helper.set_model_props(proto, dict(sorted(notes.items())))
         reasons = check_onnx(proto, precision=precision, backend="onnxruntime")
         if reasons:
             raise BadInput("the quantised graph will not do:\n" + "\n".join(f"  {reason}" for reason in reasons))

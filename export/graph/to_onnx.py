@@ -24,7 +24,6 @@ from . import tidy
 from .check import MAX_BYTES, SPELLED_OUT, check_onnx, has_decomposed_norms, unsupported_nodes
 from .ports import port_notes
 from .precision import NORMS, Norms, typed_copy
-from .weights import write_notes
 
 
 class FourAxes(TorchFunctionMode):
@@ -147,7 +146,8 @@ def onnx_from_model(
         own = {"precision": precision, "opset": str(version), "keep_fp32": " ".join(keep_fp32)}
         own |= {package: importlib.metadata.version(package) for package in ("torch", "onnx", "onnxscript")}
         noted = {f"{PREFIX}{key}": value for key, value in own.items() if value}
-        write_notes(proto, {**metadata, **port_notes(inputs, outputs), **noted})
+        notes = {**metadata, **port_notes(inputs, outputs), **noted}
+        onnx.helper.set_model_props(proto, dict(sorted(notes.items())))
         return proto, check_onnx(proto, precision=precision, backend="onnxruntime", inputs=inputs, outputs=outputs)
 
     proto, reasons = exported(opset or OPSETS[0])

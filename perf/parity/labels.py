@@ -50,16 +50,13 @@ def mcnemar(
     """McNemar's exact test: of two equally good models, who is right alone on an image is a fair coin (two-sided)."""
     right_a_N, right_b_N = _right(a, logits_a_NC, labels_N), _right(b, logits_b_NC, labels_N)
     only_a, only_b = int((right_a_N & ~right_b_N).sum()), int((right_b_N & ~right_a_N).sum())
-    return PairedAccuracy(a=a, b=b, only_a=only_a, only_b=only_b, p_value=_two_sided_coin(only_a, only_b))
-
-
-def _two_sided_coin(heads: int, tails: int) -> float:
-    tosses = heads + tails
+    tosses = only_a + only_b
     log_ways = (
         math.lgamma(tosses + 1) - math.lgamma(few + 1) - math.lgamma(tosses - few + 1)
-        for few in range(min(heads, tails) + 1)
+        for few in range(min(only_a, only_b) + 1)
     )
-    return min(1.0, 2 * math.fsum(math.exp(log_count - tosses * math.log(2)) for log_count in log_ways))
+    p_value = min(1.0, 2 * math.fsum(math.exp(log_count - tosses * math.log(2)) for log_count in log_ways))
+    return PairedAccuracy(a=a, b=b, only_a=only_a, only_b=only_b, p_value=p_value)
 
 
 def _right(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer]) -> NDArray[np.bool_]:
