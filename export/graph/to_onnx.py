@@ -77,13 +77,7 @@ OWN: Mapping[Any, Callable[..., Any]] = MappingProxyType({torch.ops.aten.clamp.T
 """By torch's operator what is written of it."""
 
 
-DTYPES = {
-    "float32": torch.float32,
-    "uint8": torch.uint8,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "bool": torch.bool,
-}
+DTYPES = ("float32", "uint8", "int64", "int32", "bool")  # of inputs, as numpy and torch name them
 
 
 def _samples(ports: Sequence[Port], batch: int) -> dict[str, Tensor]:
@@ -92,7 +86,8 @@ def _samples(ports: Sequence[Port], batch: int) -> dict[str, Tensor]:
     """
     masks = {port.name for port in ports if port.dtype != "float32" and port.name.endswith("mask")}
     return {
-        port.name: torch.full((batch, *port.shape), int(port.name in masks), dtype=DTYPES[port.dtype]) for port in ports
+        port.name: torch.full((batch, *port.shape), int(port.name in masks), dtype=getattr(torch, port.dtype))
+        for port in ports
     }
 
 

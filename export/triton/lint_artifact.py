@@ -67,49 +67,31 @@ PARAMETERS = {
 
 def openvino_limits(config: Message) -> Iterator[LintFinding]:
     """Where it would not load, would fail at a request, or would not do what the config seems to ask."""
-    yield from _parameters(config)
-    yield from _kinds(config)
-    yield from _batches_of_config(config)
-
-
-def _parameters(config: Message) -> Iterator[LintFinding]:
-    for entry in config.messages("parameters"):
-        key, value = entry.text("key"), _value(entry)
+    parameters = {
+        entry.text("key"): (entry, entry.inner("value").text("string_value")) for entry in config.messages("parameters")
+    }
+    for key, (entry, value) in parameters.items():
         if key not in PARAMETERS:
             fault = f"parameter {key!r} is none that the OpenVINO backend reads: it is ignored"
             yield warning(entry.line, fault, f"known are {', '.join(PARAMETERS)}")
         elif not re.fullmatch(PARAMETERS[key], value):
             remedy = f"write what it takes: {PARAMETERS[key].removeprefix('(?i)')}"
             yield error(entry.line, f"parameter {key} is {value!r}", remedy)
-
-
-def _kinds(config: Message) -> Iterator[LintFinding]:
     groups = config.messages("instance_group")
     for group in groups:
         if (kind := group.text("kind")) not in ("KIND_CPU", "KIND_AUTO", ""):
-            yield error(
-                group.line_of("kind"), f"the OpenVINO backend runs on the CPU, got {kind}", "write kind: KIND_CPU"
-            )
+            fault = f"the OpenVINO backend runs on the CPU, got {kind}"
+            yield error(group.line_of("kind"), fault, "write kind: KIND_CPU")
     if all(group.text("kind") != "KIND_CPU" for group in groups):
         fault = "without kind KIND_CPU a server with a GPU would start it there, which it refuses"
         yield warning(config.line_of("instance_group"), fault, "write kind: KIND_CPU")
-
-
-def _batches_of_config(config: Message) -> Iterator[LintFinding]:
     limit, line = config.number("max_batch_size"), config.line_of("max_batch_size")
-    if limit < 2:
-        return
     remedy = "write max_batch_size: 0 and -1 in front of the dims"
-    parameters = {entry.text("key"): _value(entry).lower() for entry in config.messages("parameters")}
-    if parameters.get("ENABLE_BATCH_PADDING") == "yes":
+    if limit > 1 and parameters.get("ENABLE_BATCH_PADDING", (config, ""))[1].lower() == "yes":
         yield warning(line, f"every request is computed as one of {limit}, which smaller ones are filled up to", remedy)
-    else:
+    elif limit > 1:
         fault = f"requests of fewer than {limit} fail: the OpenVINO backend fixes the batch at max_batch_size"
         yield error(line, fault, f"{remedy}, or set ENABLE_BATCH_PADDING to YES")
-
-
-def _value(entry: Message) -> str:
-    return entry.inner("value").text("string_value")
 
 
 def against_artifact(config: Message, signature: Signature, source: str) -> Iterator[LintFinding]:

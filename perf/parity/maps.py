@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.records import Figure
-from perf.stats.decision import percent, wilson
+from perf.stats.decision import percent
 
-from .rows import Floats, OutputKind, RowErrors, WithoutMargins, share
+from .rows import Floats, OutputKind, RowErrors, WithoutMargins, bounded_share, share
 
 SCORE_MAP = OutputKind(
     name="score map",
@@ -115,8 +115,6 @@ def per_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -
 def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> MapMeasures:
     """See MapMeasures. Raises BadInput as per_map does."""
     each, images = per_map(reference, candidate, threshold=threshold), len(reference)
-    agreement = float(each.agreement_N.mean())
-    low, high = wilson(min(agreement, 1.0) * images, images)
     places_N = np.flatnonzero(each.finite_N)
     spreads = [_spread(maps, places_N) for maps in (candidate, reference)] if len(places_N) > 1 else [1.0, 1.0]
     total_error = share(np.sqrt(each.off_squares_N.sum()), np.sqrt(each.squares_N.sum()))
@@ -130,9 +128,7 @@ def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHO
         cosine_min=float(each.cosine_N.min()),
         iou=each.iou,
         iou_worst=float(each.iou_N.min()),
-        pixel_agreement=agreement,
-        pixel_agreement_low=low,
-        pixel_agreement_high=high,
+        **bounded_share("pixel_agreement", float(each.agreement_N.mean()), images),
         pixels=int(np.prod(reference.shape[-2:])) * images,
         threshold=threshold if _is_of_one(reference[0]) else None,
         nonfinite_images=images - int(each.finite_N.sum()),

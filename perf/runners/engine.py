@@ -145,9 +145,7 @@ class EngineRunner:
         if beyond:
             raise BadInput(f"{self.path}: {'; '.join(beyond)}; build it with a profile that includes this batch")
         config = []
-        if (
-            self.backend == "tensorrt_rtx"
-        ):  # else kernels are specialised at some call later than the first
+        if self.backend == "tensorrt_rtx":  # else kernels are specialised at some call later than the first
             config = [self._engine.create_runtime_config()]
             eager = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
             config[0].dynamic_shapes_kernel_specialization_strategy = eager
