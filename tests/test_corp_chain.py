@@ -39,8 +39,7 @@ from ground.feeds import Feeds, batch_size
 from ground.ports import OutputPort, Port
 from ground.precision import FLOAT16, FLOAT32
 from perf.parity.parity import ImageSet, Link, Parity, link, load_parity, parity_from_value
-from perf.parity.ties import MOST_APART, SPREAD, Choices
-from perf.parity.tolerance import exact
+from perf.parity.tolerance import MOST_APART, SPREAD, Choices, exact
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 from perf.timing.laps import Plan

@@ -234,7 +234,7 @@ def test_build_hands_an_option_on_or_refuses_it(
 
     monkeypatch.setattr("export.engine.build.build_engine", engine)
     monkeypatch.setattr("corp_deploy.proof.compatibility.build_engine", engine)
-    monkeypatch.setattr("export.engine.ort_artifact.build_ort_artifact", graph)
+    monkeypatch.setattr("export.engine.build.build_ort_artifact", graph)
     value, name, arrives = BUILD_VALUES[option]
     asked = BUILD_ASKED[way] | {option: value}
     result = run("build", home / "dense.onnx", *words_of(asked), "-o", tmp_path / "x")

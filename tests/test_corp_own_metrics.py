@@ -20,8 +20,8 @@ from ground.errors import BadInput
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
+from perf.parity.labels import OwnMetric
 from perf.parity.parity import load_parity
-from perf.parity.source import OwnMetric
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.refusals import rejects

@@ -34,7 +34,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
-from perf.report.images_plot import ImagesPoint, images_plot, images_table
+from perf.report.curves import ImagesPoint, images_plot, images_table
 from tests import small_convnets, tiny
 from tests.command import invoked
 from tests.refusals import rejects

@@ -10,8 +10,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from export.graph.check import check_onnx
-from export.graph.operator_types import unsupported_nodes
+from export.graph.check import check_onnx, unsupported_nodes
 from export.graph.precision import typed_copy
 from export.graph.weights import weight_shares
 from ground.ports import Port

@@ -19,10 +19,10 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, sa
 from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
 from corp_deploy.traced.models.narrowing import at_widths
 from export.engine.audit import Audit
-from export.engine.fusion import Fusion, Kernel, kernels_from_inspector, kernels_from_log
+from export.engine.fusion import Kernel, fusion_of, kernels_from_inspector, kernels_from_log
 from export.engine.record import EngineRecord
 from export.graph.check import check_onnx
-from export.graph.fusion_breaks import breakable, breaks_of_graph, with_fusion_breaks
+from export.graph.fusion_breaks import breakable, with_fusion_breaks
 from export.graph.ports import ports_of_graph
 from export.triton.config import Serving, Variant, config_text
 from export.triton.signature import signature_from_onnx
@@ -77,7 +77,7 @@ def test_the_graph_stays_what_it_was_to_everybody_else(graph: onnx.ModelProto, t
     broken = with_fusion_breaks(graph, ["blocks.*.attn", "blocks.1.attn/Softmax"])
     assert check_onnx(broken) == []
     assert [port.name for port in ports_of_graph(broken)[1]] == ["logits"]
-    names = [port.name.removeprefix(FUSION_BREAK) for port in breaks_of_graph(broken)]
+    names = [port.name.removeprefix(FUSION_BREAK) for port in ports_of_graph(broken, breaks=True)[1]]
     assert names == ["blocks.0.attn", "blocks.1.attn/Softmax", "blocks.1.attn"]
     assert with_fusion_breaks(graph, []) is graph
     assert len(graph.graph.output) == 1
@@ -97,7 +97,7 @@ def test_an_attention_is_broken_whose_shapes_the_graph_computes(checkpoint: Chec
     """Of a reduced one keys are turned by shapes that are read of them."""
     exported = traced_model.exportable(at_widths(checkpoint.model, {"blocks.1.attn.qk": 16, "blocks.1.mlp": 64}))
     broken = with_fusion_breaks(export(exported, "fp16"), ["*.attn/Softmax"])
-    assert [port.shape for port in breaks_of_graph(broken)] == [("batch", 2, 17, 17)] * 2
+    assert [port.shape for port in ports_of_graph(broken, breaks=True)[1]] == [("batch", 2, 17, 17)] * 2
 
 
 @pytest.mark.parametrize(
@@ -292,10 +292,10 @@ def test_kernels_are_read_from_the_log() -> None:
     ]
     assert kernels[2].nodes == ("b.0/MatMul_1", "b.0/Softmax")
     assert [kernel.is_fused_attention for kernel in kernels] == [False, False, True, False]
-    fusion = Fusion(kernels=kernels, attention_sites=("b.0", "b.1"))
-    assert (fusion.fused_sites, fusion.half_kernel_share) == (("b.0",), 2 / 3)
-    assert fusion.kernel_types == {"float16": 2 / 3, "float32": 1 / 3}
-    assert fusion.kinds == {"gemm": 1, "kgen": 2, "shape_call": 1}
+    fusion = fusion_of(kernels, ("b.0", "b.1"))
+    assert (fusion["fused_attention_sites"], fusion["half_kernel_share"]) == (("b.0",), 2 / 3)
+    assert fusion["kernel_types"] == {"float16": 2 / 3, "float32": 1 / 3}
+    assert fusion["kernel_kinds"] == {"gemm": 1, "kgen": 2, "shape_call": 1}
     assert kernels_from_log("nothing here") == ()
 
 
@@ -321,7 +321,7 @@ def test_what_counts_as_fused_attention(name: str, kind: str, tactic: str, fused
 
 def test_every_profile_has_to_be_fused() -> None:
     kernels = (kernel("b.0"), kernel("b.0"), kernel("b.1"))
-    assert Fusion(kernels=kernels, attention_sites=("b.0", "b.1"), profiles=2).fused_sites == ("b.0",)
+    assert fusion_of(kernels, ("b.0", "b.1"), profiles=2)["fused_attention_sites"] == ("b.0",)
 
 
 def audited(fused: list[str], sites: list[str]) -> EngineRecord:

@@ -7,8 +7,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from export.engine.build import write_engine
-from export.engine.ort_artifact import build_ort_artifact
+from export.engine.build import build_ort_artifact, write_engine
 from export.engine.record import record_of_plan, sha256_of
 from export.graph.to_onnx import save
 from ground.errors import Missing

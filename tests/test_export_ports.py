@@ -12,14 +12,13 @@ import torch
 from onnx import ModelProto, TensorProto, helper
 from torch import Tensor, nn
 
-from export.engine.build import build_engine, write_engine
+from export.engine.build import build_engine, build_ort_artifact, write_engine
 from export.engine.options import BatchProfile, BuildOptions
-from export.engine.ort_artifact import build_ort_artifact
 from export.engine.record import record_of_plan
 from export.graph.check import check_onnx
 from export.graph.ports import GraphPort, noted_inputs, noted_outputs, roles_of_graph
 from export.graph.to_onnx import onnx_from_model
-from export.graph.weights import notes_of, write_notes
+from export.graph.weights import notes_of
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.pbtxt import Message, parse
@@ -162,7 +161,9 @@ def open_tokens(proto: ModelProto) -> None:
 
 
 def note_other_role(proto: ModelProto, role: str = "token logits") -> None:
-    write_notes(proto, {"export.outputs": f'[{{"name":"embedding","role":"{role}"}}]'} | notes_of_inputs(proto))
+    onnx.helper.set_model_props(
+        proto, {"export.outputs": f'[{{"name":"embedding","role":"{role}"}}]'} | notes_of_inputs(proto)
+    )
 
 
 def notes_of_inputs(proto: ModelProto) -> dict[str, str]:

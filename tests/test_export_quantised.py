@@ -14,9 +14,16 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from export.graph.number_format import BINS, FORMATS, Histogram, clipped_at, format_of_weights
-from export.graph.observe import largest_by_channel, session_of
 from export.graph.quantised import layers, quantised, quantised_layers
-from export.graph.quantiser import Quantiser, balance_, balanceable, quantiser, strengths
+from export.graph.quantiser import (
+    Quantiser,
+    balance_,
+    balanceable,
+    largest_by_channel,
+    quantiser,
+    session_of,
+    strengths,
+)
 from export.graph.weights import notes_of
 from ground.errors import BadInput
 from ground.ports import LOGITS, image_port

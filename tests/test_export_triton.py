@@ -10,8 +10,7 @@ import pytest
 
 from export.engine.options import BatchProfile
 from export.engine.record import record_path
-from export.triton.config import Serving
-from export.triton.expected import Agreement, Expected, Latency
+from export.triton.config import Agreement, Expected, Latency, Serving
 from export.triton.lint import lint_repository
 from export.triton.pbtxt import Message, Name, parse
 from export.triton.repository import AddedVersion, write_repository

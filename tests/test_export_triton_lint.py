@@ -8,8 +8,8 @@ import pytest
 
 from export.engine.record import record_path
 from export.triton.config import Serving
-from export.triton.findings import LintFinding
 from export.triton.lint import lint_repository
+from export.triton.lint_artifact import LintFinding
 from export.triton.pbtxt import ParseError, parse
 from export.triton.repository import write_repository
 from export.triton.variants import Package

@@ -33,7 +33,7 @@ from corp_deploy.cli import main
 from corp_deploy.release.incremental import Stage, StageDirs, locked, run
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from export.triton import repository
-from export.triton.expected import read_expected
+from export.triton.config import read_expected
 from export.triton.variants import Package
 from ground.errors import is_out_of_memory, os_error_from
 from ground.signals import Terminated, raising_on_signals

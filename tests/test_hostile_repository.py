@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from corp_deploy.cli import main
-from export.triton.findings import LintFinding
 from export.triton.lint import lint_repository
+from export.triton.lint_artifact import LintFinding
 from export.triton.repository import write_repository
 from export.triton.variants import BACKEND_MODEL, Package
 from tests.export_served import CLASSES, write_onnx, write_plan

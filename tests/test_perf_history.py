@@ -13,7 +13,7 @@ import pytest
 from perf.gate.history import change_text, history_rows, load_trend, save_trend, standing_rise
 from perf.record.history import History, Release, add_release, load_history, release_of_file
 from perf.record.runs import Bench, save_bench
-from perf.report.history import history_table, trend_drawing
+from perf.report.curves import history_table, trend_drawing
 from perf.stats.changes import (
     ALPHA,
     LEAST_NOISE,

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], None]) -> "Engine":
     """`on_progress` hears the builder's steps, where it has any."""
-    from export.engine.build import build_engine
-    from export.engine.ort_artifact import build_ort_artifact
+    from export.engine.build import build_engine, build_ort_artifact
 
     if options.backend == "onnxruntime":
         return build_ort_artifact(graph, device=options.device, precision=options.precision, command=command_line())

@@ -21,7 +21,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.report import SiteReport
 from ground.errors import BadInput
 from perf.parity.measures import relative_errors
-from perf.report.images_plot import ImagesPoint
+from perf.report.curves import ImagesPoint
 
 from .judging import Scored, worst_agreement
 

@@ -26,7 +26,7 @@ from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs, save
 from corp_deploy.store.inputs import model_digest
 from ground.effort import Stopwatch, measured
 from ground.files import sha256_of_file
-from perf.record.fitted import FittedInputs
+from perf.record.runs import FittedInputs
 from perf.runners.protocol import stopwatch
 from perf.timing.watch import version
 

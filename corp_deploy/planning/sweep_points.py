@@ -9,7 +9,7 @@ from typing import Any
 from ground.effort import Effort
 from ground.errors import BadInput
 from ground.records import json_from_record
-from perf.record.fitted import FittedInputs
+from perf.record.runs import FittedInputs
 from perf.stats.stats import Interval
 from perf.stats.summary import SummaryRow
 

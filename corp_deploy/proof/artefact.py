@@ -14,7 +14,7 @@ from export.graph.ports import noted_outputs, ports_of_graph
 from ground.errors import BadInput, Missing
 from ground.files import sha256_of_file
 from ground.ports import LOGITS, OutputPort, Port
-from perf.parity.source import Source
+from perf.parity.labels import Source
 
 from .candidates import Candidate, Run, candidate_from_path, fixed_ports
 

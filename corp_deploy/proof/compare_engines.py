@@ -19,9 +19,9 @@ from ground.files import replacing, sha256_of_file, write_json
 from ground.ports import OutputPort
 from ground.records import Positive, Sha256, json_from_record, record_from_file
 from perf.parity import structure
+from perf.parity.labels import Source
 from perf.parity.measures import figures
 from perf.parity.parity import ImageSet, LinkKind, Parity, link
-from perf.parity.source import Source
 
 from .artefact import Artefact
 from .candidates import outputs_at

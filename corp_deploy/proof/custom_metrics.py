@@ -26,7 +26,7 @@ from ground.errors import BadInput
 from ground.feeds import Outputs
 from ground.files import sha256_of_file, text_from_file
 from ground.quantity import quoted
-from perf.parity.source import OwnMetric
+from perf.parity.labels import OwnMetric
 
 if TYPE_CHECKING:
     from .chain import Proof

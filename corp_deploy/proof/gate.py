@@ -17,7 +17,7 @@ from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, t
 from perf.parity.parity import load_parity
 from perf.record.history import load_history, release_of_file
 from perf.record.runs import load_bench
-from perf.report.history import trend_drawing
+from perf.report.curves import trend_drawing
 from perf.stats.compare import Comparison
 from perf.stats.stats import DEFAULT_CONFIDENCE
 from perf.stats.summary import summarise

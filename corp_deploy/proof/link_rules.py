@@ -16,8 +16,7 @@ from perf.parity import tolerance
 from perf.parity.maps import THRESHOLD
 from perf.parity.measures import Measures, largest_logit, relative_errors
 from perf.parity.parity import ImageSet, Link, LinkKind, link
-from perf.parity.ties import Choices
-from perf.parity.tolerance import Tolerance
+from perf.parity.tolerance import Choices, Tolerance
 from perf.stats.decision import (
     confidence_text,
     fewest_for_share,

@@ -26,7 +26,7 @@ from perf.parity.perplexity import (
     measures_of,
     sequence_measures,
 )
-from perf.record.fitted import FittedInputs
+from perf.record.runs import FittedInputs
 from perf.runners.module import ModuleRunner
 from perf.stats.decision import compared_with_limit, decide, samples_for_interval
 from perf.stats.stats import DEFAULT_CONFIDENCE, Interval

@@ -19,7 +19,7 @@ from ground.feeds import Feeds, Outputs, batch_size, input_noun, rows_of, single
 from perf.parity import structure
 from perf.parity.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import StructuralTest
-from perf.parity.ties import Choices
+from perf.parity.tolerance import Choices
 
 from .candidates import Candidate, Run
 from .own_noise import Merges

@@ -16,8 +16,9 @@ from perf.gate.verdicts import load_gate
 from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
-from perf.report.effort import EffortLine, effort_table
+from perf.report.content import EffortLine
 from perf.report.render import markdown_from_table
+from perf.report.tables import effort_table
 from perf.stats.decision import confidence_text
 from perf.stats.summary import summarise
 

@@ -27,7 +27,7 @@ from ground.errors import BadInput
 from perf.bench.latency_table import SUFFIX, load_table
 from perf.gate.rule import FITTED
 from perf.parity.measures import SHARES, require_agreement
-from perf.record.fitted import FittedInputs
+from perf.record.runs import FittedInputs
 
 from .calls import range_samples
 from .incremental import Stage

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from corp_deploy.invocation.serving import ServingOptions
 from export.engine.record import record_of_plan
-from export.triton.config import DEFAULT_MAX_BATCH, Serving
-from export.triton.expected import Agreement, Expected, Latency
+from export.triton.config import DEFAULT_MAX_BATCH, Agreement, Expected, Latency, Serving
 from export.triton.lint import lint_repository
 from export.triton.variants import Package
 from ground.errors import BadInput
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     pass
 from corp_deploy.machine import versions
 from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
-from export.triton.expected import EXPECTED_NAME
-from export.triton.findings import ERROR
+from export.triton.config import EXPECTED_NAME
+from export.triton.lint_artifact import ERROR
 from ground.files import write_json
 
 from .names import MANIFEST

@@ -32,7 +32,7 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_value
 from ground.transaction import replacing_files, roll_back_interrupted
-from perf.record.fitted import FittedInputs
+from perf.record.runs import FittedInputs
 
 from .model_config import CONFIG as CONFIG
 from .model_config import FITTED, REMEDY, ModelConfig, load_model_config

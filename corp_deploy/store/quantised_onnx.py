@@ -9,8 +9,7 @@ from corp_deploy.families.timm_library import NORMS
 from corp_deploy.families.widths import HeadGeometry
 from export.graph.fusion_breaks import with_fusion_breaks
 from export.graph.number_format import WEIGHT_BITS
-from export.graph.observe import Feeds
-from export.graph.quantiser import Quantiser, ScaleChoice, quantiser
+from export.graph.quantiser import Feeds, Quantiser, ScaleChoice, quantiser
 from export.graph.to_onnx import save
 from ground.errors import BadInput
 from ground.feeds import batch_size, rows_of

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from corp_deploy.planning.calibration_size import CalibrationSize
 from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, batches_of, sentence_of_sweep
-from perf.record.fitted import FittedInputs
-from perf.report.images_plot import images_figure, images_table
+from perf.record.runs import FittedInputs
+from perf.report.curves import images_figure, images_table
 from perf.report.numbers import Table
 from perf.report.page import Remark, Section, html_from_sections
 from perf.report.plots import Spot, scatter

@@ -1,31 +1,35 @@
-"""Engines from ONNX by TensorRT (10.16.1 and newer, 11) and TensorRT-RTX, one path for both.
+"""Engines from ONNX by TensorRT (10.16.1 and newer, 11) and TensorRT-RTX, one path for both; and for ONNX Runtime the
+graph as its optimizer leaves it, saved as ONNX, with the record of an engine.
 
 Precision is in the graph's types: networks are strongly typed and no precision flag exists anywhere.
 """
 
+import importlib.metadata
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import onnx
 from onnx import ModelProto
 
 from export.graph.check import require_onnx
-from export.graph.fusion_breaks import breaks_of_graph
 from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
 from export.graph.weights import element_types, notes_of, sparse_matrices, weight_shares
 from ground.built_engines import record_built_engine
-from ground.errors import BadInput
+from ground.errors import BadInput, Missing
 from ground.files import replacing, write_text
+from ground.onnx_file import read_onnx
 from ground.precision import BFLOAT16, half_share, precision_of_shares
 
-from .fusion import UNLISTED, Fusion, fusion_of
+from .fusion import Kernel, attention_sites, fusion_of
 from .messages import Progress, sparse_layers_from_log
 from .options import BatchProfile, BuildOptions
 from .record import EngineRecord, record_path, sha256_of
-from .session import Library, Session, open_library
+from .session import Library, Session, missing_message, open_library
 
 T = TypeVar("T")
 
@@ -96,7 +100,7 @@ def build_engine(
         onnx_path,
         proto,
         plan,
-        fusion_of(kernels, proto, len(profiles)),
+        fusion_of(kernels, attention_sites(proto) if kernels else (), max(len(profiles), 1)),
         weights=proto,
         backend=library.name,
         library_version=library.version,
@@ -107,14 +111,14 @@ def build_engine(
         build_seconds=seconds,
         options={name: value for name, value in options.items() if value is not None},
         **sparse_layers_from_log(session.messages.text),
-        fusion_breaks=breaks_of_graph(proto),
+        fusion_breaks=ports_of_graph(proto, breaks=True)[1],
         notes={key: value for key, value in notes_of(proto).items() if not key.startswith("export.")},
         memory=memory,
     )
 
 
 def engine_of(
-    onnx_path: Path, proto: ModelProto, plan: bytes, fusion: Fusion | None, *, weights: ModelProto, **own: Any
+    onnx_path: Path, proto: ModelProto, plan: bytes, fusion: Mapping[str, Any], *, weights: ModelProto, **own: Any
 ) -> Engine:
     """A plan with what its graph, its kernels and the graph that has its `weights` tell of it; `own` fields of the
     record go before those.
@@ -132,7 +136,7 @@ def engine_of(
         "inputs": inputs,
         "outputs": outputs,
         "roles": roles_of_graph(proto),
-        **(UNLISTED if fusion is None else fusion.recorded),
+        **fusion,
     }
     return Engine(plan=plan, record=EngineRecord(**facts | own))
 
@@ -204,3 +208,76 @@ def _gpu() -> tuple[str | None, str | None]:
         return None, None
     major, minor = torch.cuda.get_device_capability()
     return torch.cuda.get_device_name(), f"{major}{minor}"
+
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_INSTALL = {"cpu": "pip install onnxruntime", "cuda": "pip install onnxruntime-gpu"}
+
+
+def build_ort_artifact(
+    onnx_path: Path, *, device: str = "cpu", precision: str | None = None, command: str = ""
+) -> Engine:
+    """Optimises the graph for `device` cpu or cuda, at the level that is valid on every machine (extended).
+
+    `Engine.plan` holds the optimised ONNX; its record counts graph nodes where an engine's counts kernels. Raises
+    Missing when ONNX Runtime or its CUDA provider is not there, BadInput for a graph that won't do: the CPU kernels
+    compute half graphs in float32, so those are refused for cpu.
+    """
+    from export.graph.to_onnx import onnx_bytes  # torch comes with it
+
+    if device not in _PROVIDERS:
+        raise BadInput(f"ONNX Runtime device {device!r} is unknown; choose one of {', '.join(_PROVIDERS)}")
+    proto = require_onnx(onnx_path, precision=precision, backend="onnxruntime")
+    shares = weight_shares(proto)
+    if device == "cpu" and half_share(shares):
+        raise BadInput(
+            f"{onnx_path}: ONNX Runtime's CPU kernels compute in float32 and this graph is "
+            f"{precision_of_shares(shares)}; "
+            "build the fp32 graph, or for cuda"
+        )
+    started = time.perf_counter()
+    optimised = _optimised(onnx_path, device, command)
+    seconds = time.perf_counter() - started
+    kernels = tuple(
+        Kernel(name=node.name, kind=node.op_type, tactic="", types=None, nodes=(node.name,))
+        for node in optimised.graph.node
+    )
+    return engine_of(
+        onnx_path,
+        proto,
+        onnx_bytes(optimised),
+        fusion_of(kernels, attention_sites(proto)),
+        weights=optimised,
+        half_kernel_share=None,
+        backend="onnxruntime",
+        library_version=importlib.metadata.version("onnxruntime" if device == "cpu" else "onnxruntime-gpu"),
+        command=command,
+        targets=(device,),
+        gpu=None,
+        profiles=(),
+        build_seconds=seconds,
+        options={"optimization": "extended"},
+    )
+
+
+def _optimised(onnx_path: Path, device: str, command: str) -> onnx.ModelProto:
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        reason = f"its Python package can't be loaded ({error})"
+        raise Missing(missing_message("onnxruntime", reason, command, _INSTALL[device])) from error
+    provider = _PROVIDERS[device]
+    if provider not in ort.get_available_providers():
+        reason = f"{provider} is not among {', '.join(ort.get_available_providers())}"
+        raise Missing(missing_message("onnxruntime", reason, command, _INSTALL[device]))
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "optimised.onnx"
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath = str(saved)
+        options.log_severity_level = 3
+        session = ort.InferenceSession(str(onnx_path), options, providers=[provider])
+        if session.get_providers()[0] != provider:  # the provider is installed, but finds no GPU or library
+            reason = f"{provider} could not start here; the session fell back to {session.get_providers()[0]}"
+            raise Missing(missing_message("onnxruntime", reason, command, "the NVIDIA driver, CUDA and cuDNN"))
+        return read_onnx(saved)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -47,60 +47,6 @@ class Kernel:
         return self.kind in _FUSED_KIND or any(_FUSED_NAME.search(text) for text in (self.name, self.tactic))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fusion:
-    """The kernels of one engine against the attention sites of the graph it was built from."""
-
-    kernels: tuple[Kernel, ...]
-    attention_sites: tuple[str, ...]
-    profiles: int = 1
-
-    def __post_init__(self) -> None:
-        assert self.profiles >= 1, self.profiles
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        """How many kernels there are of each kind, over all profiles."""
-        return dict(sorted(Counter(kernel.kind for kernel in self.kernels).items()))
-
-    @property
-    def half_kernel_share(self) -> float:
-        """Share of the kernels with tensors that read or write sixteen bits."""
-        typed = [kernel.types for kernel in self.kernels if kernel.types is not None]
-        halves = {each.name for each in HALVES}
-        return sum(bool(types & halves) for types in typed) / len(typed) if typed else 0.0
-
-    @property
-    def kernel_types(self) -> dict[str, float]:
-        """Share of the kernels with tensors that read or write a floating type, by its name; those that do."""
-        typed = [kernel.types for kernel in self.kernels if kernel.types is not None]
-        counts = Counter(name for types in typed for name in types)
-        return {name: count / len(typed) for name, count in sorted(counts.items())}
-
-    @property
-    def fused_sites(self) -> tuple[str, ...]:
-        """Attention sites that have a fused kernel in every profile."""
-        fused = Counter(
-            site
-            for kernel in self.kernels
-            if kernel.is_fused_attention
-            for site in {node.rpartition("/")[0] for node in kernel.nodes}
-        )
-        return tuple(site for site in self.attention_sites if fused[site] >= self.profiles)
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """As an engine's record has it."""
-        return {
-            "kernels": len(self.kernels),
-            "kernel_kinds": self.kinds,
-            "kernel_types": self.kernel_types,
-            "half_kernel_share": self.half_kernel_share,
-            "attention_sites": self.attention_sites,
-            "fused_attention_sites": self.fused_sites,
-        }
-
-
 UNLISTED: Mapping[str, Any] = MappingProxyType(
     {
         "kernels": None,
@@ -110,14 +56,34 @@ UNLISTED: Mapping[str, Any] = MappingProxyType(
         "fused_attention_sites": None,
     }
 )
-"""The same where the library listed no kernels."""
+"""What a record has where the library listed no kernels."""
 
 
-def fusion_of(kernels: tuple[Kernel, ...], proto: ModelProto, profiles: int) -> Fusion | None:
-    """None when the library listed no kernels, so that nothing is known about them."""
+def fusion_of(kernels: Sequence[Kernel], attention_sites: tuple[str, ...], profiles: int = 1) -> dict[str, Any]:
+    """The kernels of an engine against the attention sites of the graph that it was built from, as its record has them.
+
+    Kernels are counted over all profiles; shares are of those with tensors, that read or write sixteen bits or a
+    floating type. A site is fused that has a fused kernel in every profile. Where the library listed no kernels,
+    nothing is known about them.
+    """
     if not kernels:
-        return None
-    return Fusion(kernels=kernels, attention_sites=attention_sites(proto), profiles=max(profiles, 1))
+        return dict(UNLISTED)
+    typed = [kernel.types for kernel in kernels if kernel.types is not None]
+    counts, halves = Counter(name for types in typed for name in types), {each.name for each in HALVES}
+    fused = Counter(
+        site
+        for kernel in kernels
+        if kernel.is_fused_attention
+        for site in {node.rpartition("/")[0] for node in kernel.nodes}
+    )
+    return {
+        "kernels": len(kernels),
+        "kernel_kinds": dict(sorted(Counter(kernel.kind for kernel in kernels).items())),
+        "kernel_types": {name: count / len(typed) for name, count in sorted(counts.items())},
+        "half_kernel_share": sum(bool(types & halves) for types in typed) / len(typed) if typed else 0.0,
+        "attention_sites": attention_sites,
+        "fused_attention_sites": tuple(site for site in attention_sites if fused[site] >= profiles),
+    }
 
 
 def attention_sites(proto: ModelProto) -> tuple[str, ...]:

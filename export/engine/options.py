@@ -84,25 +84,13 @@ class BuildOptions:
             if getattr(self, name) not in (None, False, ()):
                 other = BACKENDS[1 - BACKENDS.index(self.backend)]
                 raise BadInput(f"{name.replace('_', ' ')}: {reason}; leave it out or use the backend {other}")
-        self._require_targets()
-        self._require_compatibility()
-
-    @property
-    def exact(self) -> "dict[str, BuildOptions]":
-        """What a compatible plan is priced against, by target: the same without compatibility, for one GPU each."""
-        alone = replace(self, compatibility=None, version_compatible=False)
-        if self.compatibility is None:
-            return {}
-        if self.backend == "tensorrt":
-            return {"exact": alone}
-        targets = self.sms if self.compatibility == "targets" else PORTABLE_TARGETS
-        return {f"sm{sm}": replace(alone, sms=(sm,)) for sm in targets}
-
-    def _require_compatibility(self) -> None:
+        unknown = [sm for sm in self.sms if sm not in RTX_TARGETS]
+        if unknown:
+            raise BadInput(f"--sm {unknown[0]!r} is no target of TensorRT-RTX; choose from {', '.join(RTX_TARGETS)}")
+        if len(set(self.sms)) < len(self.sms) or ("portable" in self.sms and len(self.sms) > 1):
+            raise BadInput(f"--sm takes each target once, and portable alone, got {' '.join(self.sms)}")
         levels = COMPATIBILITIES[self.backend]
-        if self.compatibility is None:
-            return
-        if self.compatibility not in levels:
+        if self.compatibility not in (None, *levels):
             raise BadInput(
                 f"compatibility {self.compatibility!r} is none of {self.backend}; choose {' or '.join(levels)}"
             )
@@ -114,9 +102,13 @@ class BuildOptions:
         if self.compatibility == "targets" and len(self.sms) < 2:
             raise BadInput("compatibility targets needs two targets or more, such as --sm 86 --sm 89")
 
-    def _require_targets(self) -> None:
-        unknown = [sm for sm in self.sms if sm not in RTX_TARGETS]
-        if unknown:
-            raise BadInput(f"--sm {unknown[0]!r} is no target of TensorRT-RTX; choose from {', '.join(RTX_TARGETS)}")
-        if len(set(self.sms)) < len(self.sms) or ("portable" in self.sms and len(self.sms) > 1):
-            raise BadInput(f"--sm takes each target once, and portable alone, got {' '.join(self.sms)}")
+    @property
+    def exact(self) -> "dict[str, BuildOptions]":
+        """What a compatible plan is priced against, by target: the same without compatibility, for one GPU each."""
+        alone = replace(self, compatibility=None, version_compatible=False)
+        if self.compatibility is None:
+            return {}
+        if self.backend == "tensorrt":
+            return {"exact": alone}
+        targets = self.sms if self.compatibility == "targets" else PORTABLE_TARGETS
+        return {f"sm{sm}": replace(alone, sms=(sm,)) for sm in targets}

@@ -6,20 +6,75 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto, shape_inference
 
 from ground.errors import BadInput
 from ground.onnx_file import checker_error, read_onnx, tensors_of
 from ground.ports import OutputPort, Port
-from ground.precision import FLOAT32, HALVES, QUANTISED, FloatType, Precision, mixed_with_float32, precision_by_name
+from ground.precision import (
+    BFLOAT16,
+    BY_ONNX,
+    FLOAT32,
+    HALVES,
+    QUANTISED,
+    FloatType,
+    Precision,
+    mixed_with_float32,
+    precision_by_name,
+)
 
-from .operator_types import OPSETS, unsupported_nodes
 from .ports import port_mismatches
-from .weights import MatmulWeight, attribute_of, element_types, matmul_weights, name_of, notes_of
+from .weights import attribute_of, element_types, name_of, notes_of, read_matrices
+
+OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is not read by the parsers in use
+
+
+def unsupported_nodes(proto: ModelProto) -> list[tuple[NodeProto, int | None]]:
+    """Every node that holds bfloat16 where its operator, in the graph's operator set, takes other types alone; with the
+    first of OPSETS in which it does, None where none does.
+
+    onnx.checker compares no types with an operator's own, and builders name them one by one.
+    """
+    version = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    try:
+        types = element_types(shape_inference.infer_shapes(proto).graph)
+    except shape_inference.InferenceError:
+        return []  # no valid graph: the checker says what is wrong with it
+    if BFLOAT16.onnx not in types.values():
+        return []
+    return [
+        (node, next((newer for newer in OPSETS if _supports_bfloat16(node, types, newer)), None))
+        for node in proto.graph.node
+        if node.domain in ("", "ai.onnx") and not _supports_bfloat16(node, types, version)
+    ]
+
+
+def _supports_bfloat16(node: NodeProto, types: dict[str, int], version: int) -> bool:
+    if not onnx.defs.has(node.op_type, version):
+        return False
+    schema = onnx.defs.get_schema(node.op_type, version)
+    return all(
+        "tensor(bfloat16)" in allowed
+        for names, parameters in ((node.input, schema.inputs), (node.output, schema.outputs))
+        for name, allowed in _allowed(names, parameters)
+        if types.get(name) == TensorProto.BFLOAT16
+    )
+
+
+def _allowed(
+    names: Sequence[str], parameters: Sequence[onnx.defs.OpSchema.FormalParameter]
+) -> Iterator[tuple[str, set[str]]]:
+    """Each value with the types that it may have; the last parameter of an operator stands for all further values."""
+    for place, name in enumerate(names):
+        if name and parameters:
+            yield name, set(parameters[min(place, len(parameters) - 1)].types)
+
 
 MAX_BYTES = 2_000_000_000
 _LOCAL_PATH = re.compile(r"""(^|[\s'"=:(,\[])(/[\w.+-]+/[\w.+-]+|~/[\w.+-]+|[A-Za-z]:\\[\w.+-]+)""")
 _PRECISION_KEY = "export.precision"
+Weight = tuple[str, FloatType | None]
+"""By the name of the node that reads it, how a matrix is stored; None in another type."""
 SPELLED_OUT = "norms are spelled out in"
 
 
@@ -53,7 +108,7 @@ def check_onnx(
     `precision` is what the caller calls the graph, one of ground.precision.WORDS, `inputs` and `outputs` what it must
     take and give; None takes the graph's own word, and one without any is a classifier of images.
     """
-    reasons = [*_storage_reasons(proto), *_opset_reasons(proto, backend)] or [*_operator_reasons(proto)]
+    reasons = [*_file_reasons(proto, backend)] or [*_operator_reasons(proto)]
     if not reasons and (invalid := checker_error(proto, full=True)):
         reasons = [f"onnx.checker: {invalid}"]
     if reasons:
@@ -66,16 +121,13 @@ def check_onnx(
     ]
 
 
-def _storage_reasons(proto: ModelProto) -> Iterator[str]:
+def _file_reasons(proto: ModelProto, backend: str) -> Iterator[str]:
     outside = [tensor.name for tensor in tensors_of(proto) if tensor.data_location == TensorProto.EXTERNAL]
     if outside:
         yield f"{len(outside)} weights lie in another file (first {outside[0]!r}); save the model as one file"
     size_bytes = proto.ByteSize()
     if size_bytes >= MAX_BYTES:
         yield f"the model has {size_bytes} bytes; a single ONNX file must stay under {MAX_BYTES}"
-
-
-def _opset_reasons(proto: ModelProto, backend: str) -> Iterator[str]:
     for entry in proto.opset_import:
         if entry.domain in ("", "ai.onnx"):
             if entry.version not in OPSETS:
@@ -115,9 +167,9 @@ def _operator_reasons(proto: ModelProto) -> Iterator[str]:
 
 
 def _typing_reasons(proto: ModelProto, precision_name: str | None) -> Iterator[str]:
-    weights = matmul_weights(proto)
+    weights = [(name_of(node), BY_ONNX.get(tensor.data_type)) for node, _, tensor in read_matrices(proto)]
     if precision_name is not None and precision_name in QUANTISED:
-        if all(weight.float_type is not QUANTISED[precision_name] for weight in weights):
+        if all(float_type is not QUANTISED[precision_name] for _, float_type in weights):
             yield f"called {precision_name} but none of its {len(weights)} weight matrices is stored so; export again"
     elif precision_name is not None:
         try:
@@ -127,36 +179,23 @@ def _typing_reasons(proto: ModelProto, precision_name: str | None) -> Iterator[s
     yield from _norm_reasons(proto)
 
 
-def _weight_type_reasons(precision: Precision, weights: Sequence[MatmulWeight]) -> Iterator[str]:
+def _weight_type_reasons(precision: Precision, weights: Sequence[Weight]) -> Iterator[str]:
     """Where the matrices are not of the types that the precision says."""
-    own = [weight for weight in weights if weight.float_type is precision.type]
-    other_types = [weight for weight in weights if weight.float_type not in (precision.type, None)]
-    called, name = f"called {precision.name} but", precision.type.name
-    if not own and precision.type is not FLOAT32:
-        yield f"{called} none of its {len(weights)} weight matrices is {name}; call it {_precision_name(other_types)}"
-    elif precision.mixed:
-        stray = [weight for weight in other_types if weight.float_type is not FLOAT32]
-        if not other_types:
-            yield f"{called} every weight matrix is {name}; call it {precision.pure}"
-        elif stray:
-            yield f"{called} {_counted(stray, weights)}"
-    elif other_types:
-        yield f"{called} {_counted(other_types, weights)}"
-
-
-def _counted(some: Sequence[MatmulWeight], weights: Sequence[MatmulWeight]) -> str:
-    types = " or ".join(dict.fromkeys(weight.float_type.name for weight in some if weight.float_type is not None))
-    return f"{len(some)} of {len(weights)} weight matrices are {types} (first at {some[0].node})"
-
-
-def _precision_name(weights: Sequence[MatmulWeight]) -> str:
-    """What matrices of these types are called."""
-    types: list[FloatType | None] = list(dict.fromkeys(weight.float_type for weight in weights))
-    narrow = [each for each in types if each in HALVES]
-    if not narrow or narrow[0] is None:
-        return "fp32"
-    mixed = mixed_with_float32(narrow[0])
-    return mixed.name if FLOAT32 in types else mixed.pure
+    others = [(node, each) for node, each in weights if each not in (precision.type, None)]
+    called, name, every = f"called {precision.name} but", precision.type.name, f"{len(weights)} weight matrices"
+    if precision.type is not FLOAT32 and all(each is not precision.type for _, each in weights):
+        types = [each for _, each in others if each is not None]
+        narrow = next((each for each in types if each in HALVES), None)
+        mixed = None if narrow is None else mixed_with_float32(narrow)
+        held_in = "fp32" if mixed is None else mixed.name if FLOAT32 in types else mixed.pure
+        yield f"{called} none of its {every} is {name}; call it {held_in}"
+        return
+    if precision.mixed and not others:
+        yield f"{called} every weight matrix is {name}; call it {precision.pure}"
+    stray = [(node, each) for node, each in others if not precision.mixed or each is not FLOAT32]
+    if stray:
+        types_text = " or ".join(dict.fromkeys(each.name for _, each in stray if each is not None))
+        yield f"{called} {len(stray)} of {every} are {types_text} (first at {stray[0][0]})"
 
 
 def _norm_reasons(proto: ModelProto) -> Iterator[str]:

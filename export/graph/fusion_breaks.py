@@ -13,7 +13,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 from ground.errors import BadInput
 from ground.ports import FUSION_BREAK
 
-from .ports import GraphPort, graph_inputs, ports_of_graph
+from .ports import graph_inputs
 from .weights import module_of
 
 NOTE = "export.fusion_breaks"
@@ -57,11 +57,6 @@ def _typed(proto: ModelProto) -> dict[str, ValueInfoProto]:
     """By name what is inside; with shapes that the graph computes: keys are turned by those of their own."""
     typed = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     return {value.name: value for value in typed.graph.value_info}
-
-
-def breaks_of_graph(proto: ModelProto) -> tuple[GraphPort, ...]:
-    """The outputs that are breaks."""
-    return ports_of_graph(proto, breaks=True)[1]
 
 
 def modules_of_graph(proto: ModelProto) -> tuple[str, ...]:

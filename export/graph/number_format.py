@@ -115,10 +115,8 @@ def clipped_at(histogram: Histogram, form: NumberFormat, choice: Clipping) -> fl
         return 1.0
     if choice == "max":
         return histogram.largest
-    return _by_mse(histogram, form) if choice == "mse" else _by_entropy(histogram)
-
-
-def _by_mse(histogram: Histogram, form: NumberFormat) -> float:
+    if choice == "entropy":
+        return _by_entropy(histogram)
     present = histogram.counts > 0
     counts, centres = histogram.counts[present], np.minimum(histogram.centres[present], histogram.largest)
     ends = histogram.largest * _SHARES

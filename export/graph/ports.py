@@ -116,8 +116,14 @@ def port_mismatches(
         takes = {"images": {"dtype": "float32", "rank": 4}}
     yield from _side_reasons("input", values_in, takes)
     yield from _side_reasons("output", values_out, gives)
-    if (len(values_in), len(values_out)) == (len(takes), len(gives)):
-        yield from _batch_reasons([*values_in, *proto.graph.output])
+    if (len(values_in), len(values_out)) != (len(takes), len(gives)):
+        return
+    values = [*values_in, *proto.graph.output]
+    dims = [value.type.tensor_type.shape.dim[:1] for value in values]
+    batches = [(first[0].dim_param or first[0].dim_value) if first else None for first in dims]
+    if len(set(batches)) > 1 or not batches[0]:
+        names = _listed([value.name for value in values])
+        yield f"{names} must share one batch dimension, got {_listed([repr(batch) for batch in batches])}"
 
 
 def _side_reasons(side: str, values: Sequence[ValueInfoProto], expected: Mapping[str, Any]) -> Iterator[str]:
@@ -147,14 +153,6 @@ def _tensor_reasons(
         yield f"{value.name} must have {ranked}a fixed size behind the batch, got {dims}{hint}"
     elif sizes is not None and tuple(dims[1:]) != sizes:
         yield f"{value.name} must have the sizes {list(sizes)} behind the batch, got {dims[1:]}"
-
-
-def _batch_reasons(values: Sequence[ValueInfoProto]) -> Iterator[str]:
-    dims = [value.type.tensor_type.shape.dim[:1] for value in values]
-    batches = [(first[0].dim_param or first[0].dim_value) if first else None for first in dims]
-    if len(set(batches)) > 1 or not batches[0]:
-        names = _listed([value.name for value in values])
-        yield f"{names} must share one batch dimension, got {_listed([repr(batch) for batch in batches])}"
 
 
 def _listed(names: Sequence[str]) -> str:

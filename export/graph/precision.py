@@ -30,9 +30,21 @@ def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = (), 
     Raises BadInput for an unknown precision, patterns that fit nothing, and weights that float16 can't hold.
     """
     named = precision_by_name(precision)
-    _refuse_odd_choice(named, keep_fp32)
+    if named.mixed and not keep_fp32:
+        raise BadInput(
+            f"precision {named.name} needs at least one keep_fp32 pattern, such as 'blocks.7.*'; else choose "
+            f"{named.pure}"
+        )
+    if keep_fp32 and not named.mixed:
+        raise BadInput(
+            f"keep_fp32 {list(keep_fp32)} has a meaning with precision {' and '.join(MIXED)} only, got {named.name}"
+        )
     typed = copy.deepcopy(model).cpu().eval()
-    _refuse_non_finite(typed)
+    for name, tensor in (*typed.named_parameters(), *typed.named_buffers()):
+        # Buffers may hold Inf, as bounds that nothing is clipped by do.
+        fits = torch.isfinite(tensor) if isinstance(tensor, nn.Parameter) else ~tensor.isnan()
+        if not bool(fits.all()):
+            raise BadInput(f"{name} holds NaN or Inf; the weights can't be exported")
     if named.type is FLOAT32:
         return typed.float()
     kept = kept_modules(typed, keep_fp32)
@@ -68,26 +80,6 @@ def kept_modules(model: nn.Module, patterns: Sequence[str]) -> set[str]:
         if name and children and kept.issuperset(children):
             kept.add(name)
     return kept
-
-
-def _refuse_odd_choice(precision: Precision, keep_fp32: Sequence[str]) -> None:
-    if precision.mixed and not keep_fp32:
-        raise BadInput(
-            f"precision {precision.name} needs at least one keep_fp32 pattern, such as 'blocks.7.*'; else choose "
-            f"{precision.pure}"
-        )
-    if keep_fp32 and not precision.mixed:
-        raise BadInput(
-            f"keep_fp32 {list(keep_fp32)} has a meaning with precision {' and '.join(MIXED)} only, got {precision.name}"
-        )
-
-
-def _refuse_non_finite(model: nn.Module) -> None:
-    """Buffers may hold Inf, as bounds that nothing is clipped by do."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        fits = torch.isfinite(tensor) if isinstance(tensor, nn.Parameter) else ~tensor.isnan()
-        if not bool(fits.all()):
-            raise BadInput(f"{name} holds NaN or Inf; the weights can't be exported")
 
 
 def _narrow_outside_(model: nn.Module, islands: set[str], precision: Precision) -> None:

@@ -90,19 +90,15 @@ class _Layers(TorchFunctionMode):
             ranges.ends[number] = max(ranges.ends.get(number, 0.0), float(x.detach().abs().max()))
             return func(*args, **(kwargs or {}))
         if number not in ranges.weights:
-            ranges.weights[number] = _rounded_weight(weight, form)
+            values = weight.detach().numpy()
+            ends = np.abs(values).max(axis=tuple(range(1, values.ndim)), keepdims=True)
+            ranges.weights[number] = _rounded(weight, form, np.maximum(ends / form.largest, 2.0**-100))
         x = _rounded(x, form, max(ranges.ends[number] / form.largest, 2.0**-100))
         return func(x, ranges.weights[number], *others, **(kwargs or {}))
 
 
 def _rounded(x: Tensor, form: NumberFormat, scale: Any) -> Tensor:
     return torch.from_numpy(form.rounded(x.detach().numpy(), scale))
-
-
-def _rounded_weight(weight: Tensor, form: NumberFormat) -> Tensor:
-    values = weight.detach().numpy()
-    others = tuple(range(1, values.ndim))
-    return _rounded(weight, form, np.maximum(np.abs(values).max(axis=others, keepdims=True) / form.largest, 2.0**-100))
 
 
 _SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)

@@ -31,7 +31,10 @@ def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[
     `modules` and `parameters` are the paths that the traced model has; folded constants are named after their reader.
     """
     sites = node_sites(model.graph, modules)
-    _refuse_control_flow(model.graph, sites)
+    for node in model.graph.node:
+        if any(attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for attribute in node.attribute):
+            site = sites[node.output[0]] or "the model"
+            raise BadInput(f"{site}: the graph branches at run time ({node.op_type}); it must be straight-line code")
     widen_softmax(model.graph, sites)
     narrow_folded(model.graph)
     use_lowest_padding(model.graph)
@@ -184,10 +187,3 @@ def _rename_values(graph: GraphProto, renamed: Mapping[str, str]) -> None:
         node.output[:] = [renamed.get(name, name) for name in node.output]
     for holder in (*graph.initializer, *graph.value_info):
         holder.name = renamed.get(holder.name, holder.name)
-
-
-def _refuse_control_flow(graph: GraphProto, sites: Mapping[str, str]) -> None:
-    for node in graph.node:
-        if any(attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for attribute in node.attribute):
-            site = sites[node.output[0]] or "the model"
-            raise BadInput(f"{site}: the graph branches at run time ({node.op_type}); it must be straight-line code")

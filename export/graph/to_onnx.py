@@ -1,33 +1,83 @@
-"""A typed ONNX graph from a torch model: floats are float32 at its ports, names clean, the bytes always the same."""
+"""A typed ONNX graph from a torch model: floats are float32 at its ports, names clean, the bytes always the same. What
+torch's exporter can't write, or writes so that the graph won't do, is said otherwise.
+"""
 
 import importlib.metadata
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import onnx
 import torch
 from google.protobuf.message import EncodeError
+from onnxscript import opset20
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
 from . import tidy
-from .check import MAX_BYTES, SPELLED_OUT, check_onnx, has_decomposed_norms
-from .operator_types import unsupported_nodes
-from .operators import OWN, FourAxes
+from .check import MAX_BYTES, SPELLED_OUT, check_onnx, has_decomposed_norms, unsupported_nodes
 from .ports import port_notes
 from .precision import NORMS, Norms, typed_copy
-from .weights import write_notes
 
-DTYPES = {
-    "float32": torch.float32,
-    "uint8": torch.uint8,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "bool": torch.bool,
-}
+
+class FourAxes(TorchFunctionMode):
+    """While it is entered, attention over any axes in front of tokens is one over a batch and heads: the exporter takes
+    no other.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default):
+            return _of_four_axes(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _of_four_axes(
+    attention: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *more: Any,
+    **options: Any,
+) -> Tensor:
+    if query.dim() == 4:
+        return attention(query, key, value, attn_mask, *more, **options)
+    if attn_mask is not None and attn_mask.dim() == 3 == query.dim():
+        attn_mask = attn_mask.unsqueeze(1)
+    elif attn_mask is not None and attn_mask.dim() > 3:
+        attn_mask = _four(attn_mask.expand(*query.shape[:-2], *attn_mask.shape[-2:]))
+    output = attention(_four(query), _four(key), _four(value), attn_mask, *more, **options)
+    return output.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _four(x: Tensor) -> Tensor:
+    """One head of each in a batch, or the heads of all that stand in front of them."""
+    return x.unsqueeze(1) if x.dim() == 3 else x.reshape(-1, *x.shape[-3:])
+
+
+def _clamp(self: Any, min: Any = None, max: Any = None) -> Any:
+    """Between numbers that the model holds: Max and Min, which are written otherwise, onnxscript makes one Clip of by
+    bounds that lose their names where one tensor is clamped twice.
+    """
+    bounds = [None if each is None else opset20.CastLike(each, self) for each in (min, max)]
+    if all(each is None or len(each.shape) == 0 for each in (min, max)):
+        return opset20.Clip(self, *bounds)
+    for bound, operator in zip(bounds, (opset20.Max, opset20.Min), strict=True):
+        self = self if bound is None else operator(self, bound)
+    return self
+
+
+OWN: Mapping[Any, Callable[..., Any]] = MappingProxyType({torch.ops.aten.clamp.Tensor: _clamp})
+"""By torch's operator what is written of it."""
+
+
+DTYPES = ("float32", "uint8", "int64", "int32", "bool")  # of inputs, as numpy and torch name them
 
 
 def _samples(ports: Sequence[Port], batch: int) -> dict[str, Tensor]:
@@ -36,7 +86,8 @@ def _samples(ports: Sequence[Port], batch: int) -> dict[str, Tensor]:
     """
     masks = {port.name for port in ports if port.dtype != "float32" and port.name.endswith("mask")}
     return {
-        port.name: torch.full((batch, *port.shape), int(port.name in masks), dtype=DTYPES[port.dtype]) for port in ports
+        port.name: torch.full((batch, *port.shape), int(port.name in masks), dtype=getattr(torch, port.dtype))
+        for port in ports
     }
 
 
@@ -90,7 +141,8 @@ def onnx_from_model(
         own = {"precision": precision, "opset": str(version), "keep_fp32": " ".join(keep_fp32)}
         own |= {package: importlib.metadata.version(package) for package in ("torch", "onnx", "onnxscript")}
         noted = {f"{PREFIX}{key}": value for key, value in own.items() if value}
-        write_notes(proto, {**metadata, **port_notes(inputs, outputs), **noted})
+        notes = {**metadata, **port_notes(inputs, outputs), **noted}
+        onnx.helper.set_model_props(proto, dict(sorted(notes.items())))
         return proto, check_onnx(proto, precision=precision, backend="onnxruntime", inputs=inputs, outputs=outputs)
 
     proto, reasons = exported(opset or OPSETS[0])

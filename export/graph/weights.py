@@ -2,45 +2,24 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from ground.precision import BY_ONNX, FloatType
+from ground.precision import BY_ONNX
 
 READERS = ("MatMul", "Gemm", "Conv")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulWeight:
-    """A stored matrix that a MatMul, Gemm or Conv multiplies with; `node` is that reader's name. `float_type` is None
-    where the stored numbers are of another type.
-    """
-
-    node: str
-    float_type: FloatType | None
-    elements: int
-
-
-def matmul_weights(proto: ModelProto) -> list[MatmulWeight]:
-    """Every stored operand of rank 2 and more of a MatMul, Gemm or Conv, in graph order."""
-    return [
-        MatmulWeight(node=name_of(node), float_type=BY_ONNX.get(tensor.data_type), elements=math.prod(tensor.dims))
-        for node, _, tensor in read_matrices(proto)
-    ]
-
-
 def weight_shares(proto: ModelProto) -> dict[str, float]:
     """Of the matrix weights' elements the share, in (0, 1], that each floating type holds, by its name."""
-    weights = matmul_weights(proto)
-    elements: Counter[str] = Counter()
-    for weight in weights:
-        if weight.float_type is not None:
-            elements[weight.float_type.name] += weight.elements
-    total = sum(weight.elements for weight in weights)
+    elements, total = Counter[str](), 0
+    for _, _, tensor in read_matrices(proto):
+        total += math.prod(tensor.dims)
+        if (float_type := BY_ONNX.get(tensor.data_type)) is not None:
+            elements[float_type.name] += math.prod(tensor.dims)
     return {name: count / total for name, count in sorted(elements.items())}
 
 
@@ -86,13 +65,6 @@ def readers_by_value(graph: GraphProto) -> dict[str, list[NodeProto]]:
 def notes_of(proto: ModelProto) -> dict[str, str]:
     """What a graph says of itself."""
     return {entry.key: entry.value for entry in proto.metadata_props}
-
-
-def write_notes(proto: ModelProto, notes: Mapping[str, str]) -> None:
-    """In place of all that a graph says of itself, in the order of their keys."""
-    del proto.metadata_props[:]
-    for key in sorted(notes):
-        proto.metadata_props.add(key=key, value=notes[key])
 
 
 def drop_unread(graph: GraphProto) -> None:

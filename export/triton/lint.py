@@ -9,8 +9,7 @@ from typing import Any
 from ground.errors import BadInput
 from ground.transaction import FORMER
 
-from .findings import ERROR, WARNING, LintFinding, error, finding, in_config
-from .lint_artifact import openvino_limits, own_limits
+from .lint_artifact import ERROR, WARNING, LintFinding, error, finding, in_config, openvino_limits, own_limits
 from .lint_files import DEFAULT_FILES, foreign_config, foreign_files, lint_version
 from .pbtxt import Message, Name, ParseError, parse
 from .server_releases import ServerRelease, server_release, vulnerability_warnings
@@ -125,11 +124,9 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
         findings += [
             finding(repository, WARNING, warning, "take a newer release") for warning in vulnerability_warnings(release)
         ]
-    return tuple(sorted(set(findings), key=_order))
-
-
-def _order(finding: LintFinding) -> tuple[str, int, int, str]:
-    return str(finding.path), finding.severity == WARNING, finding.line or 0, finding.what
+    return tuple(
+        sorted(set(findings), key=lambda each: (str(each.path), each.severity == WARNING, each.line or 0, each.what))
+    )
 
 
 def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
@@ -139,7 +136,9 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
         yield finding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
         return
     try:
-        config = parse(_text(path))
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ParseError(f"it has {size} bytes, {MOST_BYTES} at most are read", 1)
+        config = parse(path.read_text(encoding="utf-8"))
     except ParseError as fault:
         yield finding(path, ERROR, fault.what, "correct the text", fault.line)
         return
@@ -155,14 +154,6 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
         yield finding(model, ERROR, "there is no version directory", "put the artefact into 1/")
     for version in _served_versions(have, config) if backend in DEFAULT_FILES else ():
         yield from lint_version(model / str(version), config, path, backend, release)
-
-
-def _text(path: Path) -> str:
-    """Raises ParseError for more text than any config has."""
-    size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise ParseError(f"it has {size} bytes, {MOST_BYTES} at most are read", 1)
-    return path.read_text(encoding="utf-8")
 
 
 def _config_faults(model: Path, config: Message) -> Iterator[LintFinding]:

@@ -1,11 +1,53 @@
-"""A served model's config against what its artefact takes and gives."""
+"""Faults of a model repository: where, how bad, what to do; and those of a config against what its artefact takes and
+gives.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from .findings import LintFinding, error, warning
 from .pbtxt import Message
 from .signature import Signature, Tensor
+
+ERROR = "error"
+WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintFinding:
+    """One fault: where it lies, how bad it is (error: it will not load or serve), and what to do."""
+
+    severity: str
+    path: Path = Path("config.pbtxt")
+    line: int | None
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        where = f"{self.path}:{self.line}" if self.line else f"{self.path}"
+        return f"{where}: {self.severity}: {self.what}; {self.remedy}"
+
+
+def finding(path: Path, severity: str, what: str, remedy: str, line: int | None = None) -> LintFinding:
+    """A Finding, by position."""
+    return LintFinding(severity=severity, path=path, line=line, what=what, remedy=remedy)
+
+
+def error(line: int, what: str, remedy: str) -> LintFinding:
+    """Of a config, wherever that lies."""
+    return LintFinding(severity=ERROR, line=line, what=what, remedy=remedy)
+
+
+def warning(line: int, what: str, remedy: str) -> LintFinding:
+    """As `error`, of what loads and serves."""
+    return LintFinding(severity=WARNING, line=line, what=what, remedy=remedy)
+
+
+def in_config(path: Path, faults: Iterable[LintFinding]) -> Iterator[LintFinding]:
+    """Those of the config that lies there."""
+    return (replace(each, path=path) for each in faults)
+
 
 _SWITCH = r"(?i)yes|no"
 # What each key may hold; the backend reads no other and says nothing of it.
@@ -25,49 +67,31 @@ PARAMETERS = {
 
 def openvino_limits(config: Message) -> Iterator[LintFinding]:
     """Where it would not load, would fail at a request, or would not do what the config seems to ask."""
-    yield from _parameters(config)
-    yield from _kinds(config)
-    yield from _batches_of_config(config)
-
-
-def _parameters(config: Message) -> Iterator[LintFinding]:
-    for entry in config.messages("parameters"):
-        key, value = entry.text("key"), _value(entry)
+    parameters = {
+        entry.text("key"): (entry, entry.inner("value").text("string_value")) for entry in config.messages("parameters")
+    }
+    for key, (entry, value) in parameters.items():
         if key not in PARAMETERS:
             fault = f"parameter {key!r} is none that the OpenVINO backend reads: it is ignored"
             yield warning(entry.line, fault, f"known are {', '.join(PARAMETERS)}")
         elif not re.fullmatch(PARAMETERS[key], value):
             remedy = f"write what it takes: {PARAMETERS[key].removeprefix('(?i)')}"
             yield error(entry.line, f"parameter {key} is {value!r}", remedy)
-
-
-def _kinds(config: Message) -> Iterator[LintFinding]:
     groups = config.messages("instance_group")
     for group in groups:
         if (kind := group.text("kind")) not in ("KIND_CPU", "KIND_AUTO", ""):
-            yield error(
-                group.line_of("kind"), f"the OpenVINO backend runs on the CPU, got {kind}", "write kind: KIND_CPU"
-            )
+            fault = f"the OpenVINO backend runs on the CPU, got {kind}"
+            yield error(group.line_of("kind"), fault, "write kind: KIND_CPU")
     if all(group.text("kind") != "KIND_CPU" for group in groups):
         fault = "without kind KIND_CPU a server with a GPU would start it there, which it refuses"
         yield warning(config.line_of("instance_group"), fault, "write kind: KIND_CPU")
-
-
-def _batches_of_config(config: Message) -> Iterator[LintFinding]:
     limit, line = config.number("max_batch_size"), config.line_of("max_batch_size")
-    if limit < 2:
-        return
     remedy = "write max_batch_size: 0 and -1 in front of the dims"
-    parameters = {entry.text("key"): _value(entry).lower() for entry in config.messages("parameters")}
-    if parameters.get("ENABLE_BATCH_PADDING") == "yes":
+    if limit > 1 and parameters.get("ENABLE_BATCH_PADDING", (config, ""))[1].lower() == "yes":
         yield warning(line, f"every request is computed as one of {limit}, which smaller ones are filled up to", remedy)
-    else:
+    elif limit > 1:
         fault = f"requests of fewer than {limit} fail: the OpenVINO backend fixes the batch at max_batch_size"
         yield error(line, fault, f"{remedy}, or set ENABLE_BATCH_PADDING to YES")
-
-
-def _value(entry: Message) -> str:
-    return entry.inner("value").text("string_value")
 
 
 def against_artifact(config: Message, signature: Signature, source: str) -> Iterator[LintFinding]:

@@ -15,9 +15,8 @@ from export.engine.record import EngineRecord, record_of_plan, record_path, sha2
 from ground.errors import BadInput
 from ground.files import escapes_directory
 
-from .findings import ERROR, WARNING, LintFinding, error, finding, in_config
-from .lint_artifact import against_artifact
-from .pbtxt import Message
+from .lint_artifact import ERROR, WARNING, LintFinding, against_artifact, error, finding, in_config
+from .pbtxt import Field, Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
 from .variants import BACKEND_MODEL
@@ -69,34 +68,33 @@ def foreign_config(config: Message) -> Iterator[LintFinding]:
     for name, what in (("runtime", "names the library that runs the model"), ("model_repository_agents", "loads code")):
         if (field := config.one(name)) is not None:
             yield error(field.line, f"{name} {what}", "remove it")
-    yield from _parameters(config)
-    yield from _paths(config)
-
-
-def _parameters(message: Message) -> Iterator[LintFinding]:
-    """Those of the model and of what accelerates it, at any depth."""
-    for field in message.fields:
-        if not isinstance(field.value, Message):
-            continue
-        if field.name == "parameters":
-            key = field.value.text("key")
-            value = field.value.inner("value").text("string_value") or field.value.text("value")
-            if key in CODE_PARAMETERS or key.upper().endswith("_PATH") or _LIBRARY.search(value):
-                yield error(field.line, f"parameter {key!r} names code or a path, {value[:100]!r}", "remove it")
-            elif value.startswith(("/", "~")) or ".." in value.split("/"):
-                yield error(field.line, f"parameter {key!r} leads out of the model, {value[:100]!r}", "remove it")
-        yield from _parameters(field.value)
-
-
-def _paths(message: Message, within: str = "") -> Iterator[LintFinding]:
-    for field in message.fields:
-        name = "" if within == "cc_model_filenames" and field.name == "value" else field.name
-        is_path = name in ("", *NAMES_OF_FILES) and isinstance(field.value, str) and field.value != ""
+    for within, field in _fields(config):
         if isinstance(field.value, Message):
-            yield from _paths(field.value, field.name)
-        elif is_path and escapes_directory(str(field.value)):
-            fault = f"{name or within} {str(field.value)[:100]!r} leads out of the model's directory"
+            yield from _parameter(field.value, field.line) if field.name == "parameters" else ()
+            continue
+        is_renamed = within == "cc_model_filenames" and field.name == "value"
+        is_path = (is_renamed or field.name in NAMES_OF_FILES) and isinstance(field.value, str) and field.value != ""
+        if is_path and escapes_directory(str(field.value)):
+            name = within if is_renamed else field.name
+            fault = f"{name} {str(field.value)[:100]!r} leads out of the model's directory"
             yield error(field.line, fault, "name a file in it")
+
+
+def _fields(message: Message, within: str = "") -> Iterator[tuple[str, Field]]:
+    """Those of any depth, each with the name of the message that it is in."""
+    for field in message.fields:
+        yield within, field
+        if isinstance(field.value, Message):
+            yield from _fields(field.value, field.name)
+
+
+def _parameter(entry: Message, line: int) -> Iterator[LintFinding]:
+    """One of the model, or of what accelerates it."""
+    key, value = entry.text("key"), entry.inner("value").text("string_value") or entry.text("value")
+    if key in CODE_PARAMETERS or key.upper().endswith("_PATH") or _LIBRARY.search(value):
+        yield error(line, f"parameter {key!r} names code or a path, {value[:100]!r}", "remove it")
+    elif value.startswith(("/", "~")) or ".." in value.split("/"):
+        yield error(line, f"parameter {key!r} leads out of the model, {value[:100]!r}", "remove it")
 
 
 MOST_LABELS_BYTES = 2**26

@@ -10,8 +10,7 @@ from export.engine.record import EngineRecord, sha256_of
 from ground.errors import BadInput
 from ground.transaction import exclusive_access, install_files, roll_back_interrupted
 
-from .config import LABELS_NAME, Variant, config_text
-from .expected import EXPECTED_NAME, expected_entry, expected_text, read_expected
+from .config import EXPECTED_NAME, LABELS_NAME, Variant, config_text, expected_entry, expected_text, read_expected
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release, vulnerability_warnings
 from .variants import Model, Package, checked_record, models_of
 from .versions import config_path, install_text, model_names, staging_folder, versions_of

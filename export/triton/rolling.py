@@ -132,13 +132,6 @@ def _wait_until_ready(server: TritonServer, model: str, version: int) -> None:
         time.sleep(POLL_S)
 
 
-def _refuse_links(folder: Path) -> None:
-    """Raise BadInput for what would be copied from elsewhere, or without end."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise BadInput(f"{path}: a link, pipe or device, expected files alone; package the version again")
-
-
 @contextmanager
 def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
     """The version alone, loaded under another name; gone from server and disk afterwards."""
@@ -146,7 +139,9 @@ def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
     target = folder.parent / name
     with staging_folder(folder.parent) as scratch:
         copy = scratch / name
-        _refuse_links(folder / str(version))
+        for path in sorted((folder / str(version)).rglob("*")):  # which would be copied from elsewhere, or without end
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                raise BadInput(f"{path}: a link, pipe or device, expected files alone; package the version again")
         shutil.copytree(folder / str(version), copy / str(version))
         text = re.sub(r'(?m)^name: "[^"]*"', f'name: "{name}"', _pinned(folder, version), count=1)
         install_text(text, copy / "config.pbtxt")

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from jinja2 import Environment
-from msgspec.structs import asdict
 
 from export.engine.options import BatchProfile
 from ground.errors import BadInput
@@ -45,21 +45,11 @@ class ServerRelease:
         return f"{IMAGE}:{self.tag}"
 
 
-class _Reads(msgspec.Struct, frozen=True):
-    opset: int
-    ir: int
-
-
-class _Row(msgspec.Struct, frozen=True):
-    server: str
-    python: str
-    onnxruntime: str
-    tensorrt: dict[str, str | None]
-
-
 class _Table(msgspec.Struct, frozen=True):
-    onnxruntime: dict[str, _Reads]
-    releases: dict[str, _Row]
+    """By version of ONNX Runtime what it reads, and by month what a release has, but TensorRT by flavour."""
+
+    onnxruntime: dict[str, dict[str, int]]
+    releases: dict[str, dict[str, Any]]
 
 
 def server_release(tag: str) -> ServerRelease:
@@ -68,15 +58,14 @@ def server_release(tag: str) -> ServerRelease:
     month, _, flavour = tag.partition("-")
     flavour = flavour or "py3"
     row = table.releases.get(month)
-    if row is None or flavour not in row.tensorrt:
-        flavours = ", ".join(next(iter(table.releases.values())).tensorrt)
+    if row is None or flavour not in row["tensorrt"]:
+        flavours = ", ".join(next(iter(table.releases.values()))["tensorrt"])
         raise BadInput(
             f"server release {tag!r} is not in the table; known are {', '.join(table.releases)}, "
             f"each as {flavours}; name one of them or add a row to {TABLE_PATH.name}"
         )
-    reads = table.onnxruntime[".".join(row.onnxruntime.split(".")[:2])]
-    versions = asdict(row) | {"tensorrt": row.tensorrt[flavour]}
-    return ServerRelease(tag=f"{month}-{flavour}", opset=reads.opset, ir=reads.ir, **versions)
+    reads = table.onnxruntime[".".join(row["onnxruntime"].split(".")[:2])]
+    return ServerRelease(tag=f"{month}-{flavour}", **reads, **row | {"tensorrt": row["tensorrt"][flavour]})
 
 
 def server_tags() -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from export.engine.options import BatchProfile
 from export.engine.record import EngineRecord
 from export.graph.check import load_onnx
-from export.graph.fusion_breaks import breaks_of_graph
 from export.graph.ports import GraphPort, ports_of_graph, roles_of_graph
 from ground.errors import BadInput
 from ground.ports import LOGITS, Role
@@ -81,7 +80,8 @@ def signature_from_onnx(path: Path) -> Signature:
         named = ", ".join(f"{port.name} {list(port.shape)}" for port in inputs)
         raise BadInput(f"{path}: its inputs have different batches ({named}); export them with one that they share")
     opset = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
-    own = _signature(inputs, outputs, breaks_of_graph(proto), roles_of_graph(proto), path)
+    _, breaks = ports_of_graph(proto, breaks=True)
+    own = _signature(inputs, outputs, breaks, roles_of_graph(proto), path)
     return replace(own, opset=opset, ir=proto.ir_version)
 
 

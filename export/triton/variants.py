@@ -12,8 +12,7 @@ from export.engine.record import EngineRecord, record_of_plan, record_path, sha2
 from ground.errors import BadInput
 from ground.text import printable
 
-from .config import DEFAULT_MAX_BATCH, Serving, Variant, config_text
-from .expected import Expected
+from .config import DEFAULT_MAX_BATCH, Expected, Serving, Variant, config_text
 from .server_releases import PENDING_NAME, SCRIPT_NAME, ServerRelease, build_script, server_tags
 from .signature import Signature, signature_from_onnx, signature_from_record
 from .versions import require_name

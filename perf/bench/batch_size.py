@@ -4,7 +4,7 @@ The first calls tell whether there is time for an interval; where there isn't, n
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,12 @@ from ground.feeds import Feeds
 from perf.parity.structure import StructuralTest
 from perf.record.runs import OUT_OF_TIME, BenchTrial, Block, Row
 from perf.stats.quiet import whole_rounds
-from perf.timing.laps import WARM_UP_SHARE, Bound, Plan, TimeLimit, limit_from_now
+from perf.timing.laps import WARM_UP_SHARE, Plan, TimeLimit
 from perf.timing.rounds import measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import Watch
 
 from .budget import TimeAllocation, allocated, least_s
-from .opened_subject import CALLS_AROUND, BoundSubject, OpenedSubject, repeat_blocks
+from .opened_subject import CALLS_AROUND, OpenedSubject, repeat_blocks
 
 AMPLE = 1.5  # times the least is what is advised: some of it is for the warm-up
 
@@ -49,84 +49,89 @@ class BatchSize:
                 subject.release()
 
     def _timed(self) -> tuple[Row, list[StructuralTest]]:
-        begun_s, ready = self.limit.spent_s, self._first_calls()
-        if self._is_late(ready):
-            return self._out_of_time(ready), []
-        ready = self._warm(ready)
-        bounds = _bounds(ready)
-        if not bounds:
-            return self._row(ready, stop="nothing to measure"), []
-        calls_s = {name: ready[name].call_s for name in bounds}
-        again_s, reference_s = (self.limit.spent_s - begun_s) / len(bounds), calls_s.get(self.subjects[0].name)
-        every = list(calls_s.values())
-        allocation = allocated(self.plan, self.limit.left_s, every, reference_s=reference_s, again_s=again_s)
-        noise, left_out = self._noise_run(ready, allocation)
-        blocks, stop = self._side_by_side(bounds, allocation)
+        begun_s, reference = self.limit.spent_s, self.subjects[0]
+        self._first_calls()
+        if self._is_late:
+            return self._out_of_time(), []
+        self._warm()
+        running = self._running
+        if not running:
+            return self._row(stop="nothing to measure"), []
+        allocation = allocated(
+            self.plan,
+            self.limit.left_s,
+            [subject.call_s for subject in running],
+            reference_s=None if reference.bound is None else reference.call_s,
+            again_s=(self.limit.spent_s - begun_s) / len(running),
+        )
+        noise, left_out = self._noise_run(allocation)
+        blocks, stop = self._side_by_side(allocation)
         measured: dict[str, Any] = {"calls": allocation.calls, "blocks": blocks, "noise_blocks": noise}
         if not whole_rounds(blocks):
-            return self._out_of_time(ready, **measured), []
-        repeats = self._repeat_blocks(calls_s, allocation)
-        untried = [name for name in bounds if self.plan.audit_rounds and name not in repeats]
+            return self._out_of_time(**measured), []
+        repeats = self._repeat_blocks(allocation)
+        untried = [subject.name for subject in running if self.plan.audit_rounds and subject.name not in repeats]
         left_out = (*left_out, *(f"{name}: no time to try it on varied batches" for name in untried))
-        row = self._row(ready, stop=stop, repeat_blocks=repeats, left_out=left_out, **measured)
+        row = self._row(stop=stop, repeat_blocks=repeats, left_out=left_out, **measured)
         return row, [test for subject in self.subjects for test in subject.tests()]
 
     @property
     def _compared(self) -> Sequence[OpenedSubject]:
         return self.subjects[:2]
 
-    def _first_calls(self) -> dict[str, BoundSubject]:
+    @property
+    def _running(self) -> list[OpenedSubject]:
+        return [subject for subject in self._compared if subject.bound is not None]
+
+    @property
+    def _is_late(self) -> bool:
+        running = self._running
+        return bool(running) and least_s([subject.fastest_s for subject in running]) > self.limit.left_s
+
+    def _first_calls(self) -> None:
         """Each bound and called, and called again where that leaves no time: a first call does more than later ones.
         Where there is no time for the reference the candidate is left alone.
         """
-        ready: dict[str, BoundSubject] = {}
         self.report("first calls")
         for subject in self._compared:
-            ready[subject.name] = subject.first_call(self.feeds, self.batch, self.plan, self.limit)
-            for each in self._compared[: len(ready)]:
-                if self._is_late(ready) and self.limit.left_s > 0 and ready[each.name].calls == 1:
-                    ready[each.name] = each.warmed(ready[each.name], self.plan, self.limit, 0.0)
-            if self._is_late(ready):
+            subject.first_call(self.feeds, self.batch, self.plan, self.limit)
+            for each in self._compared:
+                if self._is_late and self.limit.left_s > 0 and len(each.trial.warm_up_samples_ms) == 1:
+                    each.warm(self.plan, self.limit, 0.0)
+            if self._is_late:
                 break
-        return ready
 
-    def _is_late(self, ready: Mapping[str, BoundSubject]) -> bool:
-        bounds = _bounds(ready)
-        return bool(bounds) and least_s([ready[name].fastest_s for name in bounds]) > self.limit.left_s
-
-    def _warm(self, ready: Mapping[str, BoundSubject]) -> dict[str, BoundSubject]:
+    def _warm(self) -> None:
         """Each in its share of the time; what an interval takes stays free."""
-        warm, bounds = dict(ready), _bounds(ready)
-        subjects = [subject for subject in self._compared if subject.name in bounds]
-        for place, subject in enumerate(subjects):
-            free_s = self.limit.left_s - least_s([warm[name].fastest_s for name in bounds])
-            warm[subject.name] = self._warmed(subject, warm[subject.name], free_s / (len(subjects) - place))
-        return warm
+        running = self._running
+        for place, subject in enumerate(running):
+            free_s = self.limit.left_s - least_s([each.fastest_s for each in running])
+            self._warm_up(subject, free_s / (len(running) - place))
 
-    def _warmed(self, subject: OpenedSubject, ready: BoundSubject, most_s: float) -> BoundSubject:
+    def _warm_up(self, subject: OpenedSubject, most_s: float) -> None:
         self.report(f"warm-up of {subject.name}")
         limit_s = min(WARM_UP_SHARE * self.limit.limit_s, most_s)
-        return ready if limit_s < ready.fastest_s else subject.warmed(ready, self.plan, self.limit, limit_s)
+        if limit_s >= subject.fastest_s:
+            subject.warm(self.plan, self.limit, limit_s)
 
-    def _noise_run(
-        self, ready: Mapping[str, BoundSubject], allocation: TimeAllocation
-    ) -> tuple[tuple[Block, ...], tuple[str, ...]]:
+    def _noise_run(self, allocation: TimeAllocation) -> tuple[tuple[Block, ...], tuple[str, ...]]:
         """The A/A run, or why there is none."""
-        bounds, reference = _bounds(ready), self.subjects[0].name
-        if not self.plan.noise_rounds or reference not in bounds:
+        reference = self.subjects[0]
+        if not self.plan.noise_rounds or reference.bound is None:
             return (), ()
         if not allocation.noise_rounds:
-            return (), (f"no time for the A/A run ({reference} against itself); a longer --time-limit has it",)
-        again, kept_s = self.subjects[2], allocation.audit_s + least_s([ready[name].call_s for name in bounds])
-        other = again.first_call(self.feeds, self.batch, self.plan, self.limit)
-        if other.bound is not None:
-            other = self._warmed(again, other, self.limit.left_s - kept_s - allocation.noise_s)
-        if other.bound is None:
-            return (), (f"no A/A run: {other.trial.message}",)
+            return (), (f"no time for the A/A run ({reference.name} against itself); a longer --time-limit has it",)
+        again = self.subjects[2]
+        kept_s = allocation.audit_s + least_s([subject.call_s for subject in self._running])
+        again.first_call(self.feeds, self.batch, self.plan, self.limit)
+        if again.bound is not None:
+            self._warm_up(again, self.limit.left_s - kept_s - allocation.noise_s)
+        if again.bound is None:
+            return (), (f"no A/A run: {again.trial.message}",)
         limit_s = min(allocation.noise_limit_s, self.limit.left_s - kept_s)
-        how = self._how(allocation, "against itself", limit_s)
-        pair = {reference: bounds[reference], again.name: other.bound}
-        return measure_rounds(pair, allocation.noise_rounds, **how), ()
+        pair = {reference.name: reference.bound, again.name: again.bound}
+        again.bound = None  # gone with the pair
+        return measure_rounds(pair, allocation.noise_rounds, **self._how(allocation, "against itself", limit_s)), ()
 
     def _how(self, allocation: TimeAllocation, stage: str, limit_s: float) -> dict[str, Any]:
         return {
@@ -137,23 +142,24 @@ class BatchSize:
             "limit_s": limit_s,
         }
 
-    def _side_by_side(self, bounds: Mapping[str, Bound], allocation: TimeAllocation) -> tuple[tuple[Block, ...], str]:
+    def _side_by_side(self, allocation: TimeAllocation) -> tuple[tuple[Block, ...], str]:
         """The comparison, or of one alone its times."""
         how = self._how(allocation, "side by side", self.limit.left_s - allocation.audit_s - allocation.plain_s)
+        bounds = {subject.name: subject.bound for subject in self._compared if subject.bound is not None}
         if len(bounds) == 2:
             return measure_pair(bounds, self.plan, **how)
         return measure_rounds(bounds, self.plan.min_rounds, **how), "one subject only"
 
-    def _repeat_blocks(self, calls_s: Mapping[str, float], allocation: TimeAllocation) -> dict[str, tuple[Block, ...]]:
+    def _repeat_blocks(self, allocation: TimeAllocation) -> dict[str, tuple[Block, ...]]:
         """Each on one batch against varied ones, the time shared by both; left out where it isn't enough."""
         repeats: dict[str, tuple[Block, ...]] = {}
-        subjects = [subject for subject in self._compared if subject.name in calls_s]
-        for place, subject in enumerate(subjects if allocation.audit_rounds else ()):
+        subjects = self._running if allocation.audit_rounds else []
+        for place, subject in enumerate(subjects):
             self.report(f"{subject.name} on varied batches")
             share_s = (self.limit.left_s - allocation.plain_s) / (len(subjects) - place)
-            if share_s < CALLS_AROUND * calls_s[subject.name]:
+            if share_s < CALLS_AROUND * subject.call_s:
                 continue
-            limit, rounds = limit_from_now(self.limit.clock, share_s), allocation.audit_rounds
+            limit, rounds = TimeLimit(self.limit.clock, share_s), allocation.audit_rounds
             how: dict[str, Any] = {"calls": allocation.calls, "limit": limit, "watch": self.watch}
             try:
                 blocks = repeat_blocks(subject.bind, self.feeds, self.batch, rounds, **how)
@@ -166,10 +172,10 @@ class BatchSize:
                 repeats[subject.name] = blocks
         return repeats
 
-    def _row(self, ready: Mapping[str, BoundSubject], *, stop: str, calls: int = 1, **measured: Any) -> Row:
+    def _row(self, *, stop: str, calls: int = 1, **measured: Any) -> Row:
         return Row(
             batch=self.batch,
-            trials={subject.name: ready[subject.name].trial for subject in self._compared},
+            trials={subject.name: subject.trial for subject in self._compared},
             calls_per_block=calls,
             settle_calls=settle_calls(calls),
             stop=stop,
@@ -181,17 +187,17 @@ class BatchSize:
         least = least_of(list(smaller.trials.values()))
         assert least is not None, smaller
         needed_s = self.before_s + AMPLE * least * self.batch / smaller.batch
-        return self._late_row({}, f"going by batch {smaller.batch} {self._advice(needed_s)}")
+        return self._late_row(f"going by batch {smaller.batch} {self._advice(needed_s)}")
 
-    def _out_of_time(self, ready: Mapping[str, BoundSubject], **measured: Any) -> Row:
-        least = least_of([ready.get(subject.name, BoundSubject()).trial for subject in self._compared])
+    def _out_of_time(self, **measured: Any) -> Row:
+        least = least_of([subject.trial for subject in self._compared])
         spent_s = self.limit.spent_s
         if least is not None:
             message = self._advice(self.before_s + spent_s + AMPLE * least)
         else:
             message = f"binding it and its first call took {spent_s:.2g} s of {self.limit.limit_s:.2g}; give a longer "
             message += "--time-limit"
-        return self._late_row(ready, message, **measured)
+        return self._late_row(message, **measured)
 
     def _advice(self, needed_s: float) -> str:
         """Rounded up to two digits."""
@@ -199,14 +205,13 @@ class BatchSize:
         needed = f"{step * math.ceil(needed_s / step):g}"
         return f"it takes about {needed} s, the limit is {self.plan.time_limit_s:g} s; give --time-limit {needed}"
 
-    def _late_row(self, ready: Mapping[str, BoundSubject], message: str, **measured: Any) -> Row:
-        every = {subject.name: ready.get(subject.name, BoundSubject()) for subject in self._compared}
+    def _late_row(self, message: str, **measured: Any) -> Row:
+        row = self._row(stop=OUT_OF_TIME, **measured)
         late = {
-            name: replace(one, trial=replace(one.trial, status=OUT_OF_TIME, message=message))
-            for name, one in every.items()
-            if one.trial.status == "ok"
+            name: replace(trial, status=OUT_OF_TIME, message=message) if trial.status == "ok" else trial
+            for name, trial in row.trials.items()
         }
-        return self._row(every | late, stop=OUT_OF_TIME, **measured)
+        return replace(row, trials=late)
 
 
 def least_of(trials: Sequence[BenchTrial]) -> float | None:
@@ -219,8 +224,3 @@ def least_of(trials: Sequence[BenchTrial]) -> float | None:
     calls_s = [min(samples_ms) / 1e3 for samples_ms in called]
     uncalled = sum(trial.status in ("ok", OUT_OF_TIME) and not trial.warm_up_samples_ms for trial in trials)
     return least_s(calls_s + calls_s[-1:] * uncalled)
-
-
-def _bounds(ready: Mapping[str, BoundSubject]) -> dict[str, Bound]:
-    """Of those that can run."""
-    return {name: one.bound for name, one in ready.items() if one.bound is not None}

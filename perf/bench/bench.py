@@ -1,6 +1,6 @@
 """Measure a reference and a candidate over a sweep of batch sizes, in one process, side by side."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
@@ -13,7 +13,7 @@ from perf.parity.structure import StructuralTest
 from perf.record.runs import OUT_OF_TIME, Bench, Flat, Row, Scalar, SubjectRecord
 from perf.runners.protocol import Ledger, Runner
 from perf.stats.stability import warnings_of
-from perf.timing.laps import Clock, Plan, TimeLimit, limit_from_now
+from perf.timing.laps import Clock, Plan, TimeLimit
 from perf.timing.rounds import quick_garbage_collection
 from perf.timing.watch import Watch, environment, unwatched
 
@@ -84,7 +84,7 @@ def bench(
         opening_s = owed_s = made_s + (clock() - began) / 1e9
         for index, batch in enumerate(batches):
             before_s = owed_s / (len(batches) - index)
-            limit = limit_from_now(clock, plan.time_limit_s - min(before_s, OPENING_SHARE * plan.time_limit_s))
+            limit = TimeLimit(clock, plan.time_limit_s - min(before_s, OPENING_SHARE * plan.time_limit_s))
             size = BatchSize(
                 batch=batch,
                 feeds=feeds,
@@ -95,7 +95,9 @@ def bench(
                 watch=watch,
                 report=_stage_progress(progress, index, len(batches), f"batch {batch}", limit),
             )
-            slow = _too_slow_below(rows, batch)
+            late = [row for row in rows if row.batch < batch and row.stop == OUT_OF_TIME]
+            late = [row for row in late if least_of([*row.trials.values()])]
+            slow = max(late, key=lambda row: row.batch, default=None)  # a larger one has still less time
             row, own = size.timed() if slow is None else (size.skipped_as_too_slow(slow), [])
             rows.append(row)
             tests += own
@@ -103,6 +105,10 @@ def bench(
             owed_s -= min(owed_s, plan.time_limit_s - min(limit.spent_s, limit.limit_s))
         _require_measured(rows)
         descriptions = [subject.runners[0].describe() for subject in opened]
+    opening = (
+        f"exporting and loading took {opening_s:.2g} s, and --time-limit {plan.time_limit_s:g} allows "
+        f"{plan.time_limit_s * len(batches):g} s for all; each batch size had half of its own none the less"
+    )
     settings: dict[str, Scalar] = {
         **asdict(plan),
         "warm_up_rule": plan.warm_up_rule,
@@ -120,7 +126,7 @@ def bench(
         warnings=(
             # What was timed must be what a plain call, and so `verify`, gives.
             *(f"{test.candidate}: {test.reason}" for test in tests if test.status == "FAIL"),
-            *_long_opening(opening_s, len(batches), plan),
+            *[opening] * (opening_s > OPENING_SHARE * plan.time_limit_s * len(batches)),
             *warnings_of(rows),
         ),
     )
@@ -154,20 +160,6 @@ def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> Open
     ledger.phase(lambda: [stack.enter_context(runner) for runner in runners])
     pool = stack.enter_context(ThreadPoolExecutor(streams)) if streams > 1 else None
     return OpenedSubject(name, runners, ledger, pool)
-
-
-def _too_slow_below(rows: Sequence[Row], batch: int) -> Row | None:
-    """The largest of the smaller batch sizes that had no time for an interval: a larger one has it less."""
-    slow = [row for row in rows if row.batch < batch and row.stop == OUT_OF_TIME and least_of([*row.trials.values()])]
-    return max(slow, key=lambda row: row.batch, default=None)
-
-
-def _long_opening(opening_s: float, count: int, plan: Plan) -> Iterator[str]:
-    if opening_s > OPENING_SHARE * plan.time_limit_s * count:
-        yield (
-            f"exporting and loading took {opening_s:.2g} s, and --time-limit {plan.time_limit_s:g} allows "
-            f"{plan.time_limit_s * count:g} s for all; each batch size had half of its own none the less"
-        )
 
 
 def _stage_progress(

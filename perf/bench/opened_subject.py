@@ -111,16 +111,22 @@ class Sample:
         return timed_run(f"{name} at batch {batch}", timed, self.runner(self.feeds), bound=BOUND)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundSubject:
-    """How a subject fared so far at a batch size, all its calls being warm-up; `bound` is None where it can't run."""
+UNTRIED = BenchTrial(status="ok")
 
-    trial: BenchTrial = field(default_factory=lambda: BenchTrial(status="ok"))
+
+@dataclass(slots=True)
+class OpenedSubject:
+    """Its runners, as many as streams, the memory booked on them, and how it fares at the batch size at hand: `trial`,
+    all of whose calls are warm-up, and `bound`, None where it can't run.
+    """
+
+    name: str
+    runners: tuple[Runner, ...]
+    ledger: Ledger
+    pool: ThreadPoolExecutor | None
+    trial: BenchTrial = UNTRIED
     bound: Bound | None = None
-
-    @property
-    def calls(self) -> int:
-        return len(self.trial.warm_up_samples_ms)
+    _samples: list[Sample] = field(default_factory=list)
 
     @property
     def fastest_s(self) -> float:
@@ -131,17 +137,6 @@ class BoundSubject:
     def call_s(self) -> float:
         """A warm call."""
         return WarmUp(samples_ms=self.trial.warm_up_samples_ms, flat=self.trial.warm_up_flat).call_ms() / 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedSubject:
-    """Its runners, as many as streams, the memory booked on them, and what was bound lately."""
-
-    name: str
-    runners: tuple[Runner, ...]
-    ledger: Ledger
-    pool: ThreadPoolExecutor | None
-    _samples: list[Sample] = field(default_factory=list)
 
     def bind(self, feeds: Feeds) -> Bound:
         bounds = tuple(self._bound(runner, feeds_of_ports(feeds, runner.inputs)) for runner in self.runners)
@@ -161,10 +156,11 @@ class OpenedSubject:
         return [test for test in tests if test is not None]
 
     def release(self) -> None:
-        """Let go of what was bound."""
+        """Let go of what was bound, and begin anew."""
         self._samples.clear()
+        self.trial, self.bound = UNTRIED, None
 
-    def first_call(self, feeds: Feeds, batch: int, plan: Plan, limit: TimeLimit) -> BoundSubject:
+    def first_call(self, feeds: Feeds, batch: int, plan: Plan, limit: TimeLimit) -> None:
         """The batch gathered, bound, and called once if there is time left."""
 
         def work() -> tuple[Bound, WarmUp]:
@@ -172,28 +168,28 @@ class OpenedSubject:
             late = limit.left_s <= 0
             return bound, WarmUp(samples_ms=(), flat=False) if late else warm_up(bound, plan, limit.clock, limit_s=0.0)
 
-        return self._tried(BoundSubject(), work)
+        self._try(work)
 
-    def warmed(self, ready: BoundSubject, plan: Plan, limit: TimeLimit, limit_s: float) -> BoundSubject:
+    def warm(self, plan: Plan, limit: TimeLimit, limit_s: float) -> None:
         """Called until the times are flat, or for so many seconds: one call more at least."""
-        bound, begun = ready.bound, ready.trial.warm_up_samples_ms
+        bound, begun = self.bound, self.trial.warm_up_samples_ms
         assert bound is not None, self.name
-        return self._tried(ready, lambda: (bound, warm_up(bound, plan, limit.clock, begun=begun, limit_s=limit_s)))
+        self._try(lambda: (bound, warm_up(bound, plan, limit.clock, begun=begun, limit_s=limit_s)))
 
-    def _tried(self, before: BoundSubject, work: Callable[[], tuple[Bound, WarmUp]]) -> BoundSubject:
+    def _try(self, work: Callable[[], tuple[Bound, WarmUp]]) -> None:
         """To run out of memory or to fail is a finding about a batch size, not the sweep's end."""
         try:
-            (bound, warmed), peak = self.ledger.phase(work)
+            (self.bound, warmed), peak = self.ledger.phase(work)
         except (BadInput, Missing):
             raise
         except Exception as error:
             status: Status = "oom" if is_out_of_memory(error) else "failed"
-            return BoundSubject(trial=BenchTrial(status=status, message=f"{type(error).__name__}: {error}"[:500]))
-        trial = replace(
-            before.trial,
+            self.trial, self.bound = BenchTrial(status=status, message=f"{type(error).__name__}: {error}"[:500]), None
+            return
+        self.trial = replace(
+            self.trial,
             warm_up_samples_ms=warmed.samples_ms,
             warm_up_flat=warmed.flat,
-            peak_memory_bytes=peak if peak is None else max(peak, before.trial.peak_memory_bytes or 0),
+            peak_memory_bytes=peak if peak is None else max(peak, self.trial.peak_memory_bytes or 0),
             peak_memory_method=self.ledger.method,
         )
-        return BoundSubject(trial=trial, bound=bound)

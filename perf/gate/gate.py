@@ -25,8 +25,7 @@ from perf.stats.decision import (
 )
 from perf.stats.stats import UNBOUNDED, Interval, exact
 
-from .baseline_match import differing, divided_by_machine_change, machine_change
-from .evidence import Evidence, Reading
+from .evidence import Evidence, Reading, differing, divided_by_machine_change, machine_change
 from .rule import BASELINE, Rule
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]

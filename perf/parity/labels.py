@@ -1,4 +1,6 @@
-"""PURE: accuracy on labels with its interval, McNemar's test for two models on the same images."""
+"""PURE: accuracy on labels with its interval, McNemar's test for two models on the same images, measures of the user's
+own; and what a link's side was: the artefact, what built and runs it, and the graph it was made of.
+"""
 
 import math
 from dataclasses import dataclass
@@ -7,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.records import Sha256
 from perf.stats.decision import wilson
 
 
@@ -47,16 +50,13 @@ def mcnemar(
     """McNemar's exact test: of two equally good models, who is right alone on an image is a fair coin (two-sided)."""
     right_a_N, right_b_N = _right(a, logits_a_NC, labels_N), _right(b, logits_b_NC, labels_N)
     only_a, only_b = int((right_a_N & ~right_b_N).sum()), int((right_b_N & ~right_a_N).sum())
-    return PairedAccuracy(a=a, b=b, only_a=only_a, only_b=only_b, p_value=_two_sided_coin(only_a, only_b))
-
-
-def _two_sided_coin(heads: int, tails: int) -> float:
-    tosses = heads + tails
+    tosses = only_a + only_b
     log_ways = (
         math.lgamma(tosses + 1) - math.lgamma(few + 1) - math.lgamma(tosses - few + 1)
-        for few in range(min(heads, tails) + 1)
+        for few in range(min(only_a, only_b) + 1)
     )
-    return min(1.0, 2 * math.fsum(math.exp(log_count - tosses * math.log(2)) for log_count in log_ways))
+    p_value = min(1.0, 2 * math.fsum(math.exp(log_count - tosses * math.log(2)) for log_count in log_ways))
+    return PairedAccuracy(a=a, b=b, only_a=only_a, only_b=only_b, p_value=p_value)
 
 
 def _right(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer]) -> NDArray[np.bool_]:
@@ -72,3 +72,37 @@ def _right(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.int
         )
     right_N: NDArray[np.bool_] = (logits_NC.argmax(axis=1) == labels_N) & np.isfinite(logits_NC).all(axis=1)
     return right_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnMetric:
+    """`model` is the label of the artefact whose outputs were measured, `sha256` covers the command, the files that
+    it names and the labels.
+    """
+
+    name: str
+    model: str
+    value: float
+    command: str
+    sha256: Sha256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """`backend` and `version` are of the library that built an engine, or that ran a graph; `targets` GPUs it was built
+    for (SM 86 is "86"); `graph_sha256` of the ONNX file that it was built of, or is.
+    """
+
+    label: str
+    backend: str
+    version: str
+    targets: tuple[str, ...]
+    precision: str
+    graph_sha256: Sha256
+    sha256: Sha256
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        where = f" for SM {', '.join(self.targets)}" if self.targets else ""
+        return f"{self.label}: {self.backend} {self.version}{where}, {self.precision}, graph {self.graph_sha256[:12]}"

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.records import Figure
-from perf.stats.decision import wilson
 
-from .rows import Bools, CommonMeasures, Floats, OutputKind, Rows
+from .rows import Bools, CommonMeasures, Floats, OutputKind, Rows, bounded_share
 
 LOGITS = OutputKind(
     name="logits",
@@ -101,13 +100,10 @@ def logit_measures(
     rows = LOGITS.rows(reference_NC, candidate_NC)
     each = classified(rows)
     images, agreeing = len(each.agrees_N), int(each.agrees_N.sum())
-    low, high = wilson(agreeing, images)
     return LogitMeasures(
         **_common(rows, each, margin_noise),
         images=images,
-        top1_agreement=agreeing / images,
-        top1_agreement_low=low,
-        top1_agreement_high=high,
+        **bounded_share("top1_agreement", agreeing / images, images),
         top5_overlap=float(top5_overlap(rows).mean()),
         decisive_images=int((each.margin_N > margin_noise).sum()),
         nonfinite_images=images - int(rows.finite_N.sum()),
@@ -121,15 +117,12 @@ def token_logit_measures(
     by_input = TOKEN_LOGITS.rows(reference_NTC, candidate_NTC)
     rows = _rows_of_tokens(reference_NTC, candidate_NTC)
     each = classified(rows)
-    images, agreement = len(reference_NTC), float(each.agrees_N.mean())
-    low, high = wilson(agreement * images, images)
+    images = len(reference_NTC)
     return TokenLogitMeasures(
         **_common(rows, each, margin_noise),
         images=images,
         tokens=len(each.agrees_N),
-        token_agreement=agreement,
-        token_agreement_low=low,
-        token_agreement_high=high,
+        **bounded_share("token_agreement", float(each.agrees_N.mean()), images),
         decisive_tokens=int((each.margin_N > margin_noise).sum()),
         nonfinite_images=images - int(by_input.finite_N.sum()),
     )

@@ -6,16 +6,16 @@ the class of a place.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.records import Figure
-from perf.stats.decision import percent, wilson
+from perf.stats.decision import percent
 
-from .rows import Bools, Floats, OutputKind, RowErrors, WithoutMargins, ratio, share
+from .rows import Floats, OutputKind, RowErrors, WithoutMargins, bounded_share, share
 
 SCORE_MAP = OutputKind(
     name="score map",
@@ -109,28 +109,14 @@ def per_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -
         raise BadInput(f"{SCORE_MAP.name}: got {list(reference.shape)}, expected {SCORE_MAP.shape}")
     SCORE_MAP.refuse_misfit(reference, candidate)
     each = [_figures_of_map(*pair, threshold) for pair in zip(reference, candidate, strict=True)]
-    columns = [np.asarray(column) for column in zip(*each, strict=True)]
-    off_squares_N, squares_N, products_N, own_squares_N, max_abs_N, finite_N, agreement_N, *counts = columns
-    top_N = np.sqrt(off_squares_N)
-    return PerMap(
-        relative_error_N=np.where(finite_N, ratio(top_N, np.sqrt(squares_N)), np.inf),
-        max_abs_N=max_abs_N,
-        cosine_N=np.where(finite_N, ratio(products_N, np.sqrt(squares_N) * np.sqrt(own_squares_N), at_zero=1.0), 0.0),
-        finite_N=finite_N,
-        agreement_N=agreement_N,
-        reference_NK=counts[0],
-        candidate_NK=counts[1],
-        both_NK=counts[2],
-        squares_N=squares_N,
-        off_squares_N=off_squares_N,
-    )
+    return PerMap(**{name: np.asarray([figures[name] for figures in each]) for name in each[0]})
 
 
 def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> MapMeasures:
     """See MapMeasures. Raises BadInput as per_map does."""
     each, images = per_map(reference, candidate, threshold=threshold), len(reference)
-    agreement = float(each.agreement_N.mean())
-    low, high = wilson(min(agreement, 1.0) * images, images)
+    places_N = np.flatnonzero(each.finite_N)
+    spreads = [_spread(maps, places_N) for maps in (candidate, reference)] if len(places_N) > 1 else [1.0, 1.0]
     total_error = share(np.sqrt(each.off_squares_N.sum()), np.sqrt(each.squares_N.sum()))
     return MapMeasures(
         images=images,
@@ -142,13 +128,11 @@ def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHO
         cosine_min=float(each.cosine_N.min()),
         iou=each.iou,
         iou_worst=float(each.iou_N.min()),
-        pixel_agreement=agreement,
-        pixel_agreement_low=low,
-        pixel_agreement_high=high,
+        **bounded_share("pixel_agreement", float(each.agreement_N.mean()), images),
         pixels=int(np.prod(reference.shape[-2:])) * images,
         threshold=threshold if _is_of_one(reference[0]) else None,
         nonfinite_images=images - int(each.finite_N.sum()),
-        spread_ratio=_spread_ratio(reference, candidate, each.finite_N),
+        spread_ratio=share(*spreads, at_zero=1.0),
     )
 
 
@@ -162,27 +146,31 @@ def _answers(map_KHW: Floats, threshold: float) -> Places:
     return (map_KHW > threshold).reshape(-1).astype(np.int64) if one else map_KHW.argmax(axis=0).reshape(-1)
 
 
-def _figures_of_map(reference_KHW: Maps, candidate_KHW: Maps, threshold: float) -> tuple[object, ...]:
-    """Of one input, in the order in which per_map takes them."""
+def _figures_of_map(reference_KHW: Maps, candidate_KHW: Maps, threshold: float) -> dict[str, Any]:
+    """Of one input, by PerMap's fields."""
     ours, finite = reference_KHW.astype(np.float64), bool(np.isfinite(candidate_KHW).all())
     theirs = candidate_KHW.astype(np.float64) if finite else np.zeros_like(ours)
-    alone = _is_of_one(ours)
-    count = 2 if alone else len(ours)
+    classes = slice(1, 2) if _is_of_one(ours) else slice(len(ours))
     own_P, other_P = _answers(ours, threshold), _answers(theirs, threshold)
-    agrees_P = (own_P == other_P) & finite
-    sides = [np.bincount(own_P, minlength=count), np.bincount(other_P, minlength=count) * finite]
-    counts = [*sides, np.bincount(own_P[agrees_P], minlength=count)]
-    off = theirs - ours
-    return (
-        (off**2).sum(),
-        (ours**2).sum(),
-        (ours * theirs).sum(),
-        (theirs**2).sum(),
-        np.abs(off).max() if finite else np.inf,
-        finite,
-        agrees_P.mean(),
-        *(each[1:] if alone else each for each in counts),
-    )
+    agrees_P, off = (own_P == other_P) & finite, theirs - ours
+    squares, own_squares, off_squares = ((side**2).sum() for side in (ours, theirs, off))
+    cosine = share((ours * theirs).sum(), np.sqrt(squares) * np.sqrt(own_squares), at_zero=1.0)
+
+    def counts(answers_P: Places) -> Places:
+        return np.bincount(answers_P, minlength=classes.stop)[classes]
+
+    return {
+        "relative_error_N": share(np.sqrt(off_squares), np.sqrt(squares)) if finite else np.inf,
+        "max_abs_N": np.abs(off).max() if finite else np.inf,
+        "cosine_N": cosine if finite else 0.0,
+        "finite_N": finite,
+        "agreement_N": agrees_P.mean(),
+        "reference_NK": counts(own_P),
+        "candidate_NK": counts(other_P) * finite,
+        "both_NK": counts(own_P[agrees_P]),
+        "squares_N": squares,
+        "off_squares_N": off_squares,
+    }
 
 
 def _iou(reference_K: Places, candidate_K: Places, both_K: Places) -> float:
@@ -190,14 +178,6 @@ def _iou(reference_K: Places, candidate_K: Places, both_K: Places) -> float:
     union_K = reference_K + candidate_K - both_K
     present_K = union_K > 0
     return float((both_K[present_K] / union_K[present_K]).mean()) if present_K.any() else 1.0
-
-
-def _spread_ratio(reference: Maps, candidate: Maps, finite_N: Bools) -> float:
-    """As Rows.spread_ratio."""
-    if finite_N.sum() < 2:
-        return 1.0
-    places_N = np.flatnonzero(finite_N)
-    return share(_spread(candidate, places_N), _spread(reference, places_N), at_zero=1.0)
 
 
 def _spread(maps: Maps, places_N: NDArray[np.intp]) -> float:

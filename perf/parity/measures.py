@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ground.errors import BadInput
 from ground.ports import OutputPort, Role
 from ground.records import Figure
-from perf.stats.decision import percent, wilson
+from perf.stats.decision import percent
 
 from .logits import (
     LogitMeasures,
@@ -27,7 +27,7 @@ from .logits import (
     top5_overlap,
 )
 from .maps import THRESHOLD, MapMeasures, map_measures, per_map
-from .rows import AnyMeasures, Floats, OutputKind, RowErrors, WithoutMargins
+from .rows import AnyMeasures, Floats, OutputKind, RowErrors, WithoutMargins, bounded_share
 from .similarity import LEAST_ROWS, drawn_rows, linear_cka, same_neighbour, token_figures
 
 HINT = "run both on the same inputs"
@@ -109,13 +109,10 @@ def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray
     agrees_N = same_neighbour(rows.reference_NF, rows.candidate_NF, rows.finite_N)
     images = len(rows.finite_N)
     drawn = drawn_rows(images)
-    low, high = (None, None) if agrees_N is None else wilson(int(agrees_N.sum()), images)
     return EmbeddingMeasures(
         images=images,
         **rows.figures(),
-        neighbour_agreement=None if agrees_N is None else float(agrees_N.mean()),
-        neighbour_agreement_low=low,
-        neighbour_agreement_high=high,
+        **bounded_share("neighbour_agreement", None if agrees_N is None else float(agrees_N.mean()), images),
         nonfinite_images=images - int(rows.finite_N.sum()),
         linear_cka=linear_cka(rows.reference_NF[drawn], rows.candidate_NF[drawn]),
     )
@@ -126,15 +123,11 @@ def feature_map_measures(reference: NDArray[np.floating], candidate: NDArray[np.
     rows = FEATURE_MAP.rows(reference, candidate)
     images = len(rows.finite_N)
     tokens = token_figures(reference, candidate, rows.finite_N)
-    agreement = tokens.get("neighbour_agreement")
-    low, high = (None, None) if agreement is None else wilson(agreement * images, images)
     return FeatureMapMeasures(
         images=images,
         **rows.figures(),
         nonfinite_images=images - int(rows.finite_N.sum()),
-        **tokens,
-        neighbour_agreement_low=low,
-        neighbour_agreement_high=high,
+        **tokens | bounded_share("neighbour_agreement", tokens.get("neighbour_agreement"), images),
     )
 
 

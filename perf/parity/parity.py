@@ -13,17 +13,15 @@ from numpy.typing import NDArray
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record, record_from_file, record_from_value
-from perf.record.fitted import FittedInputs
+from perf.record.runs import FittedInputs
 
-from .labels import Accuracy, PairedAccuracy
+from .labels import Accuracy, OwnMetric, PairedAccuracy, Source
 from .locate import FaultLocation
 from .maps import THRESHOLD, Head
 from .measures import MEASURES, Measures, measures, relative_errors, require_agreement
 from .shift import Shift
-from .source import OwnMetric, Source
 from .structure import StructuralTest
-from .ties import Choices, Ties
-from .tolerance import Tolerance, Verdict, judge, with_ties
+from .tolerance import Choices, Ties, Tolerance, Verdict, judge, with_ties
 
 KIND, VERSION = "parity", 1
 AGAIN = "make the record again with `corp-deploy verify`"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.records import Figure
-from perf.stats.decision import percent
+from perf.stats.decision import percent, wilson
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -198,3 +198,9 @@ def ratio(top_N: Floats, bottom_N: Floats, at_zero: float = 0.0) -> Floats:
 def share(top: float | np.floating, bottom: float | np.floating, at_zero: float = 0.0) -> float:
     """The same of two numbers."""
     return float(ratio(np.asarray([float(top)]), np.asarray([float(bottom)]), at_zero)[0])
+
+
+def bounded_share(name: str, share: float | None, inputs: int) -> dict[str, Any]:
+    """A share of the inputs by its field's name, with Wilson's bounds at 95 % by theirs; None where there is none."""
+    low, high = (None, None) if share is None else wilson(min(share, 1.0) * inputs, inputs)
+    return {name: share, f"{name}_low": low, f"{name}_high": high}

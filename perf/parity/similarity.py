@@ -107,7 +107,13 @@ def token_figures(reference: NDArray[np.floating], candidate: NDArray[np.floatin
     chosen = drawn_rows(len(ours_RC))
     finite_P, ours_PC = finite_R[chosen], ours_RC[chosen].astype(np.float64)
     theirs_PC: Floats = np.where(finite_P[:, None], theirs_RC[chosen], 0.0).astype(np.float64)
-    cosines_R = np.where(finite_R, _cosines_of_tokens(ours_RC, theirs_RC), 0.0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        products_R, *squares_R = (
+            np.einsum("rc,rc->r", *pair, dtype=np.float64)
+            for pair in ((ours_RC, theirs_RC), (ours_RC, ours_RC), (theirs_RC, theirs_RC))
+        )
+    norms_R = np.sqrt(squares_R[0]) * np.sqrt(squares_R[1])
+    cosines_R = np.where(finite_R & np.isfinite(norms_R), ratio(products_R, norms_R, at_zero=1.0), 0.0)
     agrees_P = same_neighbour(ours_PC, theirs_PC, finite_P)
     return {
         "token_cosine_mean": float(cosines_R.mean()),
@@ -116,12 +122,3 @@ def token_figures(reference: NDArray[np.floating], candidate: NDArray[np.floatin
         "neighbour_agreement": None if agrees_P is None else float(agrees_P.mean()),
         "linear_cka": linear_cka(ours_PC, theirs_PC),
     }
-
-
-def _cosines_of_tokens(ours_RC: NDArray[np.floating], theirs_RC: NDArray[np.floating]) -> Floats:
-    """A token at a time, in float64; 1 where both are zero."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        products_R = np.einsum("rc,rc->r", ours_RC, theirs_RC, dtype=np.float64)
-        squares_R = [np.einsum("rc,rc->r", rows, rows, dtype=np.float64) for rows in (ours_RC, theirs_RC)]
-    norms_R = np.sqrt(squares_R[0]) * np.sqrt(squares_R[1])
-    return np.where(np.isfinite(norms_R), ratio(products_R, norms_R, at_zero=1.0), 0.0)

@@ -76,9 +76,20 @@ def batch_sizes(
 
 def outputs(candidate: str, answers: Outputs, *, noun: str = "images") -> list[StructuralTest]:
     """No NaN or Inf, and outputs that depend on the input (their variation over inputs is no mere rounding)."""
-    return [
-        test for name, rows in answers.items() for test in _sane(candidate, name, rows, noun, several=len(answers) > 1)
-    ]
+    tests = []
+    for name, rows in answers.items():
+        finite_N = _finite(rows)
+        nonfinite = int((~finite_N).sum())
+        reason = f"{f'{name}: ' if len(answers) > 1 else ''}NaN or Inf on {nonfinite} of {len(rows)} {noun}"
+        tests.append(finding(candidate, "finite", nonfinite, 0, reason))
+        sound_NF = rows.reshape(len(rows), -1)[finite_N].astype(np.float64)
+        if len(sound_NF) > 1:
+            size = float(np.linalg.norm(sound_NF))
+            share = float(np.linalg.norm(sound_NF - sound_NF.mean(axis=0))) / size if size else 0.0
+            status: Status = "PASS" if share > 1e-3 else "FAIL"
+            reason = f"over the {noun} the {name} vary by {share:.2g} of their size, at least 0.001 wanted"
+            tests.append(replace(finding(candidate, "constant", share, 1e-3, reason), status=status))
+    return tests
 
 
 def timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float) -> StructuralTest:
@@ -160,21 +171,6 @@ def _row_deviation(rows: Array, expected: Array) -> NDArray[np.float64]:
     )
     size_N = np.maximum(np.linalg.norm(expected_NF, axis=1), np.finfo(np.float64).tiny)
     return np.where(finite_N, np.linalg.norm(rows_NF - expected_NF, axis=1) / size_N, np.inf)
-
-
-def _sane(candidate: str, name: str, rows: Array, noun: str, *, several: bool) -> list[StructuralTest]:
-    finite_N = _finite(rows)
-    nonfinite = int((~finite_N).sum())
-    reason = f"{f'{name}: ' if several else ''}NaN or Inf on {nonfinite} of {len(rows)} {noun}"
-    tests = [finding(candidate, "finite", nonfinite, 0, reason)]
-    sound_NF = rows.reshape(len(rows), -1)[finite_N].astype(np.float64)
-    if len(sound_NF) > 1:
-        size = float(np.linalg.norm(sound_NF))
-        share = float(np.linalg.norm(sound_NF - sound_NF.mean(axis=0))) / size if size else 0.0
-        status: Status = "PASS" if share > 1e-3 else "FAIL"
-        reason = f"over the {noun} the {name} vary by {share:.2g} of their size, at least 0.001 wanted"
-        tests.append(replace(finding(candidate, "constant", share, 1e-3, reason), status=status))
-    return tests
 
 
 def _finite(rows: Array) -> NDArray[np.bool_]:

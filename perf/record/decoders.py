@@ -1,8 +1,6 @@
 """The record of one comparison of decoders: prefill by length, one step of decoding by batch, and what a cache takes.
 
-The file is one JSON object: kind "decoder-bench", version 1, created, command, caches (by subject), prefill (a list:
-length, and bench: a record as perf.record.runs has it, of batch 1), cached (tokens in the cache when a step is timed),
-decode (one more such record, a row a batch size; a call is one token of each sequence), warnings.
+The file is one JSON object: kind "decoder-bench", version 1, and the fields of `DecoderBench`.
 """
 
 from collections.abc import Mapping
@@ -52,7 +50,9 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderBench:
-    """The whole record; every bench in it is of the same two subjects."""
+    """The whole record; every bench in it is of the same two subjects. `cached`: tokens in the cache when a step is
+    timed; `decode` has a row a batch size, in which a call is one token of each sequence.
+    """
 
     created: str
     command: tuple[str, ...]

@@ -1,30 +1,8 @@
 """The record of one `bench`: raw samples of two subjects, block by block, and the machine they ran on.
 
 Nothing derived is stored: `perf.stats.quiet` says which times statistics keep, `perf.stats.summary` reads them. The
-file is one JSON object:
-
-    kind "bench", version 1, created (ISO 8601, UTC), command (list of words, may be empty)
-    environment  flat: system, machine, cpu, ..., gpu, driver (null where there is none); see perf.timing.watch
-    settings     flat: the plan of the measurement; see perf.timing.laps.Plan
-    subjects     two; the first is the reference. name, describe (flat: what the runner really ran on), macs,
-                 params, size_bytes, sha256, fused_attention, sparse_layers, plan_bytes, device_memory (bytes by
-                 profile min:opt:max: weights and activations) (null when unknown or no engine)
-    rows         one per batch size, in the order asked for; a row that failed stays
-        batch, calls_per_block, settle_calls
-        trials        by subject: status ok | oom | failed | out of time, message, warm_up_samples_ms, warm_up_flat,
-                      peak_memory_bytes, peak_memory_method
-        stop          narrow | time limit | round limit | one subject only | nothing to measure | out of time
-        blocks        in the order run: round, subject, at_s, calls, wall_ms, compute_ms,
-                      end_to_end_ms (null: the call's wall time on the CPU is both), enqueue_ms, lost_ms (per
-                      call, what its threads waited for a CPU that others had; null where unknown), dropped (null or
-                      the reason), gpu (null or its state)
-        noise_blocks  the same, of the reference against a second instance of itself
-        repeat_blocks by subject, the same: one batch again and again against varied ones; empty where not asked for
-        left_out      sentences: what there was no time or memory for
-    warnings     sentences
-    fitted       how many of the inputs that were fed a model was fitted to; null where unknown, or noise was fed
-
-Version history: 1 is the first.
+file is one JSON object: kind "bench", version (1 is the first), and the fields of `Bench`. null is what is unknown, or
+what there is none of.
 """
 
 import re
@@ -38,7 +16,42 @@ from ground.files import write_json
 from ground.quantity import quoted
 from ground.records import record_from_file
 
-from .fitted import FittedInputs
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedInputs:
+    """Of `judging` inputs, those that a model was fitted to: `same` by their content, and `alike` more that only look
+    like one of them. Of several models, those that any was fitted to.
+    """
+
+    judging: int
+    same: int
+    alike: int = 0
+    noun: str = "images"
+
+    def __post_init__(self) -> None:
+        if min(self.same, self.alike) < 0 or self.same + self.alike > self.judging:
+            raise BadInput(f"fitted: {self.same} and {self.alike} of {self.judging} {self.noun}")
+
+    @property
+    def has_overlap(self) -> bool:
+        return self.same + self.alike > 0
+
+    @property
+    def clause(self) -> str:
+        """Behind `on 64 images`; nothing where none is one of them. A likeness is a hint, and not in it."""
+        return f", {self.same} of which the model was fitted to" if self.same else ""
+
+    @property
+    def sentence(self) -> str:
+        """All of it."""
+        alike = f", {self.alike} of which look like {self.noun} that it was fitted to" if self.alike else ""
+        return f"the model is judged on {self.judging} {self.noun}{self.clause}{alike}"
+
+    @property
+    def warning(self) -> str:
+        """And what to do."""
+        return f"{self.sentence}; judge it on {self.noun} that calibration never saw"
+
 
 KIND, VERSION = "bench", 1
 AGAIN = "make the record again with `corp-deploy bench`"
@@ -75,7 +88,10 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Consecutive calls of one subject; times in milliseconds, `at_s` seconds since the row began."""
+    """Consecutive calls of one subject; times in milliseconds, `at_s` seconds since the row began. `end_to_end_ms`:
+    None where the call's wall time on the CPU is both; `lost_ms`: per call, what its threads waited for a CPU that
+    others had; `dropped`: why it doesn't count.
+    """
 
     round: int
     subject: str
@@ -112,7 +128,11 @@ class BenchTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One batch size."""
+    """One batch size, in the order asked for; one that failed stays. `stop`: narrow, time limit, round limit, one
+    subject only, nothing to measure, or out of time. Blocks stand in the order run: `noise_blocks` of the reference
+    against a second instance of itself, `repeat_blocks`, where asked for, of each subject on one batch again and again
+    against varied ones. `left_out`: sentences on what there was no time or memory for.
+    """
 
     batch: int
     trials: Mapping[str, BenchTrial]
@@ -131,7 +151,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectRecord:
-    """A subject as recorded: its name, what it really ran on and what it costs."""
+    """A subject as recorded: its name, what it really ran on and what it costs. `device_memory`: bytes by profile
+    min:opt:max of an engine, weights and activations.
+    """
 
     name: str
     describe: Flat
@@ -160,7 +182,10 @@ class SubjectRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The whole record; the first subject is the reference."""
+    """The whole record; the first subject is the reference. `created`: ISO 8601, UTC; `environment`: see
+    perf.timing.watch; `settings`: the plan of the measurement, see perf.timing.laps.Plan; `fitted`: how many of the
+    inputs that were fed a model was fitted to, None where noise was fed.
+    """
 
     created: str
     command: tuple[str, ...]

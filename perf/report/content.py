@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, get_type_hints
 
 from ground.errors import BadInput
 from ground.records import Figure, record_from_value
@@ -12,10 +12,7 @@ from perf.record.runs import Bench
 from perf.stats.summary import Summary, summarise
 from perf.stats.trend import Trend
 
-from .effort import EffortLine
-from .images_plot import ImagesPoint
-
-Part = TypeVar("Part")
+from .curves import ImagesPoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +105,20 @@ class ImagesLines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EffortLine:
+    """One step: what nobody wrote down is None. Bytes are the highest resident in the process, and of tensors on the
+    GPU; `machine` is the processor's name, empty where a line is of several.
+    """
+
+    step: str
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    machine: str = ""
+    gpu: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
     """Everything a report may show; parts that were not made are None or empty."""
 
@@ -125,8 +136,8 @@ class Content:
     history: Trend | None = None
     calibration_size: ImagesLines | None = None
     effort: tuple[EffortLine, ...] = ()
-    environment: Mapping[str, str]
-    lineage: Mapping[str, str]
+    environment: dict[str, Any]
+    lineage: dict[str, Any]
     commands: tuple[str, ...] = ()
 
 
@@ -141,25 +152,25 @@ def content_from_record(record: Mapping[str, Any]) -> Content:
     if not isinstance(record.get("title"), str):
         raise BadInput("report: the title is missing; give the record a 'title'")
     record = _printable(record)
-    bench = _of_kind(record, "bench", Bench)
+    parts: dict[str, Any] = {
+        key: record_from_value(part, kind, where=f"report: {key}")
+        for key, kind in get_type_hints(Content).items()
+        if key not in ("title", "bench", "summary", "parity", "history") and (part := record.get(key))
+    }
+    for key, kind in (("bench", Bench), ("history", Trend)):
+        if part := record.get(key):
+            parts[key] = record_from_value(part, kind, where=f"{key}.json", kind=key)
+    if part := record.get("parity"):
+        parts["parity"] = parity_from_value(part, where="parity.json")
+    bench: Bench | None = parts.get("bench")
     return Content(
-        title=record["title"],
-        bench=bench,
-        summary=None if bench is None else summarise(bench),
-        parity=record.get("parity") and parity_from_value(record["parity"], where="parity.json"),
-        gate=_typed(record, "gate", GateLines, {}),
-        sites=_typed(record, "sites", tuple[SiteLine, ...], ()),
-        coverage=_typed(record, "coverage", str, ""),
-        models=_typed(record, "models", tuple[ModelLine, ...], ()),
-        effects=_typed(record, "effects", tuple[EffectLine, ...], ()),
-        ways=_typed(record, "ways", tuple[BudgetLine, ...], ()),
-        merging=record.get("merging") and _typed(record, "merging", MergingLines, {}),
-        history=_of_kind(record, "history", Trend),
-        calibration_size=record.get("calibration_size") and _typed(record, "calibration_size", ImagesLines, {}),
-        effort=_typed(record, "effort", tuple[EffortLine, ...], ()),
-        environment=_flat(_typed(record, "environment", dict[str, Any], bench.environment if bench else {})),
-        lineage=_flat(_typed(record, "lineage", dict[str, Any], {})),
-        commands=_typed(record, "commands", tuple[str, ...], ()),
+        **parts
+        | {
+            "title": record["title"],
+            "summary": None if bench is None else summarise(bench),
+            "environment": _flat(parts.get("environment") or (bench.environment if bench else {})),
+            "lineage": _flat(parts.get("lineage", {})),
+        }
     )
 
 
@@ -170,14 +181,6 @@ def _printable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_printable(key): _printable(item) for key, item in value.items()}
     return [_printable(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _of_kind(record: Mapping[str, Any], kind: str, part: type[Part]) -> Part | None:
-    return record.get(kind) and record_from_value(record[kind], part, where=f"{kind}.json", kind=kind)
-
-
-def _typed(record: Mapping[str, Any], key: str, part: type[Part], otherwise: object) -> Part:
-    return record_from_value(record.get(key) or otherwise, part, where=f"report: {key}")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -16,9 +16,8 @@ from perf.stats.summary import Side, SummaryRow
 
 from . import plots
 from .content import Content
+from .curves import history_figures, images_figure
 from .headline import lead, tiles, verdicts, where
-from .history import history_figures
-from .images_plot import images_figure
 from .numbers import Table
 from .plots import Series
 from .svg import Figure

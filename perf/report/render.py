@@ -15,11 +15,10 @@ from perf.stats.stats import Interval, Percentile
 from perf.stats.summary import SummaryRow
 
 from .content import Content, content_from_record
-from .effort import MEASURES
 from .headline import lead, verdicts
 from .numbers import Table
 from .page import html_from_content
-from .tables import tables
+from .tables import MEASURES, tables
 
 HEADER = ("section", "subject", "batch", "measure", "name", "value", "low", "high")
 SITE_ERRORS = ("error_uncompensated", "error", "error_held_out", "stream_error", "stream_error_held_out")

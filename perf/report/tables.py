@@ -7,11 +7,9 @@ from typing import Any
 
 from perf.stats.summary import MOST_GAIN, Side, SummaryRow
 
-from .content import BudgetLine, Content, EffectLine, GateLine, MergingLines, ModelLine, SiteLine
-from .effort import effort_table
-from .history import history_table
-from .images_plot import images_table
-from .numbers import NOTHING, PAIR, Table, count, error, middle, percent, points, ratio, signed_percent, size
+from .content import BudgetLine, Content, EffectLine, EffortLine, GateLine, MergingLines, ModelLine, SiteLine
+from .curves import history_table, images_table
+from .numbers import NOTHING, PAIR, Table, count, error, middle, number, percent, points, ratio, signed_percent, size
 from .parity_tables import PARITY_TABLES
 
 MOST_WHY = 100
@@ -195,3 +193,37 @@ def sites(lines: Sequence[SiteLine]) -> Table:
 def pairs(key: str, title: str, values: Mapping[str, str]) -> Table:
     """A flat mapping as a table."""
     return Table(key=key, title=title, columns=PAIR, rows=tuple(values.items()))
+
+
+MEASURES = ("seconds", "peak_bytes", "device_peak_bytes")
+
+
+def effort_table(lines: Sequence[EffortLine]) -> Table:
+    """A row a step and one of all together, where every step is known; the machines in a note, or in a column where
+    there are several.
+    """
+    machines = list(dict.fromkeys(_machine(line) for line in lines if line.machine))
+    several = len(machines) > 1
+    rows = [
+        (
+            line.step,
+            "not recorded" if line.seconds is None else number(line.seconds),
+            size(line.peak_bytes),
+            size(line.device_peak_bytes),
+            *[_machine(line)] * several,
+        )
+        for line in lines
+    ]
+    measured_s = [line.seconds for line in lines if line.seconds is not None]
+    if len(measured_s) == len(lines) > 1:
+        peaks = [max((each for line in lines if (each := getattr(line, name))), default=None) for name in MEASURES[1:]]
+        rows.append(("all together", number(sum(measured_s)), *map(size, peaks), *[""] * several))
+    note = "" if several or not machines else f"On {machines[0]}. "
+    note += "Each step as it took when its files were made: one that was not run again keeps the older figures. "
+    note += "Memory is all that the process held, and of the GPU's what torch did."
+    columns = ("Step", "Seconds", "Peak memory", "Peak on the GPU", *["Machine"] * several)
+    return Table(key="effort", title="What it took", columns=columns, rows=tuple(rows), note=note if rows else "")
+
+
+def _machine(line: EffortLine) -> str:
+    return f"{line.machine}, {line.gpu}" if line.gpu else line.machine

@@ -7,7 +7,7 @@ once, so that the device is not idle while the host issues the next.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -16,22 +16,16 @@ from ground.gpu import require_cuda
 from perf.timing.laps import Clock, Laps
 
 
-class Event(Protocol):
-    """A point on the stream."""
-
-    def elapsed_time(self, later: Any, /) -> float:
-        """Milliseconds to the later event; both must have been reached."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBound:
-    """The stages of one call, each a function that enqueues work, and the marks between them."""
+    """The stages of one call, each a function that enqueues work, and the marks between them: events, of which
+    `elapsed_time(later)` tells milliseconds.
+    """
 
     copy_in: Callable[[], object]
     launch: Callable[[], object]
     copy_out: Callable[[], object]
-    mark: Callable[[], Event]
+    mark: Callable[[], Any]
     wait: Callable[[], object]
     flush: Callable[[], object] | None = None
 
@@ -51,7 +45,7 @@ class DeviceBound:
             enqueue_ms=(enqueued - started) / 1e6,
         )
 
-    def _enqueue(self) -> tuple[Event, Event, Event, Event, Event]:
+    def _enqueue(self) -> tuple[Any, ...]:
         begun = self.mark()
         self.copy_in()
         arrived = ready = self.mark()
@@ -126,13 +120,12 @@ class Staging:
 
         return enqueue
 
-    def _mark(self) -> Event:
+    def _mark(self) -> Any:
         import torch
 
         event: Any = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
-        marked: Event = event
-        return marked
+        return event
 
 
 def _copy(sources: Mapping[str, Any], targets: Mapping[str, Any]) -> None:

@@ -144,21 +144,18 @@ class EngineRunner:
                 beyond.append(f"takes {name} from {list(least)} to {list(most)}, got {list(shape)}")
         if beyond:
             raise BadInput(f"{self.path}: {'; '.join(beyond)}; build it with a profile that includes this batch")
-        context = self._engine.create_execution_context(*self._runtime_config())
+        config = []
+        if self.backend == "tensorrt_rtx":  # else kernels are specialised at some call later than the first
+            config = [self._engine.create_runtime_config()]
+            eager = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
+            config[0].dynamic_shapes_kernel_specialization_strategy = eager
+        context = self._engine.create_execution_context(*config)
         if context is None:
             raise MemoryError(f"{self.path}: no memory for an execution context; {self._last_error}")
         for name, shape in shapes.items():
             if not context.set_input_shape(name, shape):
                 raise BadInput(f"{self.path}: the engine refused the shape {list(shape)} of {name}; {self._last_error}")
         return context
-
-    def _runtime_config(self) -> tuple[Any, ...]:
-        """Of TensorRT-RTX, which else specialises kernels for the shapes at some call later than the first."""
-        if self.backend == "tensorrt":
-            return ()
-        config = self._engine.create_runtime_config()
-        config.dynamic_shapes_kernel_specialization_strategy = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
-        return (config,)
 
 
 def _ports(trt: Any, engine: Any, path: Path) -> tuple[tuple[Port, ...], tuple[OutputPort, ...]]:

@@ -87,14 +87,17 @@ class OnnxRunner:
                     f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; "
                     "verify rounds it by itself, as it is typed"
                 )
-        options = session_options(self.threads)
+        options, own = session_options(self.threads), dict[str, str]()
         if self.provider != "cpu":
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
             self._stream = open_stream()
+            captures = "trt_cuda_graph_enable" if self.provider == "tensorrt" else "enable_cuda_graph"
+            own = {"device_id": "0", "user_compute_stream": str(self._stream.cuda_stream)}
+            own[captures] = str(int(self.cuda_graph))
         if self.as_typed:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-        self._session = opened_session(self.path, self.provider, options, self._provider_options())
+        self._session = opened_session(self.path, self.provider, options, own)
         self._take_io()
         self._describe = {
             "backend": "onnxruntime",
@@ -171,13 +174,6 @@ class OnnxRunner:
         note = self._session.get_modelmeta().custom_metadata_map.get(OUTPUTS_NOTE, "[]")
         io = graph_io(self.path, inputs, outputs, note)
         self.inputs, self.outputs, self.fixed_batch = io.inputs, io.outputs, io.batch
-
-    def _provider_options(self) -> dict[str, str]:
-        if self.provider == "cpu":
-            return {}
-        captures = "trt_cuda_graph_enable" if self.provider == "tensorrt" else "enable_cuda_graph"
-        stream = str(self._stream.cuda_stream)
-        return {"device_id": "0", "user_compute_stream": stream, captures: str(int(self.cuda_graph))}
 
     def _staged(self, feeds: Feeds) -> tuple[Staging, Callable[[], None]]:
         """Fixed device addresses bound to the session, which enqueues on its own stream without waiting."""

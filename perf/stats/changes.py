@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ LOOKS = 30  # the history that the error bound is for; of a longer level the new
 ALPHA = 0.025  # of a history without a change: below the 1 in 20 that is promised
 LEAST_NOISE = 0.001  # between releases, of a logarithm: nothing that was benched twice agreed better
 TAIL = 8
+LEAST_SPREAD = 1e-6  # of simulated values, that no look divides by zero
 HISTORIES = 20_000
 _NORMAL_95 = 1.96
 
@@ -47,10 +49,10 @@ class ChangePoint:
         return self.ratio.value > 1
 
 
-def normal_from_t(t: float, freedom: int) -> float:
-    """The normal deviate about as rare as a t of so many degrees of freedom, with its sign."""
+def normal_from_t(t: Any, freedom: int) -> Any:
+    """The normal deviate about as rare as a t, or as each of an array, of so many degrees of freedom, with its sign."""
     scale = (8 * freedom + 1) / (8 * freedom + 3)
-    return math.copysign(scale * math.sqrt(freedom * math.log1p(t * t / freedom)), t)
+    return np.copysign(scale * np.sqrt(freedom * np.log1p(t * t / freedom)), t)
 
 
 def change_points(
@@ -69,56 +71,44 @@ def change_points(
         level = logs[start : found + 1][-LOOKS:]
         if len(level) < 2 or freedom + len(level) - 2 < 1:
             continue
-        at, ratio, score = _best_split(level, squares, freedom + len(level) - 2, noise)
+        free = freedom + len(level) - 2
+        (step,), (error,) = _steps(level[None], squares, free, noise)
+        at = int(np.argmax(np.abs(step / error)))
+        score = float(normal_from_t(step[at] / error[at], free))
         if abs(score) < critical:
             continue
-        first = found + 1 - len(level) + at
+        first = found + 2 - len(level) + at
         before = logs[start:first]
-        squares, freedom = squares + _squares(before), freedom + len(before) - 1
+        squares, freedom = squares + float(_squares(before)), freedom + len(before) - 1
+        value, reach = math.exp(step[at]), math.exp(_NORMAL_95 * error[at])
+        ratio = Interval(value=value, low=value / reach, high=value * reach)
         points.append(ChangePoint(first=first, found=found, ratio=ratio, score=score))
         start = first
     return tuple(points)
 
 
-def _best_split(level: Floats, squares: float, freedom: int, noise: float) -> tuple[int, Interval, float]:
-    """The split whose sides differ most for the spread within them: where, the new level over the old, the score."""
-    after = np.arange(len(level) - 1, 0, -1)
-    before = len(level) - after
-    total = np.cumsum(level)
-    step = (total[-1] - total[:-1]) / after - total[:-1] / before
-    weight = 1 / before + 1 / after
-    within = np.maximum(squares + _squares(level) - step**2 / weight, 0.0)
-    error = np.sqrt(np.maximum(within / freedom, noise**2) * weight)
-    at = int(np.argmax(np.abs(step / error)))
-    value, reach = math.exp(step[at]), math.exp(_NORMAL_95 * error[at])
-    ratio = Interval(value=value, low=value / reach, high=value * reach)
-    return at + 1, ratio, normal_from_t(float(step[at] / error[at]), freedom)
+def _steps(level_HN: Floats, squares: float, freedom: int, noise: float) -> tuple[Floats, Floats]:
+    """At each split of each level the mean behind it less the one in front, and its error by the spread within them."""
+    after_N = np.arange(level_HN.shape[1] - 1, 0, -1)
+    before_N = after_N[::-1]
+    total_HN = np.cumsum(level_HN, axis=1)
+    step_HN = (total_HN[:, -1:] - total_HN[:, :-1]) / after_N - total_HN[:, :-1] / before_N
+    weight_N = 1 / before_N + 1 / after_N
+    within_HN = squares + _squares(level_HN)[:, None] - step_HN**2 / weight_N
+    return step_HN, np.sqrt(np.maximum(within_HN / freedom, noise**2) * weight_N)
 
 
-def _squares(values: Floats) -> float:
-    return float(np.sum((values - values.mean()) ** 2))
+def _squares(values: Floats) -> Floats:
+    """Of each row from its mean."""
+    return np.asarray(np.sum((values - values.mean(axis=-1, keepdims=True)) ** 2, axis=-1))
 
 
 @functools.cache
 def critical_score(alpha: float = ALPHA) -> float:
     """The score that a share `alpha` of histories of LOOKS values without a change reaches at some look."""
-    highest_H = _highest_scores(np.random.default_rng(0).standard_t(TAIL, size=(HISTORIES, LOOKS)))
+    values_HN = np.random.default_rng(0).standard_t(TAIL, size=(HISTORIES, LOOKS))
+    highest_H = np.zeros(HISTORIES)
+    for count in range(LEAST_VALUES, LOOKS + 1):
+        step_HN, error_HN = _steps(values_HN[:, :count], 0.0, count - 2, LEAST_SPREAD)
+        highest_H = np.maximum(highest_H, normal_from_t(np.abs(step_HN / error_HN).max(axis=1), count - 2))
     return float(np.quantile(highest_H, 1 - alpha))
-
-
-def _highest_scores(values_HN: Floats) -> Floats:
-    """Of each history the largest score at any of its looks; the same sums as `_best_split`, all histories at once."""
-    highest_H = np.zeros(len(values_HN))
-    total_HN, squared_HN = np.cumsum(values_HN, axis=1), np.cumsum(values_HN**2, axis=1)
-    for count in range(LEAST_VALUES, values_HN.shape[1] + 1):
-        before_N = np.arange(1, count)
-        after_N = count - before_N
-        sum_H = total_HN[:, count - 1]
-        step_HN = (sum_H[:, None] - total_HN[:, : count - 1]) / after_N - total_HN[:, : count - 1] / before_N
-        gain_HN = step_HN**2 / (1 / before_N + 1 / after_N)
-        whole_H = squared_HN[:, count - 1] - sum_H**2 / count
-        gain_H, freedom = gain_HN.max(axis=1), count - 2
-        t2_H = gain_H / (np.maximum(whole_H - gain_H, 1e-12) / freedom)
-        scale = (8 * freedom + 1) / (8 * freedom + 3)
-        highest_H = np.maximum(highest_H, scale * np.sqrt(freedom * np.log1p(t2_H / freedom)))
-    return highest_H

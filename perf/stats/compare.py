@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from ground.text import markdown_line
@@ -33,7 +34,14 @@ class ComparedRow:
     before: Side | None
     after: Side | None
     ratio: Interval | None
-    change: Change
+
+    @property
+    def change(self) -> Change:
+        if self.ratio is None or not self.ratio.is_bounded:
+            return "unknown"
+        if self.ratio.low > 1:
+            return "slower"
+        return "faster" if self.ratio.high < 1 else "not significant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +61,13 @@ def compare(before: Bench, after: Bench) -> Comparison:
     old, new = summarise(before), summarise(after)
     batches = sorted({row.batch for row in (*old.rows, *new.rows)})
     pairs = ((old.reference, new.reference), (old.candidate, new.candidate))
-    rows = tuple(
-        _row(batch, name, _sides_of(old, former).get(batch), _sides_of(new, name).get(batch))
-        for batch in batches
-        for former, name in pairs
-    )
-    return Comparison(differences=tuple(_differences(before, after)), rows=rows)
+    rows = []
+    for batch, (former, name) in product(batches, pairs):
+        then, now = (_side(summary, batch, own) for summary, own in ((old, former), (new, name)))
+        p50s = [None if side is None else side.p50_ms for side in (then, now)]
+        ratio = None if p50s[0] is None or p50s[1] is None else ratio_of_independent(p50s[1], p50s[0])
+        rows.append(ComparedRow(batch=batch, subject=name, before=then, after=now, ratio=ratio))
+    return Comparison(differences=tuple(_differences(before, after)), rows=tuple(rows))
 
 
 def ratio_of_independent(after: Interval, before: Interval) -> Interval:
@@ -105,23 +114,9 @@ def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
                 yield Difference(key=prefix + key, before=old, after=new, decisive=False)
 
 
-def _sides_of(summary: Summary, name: str) -> dict[int, Side]:
-    return {row.batch: row.sides[name] for row in summary.rows}
-
-
-def _row(batch: int, name: str, before: Side | None, after: Side | None) -> ComparedRow:
-    ratio = None
-    if before is not None and after is not None and before.p50_ms is not None and after.p50_ms is not None:
-        ratio = ratio_of_independent(after.p50_ms, before.p50_ms)
-    return ComparedRow(batch=batch, subject=name, before=before, after=after, ratio=ratio, change=_change(ratio))
-
-
-def _change(ratio: Interval | None) -> Change:
-    if ratio is None or not ratio.is_bounded:
-        return "unknown"
-    if ratio.low > 1:
-        return "slower"
-    return "faster" if ratio.high < 1 else "not significant"
+def _side(summary: Summary, batch: int, name: str) -> Side | None:
+    row = summary.row(batch)
+    return None if row is None else row.sides[name]
 
 
 def _line(row: ComparedRow) -> str:

@@ -43,11 +43,10 @@ def _row_warnings(row: Row) -> Iterator[str]:
     yield from (f"{name}: {text}" for name, text in cached_subjects(row))
     yield from (f"{name}: no memory to try it on varied batches" for name, own in row.repeat_blocks.items() if not own)
     yield from row.left_out
-    yield from _left_out(row.blocks)
-    yield from _gpu_warnings(row.blocks)
+    yield from _warnings_of_all(row.blocks)
 
 
-def _left_out(blocks: Sequence[Block]) -> Iterator[str]:
+def _warnings_of_all(blocks: Sequence[Block]) -> Iterator[str]:
     total, complete = len({block.round for block in blocks}), len(whole_rounds(blocks))
     interrupted = interrupted_share(blocks)
     if 0 < complete < MIN_ROUNDS:
@@ -62,6 +61,12 @@ def _left_out(blocks: Sequence[Block]) -> Iterator[str]:
         )
     elif interrupted > INTERRUPTED_LIMIT:
         yield f"{100 * interrupted:.0f} % of the calls left out: other programs had the CPU"
+    states = [block.gpu for block in blocks if block.gpu is not None]
+    if any(state.foreign_processes for state in states):
+        yield f"{max(state.foreign_processes for state in states)} other processes used the GPU"
+    capped = sum("sw_power_cap" in state.throttle for state in states)
+    if capped:
+        yield f"the power limit lowered the clocks in {capped} of {len(states)} blocks"
 
 
 def _block_warnings(blocks: Sequence[Block], name: str) -> Iterator[str]:
@@ -81,12 +86,3 @@ def _block_warnings(blocks: Sequence[Block], name: str) -> Iterator[str]:
     enqueue = sum(block.enqueue_ms or 0.0 for block in own)
     if on_device and enqueue > ENQUEUE_LIMIT * sum(sum(block.compute_ms) for block in own):
         yield "the host takes as long to issue a call as the device to run it; measure with a CUDA graph"
-
-
-def _gpu_warnings(blocks: Sequence[Block]) -> Iterator[str]:
-    states = [block.gpu for block in blocks if block.gpu is not None]
-    if any(state.foreign_processes for state in states):
-        yield f"{max(state.foreign_processes for state in states)} other processes used the GPU"
-    capped = sum("sw_power_cap" in state.throttle for state in states)
-    if capped:
-        yield f"the power limit lowered the clocks in {capped} of {len(states)} blocks"

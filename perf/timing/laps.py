@@ -127,23 +127,16 @@ def warm_up(
             return WarmUp(samples_ms=tuple(samples_ms), flat=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """So many seconds from a reading of the clock on."""
+    """So many seconds from now on."""
 
-    clock: Clock
-    started_ns: int
-    limit_s: float
+    def __init__(self, clock: Clock, limit_s: float) -> None:
+        self.clock, self.limit_s, self._started_ns = clock, limit_s, clock()
 
     @property
     def spent_s(self) -> float:
-        return (self.clock() - self.started_ns) / 1e9
+        return (self.clock() - self._started_ns) / 1e9
 
     @property
     def left_s(self) -> float:
         return self.limit_s - self.spent_s
-
-
-def limit_from_now(clock: Clock, limit_s: float) -> TimeLimit:
-    """From now on."""
-    return TimeLimit(clock=clock, started_ns=clock(), limit_s=limit_s)

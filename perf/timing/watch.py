@@ -129,7 +129,10 @@ def lost_time(
     the threads' own accounts read, so that an undisturbed call costs next to nothing to watch. The threads are those
     alive on entry: their accounts stay open, which makes reading one another microsecond.
     """
-    accounts = _opened(tasks)
+    accounts = []
+    for task in os.listdir(tasks) if os.path.isdir(tasks) else ():
+        with suppress(OSError):  # of a thread that ends meanwhile
+            accounts.append(os.open(f"{tasks}/{task}/schedstat", os.O_RDONLY))
     if not accounts:
         yield None
         return
@@ -149,15 +152,6 @@ def lost_time(
     finally:
         for account in accounts:
             os.close(account)
-
-
-def _opened(tasks: str) -> list[int]:
-    """A file descriptor of each thread's scheduler account; a thread that ends meanwhile has none."""
-    opened = []
-    for task in os.listdir(tasks) if os.path.isdir(tasks) else ():
-        with suppress(OSError):
-            opened.append(os.open(f"{tasks}/{task}/schedstat", os.O_RDONLY))
-    return opened
 
 
 def _waited_ns(accounts: list[int]) -> int:

@@ -27,7 +27,7 @@ from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.manifest import load_effort, load_manifest
 from corp_deploy.store.model_config import load_model_config
 from export.engine.record import record_of_plan
-from export.triton.expected import read_expected
+from export.triton.config import read_expected
 from perf.bench.latency_table import load_table
 from perf.gate.history import load_trend
 from perf.gate.verdicts import load_gate

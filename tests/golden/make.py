@@ -39,8 +39,8 @@ from corp_deploy.store.dense_model import load_dense
 from ground.feeds import Feeds
 from ground.files import sha256_of_file
 from ground.ports import LOGITS
+from perf.parity.labels import Source
 from perf.parity.parity import ImageSet
-from perf.parity.source import Source
 from perf.runners.onnx import OnnxRunner
 from tests import decoders, encoders, tiny
 from tests.golden.answers import FIGURES, MODELS, MOMENTS

@@ -15,7 +15,7 @@ from corp_deploy.store.manifest import load_manifest
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from export.engine.record import EngineRecord, record_of_plan
 from export.graph.ports import GraphPort
-from export.triton.expected import expected_text, read_expected
+from export.triton.config import expected_text, read_expected
 from ground.ports import image_port
 from ground.records import record_from_file
 from perf.bench.latency_table import Cell, LatencyTable, load_table, save_table
