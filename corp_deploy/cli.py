@@ -23,20 +23,16 @@ from ground.signals import Terminated, raising_on_signals
 from ground.text import message_line
 
 from .commands.bench import bench, compare
-from .commands.build import audit, build
 from .commands.calibrate import calibrate, merge_moments
-from .commands.decoder import export_decoder_command
+from .commands.decoder import export_decoder_command, perplexity
 from .commands.demo import demo
 from .commands.doctor import completion, doctor, print_versions
-from .commands.export import export_command
-from .commands.gate import gate
+from .commands.export import audit, build, export_command
+from .commands.gate import gate, report
 from .commands.inspect import inspect, redundancy
-from .commands.latency import latency_table
 from .commands.package import lint_repo, package, serve_version
-from .commands.perplexity import perplexity
-from .commands.reduce import reduce_command
+from .commands.reduce import latency_table, reduce_command
 from .commands.release import check, release
-from .commands.report import report
 from .commands.ship import ship
 from .commands.sweep import sweep_command
 from .commands.verify import verify

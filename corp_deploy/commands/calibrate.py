@@ -13,8 +13,7 @@ from ground.errors import BadInput
 
 from .command import command, some
 from .model_choice import ModelChoice
-from .options import FILE, explicit_options
-from .repeat import command_again
+from .options import FILE, command_again, explicit_options
 from .stopwatch import keep_effort, stopwatch_on
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def _tell(
     """What was made of a calibration, in words and, where that is asked for, in the file `summary`."""
     from corp_deploy.reduction.summary import reference_of_summary
     from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
-    from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
+    from corp_deploy.views.reduction import line_of_moments, lines_of_overfitting
     from ground.files import write_json
 
     record, *held_out = summaries

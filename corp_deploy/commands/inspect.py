@@ -60,7 +60,7 @@ def redundancy(moments: Path, output: Path | None, out: Output) -> None:
     from calib.redundancy import record_from_redundancy
     from calib.redundancy import redundancy as redundancy_of
     from calib.store import load
-    from corp_deploy.views.moments import redundancy_plot, redundancy_tables
+    from corp_deploy.views.reduction import redundancy_plot, redundancy_tables
     from ground.files import write_json, write_text
 
     if output is not None and output.suffix not in (".json", ".svg"):

@@ -10,15 +10,14 @@ import click
 from corp_deploy.invocation import values
 from corp_deploy.invocation.inputs import KINDS, RequiredInputs
 from corp_deploy.invocation.option import Record, option
-from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
+from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 from ground.quantity import BATCH, JOBS, SHARE
 
 from .command import command, some
 from .model_choice import ModelChoice
-from .options import DIRECTORY, FILE, Paths, explicit_options, usage_errors
-from .repeat import words_again
+from .options import DIRECTORY, FILE, Paths, explicit_options, usage_errors, words_again
 from .sweep_choice import SweepChoice
 from .sweep_jobs import ALONE, run_jobs
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from corp_deploy.invocation.call import Pairs
+from corp_deploy.invocation.option import Pairs
 
 SPARSITY = 0.5
 CONV_SPARSITY = 0.4

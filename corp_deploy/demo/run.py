@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from calib.store import load as load_moments
-from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.option import Invocation
 from corp_deploy.proof.report_input import EFFECTS_KIND
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce

@@ -13,7 +13,7 @@ from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.invocation.sparsity import SparseChoice
+from corp_deploy.invocation.method_choice import SparseChoice
 from corp_deploy.reduction.model import Reduction, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified

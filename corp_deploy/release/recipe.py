@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from corp_deploy.invocation.engine import TargetName
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.proof import GateOptions
-from corp_deploy.invocation.ship import TargetName
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from export.engine.options import BatchProfile, BuildOptions

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from corp_deploy.families.trusted_code import refuse_untrusted
-from corp_deploy.invocation.call import path_from
-from corp_deploy.invocation.option import option, options_of
+from corp_deploy.invocation.option import option, options_of, path_from
 from corp_deploy.invocation.proof import MetricOptions, ProofOptions
 from corp_deploy.invocation.values import FILE, Repeated
 from corp_deploy.proof.metric_request import OUTPUTS, MetricRequest, metrics_from_texts

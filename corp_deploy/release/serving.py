@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from corp_deploy.invocation.serving import ServingOptions
+from corp_deploy.invocation.engine import ServingOptions
 from export.engine.record import record_of_plan
 from export.triton.config import DEFAULT_MAX_BATCH, Serving
 from export.triton.expected import Agreement, Expected, Latency

@@ -9,12 +9,12 @@ from calib.groups import BY_NAME
 from calib.images import Images
 from calib.store import load as load_moments
 from corp_deploy.invocation.calibration import CalibrateOptions
-from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.engine import ServingOptions
 from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.inputs import Decoded, Drawn, HoldOutOptions
+from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, FedOptions
-from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.merging import merging_checkpoint

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.option import Invocation
 
 from . import calls, names
 from .incremental import Stage
