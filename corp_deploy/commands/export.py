@@ -17,7 +17,6 @@ from ground.precision import PRECISIONS, QUANTISED
 from .command import command, some
 from .model_choice import ModelChoice
 from .options import FILE, command_line
-from .stopwatch import keep_effort, stopwatch_on
 
 if TYPE_CHECKING:
     from export.engine.build import Engine
@@ -65,11 +64,12 @@ def export_command(
     from corp_deploy.proof.graphs import Graphs
     from corp_deploy.proof.inputs import inputs_from_set
     from corp_deploy.store.dense_model import model_of_directory
+    from corp_deploy.store.manifest import path_beside, timed_on, write_effort
     from corp_deploy.views.engine import graph_lines
 
     options.require_inputs(inputs.path is not None)
     output, rows = Path(files.output), list[dict[str, Any]]()
-    with stopwatch_on() as watch:
+    with timed_on() as watch:
         checkpoint = model.load(out)
         feeds = None if inputs.path is None else inputs_from_set(inputs.open(checkpoint)).feeds
         yardstick = None if dense is None else model_of_directory(Path(dense))
@@ -78,7 +78,7 @@ def export_command(
             for name, path in graphs.paths(output).items():
                 rows.append(_record_of(name, path, graphs.write(name, path)))
                 bar(len(rows))
-    keep_effort(watch, Path(rows[0]["path"]), step="export")
+    write_effort(path_beside(Path(rows[0]["path"])), "export", watch)
     if options.heads == "ragged":
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded heads keep it")
     kept = {name: found.kept for name, found in graphs.found.items()}
@@ -120,18 +120,19 @@ def build(graph: Path, output: Path, options: EngineOptions, out: Output) -> Non
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan
     """
     from corp_deploy.proof.compatibility import bench_lines, build_priced
+    from corp_deploy.store.manifest import path_beside, timed_on, write_effort
     from corp_deploy.views.engine import engine_table
     from export.engine.build import write_engine
 
     lines: tuple[str, ...] = ()
-    with stopwatch_on() as watch, out.progress("building", None, unit="steps") as bar, watch.measure("build"):
+    with timed_on() as watch, out.progress("building", None, unit="steps") as bar, watch.measure("build"):
         if options.compatibility is None:
             built = _built(options, graph, bar)
             write_engine(built, output)
         else:
             built = build_priced(graph, options.of_engine(command_line()), output)
             lines = bench_lines(built.record, output)
-    keep_effort(watch, output, step="build")
+    write_effort(path_beside(output), "build", watch)
     record = json.loads(built.record.to_json()) | {"effort": watch.as_json()}
     out.result(record, engine_table(built.record), f"{output}: written", *lines, *watch.lines)
 

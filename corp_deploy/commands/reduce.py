@@ -20,7 +20,6 @@ from ground.quantity import BATCH, THREADS
 from .command import command, some
 from .model_choice import ModelChoice
 from .options import DIRECTORY
-from .stopwatch import keep_effort, stopwatch_on
 
 LOOKED_AT = some(
     *(*KINDS, "samples", "seed", "workers", "max_bad", "hold_out", "groups"),
@@ -58,6 +57,7 @@ def reduce_command(
     from corp_deploy.proof.speed import measured_speedup
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.store.checkpoint import on_device
+    from corp_deploy.store.manifest import path_beside, timed_on, write_effort
     from corp_deploy.views.reduction import polishing_shown, reduction_shown, speedup_line
     from ground.gpu import require_device
 
@@ -67,7 +67,7 @@ def reduce_command(
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.loop == "asymmetric" else "reducing"
     resumed = state_beside(output).exists()
     with (
-        stopwatch_on(reduction.device) as watch,
+        timed_on(reduction.device) as watch,
         ranks_of_this_run(reduction.device) if request.polish else nullcontext(ALONE) as ranks,
     ):
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
@@ -91,7 +91,7 @@ def reduce_command(
             )
     if ranks.rank:
         return
-    keep_effort(watch, output, step="reduce", device=reduction.device, resumed=resumed)
+    write_effort(path_beside(output), "reduce", watch, device=reduction.device, resumed=resumed)
     for note in result.notes:
         out.warn(note)
     if reduction.heads == "ragged" and reduction.attn:

@@ -1,4 +1,4 @@
-"""What `verify` runs, on which inputs, and engines of one graph held against each other, in one environment or in two."""
+"""What `verify` runs and on what, and engines of one graph held against each other, in one environment or in two."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
