@@ -57,13 +57,6 @@ WHAT_LACKS = {
 """Errors of the system that say what the machine lacks; all others are of the paths that were given."""
 
 
-def _failure_from_os(error: OSError) -> Failure:
-    where = f"{str(error.filename)[:500]}: " if error.filename else ""
-    if error.errno in WHAT_LACKS:
-        return Failure(f"{where}{WHAT_LACKS[error.errno]}", EXIT_MISSING)
-    return Failure(f"{where}{error.strerror or error}", EXIT_BAD_INPUT)
-
-
 def _unforeseen(error: Exception) -> Failure:
     """What no room worded: the machine's memory, the system's errors, or a bug of ours."""
     said = str(error)[:150]
@@ -78,7 +71,10 @@ def _unforeseen(error: Exception) -> Failure:
         )
     of_system = os_error_from(error) or error
     if isinstance(of_system, OSError):
-        return _failure_from_os(of_system)
+        where = f"{str(of_system.filename)[:500]}: " if of_system.filename else ""
+        if of_system.errno in WHAT_LACKS:
+            return Failure(f"{where}{WHAT_LACKS[of_system.errno]}", EXIT_MISSING)
+        return Failure(f"{where}{of_system.strerror or of_system}", EXIT_BAD_INPUT)
     traceback.print_exception(error)
     return Failure("this is a bug in corp-deploy; the lines above say where", EXIT_BUG)
 

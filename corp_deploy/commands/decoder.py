@@ -123,7 +123,7 @@ def perplexity(
     from corp_deploy.proof.candidates import candidate_from_path
     from corp_deploy.proof.perplexity import LanguageLimits, perplexities
     from corp_deploy.proof.record import EXIT_CODES
-    from corp_deploy.views.decoders import perplexity_line, perplexity_table, reason_lines
+    from corp_deploy.views.decoders import perplexity_shown
     from ground.files import write_json
     from perf.parity.perplexity import LEAST_SEQUENCES
 
@@ -142,5 +142,5 @@ def perplexity(
     record = proof.as_json()
     if output is not None:
         write_json(output, record)
-    out.result(record, perplexity_table(proof), *reason_lines(proof), perplexity_line(proof))
+    out.result(record, *perplexity_shown(proof))
     return EXIT_CODES[proof.verdict] if limits.some else 0

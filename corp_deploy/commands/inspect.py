@@ -26,25 +26,13 @@ def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", mac
     from corp_deploy.families.inspection import inspection_of_model
     from corp_deploy.invocation.reduction import ReduceOptions
     from corp_deploy.planning.reach import first_plan
-    from corp_deploy.views.inspection import (
-        inspection_table,
-        merging_lines,
-        output_lines,
-        plan_lines,
-        preprocessing_line,
-        preprocessing_record,
-        refusal_lines,
-        size_line,
-        stay_lines,
-    )
+    from corp_deploy.views.inspection import inspection_shown, preprocessing_record
 
     checkpoint, macs = model.look(out), budget.macs or MACS
     record = inspection_of_model(checkpoint.model) | preprocessing_record(checkpoint)
     plan = first_plan(checkpoint.model, ReduceOptions(macs=macs).method_asked, macs, MOST_CUT)
     record |= {"plan": plan.as_json()}
-    about = (*refusal_lines(record), *output_lines(record), *merging_lines(record), *stay_lines(record))
-    lines = (*about, size_line(record), preprocessing_line(checkpoint), *plan_lines(plan))
-    out.result(record, inspection_table(record), *lines)
+    out.result(record, *inspection_shown(checkpoint, record, plan))
 
 
 @command("inspect redundancy")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from corp_deploy.invocation.budget_choice import MOST_CUT
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
-from corp_deploy.invocation.option import Pairs, option
+from corp_deploy.invocation.option import Pairs, Record, option
 from corp_deploy.invocation.option_support import words_of
 from corp_deploy.invocation.reduction_table import ATTENTION, FITTED, PRESET
 from corp_deploy.invocation.values import FILE, PATH, ListOf, OneOf

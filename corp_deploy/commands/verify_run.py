@@ -160,7 +160,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
 def keep_proof(proof: "Proof", output: Path, out: Output, *more: str) -> int:
     """Write a proof and say what came of it; the exit code."""
     from corp_deploy.proof.record import EXIT_CODES, save_proof
-    from corp_deploy.views.parity import located_lines, metric_lines, parity_table, reason_lines
+    from corp_deploy.views.parity import parity_shown
 
     save_proof(proof, output)
     parity = proof.parity
@@ -168,8 +168,7 @@ def keep_proof(proof: "Proof", output: Path, out: Output, *more: str) -> int:
         out.warn(parity.fitted.warning)
     if parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
-    lines = [*reason_lines(parity), *(source.line for source in parity.sources), *located_lines(parity)]
-    out.result(parity.to_json(), parity_table(parity), *lines, *metric_lines(parity), *more, parity.line)
+    out.result(parity.to_json(), *parity_shown(parity), *more, parity.line)
     return EXIT_CODES[parity.verdict]
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from calib.redundancy import ChannelRedundancy, HeadRedundancy
 from corp_deploy.families.inspection import merging_record
-from corp_deploy.planning.width_plan import ProbedAllocation, WidthPlan
+from corp_deploy.planning.width_plan import WidthPlan
 from corp_deploy.polish.parts import Progress
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.overfitting import Overfitting
@@ -56,19 +56,15 @@ def site_table(sites: Sequence[SiteReport]) -> Table:
     return table
 
 
-def ways_table(ways: Sequence[ProbedAllocation]) -> Table:
-    """The ways to spend a budget side by side."""
-    table = Table("widths", "of the dense cost", "logit error predicted", "found on calibration images")
-    for way in ways:
-        table.add_row(way.name, f"{way.share:.1%}", f"{way.predicted_error:.4f}", f"{way.measured_error:.4f}")
-    return table
-
-
 def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableType]:
     """The sites, the ways that were weighed where there were any, and a sentence on each thing that was decided."""
-    ways, merging = [ways_table(plan.ways)] if plan.ways else [], merging_record(reduction.model)
+    merging = merging_record(reduction.model)
     merged = merging.sentences() if merging is not None else ()
-    return [site_table(reduction.sites), *ways, *plan.decisions, *reduction.decisions, *merged]
+    ways = Table("widths", "of the dense cost", "logit error predicted", "found on calibration images")
+    for way in plan.ways:
+        ways.add_row(way.name, f"{way.share:.1%}", f"{way.predicted_error:.4f}", f"{way.measured_error:.4f}")
+    weighed = [ways] if plan.ways else []
+    return [site_table(reduction.sites), *weighed, *plan.decisions, *reduction.decisions, *merged]
 
 
 def polishing_shown(progress: Progress) -> tuple[str, int, int, str]:
