@@ -13,10 +13,9 @@ from ground.errors import BadInput, Missing, NotComparable
 if TYPE_CHECKING:
     from .api.calibration import Calibration, calibrate
     from .api.graphs import Graph, export
-    from .api.models import load, sites
+    from .api.models import Source, load, sites
     from .api.proof import verify
     from .api.reduction import Reduced, ReduceOptions, reduce
-    from .api.source import Source
     from .api.speed import Speed, bench
 
 __version__ = "0.1.0"
@@ -43,10 +42,9 @@ __all__ = [
 _HOMES = {
     "calibration": ("Calibration", "calibrate"),
     "graphs": ("Graph", "export"),
-    "models": ("load", "sites"),
+    "models": ("Source", "load", "sites"),
     "proof": ("verify",),
     "reduction": ("ReduceOptions", "Reduced", "reduce"),
-    "source": ("Source",),
     "speed": ("Speed", "bench"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -23,20 +23,16 @@ from ground.signals import Terminated, raising_on_signals
 from ground.text import message_line
 
 from .commands.bench import bench, compare
-from .commands.build import audit, build
 from .commands.calibrate import calibrate, merge_moments
-from .commands.decoder import export_decoder_command
+from .commands.decoder import export_decoder_command, perplexity
 from .commands.demo import demo
 from .commands.doctor import completion, doctor, print_versions
-from .commands.export import export_command
-from .commands.gate import gate
+from .commands.export import audit, build, export_command
+from .commands.gate import gate, report
 from .commands.inspect import inspect, redundancy
-from .commands.latency import latency_table
 from .commands.package import lint_repo, package, serve_version
-from .commands.perplexity import perplexity
-from .commands.reduce import reduce_command
+from .commands.reduce import latency_table, reduce_command
 from .commands.release import check, release
-from .commands.report import report
 from .commands.ship import ship
 from .commands.sweep import sweep_command
 from .commands.verify import verify
@@ -61,13 +57,6 @@ WHAT_LACKS = {
 """Errors of the system that say what the machine lacks; all others are of the paths that were given."""
 
 
-def _failure_from_os(error: OSError) -> Failure:
-    where = f"{str(error.filename)[:500]}: " if error.filename else ""
-    if error.errno in WHAT_LACKS:
-        return Failure(f"{where}{WHAT_LACKS[error.errno]}", EXIT_MISSING)
-    return Failure(f"{where}{error.strerror or error}", EXIT_BAD_INPUT)
-
-
 def _unforeseen(error: Exception) -> Failure:
     """What no room worded: the machine's memory, the system's errors, or a bug of ours."""
     said = str(error)[:150]
@@ -82,7 +71,10 @@ def _unforeseen(error: Exception) -> Failure:
         )
     of_system = os_error_from(error) or error
     if isinstance(of_system, OSError):
-        return _failure_from_os(of_system)
+        where = f"{str(of_system.filename)[:500]}: " if of_system.filename else ""
+        if of_system.errno in WHAT_LACKS:
+            return Failure(f"{where}{WHAT_LACKS[of_system.errno]}", EXIT_MISSING)
+        return Failure(f"{where}{of_system.strerror or of_system}", EXIT_BAD_INPUT)
     traceback.print_exception(error)
     return Failure("this is a bug in corp-deploy; the lines above say where", EXIT_BUG)
 

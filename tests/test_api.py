@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import corp_deploy
 from calib.store import load as load_moments
 from corp_deploy.api.in_python import in_python
-from corp_deploy.api.inputs import opened_inputs
+from corp_deploy.api.models import opened_inputs
 from corp_deploy.cli import main
 from corp_deploy.invocation.inputs import KINDS
 from corp_deploy.invocation.option import options_of

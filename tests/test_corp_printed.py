@@ -15,8 +15,7 @@ import pytest
 import tomli_w
 
 from corp_deploy.demo import run as demo
-from corp_deploy.demo.example import EXAMPLES
-from corp_deploy.demo.run import DemoScale, itself
+from corp_deploy.demo.run import EXAMPLES, DemoScale, itself
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.digests import files_of
 from corp_deploy.release.incremental import STATE, Stage

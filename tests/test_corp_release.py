@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from benchmarks.trust.faults_scenarios import RECIPE
 from calib.store import load as load_moments
 from corp_deploy.commands.doctor import SOURCES
-from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.option import Invocation
 from corp_deploy.proof import speed
 from corp_deploy.release import release_steps, stage_parts, steps
 from corp_deploy.release.baseline import Baseline

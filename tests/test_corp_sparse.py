@@ -21,8 +21,8 @@ from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
+from corp_deploy.invocation.method_choice import sparsities_from_text
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.invocation.sparsity import sparsities_from_text
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce

@@ -10,15 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
 from corp_deploy.machine import versions
 from corp_deploy.release.digests import files_of
 from corp_deploy.release.incremental import STATE, Outcome, Stage, StageDirs, locked, plan, run
 from corp_deploy.release.pace import efforts_in, efforts_of, timed
-from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts, write_effort
+from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts
 from ground.effort import Effort, Stopwatch, measured
 from ground.errors import BadInput
-from ground.files import sha256_of_file, write_text
+from ground.files import sha256_of_file, write_json, write_text
 from perf.timing.watch import cpu_name
 from tests.killing import fake_stages, tree
 from tests.refusals import rejects
@@ -311,7 +312,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str, reason: str) -> No
 @pytest.mark.parametrize("seconds", ["-1.0", '"1"', "null"])
 def test_impossible_figures_are_refused(tmp_path: Path, seconds: str) -> None:
     path = tmp_path / STATE / "reduce.effort"
-    write_effort(path, known("reduce", select=1.0))
+    write_json(path, to_builtins(known("reduce", select=1.0)))
     path.write_text(re.sub('"seconds": 1.0', f'"seconds": {seconds}', path.read_text()))
     rejects(r"parts.*seconds.*delete it, it holds nothing but what a step took", efforts_of, tmp_path, ["reduce"])
 

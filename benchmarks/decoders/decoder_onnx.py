@@ -14,7 +14,7 @@ from typing import Any
 import click
 import torch
 
-from corp_deploy.invocation.decoding import DecoderLoad
+from corp_deploy.invocation.running import DecoderLoad
 from corp_deploy.machine import versions
 from corp_deploy.proof.decoder_parity import drawn_ids, measure_decoders, verify_decoder
 from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder

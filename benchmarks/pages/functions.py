@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable
 
 import corp_deploy
-from corp_deploy.api.inputs import InputsLike
-from corp_deploy.api.source import ModelLike, PathLike
+from corp_deploy.api.models import InputsLike, ModelLike, PathLike
 
 ALIASES = {"ModelLike": ModelLike, "InputsLike": InputsLike, "PathLike": PathLike}
 _MODULES = re.compile(r"\b(?:[a-z_]\w*\.)+")

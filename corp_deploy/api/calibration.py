@@ -14,8 +14,7 @@ from corp_deploy.reduction.moments_files import CalibrationRun, held_out_path, w
 from ground.gpu import require_device
 
 from .in_python import verb
-from .inputs import InputsLike, opened_inputs
-from .source import OfModel, Written, opened
+from .models import InputsLike, OfModel, Written, opened, opened_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

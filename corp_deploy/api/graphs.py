@@ -13,8 +13,7 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file
 
 from .in_python import verb
-from .inputs import InputsLike, opened_inputs
-from .source import ModelLike, OfModel, Written, opened
+from .models import InputsLike, ModelLike, OfModel, Written, opened, opened_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

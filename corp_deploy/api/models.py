@@ -1,17 +1,183 @@
-"""corp_deploy.load and corp_deploy.sites."""
+"""Which model and which inputs, of files or in memory: corp_deploy.load and corp_deploy.sites."""
 
+import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
 
-from torch import nn
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from torch import Tensor, nn
 
+from calib.inputs import InputSet
+from calib.store import load as load_moments
 from corp_deploy.families.architecture import Preprocessing
+from corp_deploy.families.family import with_outputs
+from corp_deploy.families.given_module import available_module, taken_of_arrays
 from corp_deploy.families.named_layers import with_named_sites
+from corp_deploy.families.trusted_code import trusting_code
+from corp_deploy.invocation import source
+from corp_deploy.invocation.option import PathLike as PathLike
+from corp_deploy.invocation.option import Record
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import inputs_for_model
+from corp_deploy.store.module_model import checkpoint_from_module
+from ground.errors import BadInput
 from ground.ports import Role
 
 from .in_python import speaking_python
-from .source import Source, opened
+
+Array: TypeAlias = NDArray[Any] | Tensor
+InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor | Mapping[str, Array]
+IN_MEMORY = "inputs.npy"  # the same name wherever an array comes from: names are part of digests
+
+
+def _array(values: Array) -> NDArray[Any]:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+@contextmanager
+def on_disk(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
+    """The path itself, or that of a file with the array for as long as the context is open."""
+    if isinstance(values, str | os.PathLike):
+        yield Path(values)
+        return
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch) / name
+        if isinstance(values, Mapping):
+            path = path.with_suffix(".safetensors")
+            save_file({key: np.ascontiguousarray(_array(each)) for key, each in values.items()}, path)
+        else:
+            np.save(path, _array(values), allow_pickle=False)
+        try:
+            yield path
+        except BadInput as error:
+            error.args = (str(error).replace(str(path), path.stem),)
+            raise
+
+
+@contextmanager
+def opened_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[InputSet]:
+    """What the model takes, of a path or of an array: images, or texts of a file, or token ids of a decoder, or arrays
+    by the names of its inputs; `how` they are drawn and decoded. Raises BadInput for what it doesn't take.
+    """
+    with on_disk(inputs) as path:
+        yield inputs_for_model(model, path, **how)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(source.Source):
+    __doc__ = (
+        (source.Source.__doc__ or "")
+        + """
+    In Python `name` may be a module that is in memory too, with `kwargs` that it was made with and doesn't show, or
+    with what it takes: {"input_size": (3, 32, 32)}. `module` is what a directory needs beside it that was reduced from
+    a module which no library makes.
+    """
+    )
+
+    name: PathLike | nn.Module = field(kw_only=False)  # type: ignore[assignment]
+    module: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        with speaking_python(source.Source, parameters=("trust_code",)):
+            super().__post_init__()
+
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+ModelLike: TypeAlias = Source | str | os.PathLike[str] | nn.Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfModel(Record):
+    """What a call begins with."""
+
+    model: ModelLike = field(kw_only=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a function wrote: `path`, which `os.fspath` gives too."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory(Written):
+    """A model's; `module`: what it needs beside it, where that was in memory and no library makes it."""
+
+    module: nn.Module | None = None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Without what trains it over several devices, or compiles it."""
+    inner = getattr(module, "_orig_mod", module.module if isinstance(module, WRAPPERS) else module)
+    return inner if inner is module else unwrapped(inner)
+
+
+def in_memory(model: ModelLike) -> nn.Module | None:
+    """The module that a model is, where it is one."""
+    named = model.name if isinstance(model, Source) else model
+    return unwrapped(named) if isinstance(named, nn.Module) else None
+
+
+def _inputs_shown(model: nn.Module, example: InputsLike | None) -> dict[str, Any]:
+    """What a module takes, as arrays in memory or moments show it."""
+    if isinstance(example, np.ndarray | Tensor):
+        is_pixels = example.ndim == 4 and "float" not in str(example.dtype)
+        return {} if is_pixels else taken_of_arrays(model, example)
+    if isinstance(example, Mapping):
+        return taken_of_arrays(model, example)
+    if example is None or Path(example).suffix != ".safetensors" or not Path(example).is_file():
+        return {}
+    record = json.loads(load_moments(Path(example)).lineage.get("preprocessing", "{}"))
+    return {name: record[name] for name in ("input_size", "inputs") if name in record}
+
+
+def _of_module(named: Source, module: nn.Module, example: InputsLike | None) -> Checkpoint:
+    beside = {"weights": named.weights, "ema": named.ema, **named.preprocessing.settings}
+    if odd := [name for name, value in beside.items() if value is not None]:
+        raise BadInput(f"Source of a module in memory, which has its own {', '.join(odd)}; leave {odd[0]} away")
+    found = checkpoint_from_module(module, named.kwargs or {}, _inputs_shown(module, example))
+    return replace(found, model=with_outputs(found.model, named.named_outputs))
+
+
+def beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager[None]:
+    """Within it directories of a module in memory load beside it, where one of these brings it."""
+    every = directories if isinstance(directories, list | tuple) else [directories]
+    return available_module(next((each.module for each in every if isinstance(each, Directory)), None))
+
+
+@contextmanager
+def opened(model: ModelLike, example: InputsLike | None = None) -> Iterator[Checkpoint]:
+    """The model of a source, of a path or of a module in memory, for as long as its own code may be run, where it has
+    some. `example`: inputs or moments that show what a module takes.
+
+    Raises BadInput for a path where nothing is, and as load does.
+    """
+    named = model if isinstance(model, Source) else Source(model)
+    own = in_memory(named)
+    if own is not None:
+        with available_module(own):
+            yield _of_module(named, own, example)
+        return
+    if str(named.name).endswith(".toml"):
+        from corp_deploy.release.recipe_file import as_named  # loading a directory needs no recipes
+
+        named = as_named(named)
+    assert not isinstance(named.name, nn.Module), named
+    if isinstance(named.name, os.PathLike) and not Path(named.name).is_dir():
+        raise BadInput(f"{os.fspath(named.name)}: no such directory, expected one that corp-deploy wrote")
+    with trusting_code(named.trust_code), available_module(named.module), beside(named.name):
+        yield named.opened()
 
 
 def load(model: Source | str | os.PathLike[str], *, trust_code: bool = False) -> nn.Module:

@@ -21,8 +21,7 @@ from ground.errors import BadInput
 from perf.parity.parity import Parity
 
 from .in_python import in_python, verb
-from .inputs import Array, InputsLike, on_disk, opened_inputs
-from .source import ModelLike, PathLike, beside, opened
+from .models import Array, InputsLike, ModelLike, PathLike, beside, on_disk, opened, opened_inputs
 
 
 def _candidates(

@@ -25,8 +25,7 @@ from ground.errors import BadInput
 from ground.gpu import require_device
 
 from .in_python import in_python, speaking_python, verb
-from .inputs import InputsLike, opened_inputs
-from .source import Directory, OfModel, in_memory, opened
+from .models import Directory, InputsLike, OfModel, in_memory, opened, opened_inputs
 
 
 @dataclass(frozen=True, kw_only=True)

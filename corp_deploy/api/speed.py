@@ -17,8 +17,7 @@ from perf.stats.stats import Interval
 from perf.stats.summary import Summary, summarise
 
 from .in_python import verb
-from .inputs import InputsLike, on_disk
-from .source import PathLike, beside
+from .models import InputsLike, PathLike, beside, on_disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

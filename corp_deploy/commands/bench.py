@@ -6,8 +6,7 @@ from typing import Annotated
 
 import click
 
-from corp_deploy.invocation.decoding import DecoderLoad
-from corp_deploy.invocation.running import BenchFiles, BenchOptions, FedOptions
+from corp_deploy.invocation.running import BenchFiles, BenchOptions, DecoderLoad, FedOptions
 from corp_deploy.invocation.table import BENCH_OF
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE

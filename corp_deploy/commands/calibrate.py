@@ -13,9 +13,7 @@ from ground.errors import BadInput
 
 from .command import command, some
 from .model_choice import ModelChoice
-from .options import FILE, explicit_options
-from .repeat import command_again
-from .stopwatch import keep_effort, stopwatch_on
+from .options import FILE, command_again, explicit_options
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -69,12 +67,10 @@ def calibrate(
     """
     from corp_deploy.planning.request import merging_checkpoint
     from corp_deploy.reduction.calibrate import ranks_of_this_run
-    from corp_deploy.reduction.moments_files import (
-        CalibrationRun,
-        write_moments,
-    )
+    from corp_deploy.reduction.moments_files import CalibrationRun, write_moments
     from corp_deploy.release.recipe_file import model_table
     from corp_deploy.release.recipe_toml import text_of_model
+    from corp_deploy.store.manifest import path_beside, timed_on, write_effort
     from ground.files import write_text
     from ground.gpu import require_device
 
@@ -82,7 +78,7 @@ def calibrate(
     output = Path(files.output)
     if options.sequential:
         return _by_block(model, inputs, output, options, summary, out)
-    with stopwatch_on(options.device) as watch, ranks_of_this_run(options.device) as ranks:
+    with timed_on(options.device) as watch, ranks_of_this_run(options.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = merging_checkpoint(model.load(out), options)
         source = options.in_order(inputs.open(checkpoint), samples=inputs.samples, seed=inputs.seed)
@@ -105,7 +101,7 @@ def calibrate(
             write_text(model_file, text_of_model(model_table(model), output.parent))
         run.clear()
     if summaries:
-        keep_effort(watch, output, step="calibrate", device=options.device, resumed=resumed)
+        write_effort(path_beside(output), "calibrate", watch, device=options.device, resumed=resumed)
         more = [f"{model_file}: the model, for --model of the next commands"] * writes_model
         _tell(summaries, checkpoint, source.noun, summary, watch, out, *more)
 
@@ -122,7 +118,7 @@ def _tell(
     """What was made of a calibration, in words and, where that is asked for, in the file `summary`."""
     from corp_deploy.reduction.moments import reference_of_summary
     from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
-    from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
+    from corp_deploy.views.reduction import line_of_moments, lines_of_overfitting
     from ground.files import write_json
 
     record, *held_out = summaries
@@ -147,12 +143,13 @@ def _by_block(
     from corp_deploy.reduction.sequential import SequentialRun, write_moments_by_block
     from corp_deploy.store.decoder_layers import open_layers
     from corp_deploy.store.hub_snapshot import PREFIX
+    from corp_deploy.store.manifest import path_beside, timed_on, write_effort
 
     if under_torchrun():
         raise BadInput("--sequential: one process takes block after block; start it without torchrun")
     if not model.model.startswith(PREFIX):
         raise BadInput(f"--sequential: --model {model.model} is no directory of a decoder; give --model hf:DIR")
-    with stopwatch_on(options.device) as watch:
+    with timed_on(options.device) as watch:
         layers = open_layers(Path(model.model.removeprefix(PREFIX)), model.kwargs or {})
         source = inputs.open(layers.checkpoint)
         blocks = layers.arguments.decoder.layers
@@ -165,7 +162,7 @@ def _by_block(
                 on_progress=bar,
             )
             summaries = write_moments_by_block(layers, source, run, output, hold_out=options.hold_out, seed=inputs.seed)
-    keep_effort(watch, output, step="calibrate", device=options.device)
+    write_effort(path_beside(output), "calibrate", watch, device=options.device)
     _tell(summaries, layers.checkpoint, source.noun, summary, watch, out)
 
 

@@ -1,20 +1,25 @@
-"""corp-deploy export."""
+"""corp-deploy export, build and audit."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
+from corp_deploy.invocation.engine import AuditOptions, EngineOptions
 from corp_deploy.invocation.export_choice import ExportFiles, ExportOptions
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.views.console import Output
+from ground.errors import EXIT_FAILED
 from ground.precision import PRECISIONS, QUANTISED
 
 from .command import command, some
 from .model_choice import ModelChoice
-from .options import command_line
-from .stopwatch import keep_effort, stopwatch_on
+from .options import FILE, command_line
+
+if TYPE_CHECKING:
+    from export.engine.build import Engine
 
 
 def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
@@ -59,11 +64,12 @@ def export_command(
     from corp_deploy.proof.graphs import Graphs
     from corp_deploy.proof.inputs import inputs_from_set
     from corp_deploy.store.dense_model import model_of_directory
+    from corp_deploy.store.manifest import path_beside, timed_on, write_effort
     from corp_deploy.views.engine import graph_lines
 
     options.require_inputs(inputs.path is not None)
     output, rows = Path(files.output), list[dict[str, Any]]()
-    with stopwatch_on() as watch:
+    with timed_on() as watch:
         checkpoint = model.load(out)
         feeds = None if inputs.path is None else inputs_from_set(inputs.open(checkpoint)).feeds
         yardstick = None if dense is None else model_of_directory(Path(dense))
@@ -72,7 +78,7 @@ def export_command(
             for name, path in graphs.paths(output).items():
                 rows.append(_record_of(name, path, graphs.write(name, path)))
                 bar(len(rows))
-    keep_effort(watch, Path(rows[0]["path"]), step="export")
+    write_effort(path_beside(Path(rows[0]["path"])), "export", watch)
     if options.heads == "ragged":
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded heads keep it")
     kept = {name: found.kept for name, found in graphs.found.items()}
@@ -82,3 +88,73 @@ def export_command(
     every = dict.fromkeys(site for sites in kept.values() for site in sites)
     record = {"written": rows, "kept_fp32": list(every), "effort": watch.as_json()}
     out.result(record, *graph_lines(rows, kept=kept if options.auto else {}), *watch.lines)
+
+
+def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], None]) -> "Engine":
+    """`on_progress` hears the builder's steps, where it has any."""
+    from export.engine.build import build_engine, build_ort_artifact
+
+    if options.backend == "onnxruntime":
+        return build_ort_artifact(graph, device=options.device, precision=options.precision, command=command_line())
+
+    def progress(phase: str, steps: int, _: int) -> None:
+        if phase == "Building engine":
+            on_progress(steps)
+
+    return build_engine(graph, options.of_engine(command_line()), progress=progress)
+
+
+@command(first="output backend batch sm precision sparse timing-cache compatibility version-compatible device")
+@click.argument("graph", type=FILE)
+@click.option(
+    "--output",
+    "-o",
+    type=FILE,
+    required=True,
+    help="Plan (or optimised graph) to write; its record is written beside it.",
+)
+def build(graph: Path, output: Path, options: EngineOptions, out: Output) -> None:
+    """Build an engine from a typed ONNX graph. Its record is written beside it.
+
+    Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan
+    """
+    from corp_deploy.proof.compatibility import bench_lines, build_priced
+    from corp_deploy.store.manifest import path_beside, timed_on, write_effort
+    from corp_deploy.views.engine import engine_table
+    from export.engine.build import write_engine
+
+    lines: tuple[str, ...] = ()
+    with timed_on() as watch, out.progress("building", None, unit="steps") as bar, watch.measure("build"):
+        if options.compatibility is None:
+            built = _built(options, graph, bar)
+            write_engine(built, output)
+        else:
+            built = build_priced(graph, options.of_engine(command_line()), output)
+            lines = bench_lines(built.record, output)
+    write_effort(path_beside(output), "build", watch)
+    record = json.loads(built.record.to_json()) | {"effort": watch.as_json()}
+    out.result(record, engine_table(built.record), f"{output}: written", *lines, *watch.lines)
+
+
+@command()
+@click.argument("dense", type=FILE)
+@click.argument("reduced", type=FILE)
+@click.option("--output", "-o", type=FILE, default=None, help="Also write the audit as JSON.")
+def audit(dense: Path, reduced: Path, options: AuditOptions, output: Path | None, out: Output) -> int:
+    """Count attention kernels that stay fused, dense and reduced.
+
+    Exit code 1 when a block lost its own.
+
+    Example: corp-deploy audit dense/model.fp16.onnx reduced/model.fp16.onnx --sm 86 --sm 120
+    """
+    from corp_deploy.views.engine import audit_table, lost_lines
+    from export.engine.audit import audit_fusion, audit_to_json
+    from ground.files import write_text
+
+    with out.progress("auditing", None, unit="steps"):
+        audits = audit_fusion(dense, reduced, backend=options.backend, sms=options.sm, command=command_line())
+    text = audit_to_json(audits, dense=dense.name, reduced=reduced.name)
+    if output is not None:
+        write_text(output, text)
+    out.result(json.loads(text), audit_table(audits), *lost_lines(audits))
+    return 0 if all(each.passed for each in audits) else EXIT_FAILED

@@ -1,4 +1,4 @@
-"""corp-deploy gate."""
+"""corp-deploy gate and corp-deploy report: what records come to."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
 
 from .command import command
-from .options import FILE
+from .options import DIRECTORY, FILE
 
 
 @command()
@@ -45,19 +45,7 @@ def gate(
     """
     import json
 
-    from corp_deploy.proof.gate import (
-        evidence_of_files,
-        gate_as_json,
-        judged_rows,
-        parity_row,
-        records_by_kind,
-        trend_beside,
-        trend_of_files,
-        with_fitted_rule,
-        write_gate,
-        write_tracking,
-        write_trend,
-    )
+    from corp_deploy.proof import gate as judging
     from corp_deploy.views.parity import gate_shown
     from perf.gate.gate import Gate
     from perf.gate.history import history_rows
@@ -69,7 +57,7 @@ def gate(
             raise click.BadParameter(f"{path}: expected .json, .md or .xml", param_hint="--output")
     history, parsed = options.history, [rule_from_text(text) for text in options.rules]
     baseline.require(parsed)
-    files = records_by_kind(records)
+    files = judging.records_by_kind(records)
     bench, parity = files.get("bench"), files.get("parity")
     if history is not None and any(path.resolve().parent == history.resolve() for path in output):
         raise click.UsageError(f"{history} keeps the bench records of releases: write verdict and trend elsewhere")
@@ -83,27 +71,53 @@ def gate(
         raise click.UsageError(
             "nothing to judge: give a rule with --fail-if, a --history, or a parity.json, which has a verdict"
         )
-    now = evidence_of_files(bench, parity, options.confidence)
-    rows = [] if parity is None else [parity_row(parity)]
+    now = judging.evidence_of_files(bench, parity, options.confidence)
+    rows = [] if parity is None else [judging.parity_row(parity)]
     older = baseline.older(files)
-    before = evidence_of_files(older.get("bench"), older.get("parity"))
-    trend = None if history is None or bench is None else trend_of_files(bench, history)
+    before = judging.evidence_of_files(older.get("bench"), older.get("parity"))
+    trend = None if history is None or bench is None else judging.trend_of_files(bench, history)
     rows += [] if trend is None else history_rows(trend)
-    judged_by_rule = judged_rows(with_fitted_rule(parsed, now), now, before, starting=baseline.init)
+    judged_by_rule = judging.judged_rows(judging.with_fitted_rule(parsed, now), now, before, starting=baseline.init)
     judged = Gate(rules=(*rows, *judged_by_rule), confidence=options.confidence if parsed else None)
     for path in output:
-        write_gate(judged, path)
+        judging.write_gate(judged, path)
     if options.track is not None:
-        write_tracking(now, options.track)
+        judging.write_tracking(now, options.track)
     if trend is not None:
-        folder = trend_beside(output)
+        folder = judging.trend_beside(output)
         if folder is not None:
-            write_trend(trend, folder)
+            judging.write_trend(trend, folder)
         for left_out in trend.left_out:
             out.note(f"{history}: left out {left_out.name}: {left_out.reason}")
     if bench is not None and history is not None and add_release(history, bench):
         out.note(f"{history}: {bench} is kept as release {len(trend.releases) if trend else 1}")
     for path, record in baseline.start(files, exit_code=judged.exit_code).items():
         out.note(f"{path}: {record} is the baseline now")
-    out.result(json.loads(gate_as_json(judged)), *gate_shown(judged), f"gate {judged.verdict}")
+    out.result(json.loads(judging.gate_as_json(judged)), *gate_shown(judged), f"gate {judged.verdict}")
     return judged.exit_code
+
+
+@command()
+@click.argument("directory", type=DIRECTORY)
+@click.option("--output", "-o", type=FILE, required=True, help="Report to write: .html, .md, .csv, or .xml for JUnit.")
+@click.option("--title", default=None, help="Its heading; default: the directory's name.")
+def report(directory: Path, output: Path, title: str | None, out: Output) -> None:
+    """Write the report of a directory's records. These are bench.json, parity.json, the records of the reduced model,
+    and the effort records beside files.
+
+    Example: corp-deploy report release -o release/report.html
+    """
+    from corp_deploy.proof.report_input import record_of_directory
+    from corp_deploy.release.pace import efforts_in
+    from corp_deploy.store.manifest import rows_of_efforts
+    from ground.files import write_text
+    from perf.report.render import csv, html, junit, markdown
+
+    writers = {".html": html, ".md": markdown, ".csv": csv, ".xml": junit}
+    if output.suffix not in writers:
+        raise click.BadParameter(f"{output}: expected one of {', '.join(writers)}", param_hint="--output")
+    record = record_of_directory(directory, title)
+    if of_release := rows_of_efforts(efforts_in(directory)):
+        record |= {"effort": of_release}
+    write_text(output, writers[output.suffix](record))
+    out.result({"report": str(output)}, f"{output}: written")

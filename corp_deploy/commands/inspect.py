@@ -27,24 +27,15 @@ def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", mac
     from corp_deploy.invocation.reduction import ReduceOptions
     from corp_deploy.planning.refusals import first_plan
     from corp_deploy.views.inspection import (
-        inspection_table,
-        merging_lines,
-        output_lines,
-        plan_lines,
-        preprocessing_line,
+        inspection_shown,
         preprocessing_record,
-        refusal_lines,
-        size_line,
-        stay_lines,
     )
 
     checkpoint, macs = model.look(out), budget.macs or MACS
     record = inspection_of_model(checkpoint.model) | preprocessing_record(checkpoint)
     plan = first_plan(checkpoint.model, ReduceOptions(macs=macs).method_asked, macs, MOST_CUT)
     record |= {"plan": plan.as_json()}
-    about = (*refusal_lines(record), *output_lines(record), *merging_lines(record), *stay_lines(record))
-    lines = (*about, size_line(record), preprocessing_line(checkpoint), *plan_lines(plan))
-    out.result(record, inspection_table(record), *lines)
+    out.result(record, *inspection_shown(checkpoint, record, plan))
 
 
 @command("inspect redundancy")
@@ -60,7 +51,7 @@ def redundancy(moments: Path, output: Path | None, out: Output) -> None:
     from calib.redundancy import record_from_redundancy
     from calib.redundancy import redundancy as redundancy_of
     from calib.store import load
-    from corp_deploy.views.moments import redundancy_plot, redundancy_tables
+    from corp_deploy.views.reduction import redundancy_plot, redundancy_tables
     from ground.files import write_json, write_text
 
     if output is not None and output.suffix not in (".json", ".svg"):

@@ -1,7 +1,10 @@
-"""What the options of all commands are made of: their types, whom they trust, and what was typed of them."""
+"""What the options of all commands are made of: their types, whom they trust, what was typed of them, and that as a
+line to type again, with something added.
+"""
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,8 @@ import click
 from click.core import ParameterSource
 
 from corp_deploy.families.trusted_code import trusting_code
-from corp_deploy.invocation.values import Values
+from corp_deploy.invocation.option import Invocation, Pairs
+from corp_deploy.invocation.values import ByKind, Values
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 
@@ -160,3 +164,36 @@ def usage_errors() -> Iterator[None]:
         yield
     except BadInput as error:
         raise click.UsageError(str(error)) from None
+
+
+def _as_printed(context: click.Context) -> Iterator[tuple[str, Any]]:
+    """What was typed, under the names that options are typed by."""
+    explicit = explicit_options()
+    for parameter in context.command.params:
+        if not isinstance(parameter, click.Option) or typed_name(parameter) not in explicit:
+            continue
+        value, names = explicit[typed_name(parameter)], parameter.opts
+        if value is False:
+            value, names = True, parameter.secondary_opts
+        elif isinstance(parameter.type, Value) and isinstance(parameter.type.values, ByKind):
+            value = Pairs(value)
+        elif isinstance(value, dict):
+            value = json.dumps(value)
+        yield max(names, key=len).lstrip("-"), value
+
+
+def _again(without: Collection[str], added: Mapping[str, Any]) -> Invocation:
+    context = click.get_current_context()
+    options = dict(_as_printed(context)) | {name.replace("_", "-"): value for name, value in added.items()}
+    left = {name: value for name, value in options.items() if name.replace("-", "_") not in without}
+    return Invocation(command=str(context.info_name), options=left)
+
+
+def command_again(**added: Any) -> str:
+    """What was typed for this command, and what is added to it."""
+    return str(_again((), added))
+
+
+def words_again(without: Collection[str] = (), **added: Any) -> tuple[str, ...]:
+    """The same as the words behind the program's name, without some options."""
+    return _again(without, added).argv[1:]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 
 from corp_deploy.invocation import values
+from corp_deploy.invocation.engine import ServingOptions
 from corp_deploy.invocation.option import NEEDED, Record, option
 from corp_deploy.invocation.option_support import spelled
-from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.invocation.values import TEXT
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, BadInput

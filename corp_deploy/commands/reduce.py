@@ -1,17 +1,25 @@
-"""corp-deploy reduce."""
+"""corp-deploy reduce, and corp-deploy latency-table, which a budget of latency reads."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import click
+
+from corp_deploy.invocation.budget_choice import CLOSED_LOOP, cost
 from corp_deploy.invocation.inputs import KINDS, InputOptions
-from corp_deploy.invocation.passes import CLOSED_LOOP, cost
+from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
+from corp_deploy.invocation.option import option
 from corp_deploy.invocation.reduction import ReduceFiles, ReduceOptions
+from corp_deploy.invocation.values import ListOf
 from corp_deploy.views.console import Output
+from ground.quantity import BATCH, THREADS
 
 from .command import command, some
 from .model_choice import ModelChoice
-from .stopwatch import keep_effort, stopwatch_on
+from .options import DIRECTORY
 
 LOOKED_AT = some(
     *(*KINDS, "samples", "seed", "workers", "max_bad", "hold_out", "groups"),
@@ -49,6 +57,7 @@ def reduce_command(
     from corp_deploy.proof.speed import measured_speedup
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.store.checkpoint import on_device
+    from corp_deploy.store.manifest import path_beside, timed_on, write_effort
     from corp_deploy.views.reduction import polishing_shown, reduction_shown, speedup_line
     from ground.gpu import require_device
 
@@ -58,7 +67,7 @@ def reduce_command(
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.loop == "asymmetric" else "reducing"
     resumed = state_beside(output).exists()
     with (
-        stopwatch_on(reduction.device) as watch,
+        timed_on(reduction.device) as watch,
         ranks_of_this_run(reduction.device) if request.polish else nullcontext(ALONE) as ranks,
     ):
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
@@ -82,7 +91,7 @@ def reduce_command(
             )
     if ranks.rank:
         return
-    keep_effort(watch, output, step="reduce", device=reduction.device, resumed=resumed)
+    write_effort(path_beside(output), "reduce", watch, device=reduction.device, resumed=resumed)
     for note in result.notes:
         out.warn(note)
     if reduction.heads == "ragged" and reduction.attn:
@@ -99,3 +108,38 @@ def reduce_command(
     done_words = others + [result.coverage.verdict] * (bool(result.coverage.reduced) or not others)
     written = f"{output}: reduced model written, {', '.join(done_words)}"
     out.result(record | {"effort": watch.as_json()}, *reduction_shown(result, plan), *measured, written, *watch.lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions(GeometryOptions, heading="What is timed"):
+    """What is measured, and in what."""
+
+    batch: Sequence[int] = option(ListOf(BATCH, "1,8,32"), (1, 8), help="Batch sizes to measure.")
+    backend: Literal["onnxruntime", "torch"] = option(default="onnxruntime", help="What runs the blocks.")
+    threads: int | None = option(THREADS, help="CPU threads; default: the runtime's choice.")
+
+
+@command("latency-table", first="model weights output batch backend heads align threads")
+@click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory that keeps the tables of this machine.")
+def latency_table(model: ModelChoice, output: Path, options: LatencyOptions, out: Output) -> None:
+    """Measure blocks at each width here, for reduce --latency.
+
+    There is no time limit: every width is timed for 8 rounds.
+
+    Example: corp-deploy latency-table --model dense --batch 1,8 -o tables
+    """
+    from corp_deploy.planning.latency import LatencyTarget, measure_tables
+    from corp_deploy.views.speed import latency_rows, latency_view
+
+    method = MethodChoice(heads=options.heads, align=options.align).method
+    target = LatencyTarget(
+        backend=options.backend, batches=tuple(sorted(options.batch)), cache=output, threads=options.threads
+    )
+    with out.progress("measuring", None, unit="tables") as bar:
+        tables = measure_tables(model.load(out), method, target, on_progress=bar)
+    rows = latency_rows(tables, target.batches)
+    out.result(
+        {"rows": rows, "measured": tables.measured},
+        latency_view(rows, target.batches),
+        f"{output}: {tables.measured} tables measured now",
+    )

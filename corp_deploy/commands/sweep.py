@@ -1,26 +1,24 @@
 """corp-deploy sweep."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from corp_deploy.invocation import values
 from corp_deploy.invocation.inputs import KINDS, RequiredInputs
-from corp_deploy.invocation.option import Record, option
-from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
+from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.views.console import Output
-from ground.errors import BadInput
-from ground.quantity import BATCH, JOBS, SHARE
+from ground.errors import BadInput, Missing
 
 from .command import command, some
 from .model_choice import ModelChoice
-from .options import DIRECTORY, FILE, Paths, explicit_options, usage_errors
-from .repeat import words_again
-from .sweep_choice import SweepChoice
-from .sweep_jobs import ALONE, run_jobs
+from .options import DIRECTORY, FILE, Paths, explicit_options, usage_errors, words_again
+from .sweep_choice import SweepChoice, TrialsChoice
 
 if TYPE_CHECKING:
     from calib.inputs import InputSet
@@ -29,27 +27,6 @@ if TYPE_CHECKING:
     from corp_deploy.planning.sweep_points import SweepPoint
     from corp_deploy.planning.sweep_trials import SweepRequest
     from corp_deploy.views.console import Bar
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialsChoice(Record, heading="Trials"):
-    """How trials are carried out and judged, beside what times them."""
-
-    held_out: Path | None = option(
-        values.FILE,
-        help="Moments of other images (calibrate --hold-out): with several --moments they judge every site at each "
-        "number of images.",
-    )
-    min_agreement: float | None = option(
-        SHARE, help="Name the smallest model that meets it, and the fastest where trials are timed."
-    )
-    jobs: int = option(
-        JOBS,
-        1,
-        help="Processes of this machine that reduce and judge a trial at a time; timing runs alone, afterwards.",
-    )
-    keep_models: bool = option(default=False, help="Keep every trial's reduced model, in OUTPUT/trials.")
-    batch_size: int = option(BATCH, 32, help="Images in one forward pass.")
 
 
 LABELS = "Class indices of the images, for accuracy."
@@ -245,3 +222,36 @@ def _open(point: "SweepPoint", least: float, source: "InputSet") -> str:
         point.agreement, least, count=source.count, noun=source.noun, confidence=DEFAULT_CONFIDENCE
     )
     return f"; chosen by the point, {words}" if decision == "INCONCLUSIVE" else ""
+
+
+RESTARTS = 3
+LONGEST_END_S = 40.0
+ALONE = ("jobs", "bench", "precision", "threads", "device", "time_limit", "half_width", "min_agreement")
+"""Options of the process that starts the others, and of timing, which it does itself when they are done."""
+
+
+def run_jobs(words: Sequence[str], jobs: int) -> None:
+    """Runs the command by so many processes of this machine, torchrun's, a trial at a time each, started again where
+    one dies. Raises Missing when they did not come to an end.
+    """
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(jobs))
+    threads = str(max((os.cpu_count() or jobs) // jobs, 1))
+    started = subprocess.Popen(
+        [sys.executable, *torchrun, "--max-restarts", str(RESTARTS), "-m", "corp_deploy", *words, "--quiet"],
+        env={"OMP_NUM_THREADS": threads, **os.environ},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        code = started.wait()
+    finally:  # they end with this process; torchrun ends its own where it is asked to, not where it is killed
+        if started.poll() is None:
+            started.terminate()
+            try:
+                started.wait(LONGEST_END_S)
+            except subprocess.TimeoutExpired:
+                started.kill()
+    if code:
+        raise Missing(
+            f"the {jobs} processes of this sweep ended early ({code}), each after {RESTARTS} restarts; finished "
+            "trials are kept: look at the messages, then run the same command again"
+        )

@@ -1,4 +1,4 @@
-"""Options of `sweep`: which models it tries."""
+"""Options of `sweep`: which models it tries, and how."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,16 +8,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from corp_deploy.invocation.budget_choice import MOST_CUT
-from corp_deploy.invocation.call import Pairs
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
-from corp_deploy.invocation.option import option
+from corp_deploy.invocation.option import Pairs, Record, option
 from corp_deploy.invocation.option_support import words_of
 from corp_deploy.invocation.reduction_table import ATTENTION, FITTED, PRESET
 from corp_deploy.invocation.values import FILE, PATH, ListOf, OneOf
 from corp_deploy.reduction.method import CHANNEL_REPAIRS, MLP_RANKINGS, PRESETS, QK_RECOVERIES
 from ground.errors import BadInput
-from ground.quantity import SHARE, SHARE_KEPT, SHARE_REMOVED
+from ground.quantity import BATCH, JOBS, SHARE, SHARE_KEPT, SHARE_REMOVED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -197,3 +196,24 @@ class SweepChoice(GeometryOptions, heading="Trials"):
             return []
         drawn = [] if inputs.samples is None else [f"--samples {inputs.samples}", f"--seed {inputs.seed}"]
         return [inputs.describe, *drawn]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialsChoice(Record, heading="Trials"):
+    """How trials are carried out and judged, beside what times them."""
+
+    held_out: Path | None = option(
+        FILE,
+        help="Moments of other images (calibrate --hold-out): with several --moments they judge every site at each "
+        "number of images.",
+    )
+    min_agreement: float | None = option(
+        SHARE, help="Name the smallest model that meets it, and the fastest where trials are timed."
+    )
+    jobs: int = option(
+        JOBS,
+        1,
+        help="Processes of this machine that reduce and judge a trial at a time; timing runs alone, afterwards.",
+    )
+    keep_models: bool = option(default=False, help="Keep every trial's reduced model, in OUTPUT/trials.")
+    batch_size: int = option(BATCH, 32, help="Images in one forward pass.")

@@ -14,8 +14,7 @@ from .command import command, some
 from .decoder import verify_graph
 from .model_choice import ModelChoice
 from .options import ANY_PATH, explicit_options, trust_engine_option
-from .proof_input_choice import ProofInputChoice
-from .verify_run import VerifyRun, keep_proof
+from .verify_run import ProofInputChoice, VerifyRun, keep_proof
 
 if TYPE_CHECKING:
     from corp_deploy.proof.candidates import Candidate

@@ -1,17 +1,20 @@
-"""What `verify` runs, and engines of one graph held against each other, in one environment or in two."""
+"""What `verify` runs and on what, and engines of one graph held against each other, in one environment or in two."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from corp_deploy.invocation.decoding import DecoderProof
+from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.option import option
-from corp_deploy.invocation.proof import MetricOptions, ProofFiles, ProofOptions
+from corp_deploy.invocation.proof import DecoderProof, MetricOptions, ProofFiles, ProofOptions
+from corp_deploy.invocation.table import VERIFY
 from corp_deploy.invocation.values import DIRECTORY
 from corp_deploy.views.console import Output
+from ground.errors import BadInput
+from ground.quantity import BATCH
 
 from .options import explicit_options
 
@@ -19,9 +22,9 @@ if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
     from corp_deploy.proof.chain import Proof
     from corp_deploy.proof.custom_metrics import MetricRequest
+    from corp_deploy.proof.inputs import ProofInputs
     from corp_deploy.proof.link_rules import ParityLimits
-
-    from .proof_input_choice import ProofInputChoice
+    from corp_deploy.store.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +159,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
 def keep_proof(proof: "Proof", output: Path, out: Output, *more: str) -> int:
     """Write a proof and say what came of it; the exit code."""
     from corp_deploy.proof.chain import EXIT_CODES, save_proof
-    from corp_deploy.views.parity import located_lines, metric_lines, parity_table, reason_lines
+    from corp_deploy.views.parity import parity_shown
 
     save_proof(proof, output)
     parity = proof.parity
@@ -164,6 +167,67 @@ def keep_proof(proof: "Proof", output: Path, out: Output, *more: str) -> int:
         out.warn(parity.fitted.warning)
     if parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
-    lines = [*reason_lines(parity), *(source.line for source in parity.sources), *located_lines(parity)]
-    out.result(parity.to_json(), parity_table(parity), *lines, *metric_lines(parity), *more, parity.line)
+    out.result(parity.to_json(), *parity_shown(parity), *more, parity.line)
     return EXIT_CODES[parity.verdict]
+
+
+NO_INPUTS = "give --images, --text or --arrays, or --random when random inputs are really meant"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofInputChoice(InputOptions):
+    """Real images or texts or, where they are really meant, so many random inputs; the seed is of either's draw."""
+
+    random: int | None = option(BATCH, help="Random inputs instead; the record says so.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is not None and self.random is not None:
+            raise BadInput(NO_INPUTS)
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        super().refuse_ignored(options)
+        VERIFY.refuse([("", self.way)], options)
+
+    @property
+    def way(self) -> str:
+        if self.random is not None:
+            return "random"
+        return "none" if self.path is None else "images"
+
+    @property
+    def describe(self) -> str:
+        """As they are typed."""
+        return super().describe if self.random is None else f"--random {self.random} --seed {self.seed}"
+
+    def require(self) -> None:
+        """Raises BadInput without any."""
+        if self.way == "none":
+            raise BadInput(NO_INPUTS)
+
+    def open_for_engine(self, artefact: "Artefact") -> "ProofInputs":
+        """As an engine takes them, without its model. Raises BadInput for texts and for what can't be prepared."""
+        from calib.rows import open_arrays
+        from corp_deploy.proof.inputs import inputs_from_set, noise_inputs, of_port
+        from corp_deploy.store.inputs import images_for_port
+
+        if self.random is not None:
+            return noise_inputs(artefact.inputs, self.random, self.seed)
+        if self.arrays is not None:
+            return inputs_from_set(open_arrays(self.arrays, artefact.inputs, id_counts={}, **self.drawn))
+        if self.images is None or len(artefact.inputs) > 1:
+            raise BadInput(
+                f"{artefact.path}: an engine is compared on --images, --arrays or --random; its tokenizer isn't here"
+            )
+        (port,), where = artefact.inputs, str(artefact.path)
+        source = images_for_port(port, artefact.preprocessing, self.images, where=where, **self.drawn)
+        return of_port(inputs_from_set(source), port, where=str(self.images))
+
+    def of_model(self, dense: "Checkpoint", *, pixels: bool = False) -> "ProofInputs":
+        """`pixels`: random ones are made of pixels."""
+        from corp_deploy.proof.inputs import inputs_from_set, random_inputs
+
+        if self.random is not None:
+            return random_inputs(dense, self.random, self.seed, pixels=pixels)
+        source = self.proving(self.open(dense), self.seed)
+        return inputs_from_set(source, self.class_indices(source, dense))

@@ -2,11 +2,12 @@
 report out.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from calib.store import load as load_moments
-from corp_deploy.invocation.call import Invocation
+from corp_deploy.families.counting import macs, parameters
+from corp_deploy.invocation.option import Invocation, Pairs
 from corp_deploy.proof.report_input import EFFECTS_KIND
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -29,8 +31,51 @@ from ground.files import replacing, write_json
 from perf.parity.measures import measures
 from perf.parity.parity import Parity
 from perf.record.runs import Bench
+from perf.stats.summary import summarise
 
-from .example import VIT, Example
+SPARSITY = 0.5
+CONV_SPARSITY = 0.4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A trained model among the digits, in `folder`, and how the demo reduces it.
+
+    `demo_options`: what its command says of it; `reduce`: the options of reduce that settle the method; `method`: the
+    same widths as fields of a Method, for presets that stand beside in `beside`; `narrower`: what is done, in words;
+    `max_error`: of the outputs, for the proof.
+    """
+
+    folder: str
+    title: str
+    narrower: str
+    reduce: Mapping[str, Any]
+    method: Mapping[str, Any]
+    beside: tuple[str, ...]
+    max_error: float
+    demo_options: Mapping[str, str] = field(default_factory=dict)
+
+
+VIT = Example(
+    folder="model",
+    title="The digits example: dense against reduced",
+    narrower="reducing to half the channels and head dimensions",
+    reduce={"mlp": SPARSITY, "attn": SPARSITY, "align": Pairs(mlp=64, head=16)},
+    method={"mlp_sparsity": SPARSITY, "attention_sparsity": SPARSITY},
+    beside=("none",),
+    max_error=0.05,
+)
+RESNET = Example(
+    folder="resnet",
+    title="The digits ResNet: dense against reduced",
+    narrower="removing two fifths of the channels between convolutions",
+    reduce={"conv": CONV_SPARSITY, "align": Pairs(conv=8)},
+    method={"conv_sparsity": CONV_SPARSITY, "align_conv": 8},
+    beside=("none", "grail"),
+    max_error=0.1,
+    demo_options={"example": "resnet"},
+)
+EXAMPLES: Mapping[str, Example] = MappingProxyType({"vit": VIT, "resnet": RESNET})
 
 ONLY_DEMO = ("images/calibration.npz", "images/held-out.npz", "effects.json")
 MODEL = (f"dense/{CONFIG}", f"dense/{WEIGHTS}")
@@ -112,28 +157,6 @@ EXAMPLE = Path(__file__).with_name("digits")
 STEPS = ("images", "calibrate", "reduce", "export", "verify", "bench", "report")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
-    """What the demo came to, for its table."""
-
-    dense: Checkpoint
-    reduced: Checkpoint
-    parity: Parity
-    bench: Bench
-    effects: list[dict[str, Any]]
-
-
-def _require_example(example: Example) -> None:
-    if not (EXAMPLE / example.folder).is_dir():
-        raise Missing(f"{EXAMPLE}: the digits example is missing from this installation; install corp-deploy again")
-    try:
-        import sklearn  # noqa: F401
-    except ImportError:
-        raise Missing(
-            "the demo's images come with scikit-learn, which is absent; pip install 'corp-deploy[demo]'"
-        ) from None
-
-
 def write_images(directory: Path) -> None:
     """The calibration images without labels, the held-out ones with."""
     from .digits.images import load
@@ -150,7 +173,14 @@ def write_inputs(directory: Path, example: Example = VIT) -> Checkpoint:
 
     Raises Missing when the example or what it needs is absent.
     """
-    _require_example(example)
+    if not (EXAMPLE / example.folder).is_dir():
+        raise Missing(f"{EXAMPLE}: the digits example is missing from this installation; install corp-deploy again")
+    try:
+        import sklearn  # noqa: F401
+    except ImportError:
+        raise Missing(
+            "the demo's images come with scikit-learn, which is absent; pip install 'corp-deploy[demo]'"
+        ) from None
     write_images(directory / "images")
     dense = model_of_directory(EXAMPLE / example.folder)
     save(dense, directory / "dense")
@@ -179,6 +209,38 @@ def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.M
     ]
 
 
+def _record(dense: Checkpoint, reduced: Checkpoint, parity: Parity, bench: Bench) -> dict[str, Any]:
+    """What the demo came to, as figures."""
+    links = {link.kind: link for link in parity.links}
+    models = {"dense": (dense, 1.0), "reduced": (reduced, links["reduced"].measures.agreement)}
+    rows = {
+        name: {
+            "parameters": parameters(checkpoint.model),
+            "macs": macs(checkpoint.model),
+            "accuracy": right.accuracy,
+            "agreement": agreement,
+        }
+        for (name, (checkpoint, agreement)), right in zip(models.items(), parity.accuracy[:2], strict=True)
+    }
+    speed = [
+        {
+            "batch": row.batch,
+            **{
+                name: {
+                    "p50_ms": None if side.p50_ms is None else side.p50_ms.value,
+                    "images_per_s": None if side.throughput is None else side.throughput.value,
+                    "status": side.status,
+                }
+                for name, side in row.sides.items()
+            },
+            "speedup": None if row.speedup is None else row.speedup.value,
+        }
+        for row in summarise(bench).rows
+    ]
+    told = {"verdict": parity.verdict, "line": parity.line}
+    return told | {"models": rows, "speed": speed}
+
+
 def run_demo(
     directory: Path,
     example: Example = VIT,
@@ -186,8 +248,9 @@ def run_demo(
     note: Callable[[str], None],
     step: Callable[[int], None],
     scale: DemoScale | None = None,
-) -> Demo:
-    """Run every step into `directory`. `note` hears what is done next, `step` how many steps are finished.
+) -> dict[str, Any]:
+    """Run every step into `directory`; what they came to. `note` hears what is done next, `step` how many steps are
+    finished.
 
     Raises Missing when the example or what it needs is absent.
     """
@@ -226,4 +289,4 @@ def run_demo(
         write_manifest(directory, made_by(example, scale), command=str(itself(example)))
         steps.write_report(place, *of_command["report"])
         write_manifest(directory, made_by(example, scale), command=str(itself(example)))
-    return Demo(dense=dense, reduced=reduced, parity=parity, bench=bench, effects=effects)
+    return _record(dense, reduced, parity, bench) | {"effects": effects}

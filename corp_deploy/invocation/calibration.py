@@ -18,7 +18,7 @@ from .values import FILE, ListOf, ParsedText, Repeated
 if TYPE_CHECKING:
     from calib.inputs import InputSet
     from corp_deploy.reduction.calibrate import Statistics
-    from corp_deploy.reduction.moments_files import CalibrationRequest, Restriction
+    from corp_deploy.reduction.moments_files import CalibrationRequest
 
 Inputs = TypeVar("Inputs", bound="InputSet")
 
@@ -93,15 +93,6 @@ class StatisticsOptions(Record, heading="Statistics"):
             active_eps=self.active_eps,
         )
 
-    @property
-    def _restriction(self) -> "Restriction | None":
-        from corp_deploy.reduction.moments_files import Restriction
-
-        if not self.attn:
-            return None
-        first = None if self.first_pass is None else Path(self.first_pass)
-        return Restriction(sparsities=tuple(self.attn), align_head=(self.align or {}).get("head"), first=first)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions(Record, heading="The pass"):
@@ -146,11 +137,12 @@ class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
         super().refuse_ignored(options)
 
     def request(self, *, seed: int) -> "CalibrationRequest":
-        from corp_deploy.reduction.moments_files import CalibrationRequest
+        from corp_deploy.reduction.moments_files import CalibrationRequest, Restriction
 
+        first, head = None if self.first_pass is None else Path(self.first_pass), (self.align or {}).get("head")
         return CalibrationRequest(
             statistics=self.statistics,
-            restriction=self._restriction,
+            restriction=Restriction(sparsities=tuple(self.attn), align_head=head, first=first) if self.attn else None,
             batch_size=self.batch_size,
             device=self.device,
             seed=seed,

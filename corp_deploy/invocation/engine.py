@@ -1,16 +1,21 @@
-"""Options of `build` and `audit`. No torch."""
+"""Options of what is built and served: of `build`, `audit`, `package` and `ship`. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from export.engine.options import BatchProfile, BuildOptions
 from ground.precision import EVERY_WORD
-from ground.quantity import OPTIMIZATION_LEVEL, WORKSPACE_MIB
+from ground.quantity import BATCH, INSTANCES, MODEL_VERSION, OPTIMIZATION_LEVEL, QUEUE_DELAY_US, THREADS, WORKSPACE_MIB
 
-from .option import PathLike, Record, option
+from .option import NEEDED, PathLike, Record, option
 from .table import AUDIT, BUILD, ENGINE_OPTIONS
-from .values import FILE, OneOf, ParsedText, Repeated
+from .values import FILE, PATH, TEXT, ListOf, OneOf, ParsedText, Repeated
+
+if TYPE_CHECKING:
+    from export.triton.config import Serving
+
 
 PROFILE = ParsedText(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfile, read=BatchProfile.from_text)
 
@@ -78,3 +83,75 @@ class AuditOptions(Record):
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         AUDIT.refuse([("", self.backend)], options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(Record, heading="Serving"):
+    """Beside what was measured: what is written, and how it is to be run."""
+
+    name: str = option(TEXT, "vit", help="Model name; variants are NAME, NAME_onnx and NAME_cpu.")
+    model_version: int = option(MODEL_VERSION, 1, help="Version directory to add.")
+    labels: Path | None = option(FILE, help="Class names, one a line.")
+    server: str | None = option(TEXT, help="Server release such as 26.07, to warn when versions don't match.")
+    queue_delay_us: int = option(
+        QUEUE_DELAY_US, 500, help="How long a request may wait for others to make a batch, in microseconds."
+    )
+    instances: int = option(INSTANCES, 1, help="Copies of each model that run.")
+    max_batch: int | None = option(
+        BATCH,
+        help="Largest batch of graphs; a plan has its own. Default: the plan's, else 8 or the measured best batch.",
+    )
+    graph_batches: Sequence[int] = option(
+        ListOf(BATCH, "1,8"),
+        (),
+        help="Batch sizes for which the server captures CUDA graphs (plans only); give those measured with CUDA "
+        "graphs.",
+    )
+    policy: Literal["latest", "all", "specific"] = option(
+        default="latest", help="Versions to serve: the newest, all, or the one that is written now."
+    )
+    cpu_backend: Literal["python", "onnxruntime", "openvino"] = option(
+        default="python",
+        help="What runs the graph on the CPU: ONNX Runtime in the Python backend, or a backend of the server's own.",
+    )
+    cpu_threads: int | None = option(THREADS, help="Threads of one operator on the CPU.")
+    batch: Sequence[BatchProfile] = option(
+        Repeated(each=PROFILE),
+        (),
+        help="A profile min:opt:max for the script that builds a missing plan; may be given several times.",
+    )
+
+    @property
+    def serving(self) -> "Serving":
+        """The same to the room of export; the batch to prefer is measured."""
+        from export.triton.config import Serving
+
+        others = ("name", "model_version", "labels", "server", "batch")
+        return Serving(**{name: value for name, value in self.values.items() if name not in others})
+
+
+TargetName = Literal["onnxruntime-cpu", "onnxruntime-cuda", "openvino", "tensorrt", "tensorrt-rtx"]
+MOST_HELD_OUT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShipOptions(Record, heading="What is made"):
+    """On which images, for what."""
+
+    images: Path = option(PATH, NEEDED, help="Unlabelled images like those the model will meet.")
+    held_out: Path | None = option(
+        PATH,
+        help=f"Other images that prove the result; default: half of --images, at most {MOST_HELD_OUT}, which nothing "
+        "is fitted to.",
+    )
+    labels: Path | None = option(
+        FILE, help="Class indices of --held-out, without that of all --images: accuracy is told then."
+    )
+    target: TargetName | None = option(
+        OneOf(get_args(TargetName)), unset="the fastest that is here", help="What the model is to run on."
+    )
+    precision: Sequence[str] = option(
+        ListOf(OneOf(EVERY_WORD), "fp32,fp16"),
+        ("fp32", "fp16"),
+        help="Precisions of the graphs: a CPU runs the first, a GPU fp16 where it is among them.",
+    )

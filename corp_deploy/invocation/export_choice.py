@@ -1,16 +1,17 @@
-"""Options of `export`. No torch."""
+"""Options of `export`, and of `export-decoder`. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ground.errors import BadInput
 from ground.precision import EVERY_WORD, MIXED, QUANTISED, precision_by_name
-from ground.quantity import BATCH, OPSET, Count
+from ground.quantity import BATCH, OPSET, TOKENS, Count
 
 from .option import NEEDED, PathLike, Record, option, options_of
 from .table import EXPORT, EXPORT_HEADS
-from .values import FILE, ListOf, OneOf, Repeated
+from .values import DIRECTORY, FILE, ListOf, OneOf, Repeated
 
 
 @dataclass(frozen=True)
@@ -164,3 +165,15 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
     def quantised(self) -> tuple[str, ...]:
         """The precisions whose ranges are computed from inputs."""
         return tuple(name for name in self.precisions if name in QUANTISED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderExport(Record):
+    """The precision, and what cache sizes are shown for."""
+
+    precision: Literal["fp32", "int8", "int4", "fp16"] = option(
+        default="fp32", help="int8 and int4 quantise weights only; fp16 is for GPUs, the others for CPUs."
+    )
+    baseline: Path | None = option(DIRECTORY, help="The dense model's directory, to compare caches.")
+    length: int = option(TOKENS, 2048, help="Tokens per sequence for which cache sizes are shown.")
+    batch: int = option(BATCH, 1, help="Sequences for which cache sizes are shown.")

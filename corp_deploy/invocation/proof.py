@@ -1,4 +1,6 @@
-"""Options of a proof: limits, batch sizes, runtimes, heads and measures; and of `gate`, which judges it. No torch."""
+"""Options of a proof, a decoder's graph's too: limits, batch sizes, runtimes, heads, measures; and of `gate`, which
+judges it. No torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ground.errors import BadInput
-from ground.quantity import BATCH, CONFIDENCE, ERROR, FACTOR, LEVEL, NATS, RATIO, SECONDS, SHARE
+from ground.quantity import BATCH, CONFIDENCE, ERROR, FACTOR, LEVEL, NATS, RATIO, SECONDS, SHARE, TOKENS
 
 from .option import PathLike, Record, option
-from .table import VERIFY_HEADS
+from .table import VERIFY_HEADS, VERIFY_REFERENCE
 from .values import DIRECTORY, FILE, ListOf, OneOf, Repeated, text_of
 
 Runtime = Literal["openvino", "openvino-fp16", "openvino-bf16"]
@@ -178,3 +180,15 @@ class GateOptions(Record):
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         if "confidence" in options and not self.rules:
             raise BadInput("--confidence is of the intervals that rules are judged by: give one with --fail-if")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderProof(Record, heading="A decoder's graph"):
+    """How `verify` runs a decoder's graph."""
+
+    length: int = option(TOKENS, 32, help=f"Tokens of a sequence. {VERIFY_REFERENCE.help('length')}")
+    provider: Literal["cpu", "cuda"] = option(
+        default="cpu",
+        help="ONNX Runtime's execution provider; there is no fallback to another one. cuda takes fp16 only. "
+        f"{VERIFY_REFERENCE.help('provider')}",
+    )

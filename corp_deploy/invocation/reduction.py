@@ -13,14 +13,12 @@ from corp_deploy.reduction.method import LOOPS, NOT_HELD_OUT, LoopName, Method, 
 from ground.errors import BadInput
 from ground.quantity import SECONDS, STEPS
 
-from .budget_choice import BudgetChoice
+from .budget_choice import CLOSED_LOOP, BudgetChoice, cost
 from .merging import MergingChoice
-from .method_choice import COMPOSITIONS, MethodChoice, with_implied
+from .method_choice import COMPOSITIONS, MethodChoice, SparseChoice, with_implied
 from .option import NEEDED, PathLike, Record, option
 from .option_support import Axis
-from .passes import CLOSED_LOOP, cost
 from .reduction_table import ATTENTION, IMAGES, LOOP, MERGING, POLISH, SPARSE, WIDTHS
-from .sparsity import SparseChoice
 from .values import DIRECTORY, FILE, OneOf
 
 SaveAs = Literal["hf"]

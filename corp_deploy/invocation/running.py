@@ -1,21 +1,23 @@
-"""Options of `bench`: how two models are run side by side and measured. No torch."""
+"""Options of how two models are run side by side and measured: of `bench`, and of the trials of a sweep. No torch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ground.errors import BadInput
-from ground.quantity import BATCH, MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
+from ground.quantity import BATCH, MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS, TOKENS
 
 from .inputs import refuse_several
 from .option import PathLike, Record, option
-from .table import BENCH
-from .values import FILE, ListOf, ParsedText
+from .option_support import Axis, variant
+from .table import BENCH, BENCH_OF
+from .values import FILE, ListOf, ParsedText, Repeated
 
 if TYPE_CHECKING:
     from perf.timing.laps import Plan
+
 
 Backend = Literal["onnxruntime", "openvino", "torch", "aotinductor"]
 Device = Literal["cpu", "cuda"]
@@ -149,3 +151,81 @@ class FedOptions(TextFed):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_several(self.non_default)
+
+
+_TIMED = "batch time_limit half_width"
+TRIALS = Axis(
+    variants={
+        "none": variant("a sweep that times nothing", "no --bench"),
+        "built": variant("a sweep that builds engines", "--engine tensorrt-rtx", "batch"),
+        "onnxruntime": variant("ONNX Runtime", "--bench onnxruntime", f"{_TIMED} threads device precision=fp32,fp16"),
+        "openvino": variant("OpenVINO", "--bench openvino", f"{_TIMED} threads device=cpu precision"),
+        "torch": variant("torch", "--bench torch", f"{_TIMED} threads device precision"),
+        "engine": variant("engines", "--bench engine", f"{_TIMED} device=cuda"),
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSpeedChoice(Record, heading="Timing and engines"):
+    """`bench`: what times trials, None nothing; `engine`: what builds engines of them, None nothing.
+
+    Raises BadInput for targets of no engine, and for engines to time that nothing builds.
+    """
+
+    bench: Literal["onnxruntime", "openvino", "torch", "engine"] | None = option(
+        help="Time every trial beside the dense model, interleaved in one process, in this runtime; engine: the "
+        "engines that --engine builds, on a GPU. Default: no timing.",
+    )
+    engine: Literal["tensorrt", "tensorrt-rtx"] | None = option(
+        help="Build an FP16 engine of every trial: its size and fused attentions are in the table. TensorRT-RTX "
+        "needs no GPU for that.",
+    )
+    sm: tuple[str, ...] = option(Repeated(), (), help="A target of TensorRT-RTX such as 89; repeat.")
+    batch: tuple[int, ...] = option(
+        ListOf(BATCH, "1,8,32"), (1, 16), help="Batch sizes to time, and that engines accept."
+    )
+    precision: Literal["fp32", "fp16", "bf16"] = option(
+        default="fp32", help=f"Precision of the timed models; engines are FP16. {TRIALS.help('precision')}"
+    )
+    threads: int | None = option(THREADS, help=f"CPU threads for timing. {TRIALS.help('threads')}")
+    device: Literal["cpu", "cuda"] = option(default="cpu", help="Where trials are timed.")
+    time_limit: float = option(
+        SECONDS,
+        5.0,
+        help="Seconds per trial and batch size, at most, with loading, warm-up and the dense model's run against "
+        "itself.",
+    )
+    half_width: float = option(SHARE_KEPT, 0.02, help="Stop when the interval of a speed-up is this narrow.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bench == "engine" and self.engine is None:
+            raise BadInput("--bench engine times engines; say what builds them: --engine tensorrt-rtx")
+        if self.sm and self.engine is None:
+            raise BadInput("--sm names targets of engines; give --engine tensorrt-rtx with it")
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        TRIALS.refuse([("", self.bench or ("built" if self.engine else "none"))], options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderLoad(Record, heading="Graphs of decoders"):
+    """What is timed: prompts of these lengths, one at a time, then one token of each of so many sequences that have
+    `cached` tokens behind them. The rest is as of models, see BenchOptions.
+    """
+
+    lengths: Sequence[int] = option(
+        ListOf(TOKENS, "16,64,256"),
+        (16, 64, 256),
+        typed="length",
+        help=f"Lengths of prompts to measure, one prompt at a time. {BENCH_OF.help('length')}",
+    )
+    cached: int = option(TOKENS, 256, help=f"Tokens in the cache while decoding. {BENCH_OF.help('cached')}")
+    batches: Sequence[int] = (1, 4, 16)
+    provider: Literal["cpu", "cuda"] = "cpu"
+    threads: int | None = None
+
+    @property
+    def longest(self) -> int:
+        return max(*self.lengths, self.cached + 1)

@@ -20,7 +20,7 @@ from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.counting import macs, parameters
-from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
+from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs, save
 from corp_deploy.store.inputs import model_digest

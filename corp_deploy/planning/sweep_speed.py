@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from corp_deploy.invocation.running import RunOptions
-from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
+from corp_deploy.invocation.running import RunOptions, SweepSpeedChoice
 from corp_deploy.proof.speed import measure
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import model_digest

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.option import Invocation
 from export.engine.build import Engine, build_engine, write_engine
 from export.engine.options import BuildOptions
 from export.engine.record import CompatibilityPrice, EngineRecord, PricedLatency

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corp_deploy.families.decoder_builder import SETTINGS, open_reference
-from corp_deploy.invocation.decoding import DecoderLoad
+from corp_deploy.invocation.running import DecoderLoad
 from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder, facts_of_graph, graph_of_directory
 from corp_deploy.store.transformers_directory import decoder_arguments
 from ground.errors import BadInput

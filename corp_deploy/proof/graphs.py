@@ -10,8 +10,7 @@ from corp_deploy.families.family import has_uneven_heads, output_ports
 from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
 from corp_deploy.invocation.table import EXPORT_HEADS
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.graph_input import graph_ports
-from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
+from corp_deploy.store.onnx_file import export_checkpoint, graph_ports, paths_by_precision
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from export.graph.quantiser import Quantiser
 from ground.feeds import Feeds

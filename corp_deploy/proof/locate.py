@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import output_ports
 from corp_deploy.families.timm_library import NORMS
-from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.option import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
-from corp_deploy.store.graph_input import GraphInput, export_form
+from corp_deploy.store.onnx_file import GraphInput, export_form
 from corp_deploy.store.quantised_onnx import Quantisation, quantiser_of
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput

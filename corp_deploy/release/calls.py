@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.invocation.call import Invocation, Pairs, path_from
+from corp_deploy.invocation.option import Invocation, Pairs, path_from
 
 from . import names
 from .baseline import Baseline

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from corp_deploy.store.manifest import FILES, Efforts, Step, effort_of, load_effort, write_effort
+from corp_deploy.store.manifest import Efforts, Step, load_effort, timed_on, write_effort
 from ground.effort import Stopwatch
-from ground.gpu import gpu_name
 from perf.runners.protocol import stopwatch
 
 from .incremental import NOT_DONE, STATE, Stage, StageDirs, StageStatus
@@ -80,11 +79,10 @@ def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwa
         return stage
 
     def run(dirs: StageDirs) -> None:
-        watch, resumed = watch_of(device), any(dirs.unfinished.parent.glob(f"{dirs.unfinished.stem}*"))
-        with watch.measure(FILES):
+        resumed = any(dirs.unfinished.parent.glob(f"{dirs.unfinished.stem}*"))
+        with timed_on(device, watch_of) as watch:
             stage.run(replace(dirs, watch=watch))
-        record = effort_of(step[0], watch, gpu=gpu_name(device), resumed=resumed)
-        write_effort(_path(dirs.root, stage.name), record)
+        write_effort(_path(dirs.root, stage.name), step[0], watch, device=device, resumed=resumed)
 
     return replace(stage, run=run)
 

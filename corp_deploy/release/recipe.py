@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 
 from corp_deploy.families.trusted_code import refuse_untrusted
-from corp_deploy.invocation.call import path_from
+from corp_deploy.invocation.engine import TargetName
 from corp_deploy.invocation.inputs import InputOptions
-from corp_deploy.invocation.option import option, options_of
+from corp_deploy.invocation.option import option, options_of, path_from
 from corp_deploy.invocation.proof import GateOptions, MetricOptions, ProofOptions
-from corp_deploy.invocation.ship import TargetName
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.invocation.values import FILE, Repeated
 from corp_deploy.proof.custom_metrics import OUTPUTS, MetricRequest, metrics_from_texts

@@ -10,14 +10,13 @@ from typing import Any
 
 from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.invocation.calibration import CalibrateRun
-from corp_deploy.invocation.engine import EngineOptions
+from corp_deploy.invocation.engine import EngineOptions, ServingOptions
 from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
 from corp_deploy.invocation.inputs import Decoded, Drawn, InputOptions
 from corp_deploy.invocation.option import NEEDED, option, options_of
 from corp_deploy.invocation.proof import GateOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, PlanOptions
-from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.invocation.source import Source
 from corp_deploy.invocation.values import FILE, LICENCE, SERVED_NAME, TABLE, TEXT, OneOf
 from corp_deploy.store.hub_snapshot import PREFIX

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from corp_deploy.invocation.serving import ServingOptions
+from corp_deploy.invocation.engine import ServingOptions
 from export.engine.record import record_of_plan
 from export.triton.config import DEFAULT_MAX_BATCH, Agreement, Expected, Latency, Serving
 from export.triton.lint import lint_repository

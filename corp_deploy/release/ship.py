@@ -10,10 +10,10 @@ import msgspec
 
 from corp_deploy.invocation.budget_choice import MACS, BudgetChoice
 from corp_deploy.invocation.calibration import PassOptions
-from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.engine import MOST_HELD_OUT, ShipOptions, TargetName
 from corp_deploy.invocation.inputs import Drawn
+from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.running import BenchOptions
-from corp_deploy.invocation.ship import MOST_HELD_OUT, ShipOptions, TargetName
 from corp_deploy.invocation.source import Source
 from ground.errors import BadInput
 

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from corp_deploy import __version__
-from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.option import Invocation
 from corp_deploy.machine import versions
 
 from . import calls, names

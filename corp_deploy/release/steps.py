@@ -16,12 +16,12 @@ from calib.inputs import shuffled
 from calib.store import load as load_moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.calibration import CalibrateOptions
-from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.engine import ServingOptions
 from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.inputs import Decoded, Drawn, HoldOutOptions
+from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, FedOptions
-from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.planning.calibration_size import calibration_size
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import Judges, scored_inputs

@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from corp_deploy.invocation.ship import TargetName
+from corp_deploy.invocation.engine import TargetName
 from corp_deploy.invocation.table import BENCH
 from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput

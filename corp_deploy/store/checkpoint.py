@@ -37,8 +37,7 @@ from perf.record.runs import FittedInputs
 from .model_config import CONFIG as CONFIG
 from .model_config import FITTED, REMEDY, ModelConfig, load_model_config
 from .model_config import KIND as KIND
-from .sparse_layers import require_sparse
-from .weight_fit import require_fit
+from .weight_fit import require_fit, require_sparse
 from .weights import State, first_names, read_weights
 
 
@@ -67,6 +66,7 @@ def fitted_inputs(
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHTS = "model.safetensors"
+dense_from_architecture = dense_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +90,6 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
     if device_of(checkpoint.model).type == torch.device(device).type:
         return checkpoint
     return replace(checkpoint, model=replaced(checkpoint.model, {}).to(device))
-
-
-def dense_from_architecture(architecture: Architecture) -> nn.Module:
-    """The dense model with initial weights, in eval mode, without a network. Raises BadInput as its family does."""
-    return dense_model(architecture)
 
 
 def load_weights(model: nn.Module, state: State, *, where: Path) -> None:

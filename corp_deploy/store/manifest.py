@@ -5,7 +5,8 @@ Never digested: the same step run again takes another time and makes the same by
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -15,7 +16,9 @@ import msgspec
 from corp_deploy.machine import versions
 from ground.effort import NAME, Effort, Stopwatch, is_effort
 from ground.files import sha256_of_file, write_json
+from ground.gpu import gpu_name
 from ground.records import record_from_file
+from perf.runners.protocol import stopwatch
 from perf.timing.watch import cpu_name
 
 from .model_config import ModelConfig, load_model_config
@@ -138,15 +141,24 @@ def path_beside(output: Path) -> Path:
     return output / NAME if output.is_dir() else output.with_name(f"{output.name}.{NAME}")
 
 
-def effort_of(step: Step, watch: Stopwatch, *, gpu: str | None = None, resumed: bool = False) -> EffortRecord:
-    """What this process took, on this machine."""
-    return EffortRecord(
-        step=step, machine=cpu_name(), gpu=gpu, versions=versions(), resumed=resumed, parts=watch.efforts
+@contextmanager
+def timed_on(device: str = "cpu", watch_of: Callable[[str], Stopwatch] = stopwatch) -> Iterator[Stopwatch]:
+    """All that is done meanwhile is taken; what no part of it claims is reading and writing."""
+    watch = watch_of(device)
+    with watch.measure(FILES):
+        yield watch
+
+
+def write_effort(path: Path, step: Step, watch: Stopwatch, *, device: str = "cpu", resumed: bool = False) -> None:
+    """Write what this process took for a step on this machine, in place of an older record."""
+    record = EffortRecord(
+        step=step,
+        machine=cpu_name(),
+        gpu=gpu_name(device),
+        versions=versions(),
+        resumed=resumed,
+        parts=watch.efforts,
     )
-
-
-def write_effort(path: Path, record: EffortRecord) -> None:
-    """Write one, in place of an older one."""
     write_json(path, msgspec.to_builtins(record))
 
 

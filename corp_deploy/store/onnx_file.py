@@ -3,20 +3,26 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from onnx import ModelProto
+from torch import nn
 
 from calib.fingerprints import Fingerprints
 from corp_deploy import __version__
+from corp_deploy.algebra.sparsity import sparsity_from_text
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
-from corp_deploy.families.family import output_ports
+from corp_deploy.families.family import image_spec, output_ports
 from corp_deploy.families.timm_library import NORMS
 from corp_deploy.families.widths import HeadGeometry
 from export.graph.fusion_breaks import NOTE, with_fusion_breaks
+from export.graph.pixels import takes_pixels
 from export.graph.ports import GraphPort, ports_of_graph
 from export.graph.to_onnx import onnx_from_model, save
+from export.graph.weights import sparse_matrices
 from ground.errors import BadInput
 from ground.files import replacing
 from ground.onnx_file import read_onnx
@@ -26,13 +32,14 @@ from ground.records import record_from_text
 from perf.runners.onnx import onnx_precision
 
 from .checkpoint import Checkpoint, fitted_of_lineage, ids_of_lineage
-from .graph_input import NORMALISED, GraphInput, export_form
 from .inputs import model_digest
-from .sparse_layers import PREFIX as PREFIX
-from .sparse_layers import SPARSITY, require_sparse_graph
 
 # Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
 CARRIED = ("dense", "moments", "images", "preset")
+GraphInput = Literal["float32", "uint8"]
+PREFIX, SPARSITY = "corp_deploy.", "sparsity"
+NORMALISED = f"{PREFIX}normalised"
+AHEAD = "ahead of the model"
 
 
 def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
@@ -57,11 +64,76 @@ def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportForm:
+    """What is traced: the exportable model, its ports, and what the graph's notes say of them."""
+
+    model: nn.Module
+    inputs: tuple[Port, ...]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def graph_ports(checkpoint: Checkpoint, graph_input: GraphInput) -> tuple[Port, ...]:
+    """What the graph takes. Raises BadInput for uint8 of a model that isn't known to normalise images."""
+    spec = traced_model.input_spec(checkpoint.model)
+    if graph_input == "float32":
+        return spec.ports
+    if spec.medium != "images" or len(spec.ports) != 1:
+        raise BadInput(f"input uint8 is for models of images, this one takes {spec.medium}; leave --input out")
+    image_spec(checkpoint.model).require_normalisation(where=f"input {graph_input}", instead="leave --input out")
+    return tuple(replace(port, dtype=graph_input) for port in spec.ports)
+
+
+def export_form(
+    checkpoint: Checkpoint,
+    *,
+    precision: str,
+    geometry: HeadGeometry | None = None,
+    graph_input: GraphInput = "float32",
+    quantised: bool = False,
+) -> ExportForm:
+    """The exportable form of a model. `graph_input` uint8: pixels [B,C,H,W], resized and cropped as its preprocessing
+    says; `quantised`: INT8 or FP8 is made of it.
+
+    Raises BadInput as graph_ports does.
+    """
+    ports = graph_ports(checkpoint, graph_input)
+    model = traced_model.exportable(checkpoint.model, geometry=geometry)
+    if graph_input == "float32":
+        return ExportForm(model=model, inputs=ports)
+    normalisation = image_spec(checkpoint.model).normalisation
+    with_pixels = takes_pixels(model, ports[0].shape, normalisation, folded=precision == "fp32" and not quantised)
+    inside = {"mean": normalisation.mean, "std": normalisation.std, "in": with_pixels.folded_into or AHEAD}
+    return ExportForm(model=with_pixels.model, inputs=ports, notes={NORMALISED: json.dumps(inside, sort_keys=True)})
+
+
 def paths_by_precision(path: Path, precisions: Sequence[str]) -> dict[str, Path]:
     """One precision goes to the very file; several stand side by side: NAME.onnx for fp32, NAME.fp16.onnx for fp16."""
     if len(precisions) == 1:
         return {precisions[0]: path}
     return {name: path if name == "fp32" else path.with_suffix(f".{name}{path.suffix}") for name in precisions}
+
+
+def require_sparse_graph(proto: ModelProto, path: Path) -> None:
+    """Raise BadInput for a graph whose matrices, as they are stored in whatever type, are not as sparse as the layers.
+
+    Matrices are known by the layer that their node is of; where a graph has other names, as many must be sparse.
+    """
+    carried = {entry.key: entry.value for entry in proto.metadata_props}.get(f"{PREFIX}{SPARSITY}", "{}")
+    patterns = record_from_text(carried, dict[str, str], where=f"{path}: its {SPARSITY}")
+    for text in dict.fromkeys(patterns.values()):
+        sparsity, layers = sparsity_from_text(text), [name for name, each in patterns.items() if each == text]
+        holds_by_node = sparse_matrices(proto, sparsity.kept, sparsity.of)
+        of_layer = {name: [node for node in holds_by_node if node.rpartition("/")[0] == name] for name in layers}
+        dense = [name for name, nodes in of_layer.items() if not all(holds_by_node[node] for node in nodes)]
+        named = {node for nodes in of_layer.values() for node in nodes}
+        others = sum(holds for node, holds in holds_by_node.items() if node not in named)
+        unnamed = [name for name, nodes in of_layer.items() if not nodes]
+        if dense or len(unnamed) > others:
+            raise BadInput(
+                f"{path}: {(dense or unnamed)[0]} is {text} in the model, but not in the graph ({len(dense)} of "
+                f"{len(layers)} layers are dense there, {max(len(unnamed) - others, 0)} are missing)"
+            )
 
 
 def export_checkpoint(

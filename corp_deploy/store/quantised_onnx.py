@@ -16,9 +16,7 @@ from ground.feeds import batch_size, rows_of
 from ground.files import replacing
 
 from .checkpoint import Checkpoint
-from .graph_input import GraphInput, export_form
-from .onnx_file import metadata_of_checkpoint
-from .sparse_layers import require_sparse_graph
+from .onnx_file import GraphInput, export_form, metadata_of_checkpoint, require_sparse_graph
 
 BATCH = 8
 

@@ -1,4 +1,6 @@
-"""Fit a state dict to a model: exactly, or through timm's own filter, with a notice of everything that was changed."""
+"""Whether weights are as a model has to have them: fit to it exactly, or through timm's own filter with a notice of
+everything that was changed, and as k:n sparse as they are said to be.
+"""
 
 import json
 import re
@@ -9,11 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from corp_deploy.algebra.sparse_patterns import holds
+from corp_deploy.algebra.sparsity import sparsity_from_text
 from corp_deploy.families.timm_library import unused
 from corp_deploy.families.traced_model import adapted_state
 from corp_deploy.traced.models.module import counts_of_batches
 from ground.errors import BadInput
 
+from .model_config import REMEDY
 from .weights import State, Weights, first_names
 
 # Names that another library writes and timm's filter doesn't know, with what to do instead.
@@ -129,3 +134,24 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
         advice = _advice(misfit, state, kwargs)
         raise BadInput(f"{weights.path}: these weights don't fit the model; {misfit.words}; {advice}")
     return state, tuple(f"{weights.path.name}: {note}" for note in notes)
+
+
+def rows_of_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A row for each output, of what groups are taken of: inputs, or input channels at each place of a kernel."""
+    weight = weight.detach()
+    return weight if weight.ndim == 2 else weight.flatten(2).transpose(1, 2)
+
+
+def require_sparse(model: nn.Module, patterns: Mapping[str, str], where: str) -> None:
+    """Raise BadInput for a layer (or whole name of a weight that is no module's) not as sparse as recorded."""
+    state = model.state_dict() if patterns else {}
+    for name, text in patterns.items():
+        weight, sparsity = state.get(f"{name}.weight", state.get(name)), sparsity_from_text(text)
+        if weight is None or weight.ndim < 2:
+            raise BadInput(f"{where}: sparsity: the model has no layer {name[:100]!r}; {REMEDY}")
+        rows = rows_of_weight(weight)
+        if rows.shape[-1] % sparsity.of or not holds(rows.flatten(0, -2), sparsity):
+            raise BadInput(
+                f"{where}: sparsity: {name} is not {sparsity}: some {sparsity.of} neighbouring weights have more than "
+                f"{sparsity.kept} that are not zero; {REMEDY}"
+            )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import RenderableType
 from rich.table import Table
 
 from corp_deploy.proof.decoder_parity import DecoderParity
@@ -98,8 +99,8 @@ def _shown(value: Range, form: str) -> str:
     return f"{value.value:{form}} ({value.low:{form}} to {value.high:{form}})"
 
 
-def perplexity_table(proof: LanguageProof) -> Table:
-    """One row a model, with intervals over sequences."""
+def perplexity_shown(proof: LanguageProof) -> list[RenderableType]:
+    """One row a model, with intervals over sequences; why each verdict is what it is; all of it, and on how much."""
     table = Table("model", "perplexity", "of the dense one's", "token agreement", "KL, nats a token", "verdict")
     for row in proof.rows:
         against = [""] * 4
@@ -107,16 +108,6 @@ def perplexity_table(proof: LanguageProof) -> Table:
             against = [_shown(row.ratio, ".4f"), _shown(row.agreement, ".2%"), _shown(row.kl, ".3g")]
             against.append(proof.verdicts[row.model][0])
         table.add_row(row.model, _shown(row.perplexity, ".4g"), *against)
-    return table
-
-
-def reason_lines(proof: LanguageProof) -> list[str]:
-    """Why each verdict is what it is."""
-    return [f"{model}: {why}" for model, (_, why) in proof.verdicts.items() if why]
-
-
-def perplexity_line(proof: LanguageProof) -> str:
-    """The verdict, and on how much."""
-    first = proof.rows[0]
-    verdict = "measured without a limit" if proof.verdict == "UNJUDGED" else proof.verdict
-    return f"{verdict} on {first.tokens:,} tokens of {first.sequences} sequences"
+    reasons = [f"{model}: {why}" for model, (_, why) in proof.verdicts.items() if why]
+    first, verdict = proof.rows[0], "measured without a limit" if proof.verdict == "UNJUDGED" else proof.verdict
+    return [table, *reasons, f"{verdict} on {first.tokens:,} tokens of {first.sequences} sequences"]

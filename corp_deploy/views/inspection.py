@@ -5,6 +5,7 @@ machines.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import RenderableType
 from rich.table import Table
 
 from corp_deploy.families import traced_model
@@ -78,20 +79,16 @@ def merging_lines(record: Mapping[str, Any]) -> list[str]:
     return [*merging["sentences"], f"tokens behind each block: {' '.join(map(str, merging['tokens'][1:]))}"]
 
 
-def stay_lines(record: Mapping[str, Any]) -> list[str]:
-    """What can't be narrowed and why, reason by reason; nothing for a model whose sites are known by its family."""
-    return [
-        f"stays: {each['count']} channels of {_some(each['layers'])}: {each['reason']}"
-        for each in record.get("stays", ())
-    ]
-
-
 def _some(names: Sequence[str]) -> str:
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def plan_lines(plan: "FirstPlan") -> list[str]:
+def _least(plan: "FirstPlan") -> str:
+    return f"; --macs {plan.least:g} takes no more than that of each" if plan.least < 1.0 else "; no budget is in reach"
+
+
+def _plan_lines(plan: "FirstPlan") -> list[str]:
     """What a budget would take, and what it can't."""
     rest = [f"{name} {share:.0%} ({reason})" for name, share, reason in plan.stays if share >= SHOWN]
     sites = f"{plan.sites} site{'s'[: plan.sites != 1]}"
@@ -105,19 +102,17 @@ def plan_lines(plan: "FirstPlan") -> list[str]:
     return [have, *stays, f"{takes}{more}"]
 
 
-def _least(plan: "FirstPlan") -> str:
-    return f"; --macs {plan.least:g} takes no more than that of each" if plan.least < 1.0 else "; no budget is in reach"
-
-
-def output_lines(record: Mapping[str, Any]) -> list[str]:
-    """What the model gives by name; nothing for one that gives its own output."""
-    if "outputs" not in record:
-        return []
-    words = (f"{each['name']} {each['shape']} ({each['role']})" for each in record["outputs"])
-    return [f"outputs of one image: {', '.join(words)}"]
-
-
-def size_line(record: Mapping[str, Any]) -> str:
-    """The whole model in one line."""
+def inspection_shown(checkpoint: Checkpoint, record: Mapping[str, Any], plan: "FirstPlan") -> list[RenderableType]:
+    """The table; why sites can't be reduced, what is given by name, how tokens merge, what can't be narrowed, reason
+    by reason; the whole model in one line, its preprocessing, and what a budget takes.
+    """
+    outputs = [f"{each['name']} {each['shape']} ({each['role']})" for each in record.get("outputs", ())]
+    named = [f"outputs of one image: {', '.join(outputs)}"] if outputs else []
+    stays = [
+        f"stays: {each['count']} channels of {_some(each['layers'])}: {each['reason']}"
+        for each in record.get("stays", ())
+    ]
     macs = f"{record['macs'] / 1e9:.3f} GMAC"
-    return f"{record['architecture']}: {record['parameters']:,} parameters, {macs} for one image"
+    size = f"{record['architecture']}: {record['parameters']:,} parameters, {macs} for one image"
+    about = (*refusal_lines(record), *named, *merging_lines(record), *stays)
+    return [inspection_table(record), *about, size, preprocessing_line(checkpoint), *_plan_lines(plan)]

@@ -32,22 +32,20 @@ def parity_table(parity: Parity) -> Table:
     return table
 
 
-def reason_lines(parity: Parity) -> list[str]:
-    """Why each verdict is what it is, but for those that the proof's own line tells."""
+def parity_shown(parity: Parity) -> list[RenderableType]:
+    """The table; why each verdict is what it is, but for those that the proof's own line tells; what engines were built
+    from; where each failing FP16 link starts to err, and the command for it; and measures of the user's own.
+    """
     every = [(link.name, link.reason) for link in parity.links]
     every += [(f"{each.test} of {each.candidate}", each.reason) for each in parity.structure if each.status != "PASS"]
-    lines = [f"{name}: {reason}" for name, reason in every if reason]
-    return [line for line in lines if line not in parity.reason]
-
-
-def located_lines(parity: Parity) -> list[str]:
-    """Where each failing FP16 link starts to err, and the command for it."""
-    return [f"{each.link}: {each.site or 'no block'}: {each.reason} {each.command}" for each in parity.located]
-
-
-def metric_lines(parity: Parity) -> list[str]:
-    """Measures of the user's own, a line each."""
-    return [f"{row.name} of {row.model}: {row.value:.6g}" for row in parity.metrics]
+    reasons = [f"{name}: {reason}" for name, reason in every if reason]
+    return [
+        parity_table(parity),
+        *(line for line in reasons if line not in parity.reason),
+        *(source.line for source in parity.sources),
+        *(f"{each.link}: {each.site or 'no block'}: {each.reason} {each.command}" for each in parity.located),
+        *(f"{row.name} of {row.model}: {row.value:.6g}" for row in parity.metrics),
+    ]
 
 
 def gate_shown(gate: Gate) -> list[RenderableType]:

@@ -1,15 +1,20 @@
-"""What a reduction did, as tables for people."""
+"""Moments and the redundancy that they tell, and what a reduction by them did, as lines, tables and a plot."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
+from calib.redundancy import ChannelRedundancy, HeadRedundancy
 from corp_deploy.families.inspection import merging_record
-from corp_deploy.planning.width_plan import ProbedAllocation, WidthPlan
+from corp_deploy.planning.width_plan import WidthPlan
 from corp_deploy.polish.parts import Progress
 from corp_deploy.reduction.model import Reduction
+from corp_deploy.reduction.overfitting import Overfitting
 from corp_deploy.reduction.report import SiteReport
+from perf.report.plots import Series, curve
+from perf.stats.stats import Interval, exact
 
 Cell = Callable[[SiteReport], str]
 
@@ -51,19 +56,15 @@ def site_table(sites: Sequence[SiteReport]) -> Table:
     return table
 
 
-def ways_table(ways: Sequence[ProbedAllocation]) -> Table:
-    """The ways to spend a budget side by side."""
-    table = Table("widths", "of the dense cost", "logit error predicted", "found on calibration images")
-    for way in ways:
-        table.add_row(way.name, f"{way.share:.1%}", f"{way.predicted_error:.4f}", f"{way.measured_error:.4f}")
-    return table
-
-
 def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableType]:
     """The sites, the ways that were weighed where there were any, and a sentence on each thing that was decided."""
-    ways, merging = [ways_table(plan.ways)] if plan.ways else [], merging_record(reduction.model)
+    merging = merging_record(reduction.model)
     merged = merging.sentences() if merging is not None else ()
-    return [site_table(reduction.sites), *ways, *plan.decisions, *reduction.decisions, *merged]
+    ways = Table("widths", "of the dense cost", "logit error predicted", "found on calibration images")
+    for way in plan.ways:
+        ways.add_row(way.name, f"{way.share:.1%}", f"{way.predicted_error:.4f}", f"{way.measured_error:.4f}")
+    weighed = [ways] if plan.ways else []
+    return [site_table(reduction.sites), *weighed, *plan.decisions, *reduction.decisions, *merged]
 
 
 def polishing_shown(progress: Progress) -> tuple[str, int, int, str]:
@@ -75,3 +76,57 @@ def polishing_shown(progress: Progress) -> tuple[str, int, int, str]:
 def speedup_line(predicted: float, measured: float) -> str:
     """A predicted speed-up beside the one that was measured."""
     return f"speed-up predicted {predicted:.3f}, measured {measured:.3f}: {predicted / measured - 1.0:+.1%} off"
+
+
+Entry = ChannelRedundancy | HeadRedundancy
+
+
+def redundancy_tables(entries: Sequence[Entry]) -> list[Table]:
+    """The paper's Table 9 for linear layers, as MLPs have them, the same for convolutions and for Q/K (largest head);
+    none of what the model hasn't.
+    """
+    columns = ("site", "dim", "effective rank", "ratio", "k95", "ratio", "activation sparsity")
+    channels = {"mlp": Table(*columns, title="Linear layers"), "convolution": Table(*columns, title="Convolutions")}
+    heads = Table("site", "head dim", "effective rank", "95 % of logit energy", "99 %", title="Q/K, largest head")
+    for entry in entries:
+        if isinstance(entry, ChannelRedundancy):
+            rank = f"{entry.effective_rank:.1f}", f"{entry.effective_rank_ratio:.3f}"
+            k95_texts = str(entry.k95), f"{entry.k95_ratio:.3f}", f"{entry.activation_sparsity:.2f}"
+            channels[entry.kind].add_row(entry.site, str(entry.dim), *rank, *k95_texts)
+        else:
+            rank_of_heads = f"{max(entry.effective_rank):.1f}"
+            heads.add_row(entry.site, str(entry.dim), rank_of_heads, str(max(entry.k95)), str(max(entry.k99)))
+    return [table for table in (*channels.values(), heads) if table.row_count]
+
+
+def _point(entry: Entry) -> tuple[str, Interval]:
+    k95 = entry.k95 if isinstance(entry, ChannelRedundancy) else max(entry.k95)
+    place = ".".join(word for word in entry.site.split(".") if word.isdigit())
+    return place, exact(k95 / entry.dim)
+
+
+def redundancy_plot(entries: Sequence[Entry]) -> str:
+    """Share of dimensions that hold 95 % of the energy, block by block, as an SVG file."""
+    channels = tuple(_point(entry) for entry in entries if isinstance(entry, ChannelRedundancy))
+    heads = tuple(_point(entry) for entry in entries if isinstance(entry, HeadRedundancy))
+    series = [Series(name="MLP", tone="dense", points=channels), Series(name="Q/K", tone="reduced", points=heads)]
+    shown = [each for each in series if each.points]
+    title = "Share of dimensions that hold 95 % of the energy"
+    return curve(shown, title=title, unit="share", x_label="block", log=False).standalone
+
+
+def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:
+    """A summary in one line; `noun` is what was calibrated on."""
+    sites = sum(summary[kind] for kind in ("mlp_sites", "attention_sites", "convolutions"))
+    size = f"{sites} sites, {summary['images']} {noun}, {summary['size_bytes'] / 1e6:.1f} MB"
+    patches = summary["patches_of"]
+    widths = ", ".join(map(str, summary["system_widths"]))
+    covered = f"; per-image systems for head widths up to {widths}" if widths else ""
+    chosen = "".join(f"; patches of {name}: {some} of {every} channels" for name, (some, every) in patches.items())
+    return f"{summary['moments']}: {size}{covered}{chosen}"
+
+
+def lines_of_overfitting(summary: Mapping[str, Any]) -> list[str]:
+    """What MLPs cut to half lose on images of the fit and on others, and how many more would help; a line or none."""
+    gap = summary.get("overfitting")
+    return [] if gap is None else [Overfitting(**gap).sentence("cut to half, MLPs lose")]

@@ -29,8 +29,7 @@ from calib.store import save as save_moments
 from corp_deploy import __version__
 from corp_deploy.cli import main as tool
 from corp_deploy.demo import run as demo
-from corp_deploy.demo.example import VIT
-from corp_deploy.demo.run import DemoScale
+from corp_deploy.demo.run import VIT, DemoScale
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.polish.parts import StateFile
 from corp_deploy.proof.compare_engines import Golden, write_golden
