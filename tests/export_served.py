@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
 
 from export.engine.record import EngineRecord, record_path, sha256_of
 from export.graph.ports import GraphPort
 from ground.built_engines import record_built_engine
+from tests.graphs import graph_of
 
 SHAPE = (3, 4, 4)
 CLASSES = 5
@@ -31,18 +31,14 @@ def write_onnx(
     size: int | str = "batch" if batch is None else batch
     weights = rng.standard_normal((int(np.prod(shape)), classes)).astype(np.float32)
     bias = rng.standard_normal(classes).astype(np.float32)
-    graph = helper.make_graph(
-        [
-            helper.make_node("Flatten", ["images"], ["flat"], axis=1),
-            helper.make_node("MatMul", ["flat", "weights"], ["product"]),
-            helper.make_node("Add", ["product", "bias"], ["logits"]),
-        ],
-        "linear",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [size, *shape])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [size, classes])],
-        [numpy_helper.from_array(weights, "weights"), numpy_helper.from_array(bias, "bias")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir)
+    model = graph_of(
+        f"""(float[{size},{",".join(map(str, shape))}] images) => (float[{size},{classes}] logits) {{
+            flat = Flatten<axis=1>(images)
+            product = MatMul(flat, weights)
+            logits = Add(product, bias)
+        }}""",
+        opset=opset, ir=ir, weights=weights, bias=bias,
+    )  # fmt: skip
     onnx.checker.check_model(model)
     path.write_bytes(model.SerializeToString())
     return path

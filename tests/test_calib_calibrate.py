@@ -25,6 +25,7 @@ from calib.resume import STATE, ResumeFile
 from calib.store import load, save
 from ground.errors import BadInput, RankLost
 from tests.ranks import exits_of
+from tests.refusals import rejects
 from tests.sums import assert_equal, sums_of
 from tests.test_calib_collect import DIM, HEADS, HIDDEN, sites_of, tiny
 
@@ -127,8 +128,7 @@ def test_resuming_remembers_bad_images_and_kept_dims(path: Path, tmp_path: Path)
     resumed = calibrated(path, max_bad=3, options=options, checkpoint=checkpoint)
     assert_equal(resumed, calibrated(path, max_bad=3, options=options), limit=0.0)
     assert resumed.images == COUNT - 3
-    with pytest.raises(BadInput, match="at most 2 bad images"):
-        calibrated(path, max_bad=2, options=options)
+    rejects("at most 2 bad images", calibrated, path, max_bad=2, options=options)
 
 
 def test_checkpoints_of_another_run_are_refused(path: Path, tmp_path: Path) -> None:
@@ -137,21 +137,17 @@ def test_checkpoints_of_another_run_are_refused(path: Path, tmp_path: Path) -> N
         calibrated(path, checkpoint=checkpoint, progress=interrupt_at(8))
     with pytest.raises(BadInput, match="checkpoint of another run: batch_size was '4', now '5'"):
         calibrated(path, batch_size=5, checkpoint=checkpoint)
-    with pytest.raises(BadInput, match="options was"):
-        calibrated(path, options=Options(), checkpoint=checkpoint)
+    rejects("options was", calibrated, path, options=Options(), checkpoint=checkpoint)
     np.save(path, np.load(path)[::-1].copy())
-    with pytest.raises(BadInput, match="data was"):
-        calibrated(path, checkpoint=checkpoint)
+    rejects("data was", calibrated, path, checkpoint=checkpoint)
     checkpoint.path.write_bytes(checkpoint.path.read_bytes()[:-5])
-    with pytest.raises(BadInput, match="truncated or foreign"):
-        calibrated(path, checkpoint=checkpoint)
+    rejects("truncated or foreign", calibrated, path, checkpoint=checkpoint)
 
 
 def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
     checkpoint = ResumeFile(path=tmp_path / "moments.safetensors", every=4)
     save(calibrated(path), checkpoint.path)
-    with pytest.raises(BadInput, match="holds moments, not a calibration's checkpoint"):
-        calibrated(path, checkpoint=checkpoint)
+    rejects("holds moments, not a calibration's checkpoint", calibrated, path, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +156,7 @@ def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
 def test_a_state_that_is_none_is_refused(path: Path, tmp_path: Path, state: str) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=4)
     save(replace(calibrated(path), lineage={STATE: state}), checkpoint.path)
-    with pytest.raises(BadInput, match="not a calibration's checkpoint: "):
-        calibrated(path, checkpoint=checkpoint)
+    rejects("not a calibration's checkpoint: ", calibrated, path, checkpoint=checkpoint)
 
 
 def test_forward_precisions_do_not_merge(path: Path) -> None:

@@ -16,6 +16,7 @@ from corp_deploy.algebra import planes as planes_algebra
 from corp_deploy.algebra import queries_keys
 from corp_deploy.algebra.image_system import ImageSystem
 from ground.errors import BadInput
+from tests.refusals import rejects
 
 INPUTS, HEADS, TOKENS, DIMS, KEPT = 3, 2, 7, 6, 4
 
@@ -207,8 +208,7 @@ def test_keys_that_are_alike_leave_nothing_centred() -> None:
 
 def test_weights_that_are_no_mask_are_refused() -> None:
     q, k = drawn()
-    with pytest.raises(BadInput, match="weights other than 0 and 1"):
-        summed(q, k, torch.full((INPUTS, TOKENS), 0.5))
+    rejects("weights other than 0 and 1", summed, q, k, torch.full((INPUTS, TOKENS), 0.5))
     sums = HeadSums(system=False, causal=True)
     sums.add("q", q)
     with pytest.raises(BadInput, match="of both"):

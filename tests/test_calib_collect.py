@@ -16,6 +16,7 @@ from calib.inputs import Inputs
 from calib.moments import ChannelMoments, Moments
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from ground.errors import BadInput
+from tests.refusals import rejects
 from tests.sums import assert_equal, sums_of
 
 HEADS, DIM, WIDTH, HIDDEN, TOKENS = 2, 8, 16, 208, 5
@@ -222,8 +223,7 @@ def test_a_site_that_never_runs_is_named() -> None:
 def test_sites_must_be_named_once() -> None:
     model = tiny()
     for sites in ([], sites_of(model) * 2):
-        with pytest.raises(BadInput, match="every name once"):
-            collect(model, sites, [images_of(2)], device="cpu")
+        rejects("every name once", collect, model, sites, [images_of(2)], device="cpu")
 
 
 def test_bfloat16_forward_keeps_float32_statistics() -> None:

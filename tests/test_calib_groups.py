@@ -17,6 +17,7 @@ from calib.images import Images, open_images
 from calib.moments import ChannelMoments, Moments
 from calib.store import load, save
 from ground.errors import BadInput
+from tests.refusals import rejects
 
 
 def array(path: Path, images: np.ndarray) -> Images:
@@ -48,8 +49,7 @@ def test_halves_split_no_group(sizes: tuple[int, ...], seed: int) -> None:
 
 
 def test_one_group_has_no_halves() -> None:
-    with pytest.raises(BadInput, match="all 5 images are of one group"):
-        second_half_mask(torch.zeros(5, dtype=torch.int64), seed=0, noun="images")
+    rejects("all 5 images are of one group", second_half_mask, torch.zeros(5, dtype=torch.int64), seed=0, noun="images")
 
 
 def test_groups_that_share_a_content_are_one() -> None:
@@ -93,18 +93,13 @@ def test_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     images = array(tmp_path / "images.npy", random_images(4))
     with pytest.raises(BadInput, match="3 labels for 4 images; give one label for each"):
         group_ids(images, labelled(tmp_path, [1, 2, 3]))
-    with pytest.raises(BadInput, match="are in no folders"):
-        group_ids(images, "folder")
-    with pytest.raises(BadInput, match="expected image, folder, file, or a file"):
-        group_ids(images, "photograph")
-    with pytest.raises(BadInput, match="no such file"):
-        group_ids(images, str(tmp_path / "none.json"))
+    rejects("are in no folders", group_ids, images, "folder")
+    rejects("expected image, folder, file, or a file", group_ids, images, "photograph")
+    rejects("no such file", group_ids, images, str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(BadInput, match=r"bad\.json: .* expected a list"):
-        group_ids(images, str(tmp_path / "bad.json"))
+    rejects(r"bad\.json: .* expected a list", group_ids, images, str(tmp_path / "bad.json"))
     (tmp_path / "odd.json").write_text('{"a": 1}')
-    with pytest.raises(BadInput, match="expected a list of texts or whole numbers"):
-        group_ids(images, str(tmp_path / "odd.json"))
+    rejects("expected a list of texts or whole numbers", group_ids, images, str(tmp_path / "odd.json"))
 
 
 def test_whole_groups_are_held_out(tmp_path: Path) -> None:
@@ -114,8 +109,7 @@ def test_whole_groups_are_held_out(tmp_path: Path) -> None:
     assert (rest.count, held.count) == (12, 8)
     assert Counter(left.tolist()).most_common()[0][1] == 4
     assert not set(rest.ids.tolist()) & set(held.ids.tolist())
-    with pytest.raises(BadInput, match="hold out: 17 of 20 images in 5 groups"):
-        held_out_groups(images, groups, 17, seed=0)
+    rejects("hold out: 17 of 20 images in 5 groups", held_out_groups, images, groups, 17, seed=0)
 
 
 def channels(seed: int) -> ChannelMoments:
@@ -184,13 +178,11 @@ def test_halves_merge_by_addition() -> None:
 def test_groups_that_were_held_out_once_only_are_refused() -> None:
     one, other = halved(0), halved(10)
     crossed = replace(other, group_ids=torch.tensor([2, 2, 12, 12]))
-    with pytest.raises(BadInput, match="1 groups of the same name are in both"):
-        merge(one, crossed)
+    rejects("1 groups of the same name are in both", merge, one, crossed)
     with pytest.raises(BadInput, match="only one of them has groups"):
         merge(one, replace(other, half=None, group_ids=torch.empty(0, dtype=torch.int64)))
 
 
 def test_a_half_that_splits_a_group_is_refused() -> None:
     whole = halved(0)
-    with pytest.raises(BadInput, match="a group is in both halves"):
-        replace(whole, group_ids=torch.tensor([0, 1, 1, 2]))
+    rejects("a group is in both halves", replace, whole, group_ids=torch.tensor([0, 1, 1, 2]))

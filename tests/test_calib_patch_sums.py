@@ -24,6 +24,7 @@ from calib.redundancy import PatchRedundancy, redundancy
 from calib.sites import PatchTaps
 from calib.store import load, save
 from ground.errors import BadInput
+from tests.refusals import rejects
 from tests.sums import assert_equal, sums_of
 
 from .tiny_maps import (
@@ -126,8 +127,7 @@ def test_two_calibrations_merge_into_one_and_come_apart_again() -> None:
 def test_moments_of_other_channels_do_not_merge() -> None:
     a, b = (with_ids(collected(images_of(3), 3), first) for first in (0, 3))
     other = replace(patch_moments(b, "some"), channels_GR=CHANNELS_GR.flip(0))
-    with pytest.raises(BadInput, match="some: moments to merge differ in channels_GR"):
-        merge(a, replace(b, sites={**b.sites, "some": other}))
+    rejects("some: moments to merge differ in channels_GR", merge, a, replace(b, sites={**b.sites, "some": other}))
     with pytest.raises(BadInput, match=r"some\.sum_GU: moments to merge are \[2, 18\] and \[2, 36\]"):
         merge(a, replace(b, sites={**b.sites, "some": b.sites["grouped"]}))
 
@@ -163,8 +163,7 @@ def test_going_on_with_other_channels_is_refused() -> None:
 def test_the_first_site_that_reads_nan_or_inf_is_named(bad: float) -> None:
     images = images_of(3)
     images[1, 0, 0, 0] = bad
-    with pytest.raises(BadInput, match=r"^strided: NaN or Inf"):
-        collected(images, 3)
+    rejects(r"^strided: NaN or Inf", collected, images, 3)
     model = tiny_maps()
     with torch.no_grad():
         model.grouped.bias[2] = bad  # type: ignore[index]
@@ -225,8 +224,7 @@ def broken(**changes: object) -> Callable[[PatchMoments], PatchMoments]:
 )
 def test_impossible_moments_are_refused(change: Callable[[PatchMoments], PatchMoments], message: str) -> None:
     site = patch_moments(collected(images_of(2), 2), "some")
-    with pytest.raises(BadInput, match=message):
-        change(site)
+    rejects(message, change, site)
 
 
 def test_moments_move_whole() -> None:
@@ -308,10 +306,8 @@ def test_a_map_with_its_channels_last_has_the_same_patches() -> None:
 
 def test_only_zeros_may_be_put_around() -> None:
     conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")
-    with pytest.raises(BadInput, match=r"'reflect'.*only zero padding"):
-        patches(torch.zeros(1, 2, 4, 4), conv)
-    with pytest.raises(BadInput, match=r"^stem: pads by 'reflect'"):
-        PatchTaps(name="stem", output=conv)
+    rejects(r"'reflect'.*only zero padding", patches, torch.zeros(1, 2, 4, 4), conv)
+    rejects(r"^stem: pads by 'reflect'", PatchTaps, name="stem", output=conv)
 
 
 @pytest.mark.parametrize(
@@ -384,8 +380,7 @@ def test_it_says_what_is_missing_where_nothing_fits() -> None:
     assert set(patch_channels_that_fit(SHAPES, least).values()) == {8}
     with pytest.raises(BadInput, match=r"6 sites need 0\.01 GB more than are available, with patches of 8 channels"):
         patch_channels_that_fit(SHAPES, least - 10_000_000)
-    with pytest.raises(BadInput, match="1 sites need"):
-        patch_channels_that_fit({"mlp": SHAPES["mlp"]}, 1)
+    rejects("1 sites need", patch_channels_that_fit, {"mlp": SHAPES["mlp"]}, 1)
 
 
 def test_shapes_are_learned_on_no_device() -> None:

@@ -8,7 +8,7 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.norm_types import NORMS
@@ -23,7 +23,7 @@ from perf.parity.rounding import rounded_graph
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
 from tests.command import invoked
-from tests.graphs import needs_rtx
+from tests.graphs import graph_of, needs_rtx
 from tests.recipes import recipe
 
 Array = NDArray[np.float32]
@@ -49,19 +49,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def one_operator(kind: str, weight: Array) -> onnx.ModelProto:
     """images [B,32] in float32 -> one operator in bfloat16 -> logits in float32."""
-    stored = weight.astype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16))
-    graph = helper.make_graph(
-        [
-            helper.make_node("Cast", ["images"], ["x"], name="block/Cast", to=TensorProto.BFLOAT16),
-            helper.make_node(kind, ["x", "w"], ["y"], name=f"block/{kind}"),
-            helper.make_node("Cast", ["y"], ["logits"], name="head/Cast", to=TensorProto.FLOAT),
-        ],
-        "one",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 32])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", None])],
-        initializer=[numpy_helper.from_array(stored, "w")],
+    return graph_of(
+        f"""(float[batch,32] images) => (float[batch,N] logits) {{
+            ["block/Cast"] x = Cast<to=16>(images)
+            ["block/{kind}"] y = {kind}(x, w)
+            ["head/Cast"] logits = Cast<to=1>(y)
+        }}""",
+        opset=22,
+        w=weight.astype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)),
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
 
 
 def to_nearest_even(values: NDArray[np.floating]) -> Array:

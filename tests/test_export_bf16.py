@@ -7,16 +7,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
 from export.graph.check import check_onnx
 from export.graph.operator_types import unsupported_nodes
-from export.graph.precision import typed_copy
 from export.graph.weights import weight_shares
 from ground.ports import Port
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32, FloatType, precision_by_name, precision_of_shares
 from tests.export_vit import Vit, export, input_types
+from tests.graphs import graph_of
 from tests.refusals import rejects
 
 
@@ -112,13 +112,6 @@ def test_mixed_keeps_what_it_is_told_and_bfloat16_holds_what_float16_does_not() 
     ]
 
 
-def test_odd_choices_are_refused() -> None:
-    model = Vit(depth=1)
-    rejects(r"mixed-bf16 needs at least one keep_fp32 pattern.* choose bf16", typed_copy, model, "mixed-bf16")
-    rejects(r"keep_fp32 .* with precision mixed and mixed-bf16 only, got bf16", typed_copy, model, "bf16", ["blocks.0"])
-    rejects("unknown; choose one of fp32, fp16, mixed, bf16, mixed-bf16", typed_copy, model, "bfloat16")
-
-
 def test_a_graph_called_otherwise_than_it_is_typed_will_not_do(vit: onnx.ModelProto) -> None:
     assert check_onnx(vit, precision="fp16") == [
         "called fp16 but none of its 6 weight matrices is float16; call it bf16"
@@ -127,17 +120,14 @@ def test_a_graph_called_otherwise_than_it_is_typed_will_not_do(vit: onnx.ModelPr
 
 
 def test_an_operator_that_never_takes_bfloat16_is_named() -> None:
-    graph = helper.make_graph(
-        [
-            helper.make_node("Cast", ["images"], ["x"], name="Cast", to=TensorProto.BFLOAT16),
-            helper.make_node("Einsum", ["x", "x"], ["y"], name="block/Einsum", equation="bc,bc->bc"),
-            helper.make_node("Cast", ["y"], ["logits"], name="Cast_1", to=TensorProto.FLOAT),
-        ],
-        "g",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 4])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 4])],
+    proto = graph_of(
+        """(float[batch,4] images) => (float[batch,4] logits) {
+            x = Cast<to=16>(images)
+            ["block/Einsum"] y = Einsum<equation="bc,bc->bc">(x, x)
+            logits = Cast<to=1>(y)
+        }""",
+        opset=22,
     )
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
     assert [(node.op_type, first) for node, first in unsupported_nodes(proto)] == [("Einsum", None)]
     wide = copy.deepcopy(proto)
     wide.graph.node[0].attribute[0].i = TensorProto.FLOAT

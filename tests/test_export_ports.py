@@ -30,9 +30,7 @@ from tests.export_text import (
     CHANNELS,
     EMBEDDING,
     INPUTS,
-    TOKEN_LOGITS,
     TOKENS,
-    WORDS,
     TextEncoder,
     in_torch,
     sentences,
@@ -115,16 +113,6 @@ def test_inputs_of_every_type_keep_it_in_half_and_outputs_come_in_order() -> Non
     np.testing.assert_allclose(logits, exact.sum((1, 2))[:, None].repeat(3, 1), rtol=0, atol=2e-2)
     np.testing.assert_allclose(maps, exact * keep[:, None], rtol=2e-3, atol=1e-3)
     assert roles_of_graph(proto) == {"maps": "feature map"}
-
-
-def test_several_outputs_and_a_fixed_batch() -> None:
-    model, outputs = TextEncoder(words=True), [EMBEDDING, TOKEN_LOGITS]
-    proto = onnx_from_model(model, INPUTS, outputs, precision="fp32", batch=2, metadata={})
-    feed = sentences(2)
-    answers = session_of(proto).run(None, feed)
-    assert [answer.shape for answer in answers] == [(2, CHANNELS), (2, TOKENS, WORDS)]
-    for answer, exact in zip(answers, in_torch(model, feed), strict=True):
-        np.testing.assert_allclose(answer, exact, rtol=1e-4, atol=1e-5)
 
 
 def rename_input(proto: ModelProto) -> None:

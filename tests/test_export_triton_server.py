@@ -114,17 +114,6 @@ def test_it_warms_up_batches_and_answers_many_clients_as_onnx_runtime_does(serve
     assert max(entry["batch_size"] for entry in after["batch_stats"]) <= SERVING.max_batch
 
 
-@pytest.mark.slow("server")
-def test_the_server_knows_the_model_as_the_graph_does(served: Served) -> None:
-    assert served.server.load("vit_cpu") is None
-    metadata = served.server.ask("models/vit_cpu")[1]
-    assert metadata["inputs"] == [{"name": "images", "datatype": "FP32", "shape": [-1, 3, SIZE, SIZE]}]
-    assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, CLASSES]}]
-    config = served.server.ask("models/vit_cpu/config")[1]
-    assert (config["max_batch_size"], config["dynamic_batching"]["preferred_batch_size"]) == (8, [4])
-    assert config["instance_group"][0]["kind"] == "KIND_CPU"
-
-
 def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(served: Served) -> None:
     server = served.server
     assert server.load("vit_cpu") is None

@@ -30,7 +30,6 @@ from benchmarks.trust.faults_page import PAGE, page
 from calib.collect import Collector
 from calib.inputs import Inputs, batch_size
 from corp_deploy.cli import main
-from corp_deploy.release.incremental import Stage, StageDirs, locked, run
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from export.triton import repository
 from export.triton.expected import read_expected
@@ -94,13 +93,6 @@ def test_every_command_was_disturbed_and_nothing_is_wrong(record: dict[str, Any]
     assert {each["made_by"] for each in record["happenings"]} == {
         each.__name__ for each in (*faults_pairs.EVERY, *faults_happenings.EVERY)
     }
-
-
-@pytest.mark.parametrize(("fault", "code"), [("SIGINT", "130"), ("SIGTERM", "143"), ("SIGKILL", "-9")])
-def test_every_signal_ended_every_command(record: dict[str, Any], fault: str, code: str) -> None:
-    rows = [row for row in record["rows"] if row["fault"] == fault]
-    assert rows
-    assert [row for row in rows if row["codes"].get(code, 0) < row["tried"] / 2] == []
 
 
 def test_the_four_commands_failed_at_every_operation(record: dict[str, Any]) -> None:
@@ -222,45 +214,6 @@ def test_two_packages_at_once_keep_what_each_expects(tmp_path: Path, monkeypatch
     for thread in threads:
         thread.join()
     assert {version for each in read(tmp_path / "r" / "expected.json").values() for version in each} == {"1", "2"}
-
-
-def test_files_of_a_stage_change_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stage(text: str, outputs: tuple[str, ...]) -> Stage:
-        def write(dirs: StageDirs) -> None:
-            for name in outputs:
-                (dirs.into / name).parent.mkdir(exist_ok=True)
-                (dirs.into / name).write_text(text)
-
-        return Stage(name="one", outputs=outputs, run=write, settings={"text": text})
-
-    def made(text: str, *outputs: str) -> dict[str, str]:
-        with locked(tmp_path):
-            run([stage(text, outputs)], tmp_path, starts=lambda *_: None)
-        return {name: text for name, text in names(tmp_path).items() if not name.startswith(".")}
-
-    old = made("old", "a.txt", "b.txt", "gone/c.txt")
-    with monkeypatch.context() as disturbed:
-        fail_at(disturbed, 3, ever=True, kind=Killed)
-        with pytest.raises(Killed):
-            made("new", "a.txt", "b.txt")
-    assert {name: text for name, text in names(tmp_path).items() if not name.startswith(".")} != old
-    assert made("old", "a.txt", "b.txt", "gone/c.txt") == old
-    assert made("new", "a.txt", "b.txt") == {"a.txt": "new", "b.txt": "new"}
-    assert not (tmp_path / "gone").exists()
-
-
-def test_a_journal_of_somebody_elses_removes_nothing_outside(tmp_path: Path) -> None:
-    (tmp_path / "d" / FORMER).mkdir(parents=True)
-    (tmp_path / "mine.txt").write_text("mine")
-    for text in ('["../mine.txt"]', "{"):
-        (tmp_path / "d" / FORMER / ".absent.json").write_text(text)
-        rejects("not what this tool left", roll_back_interrupted, tmp_path / "d")
-    (tmp_path / "d" / FORMER / ".absent.json").write_text("[]")
-    (tmp_path / "d" / FORMER / "sub").mkdir()
-    (tmp_path / "d" / FORMER / "sub" / "mine.txt").write_text("theirs")
-    (tmp_path / "d" / "sub").symlink_to(tmp_path)
-    rejects("is a link", roll_back_interrupted, tmp_path / "d")
-    assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_a_model_is_read_as_it_was_before_a_killed_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from perf.runners.onnx_session import io_of_onnx
 from tests import tiny
 from tests.command import refuses
 from tests.export_served import write_onnx
+from tests.graphs import graph_of
 from tests.refusals import rejects
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -46,10 +47,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 def graph(tmp_path: Path) -> ModelProto:
     """x [n,4] times w [4,4]; its weight is inside."""
     (tmp_path / "in").mkdir()
-    weight = numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")
-    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in "xy"]
-    body = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"], "m")], "g", value[:1], value[1:], [weight])
-    return helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return graph_of('(float[n,4] x) => (float[n,4] y) { ["m"] y = MatMul(x, w) }', w=np.eye(4, dtype=np.float32))
 
 
 def written(proto: ModelProto, folder: Path) -> Path:

@@ -23,6 +23,7 @@ from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from perf.runners.onnx_session import Provider, require_provider
 from perf.runners.protocol import HostBound
+from tests.graphs import graph_of
 from tests.refusals import rejects
 
 RNG = np.random.default_rng(0)
@@ -35,20 +36,16 @@ def onnx_file(
     path: Path, *, held: int = TensorProto.FLOAT, input_type: int = TensorProto.FLOAT, batch: str | int = "batch"
 ) -> Path:
     """Flatten, cast, matmul: logits = images.reshape(B, 48) @ WEIGHT, which is held in a type."""
-    weight = numpy_helper.from_array(WEIGHT.astype(np.float16 if held == TensorProto.FLOAT16 else np.float32), "weight")
-    if held == TensorProto.BFLOAT16:
-        bits = (WEIGHT.view(np.uint32) >> 16).astype(np.uint16)
-        weight = helper.make_tensor("weight", held, WEIGHT.shape, bits.tobytes(), raw=True)
-    nodes = [
-        helper.make_node("Flatten", ["images"], ["flat"], axis=1),
-        helper.make_node("Cast", ["flat"], ["typed"], to=held),
-        helper.make_node("MatMul", ["typed", "weight"], ["product"]),
-        helper.make_node("Cast", ["product"], ["logits"], to=TensorProto.FLOAT),
-    ]
-    inputs = [helper.make_tensor_value_info("images", input_type, [batch, 3, 4, 4])]
-    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, 5])]
-    graph = helper.make_graph(nodes, "tiny", inputs, outputs, [weight])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), str(path))
+    proto = graph_of(
+        f"""({TensorProto.DataType.Name(input_type).lower()}[{batch},3,4,4] images) => (float[{batch},5] logits) {{
+            flat = Flatten<axis=1>(images)
+            typed = Cast<to={held}>(flat)
+            product = MatMul(typed, weight)
+            logits = Cast<to=1>(product)
+        }}""",
+        weight=WEIGHT.astype(helper.tensor_dtype_to_np_dtype(held)),
+    )
+    onnx.save(proto, str(path))
     return path
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ground.errors import BadInput
 from perf.record.runs import Block, GpuState
 from perf.stats.quiet import interrupted_share, is_disturbed, quiet_spans, samples, whole_rounds
 from perf.stats.stability import drift
@@ -17,6 +16,7 @@ from perf.timing.rounds import calls_per_block, measure_pair, measure_rounds, se
 from perf.timing.watch import has_vnni, lost_time
 from tests.doubles import FakeClock, some
 from tests.histories import block
+from tests.refusals import rejects
 
 PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)
 
@@ -304,8 +304,7 @@ def test_one_subject_alone_has_two_blocks_in_a_round() -> None:
     ],
 )
 def test_an_impossible_plan_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(BadInput, match="got"):
-        Plan(**wrong)  # type: ignore[arg-type]
+    rejects("got", Plan, **wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
