@@ -87,14 +87,6 @@ def relative(got: Tensor, expected: Any) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-@settings(max_examples=15, deadline=None)
-@given(batch=st.integers(1, 13), order=st.permutations(range(13)))
-def test_batch_size_and_order_do_not_matter(batch: int, order: list[int]) -> None:
-    images = images_of(13)
-    whole = collected(images, 13, attention_system=True)
-    assert_equal(collected(images[order], batch, attention_system=True), whole, shared=2e-7)
-
-
 @settings(max_examples=10, deadline=None)
 @given(order=st.permutations(range(4)), pieces=st.integers(1, 4))
 def test_the_same_pieces_in_any_order_are_the_same_to_float64_rounding(order: list[int], pieces: int) -> None:

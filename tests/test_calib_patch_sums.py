@@ -17,7 +17,7 @@ from calib import patch_sums
 from calib.collect import Collector, collect
 from calib.combination import difference, merge
 from calib.memory import ChannelShape, PatchShape, Shape, bytes_needed, patch_channels_that_fit, shapes_of_sites
-from calib.moments import Moments, on_device
+from calib.moments import Moments
 from calib.patch_moments import PatchMoments
 from calib.patch_sums import patches
 from calib.redundancy import PatchRedundancy, redundancy
@@ -38,8 +38,6 @@ from .tiny_maps import (
     taps_of,
     tiny_maps,
 )
-
-NAMES = [site.name for site in taps_of(tiny_maps())]
 
 
 @pytest.mark.parametrize(("whole_numbers", "limit"), [(True, 1e-9), (False, 1e-6)])
@@ -227,12 +225,6 @@ def test_impossible_moments_are_refused(change: Callable[[PatchMoments], PatchMo
     rejects(message, change, site)
 
 
-def test_moments_move_whole() -> None:
-    site = patch_moments(collected(images_of(2), 2), "some")
-    moved = on_device(site, "meta")
-    assert all(value.device.type == "meta" for value in sums_of(moved).values())
-
-
 def test_redundancy_of_a_planted_map() -> None:
     """Channels of one signal in the first group, silent ones in the second: one direction holds all."""
     site = patch_moments(collected(images_of(4), 4), "grouped")
@@ -381,9 +373,3 @@ def test_it_says_what_is_missing_where_nothing_fits() -> None:
     with pytest.raises(BadInput, match=r"6 sites need 0\.01 GB more than are available, with patches of 8 channels"):
         patch_channels_that_fit(SHAPES, least - 10_000_000)
     rejects("1 sites need", patch_channels_that_fit, {"mlp": SHAPES["mlp"]}, 1)
-
-
-def test_shapes_are_learned_on_no_device() -> None:
-    model = tiny_maps().to("meta")
-    shapes = shapes_of_sites(model, taps_of(model), example=torch.zeros(1, 3, 11, 13), device="meta")
-    assert shapes["around"] == PatchShape(tokens=9, groups=1, channels=12, chosen=None, taps=4, outputs=6)

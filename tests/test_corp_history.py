@@ -93,12 +93,6 @@ def test_the_recorded_simulation_keeps_the_promise() -> None:
     assert not is_found((), LAST)
 
 
-def test_help_says_how_changes_are_found() -> None:
-    text = " ".join(run("gate", "--help").output.split())
-    assert "Student's t" in text
-    assert "fewer than 1 in 20" in text
-
-
 def test_the_directory_keeps_records_alone(tmp_path: Path) -> None:
     save_bench(bench_of_release(0, 2.5), tmp_path / "bench.json")
     kept = tmp_path / "kept"

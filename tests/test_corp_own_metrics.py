@@ -121,11 +121,6 @@ def _labelled() -> ProofInputs:
     return ProofInputs(feeds=INPUTS.feeds, digest="0", names=INPUTS.names, labels=np.zeros(4, dtype=np.int64))
 
 
-def test_a_parity_record_without_measures_is_as_before(home: Path) -> None:
-    assert run(*VERIFY).exit_code in (0, 3)
-    assert "metrics" not in json.loads((home / "parity.json").read_text())
-
-
 def test_a_function_is_run_where_code_is_trusted_only(home: Path) -> None:
     code = "def mean(outputs):\n    open('ran', 'w').close()\n    return outputs['logits'].mean()\n"
     (home / "own.py").write_text(code)
@@ -258,8 +253,8 @@ def test_odd_requests_are_refused_before_anything_is_run(texts: list[str], says:
 
 
 def test_a_time_limit_without_a_measure_is_refused() -> None:
-    result = invoked("verify", "a", "b", "--random", "3", "-o", "p.json", "--metric-time-limit", "3", code=2)
-    assert "--metric-time-limit is for --metric" in result.output
+    words = ("verify", "a", "b", "--random", "3", "-o", "p.json", "--metric-time-limit", "3")
+    refuses("--metric-time-limit is for --metric", *words)
 
 
 @pytest.mark.slow("graph")

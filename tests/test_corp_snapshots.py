@@ -34,9 +34,10 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
-from perf.report.images_plot import ImagesPoint, images_plot, images_table
+from perf.report.images_plot import ImagesPoint
 from tests import small_convnets, tiny
 from tests.command import invoked
+from tests.doubles import some
 from tests.refusals import rejects
 from tests.sums import assert_equal
 
@@ -113,8 +114,7 @@ def test_snapshots_of_groups_are_of_both_halves(home: Path, tmp_path: Path) -> N
         halves = split_by_mask(first, second_B[:count])  # each has products of its own, rounded apart
         alone, second = (calibrate(tiny.checkpoint(), half, batch_size=BATCH) for half in halves)
         assert_equal(snapshot, merge(alone, second))
-        assert snapshot.half is not None
-        assert_equal(snapshot.half, second)
+        assert_equal(some(snapshot.half), second)
         group_of = dict(zip(source.ids.tolist(), groups_B.tolist(), strict=True))
         assert snapshot.group_ids.tolist() == [group_of[each] for each in snapshot.image_ids.tolist()]
     assert not list(tmp_path.glob("*.partial.*"))
@@ -333,16 +333,3 @@ def test_what_cannot_be_judged_is_refused(judged: tuple[list[Moments], Moments, 
         calibration_size(dense, every[::-1], METHOD, held_out=held_out)
     rejects("no inputs to judge on", calibration_size, dense, every, METHOD)
     rejects("calibration images too", calibration_size, dense, every, METHOD, held_out=every[0])
-
-
-def test_the_report_shows_every_point_and_the_answer(size: CalibrationSize, tmp_path: Path) -> None:
-    record = size.as_json()
-    assert (record["kind"], record["version"]) == ("corp-deploy/calibration-size", 1)
-    points = [ImagesPoint(**point) for point in record["points"]]
-    drawn = images_plot(points).standalone
-    for point in points:
-        assert f"others, {point.images}: {point.held_out:.4g} loss" in drawn
-    table = images_table(points, sentence=size.sentence)
-    assert [row[0] for row in table.rows] == ["4", "12", "40"]
-    assert table.note == size.sentence
-    assert ("are not shown to be enough" in size.sentence) == (size.sufficient is None)

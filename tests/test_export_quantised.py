@@ -135,21 +135,6 @@ def test_seven_bits_are_of_weights_of_int8_alone() -> None:
     assert format_of_weights(FORMATS["fp8"], 7) == FORMATS["fp8"]
 
 
-@pytest.mark.slow("graph")
-def test_ranges_are_chosen_for_the_weights_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def noting(*arguments: Any, weight_bits: int = 8) -> onnx.ModelProto:
-        asked.append(weight_bits)
-        return quantised(*arguments, weight_bits=weight_bits)
-
-    monkeypatch.setattr("export.graph.quantiser.quantised", noting)
-    own = made(Vit(), rest_precision="fp32")
-    for bits in (8, 7):
-        own.graph("int8", weight_bits=bits)
-    assert asked == [8] * 4 + [7] * 4
-
-
 @pytest.mark.parametrize("bits", [8, 7])
 def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
     """The largest inputs and the largest weights, of both signs: the exact sums are 64 and -64."""

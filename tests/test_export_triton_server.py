@@ -20,6 +20,7 @@ from export.triton.server import DATA_TYPES
 from export.triton.variants import Package
 from export.triton.versions import serve_version
 from ground.ports import LOGITS, OutputPort, Port, image_port
+from tests.doubles import some
 from tests.export_served import write_onnx, write_plan
 from tests.export_text import CHANNELS, TOKENS, TextEncoder, in_torch, sentences, write_text_onnx
 from tests.export_vit import Vit
@@ -234,5 +235,4 @@ def test_a_server_without_onnx_runtime_says_what_to_install(served: Served, tmp_
     code = repository / "lost_cpu/1/model.py"
     code.write_text(code.read_text().replace("import onnxruntime as ort", "import onnxruntime_not_here as ort"))
     told = served.server.load("lost_cpu")
-    assert told is not None
-    assert "pip install onnxruntime" in told
+    assert "pip install onnxruntime" in some(told)

@@ -17,7 +17,6 @@ from corp_deploy.store.checkpoint import save
 from corp_deploy.store.graph_input import NORMALISED
 from corp_deploy.store.onnx_file import facts_of_onnx
 from corp_deploy.store.sparse_layers import PREFIX, SPARSITY, require_sparse_graph
-from export.engine.audit import audit_fusion
 from export.graph.check import check_onnx, load_onnx
 from export.triton.signature import signature_from_onnx
 from ground.errors import BadInput
@@ -291,7 +290,7 @@ TYPED: dict[str, Callable[[ModelProto, int], None]] = {
 }
 
 
-@pytest.mark.parametrize("number", [99, -5, 2**31 - 1])
+@pytest.mark.parametrize("number", [99, -5])
 @pytest.mark.parametrize("place", TYPED)
 def test_an_element_type_is_one_of_onnx(graph: ModelProto, tmp_path: Path, place: str, number: int) -> None:
     TYPED[place](graph, number)
@@ -488,12 +487,6 @@ def test_answers_have_a_row_for_each_input(graph: ModelProto, tmp_path: Path, ki
 def test_a_graph_that_gives_nothing_is_not_served(graph: ModelProto, tmp_path: Path) -> None:
     path = written(only_a_break(graph), tmp_path)
     rejects("takes x and gives nothing, expected inputs and outputs", signature_from_onnx, path)
-
-
-def test_an_audit_refuses_a_graph_without_a_batch(graph: ModelProto, tmp_path: Path) -> None:
-    graph.graph.input[0].type.CopyFrom(helper.make_sequence_type_proto(tensor_of(1)))
-    path = written(graph, tmp_path)
-    rejects("this graph will not do for tensorrt-rtx", audit_fusion, path, path, backend="tensorrt-rtx")
 
 
 def test_every_command_that_reads_graphs_says_the_same_of_one(tmp_path: Path) -> None:

@@ -207,13 +207,6 @@ def test_where_calls_overlap_only_the_ratio_is_told() -> None:
     assert ratio.values[0].value == pytest.approx(2.0, rel=0.01)
 
 
-def test_releases_stand_in_order_of_time_whatever_their_files_are_called(tmp_path: Path) -> None:
-    for day, name in ((2, "a.json"), (0, "b.json"), (1, "c.json")):
-        save_bench(bench_of_release(day, 2.5), tmp_path / name)
-    history = load_history(tmp_path)
-    assert [release.bench.created[:10] for release in history.releases] == ["2026-03-01", "2026-03-02", "2026-03-03"]
-
-
 def test_a_fall_a_small_rise_and_no_change_pass() -> None:
     assert history_rows(steps(*[2.5] * 7, 2.4, 2.4))[0].verdict == "PASS"
     small = steps(*[2.5] * 12, *[2.5 * 1.007] * 4)

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from perf.parity import block_outputs
@@ -14,7 +13,6 @@ from perf.parity.rounding import rounded_graph
 from tests.graphs import graph_of
 from tests.refusals import rejects
 
-Floats = NDArray[np.float64]
 ONES = np.ones((4, 3))
 
 

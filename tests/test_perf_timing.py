@@ -170,19 +170,6 @@ def test_a_machine_that_slows_down_steadily_does_not_bias_the_ratio() -> None:
     assert drift(blocks, "dense") == pytest.approx(0.36, abs=0.05)
 
 
-def test_a_load_that_comes_and_goes_does_not_hide_a_five_percent_difference() -> None:
-    clock = FakeClock()
-
-    def loaded(base_ms: float) -> Callable[[float], float]:
-        return lambda now_ms: base_ms * (1.7 if int(now_ms / 730) % 3 == 0 else 1.0)
-
-    bounds = {"dense": ByTime(clock, loaded(5.0)), "slower": ByTime(clock, loaded(5.25))}
-    blocks = measure_rounds(bounds, 40, calls=5, clock=clock)
-    ratio = some(speedup(blocks, "dense", "slower"))
-    assert ratio.value == pytest.approx(1 / 1.05, abs=0.002)
-    assert ratio.high < 0.97
-
-
 def test_throttled_blocks_are_dropped_with_their_round() -> None:
     clock, asked = FakeClock(), count()
 
@@ -272,8 +259,7 @@ def test_lost_time_is_read_from_the_threads_only_after_a_switch(tmp_path: Path) 
 
 def test_lost_time_of_this_process_and_of_a_system_that_does_not_tell(tmp_path: Path) -> None:
     with lost_time() as lost_ns:
-        assert lost_ns is not None
-        assert lost_ns() >= 0
+        assert some(lost_ns)() >= 0
     with lost_time(str(tmp_path / "none")) as lost_ns:
         assert lost_ns is None
 
