@@ -2,22 +2,23 @@
 
 import json
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from calib.combination import merge, subtracted
 from calib.groups import group_ids, held_out_groups, merged_labels, second_half_mask
 from calib.images import Images, open_images
-from calib.moments import ChannelMoments, Moments
+from calib.moments import ChannelMoments, Moments, SiteMoments
 from calib.store import load, save
 from ground.errors import BadInput
+from tests.doubles import some
 from tests.refusals import rejects
+from tests.sums import assert_equal
 
 
 def array(path: Path, images: np.ndarray) -> Images:
@@ -136,25 +137,20 @@ def halved(first: int) -> Moments:
     return replace(whole, group_ids=groups, half=of([first + 2, first + 3]))
 
 
-def same(a: ChannelMoments, b: ChannelMoments) -> bool:
-    pairs = [(getattr(a, each.name), getattr(b, each.name)) for each in fields(a)]
-    return all(torch.allclose(x, y, atol=1e-12) if isinstance(x, Tensor) else x == y for x, y in pairs)
-
-
 def test_the_file_gives_both_halves_back(tmp_path: Path) -> None:
     whole = halved(0)
     save(whole, tmp_path / "moments.safetensors")
     got = load(tmp_path / "moments.safetensors")
-    assert got.half is not None
-    assert whole.half is not None
     assert torch.equal(got.group_ids, whole.group_ids)
-    assert torch.equal(got.half.image_ids, whole.half.image_ids)
-    assert same(got.half.sites["mlp"], whole.half.sites["mlp"])  # type: ignore[arg-type]
-    assert same(got.sites["mlp"], whole.sites["mlp"])  # type: ignore[arg-type]
+    assert_equal(got, whole, 0.0)
+    assert_equal(some(got.half), some(whole.half), 0.0)
     save(got, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "moments.safetensors").read_bytes()
-    other = subtracted(got.sites["mlp"], got.half.sites["mlp"])
-    assert same(other, merge_of(0, 1))  # type: ignore[arg-type]
+    require_same(subtracted(got.sites["mlp"], some(got.half).sites["mlp"]), merge_of(0, 1))
+
+
+def require_same(got: SiteMoments, expected: ChannelMoments) -> None:
+    assert_equal(*(Moments(sites={"mlp": each}, lineage={}, images=1) for each in (got, expected)), 1e-12)
 
 
 def merge_of(*numbers: int) -> ChannelMoments:
@@ -168,10 +164,9 @@ def merge_of(*numbers: int) -> ChannelMoments:
 
 def test_halves_merge_by_addition() -> None:
     both = merge(halved(0), halved(10))
-    assert both.half is not None
-    assert both.half.images == 4
-    assert same(both.half.sites["mlp"], merge_of(2, 3, 12, 13))  # type: ignore[arg-type]
-    assert same(both.sites["mlp"], merge_of(0, 1, 2, 3, 10, 11, 12, 13))  # type: ignore[arg-type]
+    assert some(both.half).images == 4
+    require_same(some(both.half).sites["mlp"], merge_of(2, 3, 12, 13))
+    require_same(both.sites["mlp"], merge_of(0, 1, 2, 3, 10, 11, 12, 13))
     assert both.group_ids.tolist() == [0, 0, 2, 2, 10, 10, 12, 12]
 
 

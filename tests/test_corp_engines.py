@@ -20,7 +20,7 @@ from corp_deploy.proof import candidates
 from corp_deploy.proof.compare_engines import read_golden
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import export_checkpoint
-from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of
+from export.engine.record import record_of_plan, record_path, sha256_of
 from export.graph.ports import ports_of_graph
 from ground.built_engines import record_built_engine
 from ground.errors import BadInput
@@ -30,6 +30,7 @@ from perf.parity.parity import load_parity
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
 from tests.command import invoked, refuses, run
+from tests.export_served import engine_record
 
 ERRORS = {"10.16.1": 0.0, "11.4.0": 0.25}
 
@@ -41,12 +42,9 @@ def plan(path: Path, graph: Path, *, version: str = "10.16.1", **changes: object
     record_built_engine(sha256_of(path.read_bytes()))
     proto = onnx.load(graph)
     inputs, outputs = ports_of_graph(proto)
-    record = EngineRecord(
-        backend="tensorrt", library_version=version, command="build", onnx_sha256=sha256_of_file(graph),
-        onnx_bytes=graph.stat().st_size, plan_sha256=sha256_of(path.read_bytes()), plan_bytes=path.stat().st_size,
-        precision="fp32", half_weight_share=0.0, half_kernel_share=None, targets=("89",), gpu="A Card",
-        profiles=("1:4:8",), inputs=inputs, outputs=outputs, kernels=None, kernel_kinds={}, attention_sites=(),
-        fused_attention_sites=None, build_seconds=1.0, options={},
+    record = engine_record(
+        path.read_bytes(), graph.read_bytes(), library_version=version, command="build", precision="fp32",
+        half_weight_share=0.0, targets=("89",), gpu="A Card", profiles=("1:4:8",), inputs=inputs, outputs=outputs,
         notes={each.key: each.value for each in proto.metadata_props if not each.key.startswith("export.")},
     )  # fmt: skip
     record_path(path).write_text(replace(record, **changes).to_json())  # type: ignore[arg-type]

@@ -22,10 +22,11 @@ from export.graph.to_onnx import onnx_from_model
 from export.graph.weights import notes_of, write_notes
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
-from export.triton.pbtxt import Message, parse
+from export.triton.pbtxt import Message
 from export.triton.repository import write_repository
 from export.triton.variants import Package
 from ground.ports import LOGITS, OutputPort, Port, image_port
+from tests.export_served import config_of, replaced
 from tests.export_text import (
     CHANNELS,
     EMBEDDING,
@@ -247,7 +248,7 @@ def test_the_repository_names_every_input_with_its_type(graphs: dict[str, Path],
     package = Package(name="text", onnx=graphs["fp16"], cpu_onnx=graphs["fp32"], serving=serving)
     write_repository(package, tmp_path / "repo")
     assert lint_repository(tmp_path / "repo") == ()
-    config = parse((tmp_path / "repo/text_cpu/config.pbtxt").read_text())
+    config = config_of(tmp_path / "repo/text_cpu")
     borders = [(each.text("name"), each.text("data_type"), *sizes(each)) for each in config.messages("input")]
     assert borders == [(name, "TYPE_INT64", TOKENS) for name in NAMES]
     (output,) = config.messages("output")
@@ -278,10 +279,7 @@ def test_a_config_that_contradicts_one_input_is_found(
     graphs: dict[str, Path], tmp_path: Path, old: str, new: str, says: str
 ) -> None:
     write_repository(Package(name="text", cpu_onnx=graphs["fp32"]), tmp_path / "repo")
-    path = tmp_path / "repo/text_cpu/config.pbtxt"
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
+    replaced(tmp_path / "repo/text_cpu/config.pbtxt", old, new)
     assert any(says in each.what for each in lint_repository(tmp_path / "repo")), lint_repository(tmp_path / "repo")
 
 

@@ -13,7 +13,7 @@ from export.triton.lint import lint_repository
 from export.triton.pbtxt import ParseError, parse
 from export.triton.repository import write_repository
 from export.triton.variants import Package
-from tests.export_served import CLASSES, write_onnx, write_plan
+from tests.export_served import CLASSES, replaced, write_onnx, write_plan
 from tests.refusals import rejects
 
 
@@ -31,13 +31,6 @@ def repository(tmp_path: Path) -> Path:
     )
     write_repository(package, tmp_path / "repo")
     return tmp_path / "repo"
-
-
-def replaced(path: Path, old: str, new: str) -> None:
-    """Puts `new` for the first `old`, which must be there."""
-    text = path.read_text()
-    assert old in text, (old, text)
-    path.write_text(text.replace(old, new, 1))
 
 
 def test_what_was_packaged_is_clean(repository: Path) -> None:

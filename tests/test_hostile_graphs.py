@@ -231,26 +231,14 @@ def of_output(proto: ModelProto, number: int) -> None:
     proto.graph.output[0].type.tensor_type.elem_type = number
 
 
-def of_named_value(proto: ModelProto, number: int) -> None:
-    proto.graph.value_info.add(name="x").type.CopyFrom(tensor_of(number))
-
-
 def of_inner_value(proto: ModelProto, number: int) -> None:
     value = helper.make_value_info("w", tensor_of(number))
     branch = helper.make_graph([], "b", [], [value])
     proto.graph.node.append(helper.make_node("If", ["x"], ["z"], "i", then_branch=branch, else_branch=branch))
 
 
-def of_weight(proto: ModelProto, number: int) -> None:
-    proto.graph.initializer[0].data_type = number
-
-
 def of_tensor(place: Callable[[ModelProto, TensorProto], None]) -> Callable[[ModelProto, int], None]:
     return lambda proto, number: place(proto, TensorProto(name="c", data_type=number, dims=[1], raw_data=bytes(8)))
-
-
-def of_cast(proto: ModelProto, number: int) -> None:
-    proto.graph.node.append(helper.make_node("Cast", ["y"], ["z"], "c", to=number))
 
 
 def of_function(proto: ModelProto, number: int) -> None:
@@ -264,10 +252,6 @@ def of_attribute(proto: ModelProto, number: int) -> None:
     proto.graph.node.append(node)
 
 
-def key_of_map(proto: ModelProto, number: int) -> None:
-    proto.graph.input[0].type.CopyFrom(helper.make_map_type_proto(number, tensor_of(1)))
-
-
 TYPED: dict[str, Callable[[ModelProto, int], None]] = {
     "an input": of_value(lambda kind: kind),
     "a sequence": of_value(helper.make_sequence_type_proto),
@@ -276,15 +260,17 @@ TYPED: dict[str, Callable[[ModelProto, int], None]] = {
         lambda kind: helper.make_optional_type_proto(helper.make_sequence_type_proto(kind))
     ),
     "a map": of_value(lambda kind: helper.make_map_type_proto(TensorProto.INT64, kind)),
-    "a map's key": key_of_map,
+    "a map's key": lambda proto, number: proto.graph.input[0].type.CopyFrom(
+        helper.make_map_type_proto(number, tensor_of(1))
+    ),
     "a sparse input": of_value(lambda kind: helper.make_sparse_tensor_type_proto(kind.tensor_type.elem_type, [4])),
     "an output": of_output,
-    "a value": of_named_value,
+    "a value": lambda proto, number: proto.graph.value_info.add(name="x").type.CopyFrom(tensor_of(number)),
     "a value inside": of_inner_value,
-    "a weight": of_weight,
+    "a weight": lambda proto, number: setattr(proto.graph.initializer[0], "data_type", number),
     "a constant": of_tensor(in_attribute),
     "a sparse weight": of_tensor(in_sparse),
-    "a cast": of_cast,
+    "a cast": lambda proto, number: proto.graph.node.append(helper.make_node("Cast", ["y"], ["z"], "c", to=number)),
     "a function's cast": of_function,
     "an attribute": of_attribute,
 }

@@ -312,15 +312,6 @@ def test_a_score_is_the_normal_deviate_as_rare_as_the_t(t: float, freedom: int) 
     assert normal_from_t(t, freedom) == pytest.approx(exact, rel=0.02)
 
 
-def test_what_was_found_stays_as_values_come() -> None:
-    rng = np.random.default_rng(8)
-    values = np.exp(0.005 * rng.standard_normal(60) + np.repeat([0.0, 0.05, -0.03], 20))
-    whole = change_points(values, 4.0)
-    assert len(whole) >= 2
-    for count in range(len(values)):
-        assert change_points(values[:count], 4.0) == tuple(point for point in whole if point.found < count)
-
-
 def test_equal_values_and_few_values_have_no_change() -> None:
     assert change_points([2.0] * 40, 4.0) == ()
     assert change_points([], 4.0) == ()
