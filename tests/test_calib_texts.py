@@ -125,17 +125,16 @@ def test_a_file_that_changes_while_it_is_read_is_refused(path: Path) -> None:
         list(texts.batches(4))
 
 
-def to_the_longest(documents: Sequence[str]) -> Mapping[str, Tensor]:
-    return tiny_text.encode_to(max(map(len, documents)))(documents)
-
-
 @pytest.mark.parametrize(
     ("encode", "message"),
     [
         (lambda documents: {}, "no tensor; expected the same batch"),
         (lambda documents: {"ids": torch.zeros(2, 4)}, "one document encoded is 2 inputs, expected 1"),
         (lambda documents: {"ids": torch.zeros(1, 4).double()}, "ids torch.float64"),
-        (to_the_longest, r"input_ids torch.int64 \[2, 16\].*expected input_ids torch.int64 \[2, 9\].*to one length"),
+        (
+            lambda documents: tiny_text.encode_to(max(map(len, documents)))(documents),
+            r"input_ids torch.int64 \[2, 16\].*expected input_ids torch.int64 \[2, 9\].*to one length",
+        ),
         (lambda documents: {"ids": torch.zeros(1, 4)}, r"ids torch.float32 \[1, 4\], expected ids .*\[2, 4\]"),
     ],
 )

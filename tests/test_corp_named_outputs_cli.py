@@ -100,17 +100,6 @@ def test_other_outputs_than_the_dense_models_are_refused(home: Path) -> None:
     refuses("'nose' is none", "inspect", "--model", home / "dense", "--outputs", "class,nose")
 
 
-@pytest.mark.slow("graph")
-def test_a_model_repository_carries_all_outputs(home: Path) -> None:
-    invoked("package", home, "-o", home / "repository", "--name", "tiny")
-    invoked("package", "lint", home / "repository")
-    (config,) = (home / "repository").glob("tiny_cpu/config.pbtxt")
-    text = config.read_text()
-    for name in OUTPUTS:
-        assert f'name: "{name}"' in text
-    assert "dims: [ 16, 48 ]" in text.replace("[16, 48]", "[ 16, 48 ]")
-
-
 RECIPE = recipe(
     {
         "model": {"outputs": ["class", "patches"]},

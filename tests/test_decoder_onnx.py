@@ -31,17 +31,14 @@ KINDS = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 QUICK = ("--time-limit", 5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1, "--threads", 1)
 
 
-def changes_of(name: str) -> dict[str, Any]:
-    windowed = {"sliding_window": 8} if name.startswith("mistral") else {}
-    return windowed | (NARROW if name.endswith("-narrow") else {})
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense decoder of each kind, and one with fewer channels and groups; graphs of all."""
     directory = tmp_path_factory.mktemp("graphs")
     for name in (*KINDS, *(f"{kind}-narrow" for kind in KINDS)):
-        decoders.write_decoder(directory / name, name.removesuffix("-narrow"), **changes_of(name))
+        windowed = {"sliding_window": 8} if name.startswith("mistral") else {}
+        changes = windowed | (NARROW if name.endswith("-narrow") else {})
+        decoders.write_decoder(directory / name, name.removesuffix("-narrow"), **changes)
         invoked("export-decoder", directory / name, "-o", directory / "onnx" / name, "-q")
     decoders.write_decoder(directory / "opt", "opt")
     return directory

@@ -305,31 +305,30 @@ class Finalised:
         os.kill(os.getpid(), self.number)
 
 
-class Watched:
-    """Something with weak references."""
-
-
 def in_a_finaliser(number: int) -> None:
     goes = Finalised(number)
     del goes
 
 
 def in_a_callback_of_a_weak_reference(number: int) -> None:
-    watched = Watched()
+    watched = {number}
     watching = weakref.ref(watched, lambda _: os.kill(os.getpid(), number))
     del watched
     assert watching() is None
 
 
-def in_native_code_that_prints_it(number: int) -> None:
-    ctypes.pythonapi.PyRun_SimpleString(f"import os; os.kill(os.getpid(), {number:d})".encode())
-
-
 @ENDED
-@pytest.mark.parametrize("losing", [in_a_finaliser, in_a_callback_of_a_weak_reference, in_native_code_that_prints_it])
+@pytest.mark.parametrize(
+    "losing",
+    [
+        in_a_finaliser,
+        in_a_callback_of_a_weak_reference,
+        lambda number: ctypes.pythonapi.PyRun_SimpleString(f"import os; os.kill(os.getpid(), {number:d})".encode()),
+    ],
+)
 def test_a_signal_that_python_could_but_print_comes_again(
     capfd: pytest.CaptureFixture[str],
-    losing: Callable[[int], None],
+    losing: Callable[[int], object],
     number: signal.Signals,
     kind: type[KeyboardInterrupt],
 ) -> None:
