@@ -161,8 +161,7 @@ def test_a_state_that_is_none_is_refused(path: Path, tmp_path: Path, state: str)
 
 def test_forward_precisions_do_not_merge(path: Path) -> None:
     rough = calibrated(path, options=replace(SYSTEM, precision="bfloat16"))
-    with pytest.raises(BadInput, match="dtype differs, got 'float32' and 'bfloat16'"):
-        merge(calibrated(path), rough)
+    rejects("dtype differs, got 'float32' and 'bfloat16'", merge, calibrated(path), rough)
 
 
 def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

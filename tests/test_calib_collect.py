@@ -175,12 +175,10 @@ def test_first_site_with_nonfinite_activations_is_named(bad: float) -> None:
     model = tiny()
     with torch.no_grad():
         model.fc1.bias[3] = bad
-    with pytest.raises(BadInput, match=r"^mlp: NaN or Inf"):
-        collect(model, sites_of(model), [images_of(2)], device="cpu")
+    rejects(r"^mlp: NaN or Inf", collect, model, sites_of(model), [images_of(2)], device="cpu")
     with torch.no_grad():
         model.attn.qkv.bias[0] = bad
-    with pytest.raises(BadInput, match=r"^attn: NaN or Inf"):
-        collect(model, sites_of(model), [images_of(2)], device="cpu")
+    rejects(r"^attn: NaN or Inf", collect, model, sites_of(model), [images_of(2)], device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -197,8 +195,7 @@ def test_first_site_with_nonfinite_activations_is_named(bad: float) -> None:
 )
 def test_batches_that_are_refused(batches: list[Inputs], message: str) -> None:
     model = tiny()
-    with pytest.raises(BadInput, match=message):
-        collect(model, sites_of(model), batches, device="cpu")
+    rejects(message, collect, model, sites_of(model), batches, device="cpu")
 
 
 def test_a_site_that_never_runs_is_named() -> None:
@@ -229,8 +226,7 @@ def test_a_site_that_runs_twice_is_named() -> None:
             return super().forward(images)
 
     model = Twice()
-    with pytest.raises(BadInput, match=r"^attn: q came 2 times"):
-        collect(model, sites_of(model), [images_of(4)], device="cpu")
+    rejects(r"^attn: q came 2 times", collect, model, sites_of(model), [images_of(4)], device="cpu")
 
 
 def test_passes_after_the_first_stop_at_the_last_site() -> None:

@@ -92,8 +92,7 @@ def test_folders_of_images(tmp_path: Path) -> None:
 
 def test_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     images = array(tmp_path / "images.npy", random_images(4))
-    with pytest.raises(BadInput, match="3 labels for 4 images; give one label for each"):
-        group_ids(images, labelled(tmp_path, [1, 2, 3]))
+    rejects("3 labels for 4 images; give one label for each", group_ids, images, labelled(tmp_path, [1, 2, 3]))
     rejects("are in no folders", group_ids, images, "folder")
     rejects("expected image, folder, file, or a file", group_ids, images, "photograph")
     rejects("no such file", group_ids, images, str(tmp_path / "none.json"))

@@ -165,8 +165,7 @@ def test_the_first_site_that_reads_nan_or_inf_is_named(bad: float) -> None:
     model = tiny_maps()
     with torch.no_grad():
         model.grouped.bias[2] = bad  # type: ignore[index]
-    with pytest.raises(BadInput, match=r"^grouped: NaN or Inf"):
-        collect(model, taps_of(model), [images_of(3)], device="cpu")
+    rejects(r"^grouped: NaN or Inf", collect, model, taps_of(model), [images_of(3)], device="cpu")
 
 
 def test_weights_of_tokens_are_refused() -> None:

@@ -226,8 +226,7 @@ def test_merge_unites_data_lineage() -> None:
     ],
 )
 def test_merge_refuses(other: Moments, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        merge(moments(), other)
+    rejects(message, merge, moments(), other)
 
 
 def test_impossible_moments_are_refused() -> None:

@@ -78,7 +78,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("home")
     save(tiny.checkpoint(), root / "dense")
     export_checkpoint(tiny.checkpoint(), root / "m.onnx", precision="fp32")
-    export_checkpoint(tiny.checkpoint(), root / "other.onnx", precision="fp16")
+    other = onnx.load(root / "m.onnx")
+    other.doc_string = "another"
+    onnx.save(other, root / "other.onnx")
     plan(root / "old" / "m.plan", root / "m.onnx")
     plan(root / "new" / "m.plan", root / "m.onnx", version="11.4.0")
     plan(root / "same" / "m.plan", root / "m.onnx")

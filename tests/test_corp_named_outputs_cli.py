@@ -177,6 +177,7 @@ def test_accuracy_is_not_of_tokens(bare: Path) -> None:
     refuses("class is embedding, block0 is feature map, which no label is of", *words)
 
 
+@pytest.mark.slow("models")
 def test_a_sweep_says_the_worst_output_and_lists_each(bare: Path) -> None:
     more = ("--images", bare / "held-out.npy", "--align", "mlp=8,head=8", "--min-agreement", 0.01)
     swept = ("--sparsity", "0.1,0.5", "--preset", "best", *more, "-o", bare / "sweep")

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -60,16 +61,22 @@ def measured(command: str, **more: Any) -> float:
     return row_of(command, **more).value
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("made")
     for name, seed in (("dense", 0), ("reduced", 1)):
         checkpoint = tiny.checkpoint(seed=seed, depth=1)
-        save(checkpoint, tmp_path / name)
-    export_checkpoint(checkpoint, tmp_path / "reduced" / "model.onnx", precision="fp32")
-    np.savez(tmp_path / "images.npz", images=tiny.images(9), labels=np.arange(9) % 7)
-    (tmp_path / "score.py").write_text(SCORE)
-    return tmp_path
+        save(checkpoint, made / name)
+    export_checkpoint(checkpoint, made / "reduced" / "model.onnx", precision="fp32")
+    np.savez(made / "images.npz", images=tiny.images(9), labels=np.arange(9) % 7)
+    (made / "score.py").write_text(SCORE)
+    return made
+
+
+@pytest.fixture
+def home(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(made, tmp_path, dirs_exist_ok=True))
 
 
 def shares(home: Path) -> list[float]:

@@ -66,24 +66,25 @@ def test_a_vit_is_bfloat16_but_for_its_ports_norms_and_softmax(vit: onnx.ModelPr
     assert {v.type.tensor_type.elem_type for v in (*vit.graph.input, *vit.graph.output)} == {TensorProto.FLOAT}
 
 
-def test_its_weights_are_torchs_own_bfloat16() -> None:
-    model = Vit(depth=1).eval()
-    proto = export(model, "bf16")
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    rounded = model.patch.weight.detach().bfloat16()
+def test_its_weights_are_torchs_own_bfloat16(vit: onnx.ModelProto) -> None:
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in vit.graph.initializer}
+    rounded = Vit(depth=1).patch.weight.detach().bfloat16()
     assert np.array_equal(stored["patch.weight"].view(np.int16), rounded.view(torch.int16).numpy())
 
 
+@pytest.mark.slow("graph")
 def test_an_operator_set_in_which_conv_is_none_of_bfloat16_is_refused_by_its_name() -> None:
     rejects(r"Conv takes no bfloat16 before opset 22 \(first at patch/Conv\)", export, Vit(depth=1), "bf16", opset=20)
     assert export(Vit(depth=1), "bf16", opset=23).opset_import[0].version == 23
 
 
+@pytest.mark.slow("graph")
 def test_without_a_convolution_the_first_operator_set_does() -> None:
     proto = export(Words().eval(), "bf16", Port(name="tokens", shape=(7,), dtype="int64"))
     assert (proto.opset_import[0].version, weight_shares(proto)) == (20, {"bfloat16": 1.0})
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("norm", [lambda dim: nn.GroupNorm(4, dim), lambda dim: nn.InstanceNorm2d(dim, affine=True)])
 def test_a_convolutional_network_is_typed_throughout(norm: Callable[[int], nn.Module]) -> None:
     model = Convolutions(norm).eval()

@@ -209,6 +209,7 @@ def test_parser_errors_name_the_site(graphs: Graphs, tmp_path: Path) -> None:
     rejects(r"does not take this graph:\n  blocks\.1\.mlp\.act/Gelu \(Bernoulli\): .", build, tmp_path / "odd.onnx")
 
 
+@pytest.mark.slow("engine")
 def test_builder_errors_name_the_site(graphs: Graphs) -> None:
     if version_numbers(version("tensorrt-rtx")) < (1, 7):
         pytest.skip("tensorrt-rtx before 1.7 builds FP32 for Turing too, so that nothing fails")
@@ -228,6 +229,7 @@ def test_files_that_will_not_do_are_refused_before_the_builder(graphs: Graphs, t
     rejects("called fp16 but none of its", build, graphs.path("tiny", "fp32"), precision="fp16")
 
 
+@pytest.mark.slow("engine")
 def test_progress_is_told_and_ctrl_c_stops_the_builder(graphs: Graphs) -> None:
     steps: list[tuple[str, int, int]] = []
     choices = BuildOptions(backend="tensorrt-rtx", profiles=BATCHES, sms=("86",))

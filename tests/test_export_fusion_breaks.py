@@ -94,6 +94,7 @@ def test_the_graph_stays_what_it_was_to_everybody_else(graph: onnx.ModelProto, t
     np.testing.assert_array_equal(answers["plain"]["logits"], answers["broken"]["logits"])
 
 
+@pytest.mark.slow("graph")
 def test_an_attention_is_broken_whose_shapes_the_graph_computes(checkpoint: Checkpoint) -> None:
     """Of a reduced one keys are turned by shapes that are read of them."""
     exported = traced_model.exportable(at_widths(checkpoint.model, {"blocks.1.attn.qk": 16, "blocks.1.mlp": 64}))

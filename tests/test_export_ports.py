@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,7 @@ class Scaled(nn.Module):
         return (maps.sum(1) @ self.weight), maps.masked_fill(~keep[:, None], 0.0)
 
 
+@pytest.mark.slow("graph")
 def test_inputs_of_every_type_keep_it_in_half_and_outputs_come_in_order() -> None:
     inputs = [
         Port(name="x", shape=(4,)),
@@ -196,6 +198,9 @@ def test_a_note_that_can_not_be_read_is_named(text: ModelProto) -> None:
     assert reason.startswith("the note export.outputs can't be read")
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow("graph"))
+
+
 class Unpooled(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return torch.stack([ids, mask], 1).float()
@@ -211,8 +216,8 @@ class Unpooled(nn.Module):
         (TextEncoder(), [Port(name="x", shape=(2,), dtype="int16")], [EMBEDDING], "x: the type 'int16' is no input's"),
         (TextEncoder(), [Port(name="x", shape=(), dtype="int64")], [EMBEDDING], "x: the shape behind the batch"),
         (TextEncoder(), [INPUTS[0]], [EMBEDDING], r"the model refuses input_ids of shape \[2, 6\]: .*mask"),
-        (TextEncoder(), INPUTS, [LOGITS, EMBEDDING], "the outputs 'logits', 'embedding', found logits"),
-        (TextEncoder(words=True), INPUTS, [EMBEDDING], "one output named 'embedding', found embedding, "),
+        slow(TextEncoder(), INPUTS, [LOGITS, EMBEDDING], "the outputs 'logits', 'embedding', found logits"),
+        slow(TextEncoder(words=True), INPUTS, [EMBEDDING], "one output named 'embedding', found embedding, "),
         (TextEncoder(), INPUTS, [OutputPort(name="words", role="token logits")], "words must have rank 3"),
         (Unpooled(), INPUTS, [EMBEDDING], "embedding must have rank 2 .*export a model whose output is pooled"),
     ],

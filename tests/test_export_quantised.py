@@ -114,6 +114,7 @@ def test_weights_of_seven_bits_end_at_63(rest_precision: str) -> None:
         np.testing.assert_allclose(wide, narrow * 127 / 63, rtol=rounding)
 
 
+@pytest.mark.slow("graph")
 def test_seven_bits_are_of_weights_of_int8_alone() -> None:
     own = made(Vit(), rest_precision="fp32")
     eight, seven = (own.graph("int8", scales="max", weight_bits=bits) for bits in (8, 7))

@@ -159,6 +159,7 @@ def test_a_version_that_answers_wrong_or_does_not_load_is_never_served(served: S
     assert not (served.repository / f"vit_cpu{STAGED}").exists()
 
 
+@pytest.mark.slow("server")
 @real
 def test_a_model_that_is_not_loaded_is_refused(served: Served, tmp_path: Path) -> None:
     write_repository(Package(name="cat", cpu_onnx=served.graphs[1], serving=SERVING), tmp_path / "models")

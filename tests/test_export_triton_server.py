@@ -27,7 +27,7 @@ from tests.export_vit import Vit
 from tests.triton_server import Server, lack, run_clients
 
 REASON = lack()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.slow("server")]
 
 CLASSES, SIZE, IMAGES = 10, 16, 96
 LABELS = tuple(f"digit {index}" for index in range(CLASSES))
@@ -87,7 +87,7 @@ def infer(server: Server, model: str, **feed: Any) -> dict[str, Any]:
     return {each["name"]: np.reshape(each["data"], each["shape"]) for each in answer["outputs"]}
 
 
-@pytest.mark.slow("graph", "server")
+@pytest.mark.slow("graph")
 def test_it_warms_up_batches_and_answers_many_clients_as_onnx_runtime_does(served: Served, tmp_path: Path) -> None:
     server = served.server
     assert lint_repository(served.repository) == ()
@@ -127,7 +127,6 @@ def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(served: 
     )
 
 
-@pytest.mark.slow("server")
 def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_path: Path) -> None:
     server, batch = served.server, images(2)
     newer = write_onnx(tmp_path / "newer.onnx", shape=(3, SIZE, SIZE), classes=CLASSES)
@@ -140,7 +139,7 @@ def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_
         np.testing.assert_allclose(infer(server, "vit_cpu", images=batch)["logits"], direct(graph, batch), atol=1e-4)
 
 
-@pytest.mark.slow("graph", "server")
+@pytest.mark.slow("graph")
 def test_several_inputs_are_served_together_as_torch_answers(served: Served, tmp_path: Path) -> None:
     server, graph = served.server, write_text_onnx(tmp_path / "text.onnx")
     write_repository(Package(name="text", cpu_onnx=graph, serving=SERVING), served.repository)
@@ -173,7 +172,7 @@ class Gated(nn.Module):
         return kept.sum(1) * counts.to(x.dtype), kept
 
 
-@pytest.mark.slow("graph", "server")
+@pytest.mark.slow("graph")
 def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_path: Path) -> None:
     inputs = [
         Port(name="x", shape=(6, 4)),
@@ -193,7 +192,6 @@ def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_
     np.testing.assert_allclose(answers["logits"], (x * keep).sum(1) * counts, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow("server")
 def test_a_graph_with_a_fixed_batch_is_served_at_that_batch(served: Served, tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "fixed.onnx", batch=2)
     write_repository(Package(name="fixed", cpu_onnx=graph), served.repository)
@@ -227,7 +225,6 @@ def test_the_plans_config_is_taken_up_to_the_backend_that_is_not_here(served: Se
         assert wrong in told + served.server.log.read_text()
 
 
-@pytest.mark.slow("server")
 def test_a_server_without_onnx_runtime_says_what_to_install(served: Served, tmp_path: Path) -> None:
     repository = served.repository
     graph = write_onnx(tmp_path / "model.onnx")

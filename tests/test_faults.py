@@ -37,9 +37,11 @@ from export.triton.variants import Package
 from ground.errors import is_out_of_memory, os_error_from
 from ground.signals import Terminated, raising_on_signals
 from ground.transaction import FORMER, install_files, replacing_files, roll_back_interrupted
+from perf.record.runs import save_bench
 from tests import tiny
 from tests.command import run as run_command
 from tests.export_served import write_onnx
+from tests.histories import bench_of_release
 from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
@@ -468,16 +470,18 @@ CODES = {
 
 @pytest.mark.parametrize("number", CODES, ids=errno.errorcode.__getitem__)
 def test_what_the_machine_lacks_is_told_from_a_wrong_path(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
+    save_bench(bench_of_release(0, 2.5), tmp_path / "bench.json")
+
     def refused(_: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("os.fsync", refused)
     code, words = CODES[number]
-    done = calibrate(home, tmp_path / "m.safetensors")
+    done = run_command("gate", tmp_path / "bench.json", "--fail-if", "p50@b1 > 9", "-o", tmp_path / "gate.json")
     assert (done.exit_code, words in done.stderr) == (code, True), done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
     assert is_out_of_memory(OSError(number, "")) == (number == errno.ENOMEM)
 
 

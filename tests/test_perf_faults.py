@@ -9,6 +9,7 @@ import io
 import math
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from ground.feeds import Feeds
 from perf.parity import block_outputs, structure, tolerance
 from perf.parity.block_outputs import block_noise, headroom, locate_in_exact, locate_in_half
 from perf.parity.locate import FaultLocation, keep_until_it_passes
+from perf.parity.logits import LogitMeasures
 from perf.parity.measures import measures
 from perf.parity.parity import Link, link
 from perf.parity.rounding import rounded_graph
@@ -192,18 +194,25 @@ def located_exactly(model: TinyViT, graph: ModelProto) -> FaultLocation:
     return locate_in_exact("onnx", model, graph, fed(photographs()), products=6 * DEPTH + 2)
 
 
-def half_link(model: TinyViT, graph: ModelProto, images: Array) -> Link:
-    dense = dense_vit()
-    noise = measures(torch_logits(dense, images), onnx_logits(onnx_from_vit(dense, half=True), images))
+@cache
+def noise_of_halves() -> tuple[LogitMeasures, dict[str, float]]:
+    """What float16 does to the dense model's answers to photographs, and to its blocks."""
+    dense, images = dense_vit(), photographs()
+    single, half = (onnx_from_vit(dense, half=half) for half in (False, True))
+    blocks = block_noise(single, half, fed(images))
+    return measures(torch_logits(dense, images), onnx_logits(half, images)), blocks
+
+
+def half_link(model: TinyViT, graph: ModelProto) -> Link:
     return link(name="fp16", kind="half", reference="onnx fp32", candidate="onnx fp16",
-                reference_rows=onnx_logits(onnx_from_vit(model), images),
-                candidate_by_batch={1: onnx_logits(graph, images)}, tolerance=tolerance.half(noise))  # fmt: skip
+                reference_rows=onnx_logits(onnx_from_vit(model), photographs()),
+                candidate_by_batch={1: onnx_logits(graph, photographs())},
+                tolerance=tolerance.half(noise_of_halves()[0]))  # fmt: skip
 
 
 def located_in_half(model: TinyViT, graph: ModelProto) -> FaultLocation:
-    feeds, dense = fed(photographs()), dense_vit()
-    noise = block_noise(onnx_from_vit(dense), onnx_from_vit(dense, half=True), feeds)
-    fix_command = "export --precision mixed --keep-fp32 {site}"
+    fix_command, noise = "export --precision mixed --keep-fp32 {site}", noise_of_halves()[1]
+    feeds = fed(photographs())
     return locate_in_half("fp16", onnx_from_vit(model), graph, feeds, noise=noise, fix_command=fix_command)
 
 
@@ -234,7 +243,7 @@ def test_the_sound_model_passes_every_link(vit: TinyViT) -> None:
     images = photographs()
     graph = onnx_from_vit(vit)
     exact = exact_link(torch_logits(vit, images), onnx_logits(graph, images))
-    half = half_link(vit, onnx_from_vit(vit, half=True), images)
+    half = half_link(vit, onnx_from_vit(vit, half=True))
     assert (exact.status, half.status) == ("PASS", "PASS"), (exact.reason, half.reason)
     assert located_exactly(vit, graph).site is None
     assert located_in_half(vit, onnx_from_vit(vit, half=True)).site is None
@@ -244,7 +253,7 @@ def test_attention_logits_over_float16(vit: TinyViT, tmp_path: Path) -> None:
     watching = watch_the_bright_patch(vit, block=1, size=6e4)
     single, half = onnx_from_vit(watching), onnx_from_vit(watching, half=True)
     assert passes_a_random_check(onnx_logits(single, noise_images()), onnx_logits(half, noise_images()))
-    found = half_link(watching, half, photographs())
+    found = half_link(watching, half)
     assert found.status == "FAIL"
     assert "NaN or Inf on 24 of 48 images" in found.reason
     located = located_in_half(watching, half)
@@ -281,7 +290,7 @@ def test_a_norm_in_float16_over_a_huge_activation(vit: TinyViT) -> None:
     loud = bright_residual(vit, 500)
     single, half = onnx_from_vit(loud), onnx_from_vit(loud, half=True)
     assert passes_a_random_check(onnx_logits(single, noise_images()), onnx_logits(half, noise_images()))
-    assert half_link(loud, half, photographs()).status == "FAIL"
+    assert half_link(loud, half).status == "FAIL"
     located = located_in_half(loud, half)
     assert located.site == "blocks.0.norm1"
     assert located.largest_activation > located.half_limit
@@ -293,7 +302,7 @@ def test_mixed_precision_keeps_just_the_guilty_blocks(vit: TinyViT) -> None:
 
     def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
         graph = onnx_from_vit(sick, half=True, keep=kept)
-        return None if half_link(sick, graph, photographs()).status == "PASS" else located_in_half(sick, graph)
+        return None if half_link(sick, graph).status == "PASS" else located_in_half(sick, graph)
 
     kept, left = keep_until_it_passes(attempt)
     assert left is None

@@ -148,7 +148,7 @@ def test_the_interval_of_a_percentile_is_scipys_bootstrap_over_rounds(seed: int,
 
     def pooled(drawn: NDArray[np.int64]) -> float:
         times = np.concatenate([rounds[int(index)] for index in drawn])
-        return float(stats.quantile(times, percent / 100, method="inverted_cdf"))
+        return float(np.quantile(times, percent / 100, method="inverted_cdf"))
 
     indices = np.arange(len(rounds)).astype(np.float64)
     value = pooled(np.arange(len(rounds)))

@@ -190,7 +190,7 @@ def records(folder: Path) -> dict[str, Record]:
     return valid_records(folder / "any.json")
 
 
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("kind", ["bench", "parity"])
