@@ -153,15 +153,8 @@ def open_tokens(proto: ModelProto) -> None:
 
 
 def note_other_role(proto: ModelProto, role: str = "token logits") -> None:
-    write_notes(proto, {"export.outputs": f'[{{"name":"embedding","role":"{role}"}}]'} | notes_of_inputs(proto))
-
-
-def notes_of_inputs(proto: ModelProto) -> dict[str, str]:
-    return {key: text for key, text in notes_of(proto).items() if key == "export.inputs"}
-
-
-def drop_notes(proto: ModelProto) -> None:
-    del proto.metadata_props[:]
+    inputs = notes_of(proto)["export.inputs"]
+    write_notes(proto, {"export.outputs": f'[{{"name":"embedding","role":"{role}"}}]', "export.inputs": inputs})
 
 
 @pytest.mark.parametrize(
@@ -175,7 +168,7 @@ def drop_notes(proto: ModelProto) -> None:
         (open_tokens, ["input_ids must have rank 2 with a fixed size behind the batch, got ['batch', 'tokens']"]),
         (note_other_role, ["embedding must have rank 3 with a fixed size behind the batch, got ['batch', 8]"]),
         (
-            drop_notes,
+            lambda proto: proto.ClearField("metadata_props"),
             [
                 "expected one input named 'images', found input_ids, attention_mask",
                 "expected one output named 'logits', found embedding",

@@ -42,20 +42,13 @@ from tests import tiny
 from tests.command import run as run_command
 from tests.export_served import write_onnx
 from tests.histories import bench_of_release
+from tests.recipes import recipe
 from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
 TOGETHER = {"release", "reduce", "package", "package serve"}
-RECIPE = """
-[model]
-model = "dense"
-[calibration]
-images = "images.npy"
-[held_out]
-images = "images.npy"
-[reduce]
-mlp = 0.5
-"""
+IMAGES = {"images": "images.npy"}
+RECIPE = recipe({"calibration": IMAGES, "held_out": IMAGES, "reduce": {"mlp": 0.5}})
 
 
 @pytest.mark.slow("process")
