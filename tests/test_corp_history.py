@@ -121,13 +121,6 @@ def compared(folder: Path, path: Change = (), value: object = None, *words: str)
     return CliRunner().invoke(main, ["bench", "compare", *files, *words])
 
 
-def test_records_of_one_machine_exit_with_0(tmp_path: Path) -> None:
-    result = compared(tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "no difference" in result.stdout
-    assert json.loads(compared(tmp_path, (), None, "--json").stdout)["comparable"] is True
-
-
 def test_what_may_differ_is_shown_and_exits_with_0(tmp_path: Path) -> None:
     result = compared(tmp_path, ("environment", "load_average"), 3.0)
     assert result.exit_code == 0, result.output

@@ -1,5 +1,6 @@
 """What doctor says of this machine, and the floors it shares with pyproject.toml."""
 
+import itertools
 import json
 import platform
 import re
@@ -7,7 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+from benchmarks.release import floors
 from corp_deploy import machine
 from ground import vulnerabilities
 from ground.vulnerabilities import version_numbers
@@ -16,26 +19,17 @@ from tests.command import invoked
 ROOT = Path(__file__).parents[1]
 
 
-def floors_of_project() -> dict[str, str]:
-    """Every requirement of whoever uses the package, with its floor."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    lines = [
-        *project["dependencies"],
-        *(line for name in extras if name not in ("dev", "docs") for line in extras[name]),
-    ]
-    pairs = [re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)(;.*)?", line) for line in lines]
-    assert all(pairs), lines
-    return {pair[1]: pair[2] for pair in pairs if pair}
-
-
 def findings() -> dict[str, dict[str, str]]:
     done = invoked("doctor", "--json")
     return {row["what"]: row for row in json.loads(done.stdout)["findings"]}
 
 
 def test_doctor_and_the_project_have_the_same_floors() -> None:
-    assert dict(machine.FLOORS) == floors_of_project()
+    """Of every requirement of whoever uses the package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in ("dev", "docs")}
+    lines = itertools.chain(project["dependencies"], *extras.values())
+    assert floors.floors(map(Requirement, lines)) == dict(machine.FLOORS)
 
 
 def test_what_the_tests_run_with_is_no_older_than_the_floors() -> None:
