@@ -17,7 +17,7 @@ from calib.calibrate import calibrate
 from calib.collect import Options
 from calib.combination import merge
 from calib.distributed import Ranks, join_ranks
-from calib.images import Images, open_images
+from calib.images import open_images
 from calib.inputs import Inputs
 from calib.memory import ChannelShape, HeadShape
 from calib.moments import Moments
@@ -43,13 +43,6 @@ def brightness(images: Inputs) -> Tensor:
 WEIGHTED = replace(SYSTEM, token_weights=brightness)
 
 
-def opened(path: Path, *, max_bad: int = 0) -> Images:
-    def no_transform(picture: object) -> Tensor:
-        raise AssertionError(picture)
-
-    return open_images(path, image_shape=SHAPE, transform=no_transform, max_bad=max_bad)
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     images = np.random.default_rng(0).normal(size=(COUNT, *SHAPE)).astype(np.float32)
@@ -69,8 +62,10 @@ def calibrated(
 ) -> Moments:
     model = tiny()
     return calibrate(
-        model, sites_of(model), opened(path, max_bad=max_bad), batch_size=batch_size, device="cpu", options=options,
-        lineage={"model": "m", "preprocessing": "p"}, checkpoint=checkpoint, ranks=ranks or Ranks(), progress=progress,
+        model, sites_of(model),
+        open_images(path, image_shape=SHAPE, transform=lambda _: pytest.fail("no picture"), max_bad=max_bad),
+        batch_size=batch_size, device="cpu", options=options, lineage={"model": "m", "preprocessing": "p"},
+        checkpoint=checkpoint, ranks=ranks or Ranks(), progress=progress,
     )  # fmt: skip
 
 

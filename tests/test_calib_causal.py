@@ -101,21 +101,16 @@ def test_the_restricted_system_is_the_whole_one_of_the_kept_dims() -> None:
         assert float(some(got.target_energy_H)[head]) == pytest.approx(energy, rel=1e-9)
 
 
-def system_of(moments: HeadMoments) -> ImageSystem:
-    return ImageSystem(
-        head_dim=DIMS,
-        covered_HS=some(moments.kept_HK),
-        system_HTT=some(moments.system_HTT),
-        target_HSS=some(moments.target_HKK),
-        energy_H=some(moments.target_energy_H),
-    )
-
-
 def test_corps_maps_are_the_least_squares_over_visible_pairs() -> None:
     """M of eq. 14-16 against lstsq, a row for each visible pair."""
     q, k = drawn(4)
     kept_HK = torch.tensor([[0, 1, 2], [2, 3, 5]])
-    recovery = queries_keys.logit(system_of(summed(q, k, kept_HK=kept_HK)), kept_HK, ridge_rel=1e-13)
+    sums = summed(q, k, kept_HK=kept_HK)
+    system = ImageSystem(
+        head_dim=DIMS, covered_HS=kept_HK, system_HTT=some(sums.system_HTT), target_HSS=some(sums.target_HKK),
+        energy_H=some(sums.target_energy_H),
+    )  # fmt: skip
+    recovery = queries_keys.logit(system, kept_HK, ridge_rel=1e-13)
     for head in range(HEADS):
         kept_K = kept_HK[head].tolist()
         outside = [dim for dim in range(DIMS) if dim not in kept_K]

@@ -272,6 +272,7 @@ def test_each_point_is_that_reduction(judged: tuple[list[Moments], Moments, Scor
         means.append(np.mean(ratios))
     assert [point.over_largest for point in size.points] == pytest.approx([m / means[-1] for m in means], rel=1e-3)
     assert size.points[0].over_largest > 1.05  # four images over-fit
+    assert ("are not shown to be enough" in size.sentence) == (size.sufficient is None)
 
 
 def test_the_curve_is_a_line_over_one_by_n() -> None:
