@@ -1,16 +1,19 @@
 """Artefacts small enough for tests of packaging: a linear classifier as ONNX, a stand-in for its plan with a record."""
 
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
 
 from export.engine.record import EngineRecord, record_path, sha256_of
 from export.graph.ports import GraphPort
+from export.triton.pbtxt import Message, parse
 from ground.built_engines import record_built_engine
+from tests.graphs import graph_of
 
 SHAPE = (3, 4, 4)
 CLASSES = 5
@@ -31,21 +34,46 @@ def write_onnx(
     size: int | str = "batch" if batch is None else batch
     weights = rng.standard_normal((int(np.prod(shape)), classes)).astype(np.float32)
     bias = rng.standard_normal(classes).astype(np.float32)
-    graph = helper.make_graph(
-        [
-            helper.make_node("Flatten", ["images"], ["flat"], axis=1),
-            helper.make_node("MatMul", ["flat", "weights"], ["product"]),
-            helper.make_node("Add", ["product", "bias"], ["logits"]),
-        ],
-        "linear",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [size, *shape])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [size, classes])],
-        [numpy_helper.from_array(weights, "weights"), numpy_helper.from_array(bias, "bias")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir)
+    model = graph_of(
+        f"""(float[{size},{",".join(map(str, shape))}] images) => (float[{size},{classes}] logits) {{
+            flat = Flatten<axis=1>(images)
+            product = MatMul(flat, weights)
+            logits = Add(product, bias)
+        }}""",
+        opset=opset, ir=ir, weights=weights, bias=bias,
+    )  # fmt: skip
     onnx.checker.check_model(model)
     path.write_bytes(model.SerializeToString())
     return path
+
+
+def config_of(model: Path) -> Message:
+    return parse((model / "config.pbtxt").read_text(encoding="utf-8"))
+
+
+def replaced(path: Path, old: str, new: str) -> None:
+    """Puts `new` for the first `old`, which must be there."""
+    text = path.read_text(encoding="utf-8")
+    assert old in text, (old, text)
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+def run_script(script: Path, folder: Path, *words: str, exit_code: int = 0) -> list[str] | None:
+    """What the last program that a build script starts is told, all of them stand-ins in this folder; None where it
+    fails, as it does where the builder has another exit code.
+    """
+    written_down = "printf '%s\\0' \"$@\" > arguments"  # apart by a byte that no argument holds
+    save = 'for each in "$@"; do case "$each" in --saveEngine=*) echo built > "${each#--saveEngine=}" ;; esac; done'
+    tools = {"trtexec": f"{written_down}\n{save}\nexit {exit_code}", "nvidia-smi": "echo 12.0", "docker": written_down}
+    (folder / "tools").mkdir(exist_ok=True)
+    for name, body in tools.items():
+        (folder / "tools" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / "tools" / name).chmod(0o755)
+    environment = {"PATH": f"{folder / 'tools'}:{os.defpath}", "LC_ALL": "C.UTF-8"}
+    done = subprocess.run(
+        ["sh", str(script), *words], env=environment, capture_output=True, timeout=30, cwd=folder, check=False
+    )
+    return None if done.returncode else (folder / "arguments").read_bytes().decode().split("\0")[:-1]
 
 
 def engine_record(plan: bytes = b"plan", graph: bytes = b"graph", **changes: Any) -> EngineRecord:

@@ -1,12 +1,13 @@
 """Graphs and engines beside the torch models that they were made of."""
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
@@ -20,7 +21,13 @@ needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
 )
-Feed = Mapping[str, NDArray[Any]]
+
+
+def graph_of(text: str, *, opset: int = 20, ir: int = 10, **weights: NDArray[Any]) -> onnx.ModelProto:
+    """A graph in ONNX's own text form, `(inputs) => (outputs) { nodes }`, that reads these weights."""
+    graph = onnx.parser.parse_graph(f"graph {text}")
+    graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in weights.items())
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=ir)
 
 
 def session_of(graph: Path | onnx.ModelProto, *, optimised: bool = True) -> ort.InferenceSession:

@@ -17,13 +17,14 @@ from calib.calibrate import STATE, ResumeFile, calibrate
 from calib.collect import Options
 from calib.combination import merge
 from calib.distributed import Ranks, join_ranks
-from calib.images import Images, open_images
+from calib.images import open_images
 from calib.inputs import Inputs
 from calib.memory import Shape
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from calib.store import load, save
 from ground.errors import BadInput, RankLost
 from tests.ranks import exits_of
+from tests.refusals import rejects
 from tests.sums import assert_equal, sums_of
 from tests.test_calib_collect import DIM, HEADS, HIDDEN, sites_of, tiny
 
@@ -39,13 +40,6 @@ def brightness(images: Inputs) -> Tensor:
 
 
 WEIGHTED = replace(SYSTEM, token_weights=brightness)
-
-
-def opened(path: Path, *, max_bad: int = 0) -> Images:
-    def no_transform(picture: object) -> Tensor:
-        raise AssertionError(picture)
-
-    return open_images(path, image_shape=SHAPE, transform=no_transform, max_bad=max_bad)
 
 
 @pytest.fixture
@@ -67,8 +61,10 @@ def calibrated(
 ) -> Moments:
     model = tiny()
     return calibrate(
-        model, sites_of(model), opened(path, max_bad=max_bad), batch_size=batch_size, device="cpu", options=options,
-        lineage={"model": "m", "preprocessing": "p"}, checkpoint=checkpoint, ranks=ranks or Ranks(), progress=progress,
+        model, sites_of(model),
+        open_images(path, image_shape=SHAPE, transform=lambda _: pytest.fail("no picture"), max_bad=max_bad),
+        batch_size=batch_size, device="cpu", options=options, lineage={"model": "m", "preprocessing": "p"},
+        checkpoint=checkpoint, ranks=ranks or Ranks(), progress=progress,
     )  # fmt: skip
 
 
@@ -84,7 +80,7 @@ def interrupt_at(images: int) -> Callable[[int], None]:
     return progress
 
 
-@pytest.mark.parametrize("stop", [4, 8, 12, 20])
+@pytest.mark.parametrize("stop", [4, 20])
 def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(path: Path, tmp_path: Path, stop: int) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=8)
     with pytest.raises(Interrupted):
@@ -114,8 +110,7 @@ def test_resuming_remembers_bad_images_and_kept_dims(path: Path, tmp_path: Path)
     resumed = calibrated(path, max_bad=3, options=options, checkpoint=checkpoint)
     assert_equal(resumed, calibrated(path, max_bad=3, options=options), limit=0.0)
     assert resumed.images == COUNT - 3
-    with pytest.raises(BadInput, match="at most 2 bad images"):
-        calibrated(path, max_bad=2, options=options)
+    rejects("at most 2 bad images", calibrated, path, max_bad=2, options=options)
 
 
 def test_checkpoints_of_another_run_are_refused(path: Path, tmp_path: Path) -> None:
@@ -124,35 +119,29 @@ def test_checkpoints_of_another_run_are_refused(path: Path, tmp_path: Path) -> N
         calibrated(path, checkpoint=checkpoint, progress=interrupt_at(8))
     with pytest.raises(BadInput, match="checkpoint of another run: batch_size was '4', now '5'"):
         calibrated(path, batch_size=5, checkpoint=checkpoint)
-    with pytest.raises(BadInput, match="options was"):
-        calibrated(path, options=Options(), checkpoint=checkpoint)
+    rejects("options was", calibrated, path, options=Options(), checkpoint=checkpoint)
     np.save(path, np.load(path)[::-1].copy())
-    with pytest.raises(BadInput, match="data was"):
-        calibrated(path, checkpoint=checkpoint)
+    rejects("data was", calibrated, path, checkpoint=checkpoint)
     checkpoint.path.write_bytes(checkpoint.path.read_bytes()[:-5])
-    with pytest.raises(BadInput, match="truncated or foreign"):
-        calibrated(path, checkpoint=checkpoint)
+    rejects("truncated or foreign", calibrated, path, checkpoint=checkpoint)
 
 
 def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
     checkpoint = ResumeFile(path=tmp_path / "moments.safetensors", every=4)
     save(calibrated(path), checkpoint.path)
-    with pytest.raises(BadInput, match="holds moments, not a calibration's checkpoint"):
-        calibrated(path, checkpoint=checkpoint)
+    rejects("holds moments, not a calibration's checkpoint", calibrated, path, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("state", ["", "[]", "{", '{"position": 8, "bad": "abacus", "run": {}}', "[" * 10**5])
 def test_a_state_that_is_none_is_refused(path: Path, tmp_path: Path, state: str) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=4)
     save(replace(calibrated(path), lineage={STATE: state}), checkpoint.path)
-    with pytest.raises(BadInput, match="not a calibration's checkpoint: "):
-        calibrated(path, checkpoint=checkpoint)
+    rejects("not a calibration's checkpoint: ", calibrated, path, checkpoint=checkpoint)
 
 
 def test_forward_precisions_do_not_merge(path: Path) -> None:
     rough = calibrated(path, options=replace(SYSTEM, precision="bfloat16"))
-    with pytest.raises(BadInput, match="dtype differs, got 'float32' and 'bfloat16'"):
-        merge(calibrated(path), rough)
+    rejects("dtype differs, got 'float32' and 'bfloat16'", merge, calibrated(path), rough)
 
 
 def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

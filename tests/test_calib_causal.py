@@ -16,6 +16,8 @@ from corp_deploy.algebra import planes as planes_algebra
 from corp_deploy.algebra import queries_keys
 from corp_deploy.algebra.image_system import ImageSystem
 from ground.errors import BadInput
+from tests.doubles import some
+from tests.refusals import rejects
 
 INPUTS, HEADS, TOKENS, DIMS, KEPT = 3, 2, 7, 6, 4
 
@@ -95,31 +97,20 @@ def test_the_restricted_system_is_the_whole_one_of_the_kept_dims() -> None:
             missing = keys[:, outside] @ query[outside]
             target += torch.outer(query[kept_HK[head]], missing @ keys[:, kept_HK[head]])
             energy += float(missing.square().sum())
-        assert got.target_HKK is not None
-        assert got.target_energy_H is not None
-        torch.testing.assert_close(got.target_HKK[head], target, rtol=1e-9, atol=1e-9)
-        assert float(got.target_energy_H[head]) == pytest.approx(energy, rel=1e-9)
-
-
-def system_of(moments: HeadMoments) -> ImageSystem:
-    assert moments.system_HTT is not None
-    assert moments.kept_HK is not None
-    assert moments.target_HKK is not None
-    assert moments.target_energy_H is not None
-    return ImageSystem(
-        head_dim=DIMS,
-        covered_HS=moments.kept_HK,
-        system_HTT=moments.system_HTT,
-        target_HSS=moments.target_HKK,
-        energy_H=moments.target_energy_H,
-    )
+        torch.testing.assert_close(some(got.target_HKK)[head], target, rtol=1e-9, atol=1e-9)
+        assert float(some(got.target_energy_H)[head]) == pytest.approx(energy, rel=1e-9)
 
 
 def test_corps_maps_are_the_least_squares_over_visible_pairs() -> None:
     """M of eq. 14-16 against lstsq, a row for each visible pair."""
     q, k = drawn(4)
     kept_HK = torch.tensor([[0, 1, 2], [2, 3, 5]])
-    recovery = queries_keys.logit(system_of(summed(q, k, kept_HK=kept_HK)), kept_HK, ridge_rel=1e-13)
+    sums = summed(q, k, kept_HK=kept_HK)
+    system = ImageSystem(
+        head_dim=DIMS, covered_HS=kept_HK, system_HTT=some(sums.system_HTT), target_HSS=some(sums.target_HKK),
+        energy_H=some(sums.target_energy_H),
+    )  # fmt: skip
+    recovery = queries_keys.logit(system, kept_HK, ridge_rel=1e-13)
     for head in range(HEADS):
         kept_K = kept_HK[head].tolist()
         outside = [dim for dim in range(DIMS) if dim not in kept_K]
@@ -179,7 +170,7 @@ def test_of_many_queries_some_count_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(got, 2.0 * (alone[1] + alone[3] + alone[5]))
 
 
-@pytest.mark.parametrize("entries", [1, 100, 10**9])
+@pytest.mark.parametrize("entries", [1, 100])
 def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
     q, k = drawn(5)
     kept_HK = torch.tensor([[0, 2, 3, 5], [1, 2, 3, 4]])
@@ -191,13 +182,6 @@ def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, entri
             torch.testing.assert_close(getattr(got, each.name), getattr(expected, each.name), rtol=1e-12, atol=1e-12)
 
 
-def test_a_single_token_sees_itself_alone() -> None:
-    q, k = (x[:, :, :1] for x in drawn())
-    got = summed(q, k)
-    assert not bool(got.kk_centred_HDD.any())
-    torch.testing.assert_close(got.kk_HDD, torch.einsum("bhnd,bhne->hde", k.double(), k.double()))
-
-
 def test_keys_that_are_alike_leave_nothing_centred() -> None:
     q, k = drawn()
     constant = torch.full_like(k, 1e3)
@@ -207,8 +191,7 @@ def test_keys_that_are_alike_leave_nothing_centred() -> None:
 
 def test_weights_that_are_no_mask_are_refused() -> None:
     q, k = drawn()
-    with pytest.raises(BadInput, match="weights other than 0 and 1"):
-        summed(q, k, torch.full((INPUTS, TOKENS), 0.5))
+    rejects("weights other than 0 and 1", summed, q, k, torch.full((INPUTS, TOKENS), 0.5))
     sums = HeadSums(system=False, causal=True)
     sums.add("q", q)
     with pytest.raises(BadInput, match="of both"):

@@ -15,6 +15,7 @@ from calib.inputs import Inputs
 from calib.moments import ChannelMoments, Moments
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from ground.errors import BadInput
+from tests.refusals import rejects
 from tests.sums import assert_equal, sums_of
 
 HEADS, DIM, WIDTH, HIDDEN, TOKENS = 2, 8, 16, 208, 5
@@ -85,14 +86,6 @@ def relative(got: Tensor, expected: Any) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-@settings(max_examples=15, deadline=None)
-@given(batch=st.integers(1, 13), order=st.permutations(range(13)))
-def test_batch_size_and_order_do_not_matter(batch: int, order: list[int]) -> None:
-    images = images_of(13)
-    whole = collected(images, 13, attention_system=True)
-    assert_equal(collected(images[order], batch, attention_system=True), whole, shared=2e-7)
-
-
 @settings(max_examples=10, deadline=None)
 @given(order=st.permutations(range(4)), pieces=st.integers(1, 4))
 def test_the_same_pieces_in_any_order_are_the_same_to_float64_rounding(order: list[int], pieces: int) -> None:
@@ -116,11 +109,6 @@ def test_merging_two_parts_equals_the_whole(cut: int) -> None:
             assert relative(value, sum(sums_of(part.sites[site])[name] for part in parts)) < 1e-15, name
 
 
-def float64_gram(x_BNF: Tensor) -> Tensor:
-    x_nF = x_BNF.double().flatten(0, 1)
-    return x_nF.T @ x_nF
-
-
 @pytest.mark.parametrize("shape", [(8, 197, 400), (2, 4000, 32), (3, 5, 8), (1, 1, 1)])
 def test_grams_are_good_to_two_millionths_of_their_scale(shape: tuple[int, int, int]) -> None:
     """Wide and narrow, more tokens than a product may have, fewer than channels; activations with a mean."""
@@ -131,8 +119,8 @@ def test_grams_are_good_to_two_millionths_of_their_scale(shape: tuple[int, int, 
     total_FF.add_(torch.ones_like(total_FF).tril(-1))  # as if a kernel rounded there otherwise
     products.mirror_(total_FF)
     assert torch.equal(total_FF, total_FF.mT)
-    scale = float(total_FF.diagonal().mean())
-    assert float((total_FF - 2.0 * float64_gram(x_BNF)).abs().max()) < 2e-6 * scale
+    scale, x_nF = float(total_FF.diagonal().mean()), x_BNF.double().flatten(0, 1)
+    assert float((total_FF - 2.0 * x_nF.T @ x_nF).abs().max()) < 2e-6 * scale
 
 
 def test_model_is_left_as_it_was() -> None:
@@ -160,12 +148,10 @@ def test_first_site_with_nonfinite_activations_is_named(bad: float) -> None:
     model = tiny()
     with torch.no_grad():
         model.fc1.bias[3] = bad
-    with pytest.raises(BadInput, match=r"^mlp: NaN or Inf"):
-        collect(model, sites_of(model), [images_of(2)], device="cpu")
+    rejects(r"^mlp: NaN or Inf", collect, model, sites_of(model), [images_of(2)], device="cpu")
     with torch.no_grad():
         model.attn.qkv.bias[0] = bad
-    with pytest.raises(BadInput, match=r"^attn: NaN or Inf"):
-        collect(model, sites_of(model), [images_of(2)], device="cpu")
+    rejects(r"^attn: NaN or Inf", collect, model, sites_of(model), [images_of(2)], device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -182,8 +168,7 @@ def test_first_site_with_nonfinite_activations_is_named(bad: float) -> None:
 )
 def test_batches_that_are_refused(batches: list[Inputs], message: str) -> None:
     model = tiny()
-    with pytest.raises(BadInput, match=message):
-        collect(model, sites_of(model), batches, device="cpu")
+    rejects(message, collect, model, sites_of(model), batches, device="cpu")
 
 
 def test_a_site_that_never_runs_is_named() -> None:
@@ -195,8 +180,7 @@ def test_a_site_that_never_runs_is_named() -> None:
 def test_sites_must_be_named_once() -> None:
     model = tiny()
     for sites in ([], sites_of(model) * 2):
-        with pytest.raises(BadInput, match="every name once"):
-            collect(model, sites, [images_of(2)], device="cpu")
+        rejects("every name once", collect, model, sites, [images_of(2)], device="cpu")
 
 
 def test_bfloat16_forward_keeps_float32_statistics() -> None:
@@ -215,8 +199,7 @@ def test_a_site_that_runs_twice_is_named() -> None:
             return super().forward(images)
 
     model = Twice()
-    with pytest.raises(BadInput, match=r"^attn: q came 2 times"):
-        collect(model, sites_of(model), [images_of(4)], device="cpu")
+    rejects(r"^attn: q came 2 times", collect, model, sites_of(model), [images_of(4)], device="cpu")
 
 
 def test_passes_after_the_first_stop_at_the_last_site() -> None:

@@ -2,21 +2,23 @@
 
 import json
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from calib.combination import merge, subtracted
 from calib.groups import group_ids, held_out_groups, merged_labels, second_half_mask
 from calib.images import Images, open_images
-from calib.moments import ChannelMoments, Moments
+from calib.moments import ChannelMoments, Moments, SiteMoments
 from calib.store import load, save
 from ground.errors import BadInput
+from tests.doubles import some
+from tests.refusals import rejects
+from tests.sums import assert_equal
 
 
 def array(path: Path, images: np.ndarray) -> Images:
@@ -48,8 +50,7 @@ def test_halves_split_no_group(sizes: tuple[int, ...], seed: int) -> None:
 
 
 def test_one_group_has_no_halves() -> None:
-    with pytest.raises(BadInput, match="all 5 images are of one group"):
-        second_half_mask(torch.zeros(5, dtype=torch.int64), seed=0, noun="images")
+    rejects("all 5 images are of one group", second_half_mask, torch.zeros(5, dtype=torch.int64), seed=0, noun="images")
 
 
 def test_groups_that_share_a_content_are_one() -> None:
@@ -91,20 +92,14 @@ def test_folders_of_images(tmp_path: Path) -> None:
 
 def test_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     images = array(tmp_path / "images.npy", random_images(4))
-    with pytest.raises(BadInput, match="3 labels for 4 images; give one label for each"):
-        group_ids(images, labelled(tmp_path, [1, 2, 3]))
-    with pytest.raises(BadInput, match="are in no folders"):
-        group_ids(images, "folder")
-    with pytest.raises(BadInput, match="expected image, folder, file, or a file"):
-        group_ids(images, "photograph")
-    with pytest.raises(BadInput, match="no such file"):
-        group_ids(images, str(tmp_path / "none.json"))
+    rejects("3 labels for 4 images; give one label for each", group_ids, images, labelled(tmp_path, [1, 2, 3]))
+    rejects("are in no folders", group_ids, images, "folder")
+    rejects("expected image, folder, file, or a file", group_ids, images, "photograph")
+    rejects("no such file", group_ids, images, str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(BadInput, match=r"bad\.json: .* expected a list"):
-        group_ids(images, str(tmp_path / "bad.json"))
+    rejects(r"bad\.json: .* expected a list", group_ids, images, str(tmp_path / "bad.json"))
     (tmp_path / "odd.json").write_text('{"a": 1}')
-    with pytest.raises(BadInput, match="expected a list of texts or whole numbers"):
-        group_ids(images, str(tmp_path / "odd.json"))
+    rejects("expected a list of texts or whole numbers", group_ids, images, str(tmp_path / "odd.json"))
 
 
 def test_whole_groups_are_held_out(tmp_path: Path) -> None:
@@ -114,8 +109,7 @@ def test_whole_groups_are_held_out(tmp_path: Path) -> None:
     assert (rest.count, held.count) == (12, 8)
     assert Counter(left.tolist()).most_common()[0][1] == 4
     assert not set(rest.ids.tolist()) & set(held.ids.tolist())
-    with pytest.raises(BadInput, match="hold out: 17 of 20 images in 5 groups"):
-        held_out_groups(images, groups, 17, seed=0)
+    rejects("hold out: 17 of 20 images in 5 groups", held_out_groups, images, groups, 17, seed=0)
 
 
 def channels(seed: int) -> ChannelMoments:
@@ -142,25 +136,20 @@ def halved(first: int) -> Moments:
     return replace(whole, group_ids=groups, half=of([first + 2, first + 3]))
 
 
-def same(a: ChannelMoments, b: ChannelMoments) -> bool:
-    pairs = [(getattr(a, each.name), getattr(b, each.name)) for each in fields(a)]
-    return all(torch.allclose(x, y, atol=1e-12) if isinstance(x, Tensor) else x == y for x, y in pairs)
-
-
 def test_the_file_gives_both_halves_back(tmp_path: Path) -> None:
     whole = halved(0)
     save(whole, tmp_path / "moments.safetensors")
     got = load(tmp_path / "moments.safetensors")
-    assert got.half is not None
-    assert whole.half is not None
     assert torch.equal(got.group_ids, whole.group_ids)
-    assert torch.equal(got.half.image_ids, whole.half.image_ids)
-    assert same(got.half.sites["mlp"], whole.half.sites["mlp"])  # type: ignore[arg-type]
-    assert same(got.sites["mlp"], whole.sites["mlp"])  # type: ignore[arg-type]
+    assert_equal(got, whole, 0.0)
+    assert_equal(some(got.half), some(whole.half), 0.0)
     save(got, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "moments.safetensors").read_bytes()
-    other = subtracted(got.sites["mlp"], got.half.sites["mlp"])
-    assert same(other, merge_of(0, 1))  # type: ignore[arg-type]
+    require_same(subtracted(got.sites["mlp"], some(got.half).sites["mlp"]), merge_of(0, 1))
+
+
+def require_same(got: SiteMoments, expected: ChannelMoments) -> None:
+    assert_equal(*(Moments(sites={"mlp": each}, lineage={}, images=1) for each in (got, expected)), 1e-12)
 
 
 def merge_of(*numbers: int) -> ChannelMoments:
@@ -174,23 +163,20 @@ def merge_of(*numbers: int) -> ChannelMoments:
 
 def test_halves_merge_by_addition() -> None:
     both = merge(halved(0), halved(10))
-    assert both.half is not None
-    assert both.half.images == 4
-    assert same(both.half.sites["mlp"], merge_of(2, 3, 12, 13))  # type: ignore[arg-type]
-    assert same(both.sites["mlp"], merge_of(0, 1, 2, 3, 10, 11, 12, 13))  # type: ignore[arg-type]
+    assert some(both.half).images == 4
+    require_same(some(both.half).sites["mlp"], merge_of(2, 3, 12, 13))
+    require_same(both.sites["mlp"], merge_of(0, 1, 2, 3, 10, 11, 12, 13))
     assert both.group_ids.tolist() == [0, 0, 2, 2, 10, 10, 12, 12]
 
 
 def test_groups_that_were_held_out_once_only_are_refused() -> None:
     one, other = halved(0), halved(10)
     crossed = replace(other, group_ids=torch.tensor([2, 2, 12, 12]))
-    with pytest.raises(BadInput, match="1 groups of the same name are in both"):
-        merge(one, crossed)
+    rejects("1 groups of the same name are in both", merge, one, crossed)
     with pytest.raises(BadInput, match="only one of them has groups"):
         merge(one, replace(other, half=None, group_ids=torch.empty(0, dtype=torch.int64)))
 
 
 def test_a_half_that_splits_a_group_is_refused() -> None:
     whole = halved(0)
-    with pytest.raises(BadInput, match="a group is in both halves"):
-        replace(whole, group_ids=torch.tensor([0, 1, 1, 2]))
+    rejects("a group is in both halves", replace, whole, group_ids=torch.tensor([0, 1, 1, 2]))

@@ -17,6 +17,7 @@ from torch import Tensor
 from calib.images import Images, open_images
 from calib.shards import paths_from_pattern
 from ground.errors import BadInput
+from tests.refusals import rejects
 
 SHAPE = (3, 4, 6)
 
@@ -112,16 +113,14 @@ def test_arrays_of_another_shape_or_dtype(tmp_path: Path, suffix: str, images: n
 
 def test_numbers_that_numpy_has_no_type_for(tmp_path: Path) -> None:
     save_torch_file({"images": torch.zeros(2, *SHAPE).to(torch.float8_e8m0fnu)}, tmp_path / "images.safetensors")
-    with pytest.raises(BadInput, match=r"images\.safetensors: "):
-        opened(tmp_path / "images.safetensors")
+    rejects(r"images\.safetensors: ", opened, tmp_path / "images.safetensors")
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
 def test_missing_key_names_the_keys_there_are(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"images.{suffix}"
     write(path, array(), key="pictures")
-    with pytest.raises(BadInput, match="no key 'images', only pictures"):
-        opened(path)
+    rejects("no key 'images', only pictures", opened, path)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -129,17 +128,14 @@ def test_nonfinite_images_are_named(tmp_path: Path, bad: float) -> None:
     images = array()
     images[3, 1, 2, 2] = bad
     write(tmp_path / "images.npy", images)
-    with pytest.raises(BadInput, match=r"images.npy\[3\]: holds NaN or Inf"):
-        read(opened(tmp_path / "images.npy"))
+    rejects(r"images.npy\[3\]: holds NaN or Inf", read, opened(tmp_path / "images.npy"))
 
 
 def test_bad_images_are_refused_or_skipped_and_named(folder: Path) -> None:
     (folder / "b" / "x.jpg").write_bytes((folder / "b" / "x.jpg").read_bytes()[:200])
     (folder / "c.bmp").write_text("not an image")
-    with pytest.raises(BadInput, match=r"b/x\.jpg: not a readable image"):
-        read(opened(folder))
-    with pytest.raises(BadInput, match=r"x\.jpg.*\n.*c\.bmp.*at most 1 bad"):
-        read(opened(folder, max_bad=1))
+    rejects(r"b/x\.jpg: not a readable image", read, opened(folder))
+    rejects(r"x\.jpg.*\n.*c\.bmp.*at most 1 bad", read, opened(folder, max_bad=1))
     batches = list(opened(folder, max_bad=2).read(2))
     assert [len(batch.inputs) for batch in batches] == [1, 2, 0]
     assert sum(len(batch.bad) for batch in batches) == 2
@@ -155,22 +151,15 @@ def test_reading_can_start_in_the_middle(folder: Path) -> None:
 
 def test_a_transform_of_another_shape(folder: Path) -> None:
     images = open_images(folder, image_shape=(3, 8, 8), transform=transform)
-    with pytest.raises(
-        BadInput, match=r"a\.png: got torch.float32 \[3, 4, 6\], the model takes torch.float32 \[3, 8, 8"
-    ):
-        read(images)
+    rejects(r"a\.png: got torch.float32 \[3, 4, 6\], the model takes torch.float32 \[3, 8, 8", read, images)
 
 
 def test_paths_without_images(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no images among 0 files"):
-        opened(tmp_path)
+    rejects("no images among 0 files", opened, tmp_path)
     (tmp_path / "readme.txt").write_text("hello")
-    with pytest.raises(BadInput, match="no images among 1 files"):
-        opened(tmp_path)
-    with pytest.raises(BadInput, match="expected a folder of images, shards-"):
-        opened(tmp_path / "readme.txt")
-    with pytest.raises(BadInput, match="no such file or folder"):
-        opened(tmp_path / "nothing")
+    rejects("no images among 1 files", opened, tmp_path)
+    rejects("expected a folder of images, shards-", opened, tmp_path / "readme.txt")
+    rejects("no such file or folder", opened, tmp_path / "nothing")
 
 
 def write_shard(path: Path, members: dict[str, bytes]) -> None:
@@ -207,8 +196,7 @@ def test_pattern_counts_with_the_width_of_its_first_number() -> None:
     assert [str(path) for path in paths_from_pattern("a{1..2}-{09..11}.tar")] == [
         "a1-09.tar", "a1-10.tar", "a1-11.tar", "a2-09.tar", "a2-10.tar", "a2-11.tar"
     ]  # fmt: skip
-    with pytest.raises(BadInput, match="runs backwards"):
-        paths_from_pattern("a{3..2}.tar")
+    rejects("runs backwards", paths_from_pattern, "a{3..2}.tar")
 
 
 def test_bad_shards(tmp_path: Path, shards: str) -> None:
@@ -217,17 +205,13 @@ def test_bad_shards(tmp_path: Path, shards: str) -> None:
     whole = (tmp_path / "part-09.tar").read_bytes()
     for content in (whole[:700], b"no tar", b""):
         (tmp_path / "part-09.tar").write_bytes(content)
-        with pytest.raises(BadInput, match=r"part-09\.tar: not a valid uncompressed tar file"):
-            opened(Path(shards))
+        rejects(r"part-09\.tar: not a valid uncompressed tar file", opened, Path(shards))
     write_shard(tmp_path / "labels.tar", {"0.cls": b"7"})
-    with pytest.raises(BadInput, match=r"labels\.tar: no images in it"):
-        opened(tmp_path / "labels.tar")
+    rejects(r"labels\.tar: no images in it", opened, tmp_path / "labels.tar")
     write_shard(tmp_path / "broken.tar", {"0.png": encoded(9)[:30]})
-    with pytest.raises(BadInput, match=r"broken\.tar/0\.png: not a readable image"):
-        read(opened(tmp_path / "broken.tar"))
+    rejects(r"broken\.tar/0\.png: not a readable image", read, opened(tmp_path / "broken.tar"))
 
 
 def test_impossible_numbers(tmp_path: Path) -> None:
     write(tmp_path / "images.npy", array())
-    with pytest.raises(BadInput, match="batch size: got 0"):
-        read(opened(tmp_path / "images.npy"), batch=0)
+    rejects("batch size: got 0", read, opened(tmp_path / "images.npy"), batch=0)

@@ -15,9 +15,10 @@ from calib import store
 from calib.axes import SYMMETRIC
 from calib.combination import merge
 from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
-from calib.store import join, load, save
+from calib.store import load, save
 from calib.sums import on_host
 from ground.errors import BadInput
+from tests.refusals import rejects
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -67,13 +68,6 @@ def test_what_was_saved_comes_back(saved: Path) -> None:
     assert list(got.sites) == list(expected.sites)
     assert all(same(got.sites[name], expected.sites[name]) for name in expected.sites)
     assert (got.images, got.lineage, got.image_ids.tolist()) == (2, expected.lineage, [1, 2])
-
-
-def test_sums_that_are_symmetric_are_stored_as_triangles(saved: Path) -> None:
-    shapes = {name: list(tensor.shape) for name, tensor in load_file(saved).items()}
-    assert (shapes["blocks.0.mlp/gram_FF:upper"], shapes["blocks.0.attn/kk_HDD:upper"]) == ([10], [2, 6])
-    assert shapes["blocks.0.attn/system_HTT"] == [2, 6, 6]  # of keys and queries
-    assert "blocks.0.mlp/gram_FF" not in shapes
 
 
 @pytest.mark.parametrize("field", sorted(SYMMETRIC))
@@ -128,16 +122,6 @@ def test_a_file_of_version_1_is_read_and_written_anew(saved: Path, tmp_path: Pat
     assert former.stat().st_size > saved.stat().st_size
     save(load(former), again)
     assert again.read_bytes() == saved.read_bytes()
-
-
-def test_parts_of_both_versions_are_joined(tmp_path: Path) -> None:
-    parts = [tmp_path / "attn.safetensors", tmp_path / "mlp.safetensors"]
-    for path, name in zip(parts, ("blocks.0.attn", "blocks.0.mlp"), strict=True):
-        save(replace(moments(system=True), sites={name: moments(system=True).sites[name]}), path)
-    rewritten(parts[0], as_version_1, version=1)
-    join(parts, tmp_path / "joined.safetensors")
-    got, expected = load(tmp_path / "joined.safetensors"), moments(system=True)
-    assert all(same(got.sites[name], expected.sites[name]) for name in expected.sites)
 
 
 MLP_GRAM = "blocks.0.mlp/gram_FF:upper"
@@ -242,8 +226,7 @@ def test_merge_unites_data_lineage() -> None:
     ],
 )
 def test_merge_refuses(other: Moments, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        merge(moments(), other)
+    rejects(message, merge, moments(), other)
 
 
 def test_impossible_moments_are_refused() -> None:
@@ -251,5 +234,4 @@ def test_impossible_moments_are_refused() -> None:
         ChannelMoments(tokens=0, eps=0.0, sum_F=mlp().sum_F, gram_FF=mlp().gram_FF, active_F=mlp().active_F)
     with pytest.raises(BadInput, match=r"gram_FF: got torch.float32 \[4, 4\]"):
         ChannelMoments(tokens=1, eps=0.0, sum_F=mlp().sum_F, gram_FF=mlp().gram_FF.float(), active_F=mlp().active_F)
-    with pytest.raises(BadInput, match="at least one site"):
-        Moments(sites={}, lineage={}, images=1)
+    rejects("at least one site", Moments, sites={}, lineage={}, images=1)

@@ -1,4 +1,4 @@
-"""calib.texts: documents in order, their identity, and every kind of bad file; calibrated on like images."""
+"""calib.texts: documents in order, their identity, and every kind of bad file."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from calib import texts as texts_module
-from calib.calibrate import ResumeFile, calibrate
-from calib.inputs import InputSet
-from calib.moments import Moments
 from calib.texts import Texts, open_texts
 from ground.errors import BadInput
 from tests import tiny_text
+from tests.refusals import rejects
 
 DOCUMENTS = ("one sheep", "two sheep, three", "four", "a fifth: äöü", "one sheep", "the last of them")
 LENGTH = 16
@@ -79,8 +77,7 @@ def test_samples_are_seeded_and_sorted(tmp_path: Path) -> None:
     assert (first.count, first.digest) == (10, again.digest)
     assert first.digest != other.digest
     for samples in (0, 51):
-        with pytest.raises(BadInput, match=f"got 50 documents, but {samples} samples were asked for"):
-            opened(path, samples=samples)
+        rejects(f"got 50 documents, but {samples} samples were asked for", opened, path, samples=samples)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +109,10 @@ def test_the_longest_line_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"documents\.txt: no such file, expected UTF-8 text"):
-        opened(tmp_path / "documents.txt")
-    with pytest.raises(BadInput, match="a directory, expected a regular file"):
-        opened(tmp_path)
+    rejects(r"documents\.txt: no such file, expected UTF-8 text", opened, tmp_path / "documents.txt")
+    rejects("a directory, expected a regular file", opened, tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(BadInput, match="a pipe, socket or device, expected a regular file"):
-        opened(tmp_path / "pipe")
+    rejects("a pipe, socket or device, expected a regular file", opened, tmp_path / "pipe")
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(path: Path) -> None:
@@ -131,17 +125,16 @@ def test_a_file_that_changes_while_it_is_read_is_refused(path: Path) -> None:
         list(texts.batches(4))
 
 
-def to_the_longest(documents: Sequence[str]) -> Mapping[str, Tensor]:
-    return tiny_text.encode_to(max(map(len, documents)))(documents)
-
-
 @pytest.mark.parametrize(
     ("encode", "message"),
     [
         (lambda documents: {}, "no tensor; expected the same batch"),
         (lambda documents: {"ids": torch.zeros(2, 4)}, "one document encoded is 2 inputs, expected 1"),
         (lambda documents: {"ids": torch.zeros(1, 4).double()}, "ids torch.float64"),
-        (to_the_longest, r"input_ids torch.int64 \[2, 16\].*expected input_ids torch.int64 \[2, 9\].*to one length"),
+        (
+            lambda documents: tiny_text.encode_to(max(map(len, documents)))(documents),
+            r"input_ids torch.int64 \[2, 16\].*expected input_ids torch.int64 \[2, 9\].*to one length",
+        ),
         (lambda documents: {"ids": torch.zeros(1, 4)}, r"ids torch.float32 \[1, 4\], expected ids .*\[2, 4\]"),
     ],
 )
@@ -150,15 +143,3 @@ def test_encoders_that_are_refused(
 ) -> None:
     with pytest.raises(BadInput, match=message):
         list(open_texts(path, encode=encode).batches(2))
-
-
-def calibrated(texts: InputSet, checkpoint: ResumeFile | None = None, stop_at: int | None = None) -> Moments:
-    def progress(done: int) -> None:
-        if stop_at is not None and done >= stop_at:
-            raise KeyboardInterrupt
-
-    encoder = tiny_text.model()
-    return calibrate(
-        encoder, tiny_text.sites_of(encoder), texts, batch_size=2, device="cpu", lineage={"model": "m"},
-        checkpoint=checkpoint, progress=progress,
-    )  # fmt: skip

@@ -17,8 +17,9 @@ from calib.products import TokenWeights
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
 from calib.store import load, save
 from calib.texts import open_texts
-from ground.errors import BadInput
 from tests import tiny_text
+from tests.doubles import some
+from tests.refusals import rejects
 
 COUNT, LENGTH = 21, 11
 
@@ -165,8 +166,7 @@ def test_the_system_of_kept_dims_equals_float64_loops(weights: TokenWeights | No
     attention = collected(inputs, weights, attn=kept).sites["attn"]
     assert isinstance(attention, HeadMoments)
     require_equal(attention, head_loops(activations(inputs), counted(weights, inputs), kept), 1e-6)
-    assert attention.kept_HK is not None
-    assert torch.equal(attention.kept_HK, kept)
+    assert torch.equal(some(attention.kept_HK), kept)
 
 
 def moments_equal(a: Moments, b: Moments, limit: float) -> None:
@@ -242,8 +242,7 @@ def test_an_input_without_weight_adds_nothing() -> None:
     weight_BN[1] = 0.0
     with_it, without = of_tokens(x_BN4, weight_BN), of_tokens(x_BN4[[0, 2, 3]], weight_BN[[0, 2, 3]])
     moments_equal(with_it, without, 1e-6)
-    with pytest.raises(BadInput, match="attn: the token weights of all 4 inputs are zero"):
-        of_tokens(x_BN4, torch.zeros(4, 6))
+    rejects("attn: the token weights of all 4 inputs are zero", of_tokens, x_BN4, torch.zeros(4, 6))
 
 
 @pytest.mark.parametrize(
@@ -258,15 +257,7 @@ def test_an_input_without_weight_adds_nothing() -> None:
     ],
 )
 def test_weights_that_are_refused(weight_BN: Tensor, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        of_tokens(torch.zeros(3, 6, 4), weight_BN)
-
-
-def test_weights_of_another_batch_are_refused() -> None:
-    model = Given()
-    inputs = {"x": torch.zeros(3, 6, 4), "weights": torch.ones(3, 6)}
-    with pytest.raises(BadInput, match=r"\[2, 6\], expected numbers \[3, tokens\]"):
-        collect(model, model.sites(), [inputs], device="cpu", options=Options(token_weights=lambda _: torch.ones(2, 6)))
+    rejects(message, of_tokens, torch.zeros(3, 6, 4), weight_BN)
 
 
 def test_weighted_moments_are_kept_and_gone_on_with(tmp_path: Path) -> None:
@@ -287,8 +278,7 @@ def test_weighted_moments_are_kept_and_gone_on_with(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(options, stop_at=6)
-    with pytest.raises(BadInput, match="checkpoint of another run: options was"):
-        run(replace(options, token_weights=None))
+    rejects("checkpoint of another run: options was", run, replace(options, token_weights=None))
     resumed = run(options)
     state.clear()
     moments_equal(resumed, run(options), 0.0)

@@ -8,7 +8,7 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.timm_library import NORMS
@@ -22,8 +22,8 @@ from ground.errors import BadInput
 from perf.parity.rounding import rounded_graph
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
-from tests.command import invoked
-from tests.graphs import needs_rtx
+from tests.command import invoked, refuses
+from tests.graphs import graph_of, needs_rtx
 from tests.recipes import recipe
 
 Array = NDArray[np.float32]
@@ -49,19 +49,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def one_operator(kind: str, weight: Array) -> onnx.ModelProto:
     """images [B,32] in float32 -> one operator in bfloat16 -> logits in float32."""
-    stored = weight.astype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16))
-    graph = helper.make_graph(
-        [
-            helper.make_node("Cast", ["images"], ["x"], name="block/Cast", to=TensorProto.BFLOAT16),
-            helper.make_node(kind, ["x", "w"], ["y"], name=f"block/{kind}"),
-            helper.make_node("Cast", ["y"], ["logits"], name="head/Cast", to=TensorProto.FLOAT),
-        ],
-        "one",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 32])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", None])],
-        initializer=[numpy_helper.from_array(stored, "w")],
+    return graph_of(
+        f"""(float[batch,32] images) => (float[batch,N] logits) {{
+            ["block/Cast"] x = Cast<to=16>(images)
+            ["block/{kind}"] y = {kind}(x, w)
+            ["head/Cast"] logits = Cast<to=1>(y)
+        }}""",
+        opset=22,
+        w=weight.astype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)),
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
 
 
 def to_nearest_even(values: NDArray[np.floating]) -> Array:
@@ -108,8 +104,8 @@ def test_onnx_runtime_on_a_cpu_is_not_asked_for_bfloat16(home: Path) -> None:
     done = invoked("bench", *graphs, "--batch", "1", "-o", home / "bench.json", code=2)
     assert "a BF16 graph" in done.stderr, done.stderr
     assert "CPU kernels have no arithmetic in bfloat16" in done.stderr, done.stderr
-    done = invoked("build", graphs[1], "--backend", "onnxruntime", "-o", home / "o.onnx", code=2)
-    assert "compute in float32 and this graph is bf16" in done.stderr
+    words = ("build", graphs[1], "--backend", "onnxruntime", "-o", home / "o.onnx")
+    refuses("compute in float32 and this graph is bf16", *words)
 
 
 @pytest.mark.slow("graph")
@@ -154,19 +150,6 @@ def test_mixed_finds_the_block_that_breaks(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_sites_named_by_hand_are_kept(home: Path, tmp_path: Path) -> None:
-    invoked("export", "--model", home / "dense", "--precision", "bf16,mixed-bf16", "--keep-fp32", "blocks.1.mlp",
-        "-o", tmp_path / "m.onnx")  # fmt: skip
-    assert sorted(path.name for path in tmp_path.glob("*.onnx")) == ["m.bf16.onnx", "m.mixed-bf16.onnx"]
-    shares = weight_shares(onnx.load(tmp_path / "m.mixed-bf16.onnx"))
-    assert 0 < shares["float32"] < shares["bfloat16"]
-    refused = invoked(
-        "export", "--model", home / "dense", "--precision", "bf16", "--opset", "20", "-o", tmp_path / "x.onnx", code=2
-    )
-    assert "Conv takes no bfloat16 before opset 22 (first at patch_embed.proj/Conv)" in refused.stderr
-
-
-@pytest.mark.slow("graph")
 @needs_rtx
 def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: Path, tmp_path: Path) -> None:
     graph, plan = home / "dense" / "model.bf16.onnx", tmp_path / "m.plan"
@@ -178,10 +161,8 @@ def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: P
     assert record.kernel_types["bfloat16"] > 0.5
     assert "float16" not in record.kernel_types
     assert record.fused_attention_sites == record.attention_sites
-    refused = invoked(
-        "build", graph, "--backend", "tensorrt-rtx", "--sm", "75", "--batch", "1:2:4", "-o", tmp_path / "o.plan", code=2
-    )
-    assert "holds bfloat16, which GPUs have from SM80 on, and --sm asks for 75" in refused.stderr
+    words = ("build", graph, "--backend", "tensorrt-rtx", "--sm", "75", "--batch", "1:2:4", "-o", tmp_path / "o.plan")
+    refuses("holds bfloat16, which GPUs have from SM80 on, and --sm asks for 75", *words)
     assert not (tmp_path / "o.plan").exists()
     assert json.loads(invoked("audit", graph, graph, "--sm", "86", "--json").stdout)["targets"][0]["passed"]
 
@@ -198,5 +179,5 @@ def test_a_release_carries_it_and_replays_its_samples(home: Path) -> None:
     assert links["half"] == "PASS"
     assert "samples replayed: all as they were made" in " ".join(invoked("check", out).stdout.replace("│", " ").split())
     (home / "recipe.toml").write_text(RECIPE + '\n[targets.onnxruntime-cpu]\nprecision = "bf16"\n')
-    refused = invoked("release", home / "recipe.toml", "-o", out, code=2)
-    assert "targets.onnxruntime-cpu: ONNX Runtime's CPU kernels have no arithmetic in bfloat16" in refused.stderr
+    words = ("release", home / "recipe.toml", "-o", out)
+    refuses("targets.onnxruntime-cpu: ONNX Runtime's CPU kernels have no arithmetic in bfloat16", *words)

@@ -128,7 +128,11 @@ def test_damaged_directories(tmp_path: Path) -> None:
 # Directories of version 0.1 whose networks had their norms taken into convolutions, or blocks of that version's own:
 
 GOLDEN = Path(__file__).with_name("golden") / "folded"
-NAMES = sorted(path.name for path in GOLDEN.iterdir())
+QUICK = ("eva-heads", "relpos-half", "own_module-half", "maxvit_tiny_pm_256-padded")
+NAMES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow("models"))
+    for name in sorted(path.name for path in GOLDEN.iterdir())
+]
 default_cfgs = generate_default_cfgs({"small_hybrid.untrained": _cfg(input_size=(3, 64, 64))})
 
 

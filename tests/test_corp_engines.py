@@ -20,7 +20,7 @@ from corp_deploy.proof import candidates
 from corp_deploy.proof.compare_engines import read_golden
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import export_checkpoint
-from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of
+from export.engine.record import record_of_plan, record_path, sha256_of
 from export.graph.ports import ports_of_graph
 from ground.built_engines import record_built_engine
 from ground.errors import BadInput
@@ -29,7 +29,8 @@ from ground.files import sha256_of_file
 from perf.parity.parity import load_parity
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
-from tests.command import invoked, run
+from tests.command import invoked, refuses, run
+from tests.export_served import engine_record
 
 ERRORS = {"10.16.1": 0.0, "11.4.0": 0.25}
 
@@ -41,12 +42,9 @@ def plan(path: Path, graph: Path, *, version: str = "10.16.1", **changes: object
     record_built_engine(sha256_of(path.read_bytes()))
     proto = onnx.load(graph)
     inputs, outputs = ports_of_graph(proto)
-    record = EngineRecord(
-        backend="tensorrt", library_version=version, command="build", onnx_sha256=sha256_of_file(graph),
-        onnx_bytes=graph.stat().st_size, plan_sha256=sha256_of(path.read_bytes()), plan_bytes=path.stat().st_size,
-        precision="fp32", half_weight_share=0.0, half_kernel_share=None, targets=("89",), gpu="A Card",
-        profiles=("1:4:8",), inputs=inputs, outputs=outputs, kernels=None, kernel_kinds={}, attention_sites=(),
-        fused_attention_sites=None, build_seconds=1.0, options={},
+    record = engine_record(
+        path.read_bytes(), graph.read_bytes(), library_version=version, command="build", precision="fp32",
+        half_weight_share=0.0, targets=("89",), gpu="A Card", profiles=("1:4:8",), inputs=inputs, outputs=outputs,
         notes={each.key: each.value for each in proto.metadata_props if not each.key.startswith("export.")},
     )  # fmt: skip
     record_path(path).write_text(replace(record, **changes).to_json())  # type: ignore[arg-type]
@@ -80,7 +78,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("home")
     save(tiny.checkpoint(), root / "dense")
     export_checkpoint(tiny.checkpoint(), root / "m.onnx", precision="fp32")
-    export_checkpoint(tiny.checkpoint(), root / "other.onnx", precision="fp16")
+    other = onnx.load(root / "m.onnx")
+    other.doc_string = "another"
+    onnx.save(other, root / "other.onnx")
     plan(root / "old" / "m.plan", root / "m.onnx")
     plan(root / "new" / "m.plan", root / "m.onnx", version="11.4.0")
     plan(root / "same" / "m.plan", root / "m.onnx")
@@ -165,7 +165,7 @@ def test_folders_are_prepared_as_the_graph_says(home: Path, tmp_path: Path) -> N
 
 def test_engines_of_other_graphs_are_not_comparable(home: Path, tmp_path: Path) -> None:
     words = ("verify", home / "old/m.plan", home / "other/m.plan", "--random", 4, "-o", tmp_path / "p.json")
-    assert "--other-graph if two graphs are meant" in said(invoked(*words, code=5))
+    refuses("--other-graph if two graphs are meant", *words, code=5)
     assert not (tmp_path / "p.json").exists()
     invoked(*words, "--other-graph", "--max-error", 1.0)
     assert len({source.graph_sha256 for source in load_parity(tmp_path / "p.json").sources}) == 2
@@ -181,8 +181,8 @@ def test_what_does_not_load_here_says_what_to_type_where(home: Path, tmp_path: P
     ):
         assert part in said(two), two.output
     plan(tmp_path / "strange" / "m.plan", home / "m.onnx", version="8.6.0")
-    kept = invoked("verify", tmp_path / "strange/m.plan", "--random", 4, "--write-golden", tmp_path / "golden", code=4)
-    assert "built by tensorrt 8.6.0 for SM 89, and it can't be run here" in said(kept)
+    asked = ("verify", tmp_path / "strange/m.plan", "--random", 4, "--write-golden", tmp_path / "golden")
+    refuses("built by tensorrt 8.6.0 for SM 89, and it can't be run here", *asked, code=4)
     assert not (tmp_path / "golden").exists()
     movable = plan(tmp_path / "movable" / "m.plan", home / "m.onnx", options={"version_compatible": True})
     assert run("verify", movable, home / "new/m.plan", "--random", 4, "-o", tmp_path / "p.json").exit_code == 3
@@ -212,8 +212,7 @@ def test_calls_that_mean_nothing_are_refused(
     home: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], reason: str
 ) -> None:
     monkeypatch.chdir(home)
-    result = invoked("verify", *words, code=2)
-    assert reason in said(result), result.output
+    refuses(reason, "verify", *words)
     assert not (home / "p.json").exists()
 
 
@@ -221,10 +220,10 @@ def test_golden_directories_are_held_to_their_digests(home: Path, tmp_path: Path
     golden = tmp_path / "golden"
     assert run("verify", home / "old/m.plan", "--random", 4, "--write-golden", golden).exit_code == 0
     words = ("verify", golden, home / "same/m.plan", "-o", tmp_path / "p.json")
-    assert "holds the inputs that its answers are to" in said(invoked(*words, "--random", 4, code=2))
+    refuses("holds the inputs that its answers are to", *words, "--random", 4)
     content = (golden / "outputs.npz").read_bytes()
     (golden / "outputs.npz").write_bytes(content[:-1] + b"x")
-    assert "its bytes are not those that golden.json describes" in said(invoked(*words, code=2))
+    refuses("its bytes are not those that golden.json describes", *words)
     (golden / "outputs.npz").unlink()
     assert "missing, a file that golden.json describes" in said(run(*words))
 
@@ -232,5 +231,5 @@ def test_golden_directories_are_held_to_their_digests(home: Path, tmp_path: Path
 def test_a_plan_that_was_changed_is_refused(home: Path, tmp_path: Path) -> None:
     changed = plan(tmp_path / "m.plan", home / "m.onnx")
     changed.write_text("11.4.0")
-    result = invoked("verify", changed, home / "same/m.plan", "--random", 4, "-o", tmp_path / "p.json", code=2)
-    assert "its bytes are not those that m.plan.json describes" in said(result)
+    words = ("verify", changed, home / "same/m.plan", "--random", 4, "-o", tmp_path / "p.json")
+    refuses("its bytes are not those that m.plan.json describes", *words)

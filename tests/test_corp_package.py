@@ -9,11 +9,11 @@ import pytest
 from click.testing import Result
 
 from export.triton.lint import lint_repository
-from export.triton.pbtxt import Message, parse
+from export.triton.pbtxt import parse
 from export.triton.repository import write_repository
 from export.triton.variants import Package
 from tests.command import invoked
-from tests.export_served import SHAPE, write_onnx
+from tests.export_served import SHAPE, config_of, write_onnx
 from tests.triton_server import Server, lack
 
 
@@ -29,16 +29,12 @@ def package(results: Path, *words: object, code: int = 0) -> Result:
     return invoked("package", results, "-o", results / "repo", *words, code=code)
 
 
-def config_of(path: Path) -> Message:
-    return parse(path.read_text())
-
-
 @pytest.mark.parametrize(("backend", "key"), [("python", "intra_op_threads"), ("onnxruntime", "intra_op_thread_count")])
 def test_what_a_server_is_told_is_an_option(results: Path, backend: str, key: str) -> None:
     words = ["--queue-delay-us", 0, "--instances", 3, "--graph-batches", "1,16", "--policy", "all"]
     words += ["--cpu-backend", backend, "--cpu-threads", 2, "--batch", "1:4:8", "--batch", "1:16:32"]
     package(results, *words)
-    cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
+    cpu = config_of(results / "repo/vit_cpu")
     assert (cpu.text("backend"), cpu.number("max_batch_size")) == (backend, 8)
     assert (results / "repo/vit_cpu/1/model.py").exists() == (backend == "python")
     assert cpu.inner("dynamic_batching").number("max_queue_delay_microseconds", -1) == 0
@@ -46,7 +42,7 @@ def test_what_a_server_is_told_is_an_option(results: Path, backend: str, key: st
     assert cpu.inner("parameters").text("key") == key
     assert cpu.inner("parameters").inner("value").text("string_value") == "2"
     assert cpu.inner("version_policy").message("all") is not None
-    pending = config_of(results / "repo/vit_onnx/1/plan.config.pbtxt")
+    pending = parse((results / "repo/vit_onnx/1/plan.config.pbtxt").read_text())
     assert pending.number("max_batch_size") == 32
     specs = pending.inner("optimization").inner("cuda").messages("graph_spec")
     assert [spec.number("batch_size") for spec in specs] == [1, 16]
@@ -58,10 +54,10 @@ def test_what_a_server_is_told_is_an_option(results: Path, backend: str, key: st
 
 def test_without_options_nothing_changes(results: Path) -> None:
     package(results, "--max-batch", 4)
-    cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
+    cpu = config_of(results / "repo/vit_cpu")
     assert (cpu.text("backend"), cpu.number("max_batch_size")) == ("python", 4)
     package(results, "--model-version", 2)
-    cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
+    cpu = config_of(results / "repo/vit_cpu")
     assert cpu.number("max_batch_size") == 8
     assert cpu.inner("dynamic_batching").number("max_queue_delay_microseconds") == 500
     assert cpu.inner("version_policy").inner("latest").number("num_versions") == 1

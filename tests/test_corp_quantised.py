@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from corp_deploy.families.family import output_ports
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
@@ -21,8 +20,6 @@ from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.record import record_of_plan
 from export.engine.session import Library, remedies
-from export.graph.quantised import layers
-from export.graph.weights import notes_of
 from ground.feeds import Feeds, Outputs
 from ground.precision import INT8
 from ground.vulnerabilities import version_numbers
@@ -33,8 +30,6 @@ from tests.command import invoked, refuses
 from tests.graphs import needs_rtx, session_of
 from tests.refusals import rejects
 
-Array = NDArray[np.float32]
-
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,16 +37,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["--precision", "fp32,fp16,int8,fp8", "--images", home / "images.npy", "--samples", 16]
     invoked("export", "--model", home / "dense", *words, "-o", home / "dense" / "model.onnx")
     return home
-
-
-@pytest.mark.slow("graph")
-def test_export_writes_each_with_what_it_is(home: Path) -> None:
-    for name in ("int8", "fp8"):
-        graph = onnx.load(home / "dense" / f"model.{name}.onnx")
-        notes = notes_of(graph)
-        assert (notes["export.precision"], notes["export.rest"]) == (name, "fp16")
-        assert notes["export.scales"] in ("max", "mse", "entropy")
-        assert len(layers(onnx.load(home / "dense" / "model.onnx"))) == int(notes["export.quantised_layers"])
 
 
 @pytest.mark.slow("graph")
@@ -159,16 +144,9 @@ def computed(home: Path) -> Path:
 
 @pytest.mark.slow("graph")
 def test_a_graph_tells_how_many_bits_its_weights_use(computed: Path) -> None:
-    for name, bits, largest in (("eight", 8, 127), ("seven", 7, 63)):
+    for name, bits in (("eight", 8), ("seven", 7)):
         path = computed / f"{name}.int8.onnx"
         assert facts_of_onnx(path).weight_bits == candidate_from_path(path).weight_bits == bits
-        stored = [
-            onnx.numpy_helper.to_array(tensor)
-            for tensor in onnx.load(path).graph.initializer
-            if tensor.data_type == onnx.TensorProto.INT8 and tensor.dims
-        ]
-        assert stored
-        assert all(np.abs(values.astype(int)).max() == largest for values in stored)
 
 
 class Saturating(OnnxRunner):

@@ -7,15 +7,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
 from export.graph.check import check_onnx, unsupported_nodes
-from export.graph.precision import typed_copy
 from export.graph.weights import weight_shares
 from ground.ports import Port
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32, FloatType, precision_by_name, precision_of_shares
 from tests.export_vit import Vit, export, input_types
+from tests.graphs import graph_of
 from tests.refusals import rejects
 
 
@@ -65,24 +65,25 @@ def test_a_vit_is_bfloat16_but_for_its_ports_norms_and_softmax(vit: onnx.ModelPr
     assert {v.type.tensor_type.elem_type for v in (*vit.graph.input, *vit.graph.output)} == {TensorProto.FLOAT}
 
 
-def test_its_weights_are_torchs_own_bfloat16() -> None:
-    model = Vit(depth=1).eval()
-    proto = export(model, "bf16")
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    rounded = model.patch.weight.detach().bfloat16()
+def test_its_weights_are_torchs_own_bfloat16(vit: onnx.ModelProto) -> None:
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in vit.graph.initializer}
+    rounded = Vit(depth=1).patch.weight.detach().bfloat16()
     assert np.array_equal(stored["patch.weight"].view(np.int16), rounded.view(torch.int16).numpy())
 
 
+@pytest.mark.slow("graph")
 def test_an_operator_set_in_which_conv_is_none_of_bfloat16_is_refused_by_its_name() -> None:
     rejects(r"Conv takes no bfloat16 before opset 22 \(first at patch/Conv\)", export, Vit(depth=1), "bf16", opset=20)
     assert export(Vit(depth=1), "bf16", opset=23).opset_import[0].version == 23
 
 
+@pytest.mark.slow("graph")
 def test_without_a_convolution_the_first_operator_set_does() -> None:
     proto = export(Words().eval(), "bf16", Port(name="tokens", shape=(7,), dtype="int64"))
     assert (proto.opset_import[0].version, weight_shares(proto)) == (20, {"bfloat16": 1.0})
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("norm", [lambda dim: nn.GroupNorm(4, dim), lambda dim: nn.InstanceNorm2d(dim, affine=True)])
 def test_a_convolutional_network_is_typed_throughout(norm: Callable[[int], nn.Module]) -> None:
     model = Convolutions(norm).eval()
@@ -111,13 +112,6 @@ def test_mixed_keeps_what_it_is_told_and_bfloat16_holds_what_float16_does_not() 
     ]
 
 
-def test_odd_choices_are_refused() -> None:
-    model = Vit(depth=1)
-    rejects(r"mixed-bf16 needs at least one keep_fp32 pattern.* choose bf16", typed_copy, model, "mixed-bf16")
-    rejects(r"keep_fp32 .* with precision mixed and mixed-bf16 only, got bf16", typed_copy, model, "bf16", ["blocks.0"])
-    rejects("unknown; choose one of fp32, fp16, mixed, bf16, mixed-bf16", typed_copy, model, "bfloat16")
-
-
 def test_a_graph_called_otherwise_than_it_is_typed_will_not_do(vit: onnx.ModelProto) -> None:
     assert check_onnx(vit, precision="fp16") == [
         "called fp16 but none of its 6 weight matrices is float16; call it bf16"
@@ -126,17 +120,14 @@ def test_a_graph_called_otherwise_than_it_is_typed_will_not_do(vit: onnx.ModelPr
 
 
 def test_an_operator_that_never_takes_bfloat16_is_named() -> None:
-    graph = helper.make_graph(
-        [
-            helper.make_node("Cast", ["images"], ["x"], name="Cast", to=TensorProto.BFLOAT16),
-            helper.make_node("Einsum", ["x", "x"], ["y"], name="block/Einsum", equation="bc,bc->bc"),
-            helper.make_node("Cast", ["y"], ["logits"], name="Cast_1", to=TensorProto.FLOAT),
-        ],
-        "g",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 4])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 4])],
+    proto = graph_of(
+        """(float[batch,4] images) => (float[batch,4] logits) {
+            x = Cast<to=16>(images)
+            ["block/Einsum"] y = Einsum<equation="bc,bc->bc">(x, x)
+            logits = Cast<to=1>(y)
+        }""",
+        opset=22,
     )
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
     assert [(node.op_type, first) for node, first in unsupported_nodes(proto)] == [("Einsum", None)]
     wide = copy.deepcopy(proto)
     wide.graph.node[0].attribute[0].i = TensorProto.FLOAT

@@ -31,6 +31,7 @@ from ground.feeds import Outputs
 from ground.ports import FUSION_BREAK
 from perf.runners.onnx import OnnxRunner
 from tests.command import invoked, refuses
+from tests.doubles import some
 from tests.export_served import engine_record
 from tests.export_vit import Vit, export
 from tests.graphs import built, needs_rtx, session_of
@@ -93,6 +94,7 @@ def test_the_graph_stays_what_it_was_to_everybody_else(graph: onnx.ModelProto, t
     np.testing.assert_array_equal(answers["plain"]["logits"], answers["broken"]["logits"])
 
 
+@pytest.mark.slow("graph")
 def test_an_attention_is_broken_whose_shapes_the_graph_computes(checkpoint: Checkpoint) -> None:
     """Of a reduced one keys are turned by shapes that are read of them."""
     exported = traced_model.exportable(at_widths(checkpoint.model, {"blocks.1.attn.qk": 16, "blocks.1.mlp": 64}))
@@ -144,15 +146,10 @@ def test_a_real_builder_stops_fusing_there(graph: onnx.ModelProto, tmp_path: Pat
     assert plain.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
     assert inside.fused_attention_sites == ("blocks.1.attn",)
     assert behind.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
-    assert plain.kernels is not None
-    assert inside.kernels is not None
-    assert behind.kernels is not None
-    assert plain.kernels <= behind.kernels < inside.kernels  # as many behind it before TensorRT-RTX 1.7
+    assert some(plain.kernels) <= some(behind.kernels) < some(inside.kernels)  # equal before RTX 1.7
     assert [port.name for port in inside.outputs] == ["logits"]
     assert [port.name for port in inside.fusion_breaks] == [FUSION_BREAK + "blocks.0.attn/Softmax"]
-    assert inside.memory.activations_bytes is not None
-    assert plain.memory.activations_bytes is not None
-    assert inside.memory.activations_bytes[0] > plain.memory.activations_bytes[0]
+    assert some(inside.memory.activations_bytes)[0] > some(plain.memory.activations_bytes)[0]
 
 
 def test_the_fewest_are_found_whatever_is_needed() -> None:

@@ -21,6 +21,7 @@ from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.repository import write_repository
 from export.triton.variants import Package
+from tests.doubles import some
 from tests.graphs import built, needs_rtx, require_as_torch, session_of
 from tests.tiny import checkpoint, images, ran
 from tests.triton_server import Server, lack
@@ -99,8 +100,7 @@ def test_merged_and_dropped_tokens_are_served_as_torch_answers(tmp_path: Path) -
     with Server(repository, tmp_path) as server:
         for way in ways:
             margins = merge_margins(model_of(way), shown)
-            assert margins is not None
-            assert float(margins.min()) > 1e-5, "images on which rounding merges no other tokens"
+            assert float(some(margins).min()) > 1e-5, "images on which rounding merges no other tokens"
             assert server.load(f"{way}_cpu") is None
             feed = {"name": "images", "datatype": "FP32", "shape": [*shown.shape], "data": shown.flatten().tolist()}
             status, answer = server.ask(f"models/{way}_cpu/infer", post=True, content={"inputs": [feed]})

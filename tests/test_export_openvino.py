@@ -6,10 +6,10 @@ import pytest
 
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
-from export.triton.pbtxt import Message, parse
+from export.triton.pbtxt import Message
 from export.triton.repository import CHOOSES_BF16, write_repository
 from export.triton.variants import Package
-from tests.export_served import CLASSES, write_onnx
+from tests.export_served import CLASSES, config_of, replaced, write_onnx
 from tests.refusals import rejects
 
 
@@ -21,17 +21,13 @@ def packaged(tmp_path: Path, *, batch: int | str = "batch", **told: object) -> t
     return tmp_path / "repo", added.warnings
 
 
-def config_of(repository: Path) -> Message:
-    return parse((repository / "vit_cpu/config.pbtxt").read_text())
-
-
 def parameters(config: Message) -> dict[str, str]:
     return {each.text("key"): each.inner("value").text("string_value") for each in config.messages("parameters")}
 
 
 def test_the_config_is_one_that_the_backend_reads(tmp_path: Path) -> None:
     repository, warnings = packaged(tmp_path, cpu_threads=3, instances=2)
-    config = config_of(repository)
+    config = config_of(repository / "vit_cpu")
     assert (config.text("backend"), config.text("platform")) == ("openvino", "")
     assert config.text("default_model_filename") == "model.onnx"
     assert sorted(path.name for path in (repository / "vit_cpu/1").iterdir()) == ["labels.txt", "model.onnx"]
@@ -49,7 +45,7 @@ def test_the_config_is_one_that_the_backend_reads(tmp_path: Path) -> None:
 
 def test_bf16_is_asked_for_by_its_key(tmp_path: Path) -> None:
     repository, warnings = packaged(tmp_path, cpu_bf16=True)
-    assert parameters(config_of(repository))["HINT_BF16"] == "YES"
+    assert parameters(config_of(repository / "vit_cpu"))["HINT_BF16"] == "YES"
     assert warnings == ()
     assert lint_repository(repository) == ()
     rejects("BF16 on the CPU is for the CPU backend openvino, got python", Serving, cpu_bf16=True)
@@ -57,7 +53,7 @@ def test_bf16_is_asked_for_by_its_key(tmp_path: Path) -> None:
 
 def test_a_fixed_batch_is_served_as_it_is(tmp_path: Path) -> None:
     repository, warnings = packaged(tmp_path, batch=2)
-    assert config_of(repository).messages("input")[0].numbers("dims") == (2, 3, 4, 4)
+    assert config_of(repository / "vit_cpu").messages("input")[0].numbers("dims") == (2, 3, 4, 4)
     assert "takes batches of 2 only" in warnings[0]
     assert lint_repository(repository) == ()
 
@@ -78,10 +74,7 @@ def test_lint_knows_what_the_backend_refuses_or_ignores(
     tmp_path: Path, old: str, new: str, severity: str, said: str
 ) -> None:
     repository, _ = packaged(tmp_path, instances=2)
-    path = repository / "vit_cpu/config.pbtxt"
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
+    replaced(repository / "vit_cpu/config.pbtxt", old, new)
     assert any(each.severity == severity and said in each.what for each in lint_repository(repository))
 
 
@@ -107,8 +100,7 @@ def test_lint_knows_that_the_backend_fixes_the_batch(tmp_path: Path, padding: st
 
 def test_weights_of_an_intermediate_representation_have_to_stand_beside_it(tmp_path: Path) -> None:
     repository, _ = packaged(tmp_path)
-    path = repository / "vit_cpu/config.pbtxt"
-    path.write_text(path.read_text().replace("model.onnx", "model.xml"))
+    replaced(repository / "vit_cpu/config.pbtxt", "model.onnx", "model.xml")
     (repository / "vit_cpu/1/model.xml").write_text("<net/>")
     (fault,) = lint_repository(repository)
     assert "model.bin with the weights of model.xml is missing" in fault.what

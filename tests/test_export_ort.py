@@ -46,9 +46,3 @@ def test_half_graphs_for_the_cpu_are_refused_and_cuda_is_missing(folder: Path) -
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         with pytest.raises(Missing, match=r"pip install onnxruntime-gpu(.|\n)*build x --device cuda"):
             build_ort_artifact(folder / "fp16.onnx", device="cuda", command="build x --device cuda")
-
-
-def test_files_that_will_not_do_are_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "cut.onnx").write_bytes((folder / "fp32.onnx").read_bytes()[:-5000])
-    rejects("cut short", build_ort_artifact, tmp_path / "cut.onnx")
-    rejects("called fp16 but none", build_ort_artifact, folder / "fp32.onnx", precision="fp16")

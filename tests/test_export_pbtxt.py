@@ -194,7 +194,7 @@ def texts(draw: st.DrawFn) -> str:
     return draw(SPACE) + body(draw, NESTED)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(texts())
 def test_texts_made_up_are_what_protobuf_reads(text: str) -> None:
     assert values_of_ours(parse(text)) == theirs(text)
@@ -222,7 +222,7 @@ def test_what_protobuf_reads_of_a_damaged_text_is_read_alike(text: str, data: st
     assert values_of_ours(message) == expected
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(VALUES["text"], st.lists(VALUES["int"], min_size=1, max_size=4), VALUES["bool"], VALUES["name"])
 def test_what_is_written_is_what_protobuf_reads(text: str, numbers: list[int], flag: bool, word: str) -> None:
     fields: dict[str, Plain] = {

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +22,16 @@ from export.graph.to_onnx import onnx_from_model
 from export.graph.weights import notes_of
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
-from export.triton.pbtxt import Message, parse
+from export.triton.pbtxt import Message
 from export.triton.repository import write_repository
 from export.triton.variants import Package
 from ground.ports import LOGITS, OutputPort, Port, image_port
+from tests.export_served import config_of, replaced
 from tests.export_text import (
     CHANNELS,
     EMBEDDING,
     INPUTS,
-    TOKEN_LOGITS,
     TOKENS,
-    WORDS,
     TextEncoder,
     in_torch,
     sentences,
@@ -95,6 +95,7 @@ class Scaled(nn.Module):
         return (maps.sum(1) @ self.weight), maps.masked_fill(~keep[:, None], 0.0)
 
 
+@pytest.mark.slow("graph")
 def test_inputs_of_every_type_keep_it_in_half_and_outputs_come_in_order() -> None:
     inputs = [
         Port(name="x", shape=(4,)),
@@ -114,16 +115,6 @@ def test_inputs_of_every_type_keep_it_in_half_and_outputs_come_in_order() -> Non
     np.testing.assert_allclose(logits, exact.sum((1, 2))[:, None].repeat(3, 1), rtol=0, atol=2e-2)
     np.testing.assert_allclose(maps, exact * keep[:, None], rtol=2e-3, atol=1e-3)
     assert roles_of_graph(proto) == {"maps": "feature map"}
-
-
-def test_several_outputs_and_a_fixed_batch() -> None:
-    model, outputs = TextEncoder(words=True), [EMBEDDING, TOKEN_LOGITS]
-    proto = onnx_from_model(model, INPUTS, outputs, precision="fp32", batch=2, metadata={})
-    feed = sentences(2)
-    answers = session_of(proto).run(None, feed)
-    assert [answer.shape for answer in answers] == [(2, CHANNELS), (2, TOKENS, WORDS)]
-    for answer, exact in zip(answers, in_torch(model, feed), strict=True):
-        np.testing.assert_allclose(answer, exact, rtol=1e-4, atol=1e-5)
 
 
 def rename_input(proto: ModelProto) -> None:
@@ -161,17 +152,8 @@ def open_tokens(proto: ModelProto) -> None:
 
 
 def note_other_role(proto: ModelProto, role: str = "token logits") -> None:
-    onnx.helper.set_model_props(
-        proto, {"export.outputs": f'[{{"name":"embedding","role":"{role}"}}]'} | notes_of_inputs(proto)
-    )
-
-
-def notes_of_inputs(proto: ModelProto) -> dict[str, str]:
-    return {key: text for key, text in notes_of(proto).items() if key == "export.inputs"}
-
-
-def drop_notes(proto: ModelProto) -> None:
-    del proto.metadata_props[:]
+    notes = {"export.outputs": f'[{{"name":"embedding","role":"{role}"}}]'}
+    onnx.helper.set_model_props(proto, notes | {"export.inputs": notes_of(proto)["export.inputs"]})
 
 
 @pytest.mark.parametrize(
@@ -185,7 +167,7 @@ def drop_notes(proto: ModelProto) -> None:
         (open_tokens, ["input_ids must have rank 2 with a fixed size behind the batch, got ['batch', 'tokens']"]),
         (note_other_role, ["embedding must have rank 3 with a fixed size behind the batch, got ['batch', 8]"]),
         (
-            drop_notes,
+            lambda proto: proto.ClearField("metadata_props"),
             [
                 "expected one input named 'images', found input_ids, attention_mask",
                 "expected one output named 'logits', found embedding",
@@ -208,6 +190,9 @@ def test_a_note_that_can_not_be_read_is_named(text: ModelProto) -> None:
     assert reason.startswith("the note export.outputs can't be read")
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow("graph"))
+
+
 class Unpooled(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return torch.stack([ids, mask], 1).float()
@@ -223,8 +208,8 @@ class Unpooled(nn.Module):
         (TextEncoder(), [Port(name="x", shape=(2,), dtype="int16")], [EMBEDDING], "x: the type 'int16' is no input's"),
         (TextEncoder(), [Port(name="x", shape=(), dtype="int64")], [EMBEDDING], "x: the shape behind the batch"),
         (TextEncoder(), [INPUTS[0]], [EMBEDDING], r"the model refuses input_ids of shape \[2, 6\]: .*mask"),
-        (TextEncoder(), INPUTS, [LOGITS, EMBEDDING], "the outputs 'logits', 'embedding', found logits"),
-        (TextEncoder(words=True), INPUTS, [EMBEDDING], "one output named 'embedding', found embedding, "),
+        slow(TextEncoder(), INPUTS, [LOGITS, EMBEDDING], "the outputs 'logits', 'embedding', found logits"),
+        slow(TextEncoder(words=True), INPUTS, [EMBEDDING], "one output named 'embedding', found embedding, "),
         (TextEncoder(), INPUTS, [OutputPort(name="words", role="token logits")], "words must have rank 3"),
         (Unpooled(), INPUTS, [EMBEDDING], "embedding must have rank 2 .*export a model whose output is pooled"),
     ],
@@ -260,7 +245,7 @@ def test_the_repository_names_every_input_with_its_type(graphs: dict[str, Path],
     package = Package(name="text", onnx=graphs["fp16"], cpu_onnx=graphs["fp32"], serving=serving)
     write_repository(package, tmp_path / "repo")
     assert lint_repository(tmp_path / "repo") == ()
-    config = parse((tmp_path / "repo/text_cpu/config.pbtxt").read_text())
+    config = config_of(tmp_path / "repo/text_cpu")
     borders = [(each.text("name"), each.text("data_type"), *sizes(each)) for each in config.messages("input")]
     assert borders == [(name, "TYPE_INT64", TOKENS) for name in NAMES]
     (output,) = config.messages("output")
@@ -291,10 +276,7 @@ def test_a_config_that_contradicts_one_input_is_found(
     graphs: dict[str, Path], tmp_path: Path, old: str, new: str, says: str
 ) -> None:
     write_repository(Package(name="text", cpu_onnx=graphs["fp32"]), tmp_path / "repo")
-    path = tmp_path / "repo/text_cpu/config.pbtxt"
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
+    replaced(tmp_path / "repo/text_cpu/config.pbtxt", old, new)
     assert any(says in each.what for each in lint_repository(tmp_path / "repo")), lint_repository(tmp_path / "repo")
 
 

@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
@@ -29,6 +29,7 @@ from ground.errors import BadInput
 from ground.ports import LOGITS, image_port
 from perf.timing.watch import has_vnni
 from tests.export_vit import SHAPE, Vit, export, images
+from tests.graphs import graph_of
 from tests.graphs import session_of as plain_session
 from tests.refusals import rejects
 
@@ -120,6 +121,7 @@ def test_weights_of_seven_bits_end_at_63(rest_precision: str) -> None:
         np.testing.assert_allclose(wide, narrow * 127 / 63, rtol=rounding)
 
 
+@pytest.mark.slow("graph")
 def test_seven_bits_are_of_weights_of_int8_alone() -> None:
     own = made(Vit(), rest_precision="fp32")
     eight, seven = (own.graph("int8", scales="max", weight_bits=bits) for bits in (8, 7))
@@ -141,21 +143,6 @@ def test_seven_bits_are_of_weights_of_int8_alone() -> None:
     assert format_of_weights(FORMATS["fp8"], 7) == FORMATS["fp8"]
 
 
-@pytest.mark.slow("graph")
-def test_ranges_are_chosen_for_the_weights_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def noting(*arguments: Any, weight_bits: int = 8) -> onnx.ModelProto:
-        asked.append(weight_bits)
-        return quantised(*arguments, weight_bits=weight_bits)
-
-    monkeypatch.setattr("export.graph.quantiser.quantised", noting)
-    own = made(Vit(), rest_precision="fp32")
-    for bits in (8, 7):
-        own.graph("int8", weight_bits=bits)
-    assert asked == [8] * 4 + [7] * 4
-
-
 @pytest.mark.parametrize("bits", [8, 7])
 def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
     """The largest inputs and the largest weights, of both signs: the exact sums are 64 and -64."""
@@ -163,12 +150,10 @@ def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
         pytest.skip("this CPU adds up INT8 products in 32 bits, or doesn't tell")
     weights = np.ones((64, 8), dtype=np.float32)
     weights[:, 4:] = -1.0
-    node = helper.make_node("MatMul", ["x", "weights"], ["y"], name="fc/MatMul")
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 64])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 8])
-    graph = helper.make_graph([node], "sums", [x], [y], [numpy_helper.from_array(weights, "weights")])
-    plain = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
-    proto = quantised(plain, FORMATS["int8"], {node.name: 1.0}, layers(plain), weight_bits=bits)
+    plain = graph_of(
+        '(float[batch,64] x) => (float[batch,8] y) { ["fc/MatMul"] y = MatMul(x, weights) }', ir=9, weights=weights
+    )
+    proto = quantised(plain, FORMATS["int8"], {"fc/MatMul": 1.0}, layers(plain), weight_bits=bits)
     batch = np.ones((4, 64), dtype=np.float32)
     exact = batch @ weights
     fused = plain_session(proto)
@@ -193,12 +178,10 @@ def test_kept_modules_stay_as_they_were() -> None:
 
 
 def test_layers_that_read_the_same_share_one_pair() -> None:
-    weights = [numpy_helper.from_array(np.eye(8, dtype=np.float32), name) for name in "ab"]
-    nodes = [helper.make_node("MatMul", ["x", name], [f"y{name}"], name=f"{name}/MatMul") for name in "ab"]
-    nodes.append(helper.make_node("Add", ["ya", "yb"], ["y"], name="Add"))
-    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 8]) for name in "xy"]
-    graph = helper.make_graph(nodes, "two", ports[:1], ports[1:], weights)
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    text = '["a/MatMul"] ya = MatMul(x, a) ["b/MatMul"] yb = MatMul(x, b) y = Add(ya, yb)'
+    proto = graph_of(
+        f"(float[batch,8] x) => (float[batch,8] y) {{ {text} }}", **dict.fromkeys("ab", np.eye(8, dtype="f"))
+    )
     new = quantised(proto, FORMATS["int8"], {"a/MatMul": 2.0, "b/MatMul": 2.0}, layers(proto))
     kinds = [node.op_type for node in new.graph.node]
     assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (1, 3)
@@ -292,10 +275,7 @@ def test_strengths_are_the_papers() -> None:
 
 def test_a_layer_that_gives_one_number_stays_as_it_is() -> None:
     """As the mean does that a norm divides by."""
-    weights = [("one", (6, 1)), ("several", (6, 4))]
-    nodes = [helper.make_node("MatMul", ["x", name], [f"{name}/y"], name=f"{name}/MatMul") for name, _ in weights]
-    stored = [numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in weights]
-    given = [helper.make_tensor_value_info(f"{name}/y", TensorProto.FLOAT, None) for name, _ in weights]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, (2, 6))
-    proto = helper.make_model(helper.make_graph(nodes, "graph", [x], given, stored))
+    text = '["one/MatMul"] y = MatMul(x, one) ["several/MatMul"] z = MatMul(x, several)'
+    weights = {name: np.ones((6, width), np.float32) for name, width in (("one", 1), ("several", 4))}
+    proto = graph_of(f"(float[2,6] x) => (float y, float z) {{ {text} }}", **weights)
     assert [each.module for each in layers(proto)] == ["several"]

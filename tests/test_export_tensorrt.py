@@ -120,18 +120,6 @@ class Config:
 Tensor = namedtuple("Tensor", ("name", "shape"))
 
 
-class Network:
-    def __init__(self, world: "Tensorrt") -> None:
-        self._inputs = world.inputs
-
-    @property
-    def num_inputs(self) -> int:
-        return len(self._inputs)
-
-    def get_input(self, index: int) -> Tensor:
-        return self._inputs[index]
-
-
 PARSER_ERROR = SimpleNamespace(
     node_name=lambda: "blocks.0.attn/Softmax", node_operator=lambda: "Softmax", desc=lambda: "Assertion failed:\n no"
 )
@@ -173,65 +161,48 @@ class Tensorrt:
         self.plan, self.says, self.parses, self.has_gpu = plan, says, True, True
         self.inputs = [Tensor("images", (-1, 3, 32, 32))]
         self.inspected = json.dumps(inspected or inspector_11())
-        self.Builder, self.OnnxParser, self.Runtime = self._builder(), self._parser(), self._runtime()
 
-    def _builder(world) -> type:  # the classes below need their own self
-        class Builder:
-            def __init__(self, logger: Any) -> None:
-                if not world.has_gpu:
-                    logger.log(1, "CUDA initialization failure with error: 35")
-                    raise TypeError("pybind11::init(): factory function returned nullptr")
-                self._logger = logger
+    def Builder(self, logger: Any) -> SimpleNamespace:
+        if not self.has_gpu:
+            logger.log(1, "CUDA initialization failure with error: 35")
+            raise TypeError("pybind11::init(): factory function returned nullptr")
 
-            def create_network(self, flags: int) -> Network:
-                world.asked["network flags"] = flags
-                return Network(world)
+        def create_network(flags: int) -> SimpleNamespace:
+            self.asked["network flags"] = flags
+            return SimpleNamespace(num_inputs=len(self.inputs), get_input=self.inputs.__getitem__)
 
-            def create_builder_config(self) -> Config:
-                world.asked["config"] = Config(world)
-                return world.asked["config"]
+        def create_builder_config() -> Config:
+            self.asked["config"] = Config(self)
+            return self.asked["config"]
 
-            def create_optimization_profile(self) -> Profile:
-                return Profile()
+        def build_serialized_network(network: SimpleNamespace, config: Config) -> bytes | None:
+            config.progress_monitor.phase_start("Building engine", None, 2)
+            assert config.progress_monitor.step_complete("Building engine", 0)
+            config.progress_monitor.phase_finish("Building engine")
+            if self.says:
+                logger.log(1, self.says)
+            return self.plan
 
-            def build_serialized_network(self, network: Network, config: Config) -> bytes | None:
-                config.progress_monitor.phase_start("Building engine", None, 2)
-                assert config.progress_monitor.step_complete("Building engine", 0)
-                config.progress_monitor.phase_finish("Building engine")
-                if world.says:
-                    self._logger.log(1, world.says)
-                return world.plan
+        return SimpleNamespace(
+            create_network=create_network, build_serialized_network=build_serialized_network,
+            create_builder_config=create_builder_config,
+            create_optimization_profile=Profile,
+        )  # fmt: skip
 
-        return Builder
+    def OnnxParser(self, network: SimpleNamespace | None, logger: Any) -> SimpleNamespace:
+        def parse_from_file(path: str) -> bool:
+            self.asked["parsed"] = path
+            return self.parses
 
-    def _parser(world) -> type:
-        class OnnxParser:
-            num_errors = 1
+        return SimpleNamespace(num_errors=1, parse_from_file=parse_from_file, get_error=lambda index: PARSER_ERROR)
 
-            def __init__(self, network: Network, logger: Any) -> None:
-                pass
+    def Runtime(self, logger: Any) -> SimpleNamespace:
+        def deserialize_cuda_engine(plan: bytes) -> SimpleNamespace:
+            self.asked["host code"] = runtime.engine_host_code_allowed
+            return cuda_engine(self.inspected)
 
-            def parse_from_file(self, path: str) -> bool:
-                world.asked["parsed"] = path
-                return world.parses
-
-            def get_error(self, index: int) -> SimpleNamespace:
-                return PARSER_ERROR
-
-        return OnnxParser
-
-    def _runtime(world) -> type:
-        class Runtime:
-            engine_host_code_allowed = False
-
-            def __init__(self, logger: Any) -> None:
-                pass
-
-            def deserialize_cuda_engine(self, plan: bytes) -> SimpleNamespace:
-                world.asked["host code"] = self.engine_host_code_allowed
-                return cuda_engine(world.inspected)
-
-        return Runtime
+        runtime = SimpleNamespace(engine_host_code_allowed=False, deserialize_cuda_engine=deserialize_cuda_engine)
+        return runtime
 
 
 @pytest.fixture(scope="module")
@@ -253,10 +224,11 @@ def public(thing: object) -> set[str]:
 
 def test_the_stand_in_has_no_name_that_tensorrt_has_not() -> None:
     world = Tensorrt()
+    builder = world.Builder(None)
     stand_ins: dict[str, object] = {
-        "IBuilderConfig": Config(world), "OnnxParser": world.OnnxParser, "Builder": world.Builder,
-        "Runtime": world.Runtime, "ICudaEngine": cuda_engine(""), "EngineInspector": inspector(""),
-        "ITimingCache": TimingCache, "IOptimizationProfile": Profile(), "INetworkDefinition": Network(world),
+        "IBuilderConfig": Config(world), "OnnxParser": world.OnnxParser(None, None), "Builder": builder,
+        "Runtime": world.Runtime(None), "ICudaEngine": cuda_engine(""), "EngineInspector": inspector(""),
+        "ITimingCache": TimingCache, "IOptimizationProfile": Profile(), "INetworkDefinition": builder.create_network(0),
         "ParserError": PARSER_ERROR, "ILogger": world.ILogger,
     }  # fmt: skip
     rtx = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx, which has the same object model, is not installed")

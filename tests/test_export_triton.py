@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,14 @@ from export.engine.options import BatchProfile
 from export.engine.record import record_path
 from export.triton.config import Agreement, Expected, Latency, Serving
 from export.triton.lint import lint_repository
-from export.triton.pbtxt import Message, Name, parse
+from export.triton.pbtxt import Message, Name
 from export.triton.repository import AddedVersion, write_repository
 from export.triton.server_releases import onnx_warnings, plan_warnings, server_release, server_tags
 from export.triton.variants import Package
 from export.triton.versions import config_path, serve_version, versions_of
 from ground.errors import BadInput
-from tests.export_served import CLASSES, SHAPE, write_onnx, write_plan
+from tests.doubles import some
+from tests.export_served import CLASSES, SHAPE, config_of, run_script, write_onnx, write_plan
 from tests.refusals import rejects
 
 LABELS = tuple(f"class {index}" for index in range(CLASSES))
@@ -41,10 +40,6 @@ def full(folder: Path, **changes: object) -> Package:
         "labels": LABELS, "serving": SERVING, "expected": {"plan": FIGURES},
     }  # fmt: skip
     return Package(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def config_of(model: Path) -> Message:
-    return parse((model / "config.pbtxt").read_text())
 
 
 def numbers(message: Message, name: str) -> list[int]:
@@ -94,7 +89,7 @@ def test_plans_for_several_gpus_are_chosen_by_compute_capability(tmp_path: Path)
         assert (tmp_path / "repo/vit/1" / name).read_bytes() == plan.read_bytes()
     assert lint_repository(tmp_path / "repo") == ()
     script, config = tmp_path / "repo/vit_onnx/1/build_plan.sh", (tmp_path / "repo/vit/config.pbtxt").read_bytes()
-    assert run_script(script, tmp_path).returncode == 0
+    assert run_script(script, tmp_path, "inside")
     assert (tmp_path / "repo/vit/1/model.sm120.plan").read_text() == "built\n", "the plan of this GPU"
     assert (tmp_path / "repo/vit/1/model.sm86.plan").read_bytes() == plans[0].read_bytes()
     assert not record_path(tmp_path / "repo/vit/1/model.sm120.plan").exists()
@@ -164,34 +159,14 @@ def test_an_older_version_added_later_is_not_the_one_served(tmp_path: Path) -> N
     assert written.warnings == ("vit_cpu: the server takes version 5, the newest, and not 3",)
 
 
-def run_script(script: Path, folder: Path, *, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
-    """The script as the container would run it, with a trtexec that writes down its arguments."""
-    tools = folder / "tools"
-    tools.mkdir(exist_ok=True)
-    (tools / "trtexec").write_text(
-        '#!/bin/sh\nprintf \'%s\\n\' "$@" > "$ARGUMENTS"\n'
-        'for each in "$@"; do case "$each" in --saveEngine=*) echo built > "${each#--saveEngine=}" ;; esac; done\n'
-        f"exit {exit_code}\n"
-    )
-    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 12.0\n")
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
-    environment = {"PATH": f"{tools}:{os.defpath}", "ARGUMENTS": str(folder / "arguments")}
-    return subprocess.run(
-        ["sh", str(script), "inside"], env=environment, capture_output=True, text=True, timeout=30, check=False
-    )
-
-
 def test_the_build_script_makes_the_plan_of_a_model_that_has_none(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     write_repository(full(tmp_path, plans=(), server="25.12"), repository)
     assert not (repository / "vit").exists(), "a model without a plan would keep the server from starting"
     script = repository / "vit_onnx/1/build_plan.sh"
     assert "tritonserver:25.12-py3" in script.read_text()
-    done = run_script(script, tmp_path)
-    assert done.returncode == 0, done.stderr
+    arguments = some(run_script(script, tmp_path, "inside"))
     assert (repository / "vit/1/model.plan").read_text() == "built\n"
-    arguments = (tmp_path / "arguments").read_text().split()
     shapes = {f"--{kind}Shapes=images:{size}x3x4x4" for kind, size in {"min": 1, "opt": 4, "max": 8}.items()}
     assert {"--stronglyTyped", "--profile=0", *shapes} <= {*arguments}
     config = config_of(repository / "vit")
@@ -205,8 +180,7 @@ def test_the_build_script_takes_the_profiles_of_a_package_without_a_plan(tmp_pat
     repository = tmp_path / "repo"
     serving = Serving(graph_batches=(64,))
     write_repository(full(tmp_path, plans=(), profiles=PROFILES, serving=serving), repository)
-    assert run_script(repository / "vit_onnx/1/build_plan.sh", tmp_path).returncode == 0
-    arguments = (tmp_path / "arguments").read_text().split()
+    arguments = some(run_script(repository / "vit_onnx/1/build_plan.sh", tmp_path, "inside"))
     shapes = [argument for argument in arguments if argument.startswith(("--profile", "--optShapes", "--maxShapes"))]
     assert shapes == [
         *("--profile=0", "--optShapes=images:2x3x4x4", "--maxShapes=images:4x3x4x4"),
@@ -224,9 +198,9 @@ def test_the_build_script_leaves_the_plan_when_the_build_fails_or_the_graph_chan
     write_repository(full(tmp_path), repository)
     script, plan = repository / "vit_onnx/1/build_plan.sh", repository / "vit/1/model.plan"
     before = plan.read_bytes()
-    assert run_script(script, tmp_path, exit_code=1).returncode == 1
+    assert run_script(script, tmp_path, "inside", exit_code=1) is None
     write_onnx(repository / "vit_onnx/1/model.onnx", seed=1)
-    assert run_script(script, tmp_path).returncode != 0
+    assert run_script(script, tmp_path, "inside") is None
     assert plan.read_bytes() == before
 
 

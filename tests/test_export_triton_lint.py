@@ -1,6 +1,7 @@
 """The linter: a clean repository has no findings, and each planted fault is found in its file, on its line."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,31 +14,30 @@ from export.triton.lint_artifact import LintFinding
 from export.triton.pbtxt import ParseError, parse
 from export.triton.repository import write_repository
 from export.triton.variants import Package
-from tests.export_served import CLASSES, write_onnx, write_plan
+from tests.export_served import CLASSES, replaced, write_onnx, write_plan
 from tests.refusals import rejects
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def packaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vit, vit_onnx and vit_cpu; plans for two GPUs, profile 1:4:16, labels, CUDA graphs."""
-    graph = write_onnx(tmp_path / "model.onnx")
+    folder = tmp_path_factory.mktemp("packaged")
+    graph = write_onnx(folder / "model.onnx")
     package = Package(
         name="vit",
-        plans=tuple(write_plan(tmp_path / f"{sm}.plan", graph, target=sm) for sm in ("86", "89")),
+        plans=tuple(write_plan(folder / f"{sm}.plan", graph, target=sm) for sm in ("86", "89")),
         onnx=graph,
         cpu_onnx=graph,
         labels=tuple(f"class {index}" for index in range(CLASSES)),
         serving=Serving(preferred_batches=(4,), graph_batches=(1, 4), cpu_threads=1),
     )
-    write_repository(package, tmp_path / "repo")
-    return tmp_path / "repo"
+    write_repository(package, folder / "repo")
+    return folder / "repo"
 
 
-def replaced(path: Path, old: str, new: str) -> None:
-    """Puts `new` for the first `old`, which must be there."""
-    text = path.read_text()
-    assert old in text, (old, text)
-    path.write_text(text.replace(old, new, 1))
+@pytest.fixture
+def repository(packaged: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(packaged, tmp_path / "repo"))
 
 
 def test_what_was_packaged_is_clean(repository: Path) -> None:

@@ -20,13 +20,14 @@ from export.triton.server import DATA_TYPES
 from export.triton.variants import Package
 from export.triton.versions import serve_version
 from ground.ports import LOGITS, OutputPort, Port, image_port
+from tests.doubles import some
 from tests.export_served import write_onnx, write_plan
 from tests.export_text import CHANNELS, TOKENS, TextEncoder, in_torch, sentences, write_text_onnx
 from tests.export_vit import Vit
 from tests.triton_server import Server, lack, run_clients
 
 REASON = lack()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.slow("server")]
 
 CLASSES, SIZE, IMAGES = 10, 16, 96
 LABELS = tuple(f"digit {index}" for index in range(CLASSES))
@@ -86,7 +87,7 @@ def infer(server: Server, model: str, **feed: Any) -> dict[str, Any]:
     return {each["name"]: np.reshape(each["data"], each["shape"]) for each in answer["outputs"]}
 
 
-@pytest.mark.slow("graph", "server")
+@pytest.mark.slow("graph")
 def test_it_warms_up_batches_and_answers_many_clients_as_onnx_runtime_does(served: Served, tmp_path: Path) -> None:
     server = served.server
     assert lint_repository(served.repository) == ()
@@ -114,17 +115,6 @@ def test_it_warms_up_batches_and_answers_many_clients_as_onnx_runtime_does(serve
     assert max(entry["batch_size"] for entry in after["batch_stats"]) <= SERVING.max_batch
 
 
-@pytest.mark.slow("server")
-def test_the_server_knows_the_model_as_the_graph_does(served: Served) -> None:
-    assert served.server.load("vit_cpu") is None
-    metadata = served.server.ask("models/vit_cpu")[1]
-    assert metadata["inputs"] == [{"name": "images", "datatype": "FP32", "shape": [-1, 3, SIZE, SIZE]}]
-    assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, CLASSES]}]
-    config = served.server.ask("models/vit_cpu/config")[1]
-    assert (config["max_batch_size"], config["dynamic_batching"]["preferred_batch_size"]) == (8, [4])
-    assert config["instance_group"][0]["kind"] == "KIND_CPU"
-
-
 def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(served: Served) -> None:
     server = served.server
     assert server.load("vit_cpu") is None
@@ -137,7 +127,6 @@ def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(served: 
     )
 
 
-@pytest.mark.slow("server")
 def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_path: Path) -> None:
     server, batch = served.server, images(2)
     newer = write_onnx(tmp_path / "newer.onnx", shape=(3, SIZE, SIZE), classes=CLASSES)
@@ -150,7 +139,7 @@ def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_
         np.testing.assert_allclose(infer(server, "vit_cpu", images=batch)["logits"], direct(graph, batch), atol=1e-4)
 
 
-@pytest.mark.slow("graph", "server")
+@pytest.mark.slow("graph")
 def test_several_inputs_are_served_together_as_torch_answers(served: Served, tmp_path: Path) -> None:
     server, graph = served.server, write_text_onnx(tmp_path / "text.onnx")
     write_repository(Package(name="text", cpu_onnx=graph, serving=SERVING), served.repository)
@@ -183,7 +172,7 @@ class Gated(nn.Module):
         return kept.sum(1) * counts.to(x.dtype), kept
 
 
-@pytest.mark.slow("graph", "server")
+@pytest.mark.slow("graph")
 def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_path: Path) -> None:
     inputs = [
         Port(name="x", shape=(6, 4)),
@@ -203,7 +192,6 @@ def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_
     np.testing.assert_allclose(answers["logits"], (x * keep).sum(1) * counts, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow("server")
 def test_a_graph_with_a_fixed_batch_is_served_at_that_batch(served: Served, tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "fixed.onnx", batch=2)
     write_repository(Package(name="fixed", cpu_onnx=graph), served.repository)
@@ -237,7 +225,6 @@ def test_the_plans_config_is_taken_up_to_the_backend_that_is_not_here(served: Se
         assert wrong in told + served.server.log.read_text()
 
 
-@pytest.mark.slow("server")
 def test_a_server_without_onnx_runtime_says_what_to_install(served: Served, tmp_path: Path) -> None:
     repository = served.repository
     graph = write_onnx(tmp_path / "model.onnx")
@@ -245,5 +232,4 @@ def test_a_server_without_onnx_runtime_says_what_to_install(served: Served, tmp_
     code = repository / "lost_cpu/1/model.py"
     code.write_text(code.read_text().replace("import onnxruntime as ort", "import onnxruntime_not_here as ort"))
     told = served.server.load("lost_cpu")
-    assert told is not None
-    assert "pip install onnxruntime" in told
+    assert "pip install onnxruntime" in some(told)

@@ -25,12 +25,11 @@ import torch
 from click.testing import Result
 
 from benchmarks.trust import faults_happenings, faults_pairs
-from benchmarks.trust.faults import AT_EVERY_POINT, RECORD
+from benchmarks.trust.faults import RECORD
 from benchmarks.trust.faults_page import PAGE, page
 from calib.collect import Collector
 from calib.inputs import Inputs, batch_size
 from corp_deploy.cli import main
-from corp_deploy.release.incremental import Stage, StageDirs, locked, run
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from export.triton import repository
 from export.triton.config import read_expected
@@ -38,24 +37,18 @@ from export.triton.variants import Package
 from ground.errors import is_out_of_memory, os_error_from
 from ground.signals import Terminated, raising_on_signals
 from ground.transaction import FORMER, install_files, replacing_files, roll_back_interrupted
+from perf.record.runs import save_bench
 from tests import tiny
 from tests.command import run as run_command
 from tests.export_served import write_onnx
+from tests.histories import bench_of_release
+from tests.recipes import recipe
 from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
-FOUR = {"release", "reduce", "calibrate", "package"}
 TOGETHER = {"release", "reduce", "package", "package serve"}
-RECIPE = """
-[model]
-model = "dense"
-[calibration]
-images = "images.npy"
-[held_out]
-images = "images.npy"
-[reduce]
-mlp = 0.5
-"""
+IMAGES = {"images": "images.npy"}
+RECIPE = recipe({"calibration": IMAGES, "held_out": IMAGES, "reduce": {"mlp": 0.5}})
 
 
 @pytest.mark.slow("process")
@@ -94,25 +87,6 @@ def test_every_command_was_disturbed_and_nothing_is_wrong(record: dict[str, Any]
     assert {each["made_by"] for each in record["happenings"]} == {
         each.__name__ for each in (*faults_pairs.EVERY, *faults_happenings.EVERY)
     }
-
-
-@pytest.mark.parametrize(("fault", "code"), [("SIGINT", "130"), ("SIGTERM", "143"), ("SIGKILL", "-9")])
-def test_every_signal_ended_every_command(record: dict[str, Any], fault: str, code: str) -> None:
-    rows = [row for row in record["rows"] if row["fault"] == fault]
-    assert rows
-    assert [row for row in rows if row["codes"].get(code, 0) < row["tried"] / 2] == []
-
-
-def test_the_four_commands_failed_at_every_operation(record: dict[str, Any]) -> None:
-    every = {fault.name for fault in AT_EVERY_POINT if not fault.signal}
-    counted: dict[str, set[str]] = {}
-    for row in record["rows"]:
-        command = row["command"].split(":")[0]
-        if command in FOUR and row["fault"] in every:
-            assert row["tried"] == row["operations"] > 0, row
-            counted.setdefault(f"{row['command']}, {row['start']}", set()).add(row["fault"])
-    assert {name.partition(":")[0].partition(",")[0] for name in counted} == FOUR
-    assert all(faults == every for faults in counted.values())
 
 
 # Files that go together
@@ -224,45 +198,6 @@ def test_two_packages_at_once_keep_what_each_expects(tmp_path: Path, monkeypatch
     assert {version for each in read(tmp_path / "r" / "expected.json").values() for version in each} == {"1", "2"}
 
 
-def test_files_of_a_stage_change_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stage(text: str, outputs: tuple[str, ...]) -> Stage:
-        def write(dirs: StageDirs) -> None:
-            for name in outputs:
-                (dirs.into / name).parent.mkdir(exist_ok=True)
-                (dirs.into / name).write_text(text)
-
-        return Stage(name="one", outputs=outputs, run=write, settings={"text": text})
-
-    def made(text: str, *outputs: str) -> dict[str, str]:
-        with locked(tmp_path):
-            run([stage(text, outputs)], tmp_path, starts=lambda *_: None)
-        return {name: text for name, text in names(tmp_path).items() if not name.startswith(".")}
-
-    old = made("old", "a.txt", "b.txt", "gone/c.txt")
-    with monkeypatch.context() as disturbed:
-        fail_at(disturbed, 3, ever=True, kind=Killed)
-        with pytest.raises(Killed):
-            made("new", "a.txt", "b.txt")
-    assert {name: text for name, text in names(tmp_path).items() if not name.startswith(".")} != old
-    assert made("old", "a.txt", "b.txt", "gone/c.txt") == old
-    assert made("new", "a.txt", "b.txt") == {"a.txt": "new", "b.txt": "new"}
-    assert not (tmp_path / "gone").exists()
-
-
-def test_a_journal_of_somebody_elses_removes_nothing_outside(tmp_path: Path) -> None:
-    (tmp_path / "d" / FORMER).mkdir(parents=True)
-    (tmp_path / "mine.txt").write_text("mine")
-    for text in ('["../mine.txt"]', "{"):
-        (tmp_path / "d" / FORMER / ".absent.json").write_text(text)
-        rejects("not what this tool left", roll_back_interrupted, tmp_path / "d")
-    (tmp_path / "d" / FORMER / ".absent.json").write_text("[]")
-    (tmp_path / "d" / FORMER / "sub").mkdir()
-    (tmp_path / "d" / FORMER / "sub" / "mine.txt").write_text("theirs")
-    (tmp_path / "d" / "sub").symlink_to(tmp_path)
-    rejects("is a link", roll_back_interrupted, tmp_path / "d")
-    assert (tmp_path / "mine.txt").read_text() == "mine"
-
-
 def test_a_model_is_read_as_it_was_before_a_killed_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tiny.checkpoint(), tmp_path / "m")
     before = (tmp_path / "m" / "model.safetensors").read_bytes()
@@ -365,31 +300,30 @@ class Finalised:
         os.kill(os.getpid(), self.number)
 
 
-class Watched:
-    """Something with weak references."""
-
-
 def in_a_finaliser(number: int) -> None:
     goes = Finalised(number)
     del goes
 
 
 def in_a_callback_of_a_weak_reference(number: int) -> None:
-    watched = Watched()
+    watched = {number}
     watching = weakref.ref(watched, lambda _: os.kill(os.getpid(), number))
     del watched
     assert watching() is None
 
 
-def in_native_code_that_prints_it(number: int) -> None:
-    ctypes.pythonapi.PyRun_SimpleString(f"import os; os.kill(os.getpid(), {number:d})".encode())
-
-
 @ENDED
-@pytest.mark.parametrize("losing", [in_a_finaliser, in_a_callback_of_a_weak_reference, in_native_code_that_prints_it])
+@pytest.mark.parametrize(
+    "losing",
+    [
+        in_a_finaliser,
+        in_a_callback_of_a_weak_reference,
+        lambda number: ctypes.pythonapi.PyRun_SimpleString(f"import os; os.kill(os.getpid(), {number:d})".encode()),
+    ],
+)
 def test_a_signal_that_python_could_but_print_comes_again(
     capfd: pytest.CaptureFixture[str],
-    losing: Callable[[int], None],
+    losing: Callable[[int], object],
     number: signal.Signals,
     kind: type[KeyboardInterrupt],
 ) -> None:
@@ -529,16 +463,18 @@ CODES = {
 
 @pytest.mark.parametrize("number", CODES, ids=errno.errorcode.__getitem__)
 def test_what_the_machine_lacks_is_told_from_a_wrong_path(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
+    save_bench(bench_of_release(0, 2.5), tmp_path / "bench.json")
+
     def refused(_: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("os.fsync", refused)
     code, words = CODES[number]
-    done = calibrate(home, tmp_path / "m.safetensors")
+    done = run_command("gate", tmp_path / "bench.json", "--fail-if", "p50@b1 > 9", "-o", tmp_path / "gate.json")
     assert (done.exit_code, words in done.stderr) == (code, True), done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
     assert is_out_of_memory(OSError(number, "")) == (number == errno.ENOMEM)
 
 

@@ -33,6 +33,7 @@ from ground.files import path_inside, write_json
 from ground.transaction import roll_back_interrupted
 from tests import tiny
 from tests.command import invoked
+from tests.refusals import rejects
 
 SHAPE = (3, 4, 6)
 MOST_PEAK_BYTES, MOST_SECONDS = 2**26, 5.0
@@ -475,18 +476,21 @@ def test_commands_end_with_exit_code_2_and_one_message(dense: Path, tmp_path: Pa
 # A journal of files that were replaced, from anybody
 
 
-@pytest.mark.parametrize(
-    "name", [".", "", "sub/..", "../beside", "link", "link/file", ".former", "/etc/hostname", "a\0b"]
-)
-def test_a_foreign_journal_removes_nothing(tmp_path: Path, name: str) -> None:
+JOURNALS = [json.dumps([name]) for name in ("", "sub/..", "../beside", "link/file", ".former", "/etc/hostname", "a\0b")]
+
+
+@pytest.mark.parametrize("journal", [*JOURNALS, "{", "[]"])
+def test_a_foreign_journal_removes_nothing(tmp_path: Path, journal: str) -> None:
     """Files of a directory are put back before it is read: its journal may come from whoever made it."""
     place, beside = tmp_path / "model", tmp_path / "beside"
     for path in (place / "sub" / "file", beside / "file", place / ".former" / "config.json"):
         path.parent.mkdir(parents=True)
         path.write_text("kept")
     (place / "link").symlink_to(beside)
-    (place / ".former" / ".absent.json").write_text(json.dumps([name]))
-    with pytest.raises(BadInput):
-        roll_back_interrupted(place)
+    (place / ".former" / "link").mkdir()
+    (place / ".former" / "link" / "file").write_text("theirs")
+    (place / ".former" / ".absent.json").write_text(journal)
+    said = {"[]": "is a link", "{": "not what this tool left there"}
+    rejects(said.get(journal, "."), roll_back_interrupted, place)
     assert (place / "sub" / "file").read_text() == (beside / "file").read_text() == "kept"
-    assert (place / ".former" / "config.json").exists()
+    assert (place / ".former" / "config.json").exists() == (journal != "[]"), "what one was put back before the link"

@@ -15,7 +15,6 @@ from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.heads import opened_heads
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import NORMALISED, PREFIX, SPARSITY, facts_of_onnx, require_sparse_graph
-from export.engine.audit import audit_fusion
 from export.graph.check import check_onnx, load_onnx
 from export.triton.signature import signature_from_onnx
 from ground.errors import BadInput
@@ -28,6 +27,7 @@ from perf.runners.onnx_session import io_of_onnx
 from tests import tiny
 from tests.command import refuses
 from tests.export_served import write_onnx
+from tests.graphs import graph_of
 from tests.refusals import rejects
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -44,10 +44,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 def graph(tmp_path: Path) -> ModelProto:
     """x [n,4] times w [4,4]; its weight is inside."""
     (tmp_path / "in").mkdir()
-    weight = numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")
-    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in "xy"]
-    body = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"], "m")], "g", value[:1], value[1:], [weight])
-    return helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return graph_of('(float[n,4] x) => (float[n,4] y) { ["m"] y = MatMul(x, w) }', w=np.eye(4, dtype=np.float32))
 
 
 def written(proto: ModelProto, folder: Path) -> Path:
@@ -232,26 +229,14 @@ def of_output(proto: ModelProto, number: int) -> None:
     proto.graph.output[0].type.tensor_type.elem_type = number
 
 
-def of_named_value(proto: ModelProto, number: int) -> None:
-    proto.graph.value_info.add(name="x").type.CopyFrom(tensor_of(number))
-
-
 def of_inner_value(proto: ModelProto, number: int) -> None:
     value = helper.make_value_info("w", tensor_of(number))
     branch = helper.make_graph([], "b", [], [value])
     proto.graph.node.append(helper.make_node("If", ["x"], ["z"], "i", then_branch=branch, else_branch=branch))
 
 
-def of_weight(proto: ModelProto, number: int) -> None:
-    proto.graph.initializer[0].data_type = number
-
-
 def of_tensor(place: Callable[[ModelProto, TensorProto], None]) -> Callable[[ModelProto, int], None]:
     return lambda proto, number: place(proto, TensorProto(name="c", data_type=number, dims=[1], raw_data=bytes(8)))
-
-
-def of_cast(proto: ModelProto, number: int) -> None:
-    proto.graph.node.append(helper.make_node("Cast", ["y"], ["z"], "c", to=number))
 
 
 def of_function(proto: ModelProto, number: int) -> None:
@@ -265,10 +250,6 @@ def of_attribute(proto: ModelProto, number: int) -> None:
     proto.graph.node.append(node)
 
 
-def key_of_map(proto: ModelProto, number: int) -> None:
-    proto.graph.input[0].type.CopyFrom(helper.make_map_type_proto(number, tensor_of(1)))
-
-
 TYPED: dict[str, Callable[[ModelProto, int], None]] = {
     "an input": of_value(lambda kind: kind),
     "a sequence": of_value(helper.make_sequence_type_proto),
@@ -277,21 +258,23 @@ TYPED: dict[str, Callable[[ModelProto, int], None]] = {
         lambda kind: helper.make_optional_type_proto(helper.make_sequence_type_proto(kind))
     ),
     "a map": of_value(lambda kind: helper.make_map_type_proto(TensorProto.INT64, kind)),
-    "a map's key": key_of_map,
+    "a map's key": lambda proto, number: proto.graph.input[0].type.CopyFrom(
+        helper.make_map_type_proto(number, tensor_of(1))
+    ),
     "a sparse input": of_value(lambda kind: helper.make_sparse_tensor_type_proto(kind.tensor_type.elem_type, [4])),
     "an output": of_output,
-    "a value": of_named_value,
+    "a value": lambda proto, number: proto.graph.value_info.add(name="x").type.CopyFrom(tensor_of(number)),
     "a value inside": of_inner_value,
-    "a weight": of_weight,
+    "a weight": lambda proto, number: setattr(proto.graph.initializer[0], "data_type", number),
     "a constant": of_tensor(in_attribute),
     "a sparse weight": of_tensor(in_sparse),
-    "a cast": of_cast,
+    "a cast": lambda proto, number: proto.graph.node.append(helper.make_node("Cast", ["y"], ["z"], "c", to=number)),
     "a function's cast": of_function,
     "an attribute": of_attribute,
 }
 
 
-@pytest.mark.parametrize("number", [99, -5, 2**31 - 1])
+@pytest.mark.parametrize("number", [99, -5])
 @pytest.mark.parametrize("place", TYPED)
 def test_an_element_type_is_one_of_onnx(graph: ModelProto, tmp_path: Path, place: str, number: int) -> None:
     TYPED[place](graph, number)
@@ -488,12 +471,6 @@ def test_answers_have_a_row_for_each_input(graph: ModelProto, tmp_path: Path, ki
 def test_a_graph_that_gives_nothing_is_not_served(graph: ModelProto, tmp_path: Path) -> None:
     path = written(only_a_break(graph), tmp_path)
     rejects("takes x and gives nothing, expected inputs and outputs", signature_from_onnx, path)
-
-
-def test_an_audit_refuses_a_graph_without_a_batch(graph: ModelProto, tmp_path: Path) -> None:
-    graph.graph.input[0].type.CopyFrom(helper.make_sequence_type_proto(tensor_of(1)))
-    path = written(graph, tmp_path)
-    rejects("this graph will not do for tensorrt-rtx", audit_fusion, path, path, backend="tensorrt-rtx")
 
 
 def test_every_command_that_reads_graphs_says_the_same_of_one(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from export.triton.lint import lint_repository
 from export.triton.lint_artifact import LintFinding
 from export.triton.repository import write_repository
 from export.triton.variants import BACKEND_MODEL, Package
-from tests.export_served import CLASSES, write_onnx, write_plan
+from tests.export_served import CLASSES, replaced, write_onnx, write_plan
 
 
 @pytest.fixture
@@ -126,9 +126,7 @@ def test_what_a_config_leads_to(repository: Path, text: str) -> None:
     ],
 )
 def test_what_a_config_was_changed_to(repository: Path, old: str, new: str, told: str) -> None:
-    path = repository / "vit_onnx" / "config.pbtxt"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
+    replaced(repository / "vit_onnx" / "config.pbtxt", old, new)
     assert any(told in each.what for each in errors(repository, "vit_onnx/config.pbtxt")), lint_repository(repository)
 
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,10 +47,12 @@ def unmeasured(batch: int) -> Row:
     return replace(row_of(batch, {}), trials={"dense": late, "reduced": late}, stop=OUT_OF_TIME)
 
 
+@cache
 def record() -> Bench:
     return bench_of(three_rounds(1), unmeasured(8))
 
 
+@cache
 def decoders() -> DecoderBench:
     prefill = tuple(
         Prefill(length=length, bench=bench_of(row)) for length, row in ((16, three_rounds(1)), (64, unmeasured(1)))
@@ -63,6 +66,7 @@ def swept() -> list[SweepPoint]:
     return [replace(point(1.2, 0.9), speeds=tuple(speed_of_row(row, "dense", "reduced") for row in rows))]
 
 
+@cache
 def judged() -> Gate:
     rules = ["speedup@b1 < 1.2", "p50@b1 > dense", "p50@b1 > baseline * 1.03", "speedup@b8 < 1.2", "p99@b8 > 1"]
     now = Evidence(bench=record())

@@ -1,7 +1,7 @@
 """No command asks a network, and no file of this tool could but the one that asks a server it was given."""
 
-import ast
 import json
+import re
 import socket
 import urllib.request
 from pathlib import Path
@@ -123,17 +123,7 @@ def test_openvino_tells_nobody(tmp_path: Path) -> None:
 
 
 def test_one_file_alone_could_ask_one() -> None:
-    found = {
-        str(path.relative_to(ROOT))
-        for room in ROOMS
-        for path in (ROOT / room).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if WAYS_OUT & _imported(node)
-    }
+    imports = re.compile(rf"^\s*(?:import|from) (?:{'|'.join(WAYS_OUT)})\b", re.MULTILINE)
+    files = (path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    found = {str(path.relative_to(ROOT)) for path in files if imports.search(path.read_text(encoding="utf-8"))}
     assert found == {ASKS_A_SERVER}
-
-
-def _imported(node: ast.AST) -> set[str]:
-    if isinstance(node, ast.Import):
-        return {alias.name.partition(".")[0] for alias in node.names}
-    return {node.module.partition(".")[0]} if isinstance(node, ast.ImportFrom) and node.module else set()

@@ -40,6 +40,8 @@ class FakeRunner(DoubleOfRunner):
     opening_ms: float = 0.0
     uneven: Callable[[int], float] = lambda call: 1.0
     log: list[int] = field(default_factory=list)
+    batch: int = 0
+    calls: int = 0
     inputs: tuple[Port, ...] = (image_port((3, 2, 2)),)
     outputs: tuple[OutputPort, ...] = (LOGITS,)
 
@@ -48,27 +50,21 @@ class FakeRunner(DoubleOfRunner):
         return self
 
     def bind(self, feeds: Feeds) -> Bound:
-        return FakeBound(self, self.call_ms(batch_size(feeds)), batch_size(feeds))
+        self.call_ms(batch_size(feeds))
+        return replace(self, batch=batch_size(feeds))
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        self.log += [self.batch] * calls
+        call_ms = self.call_ms(self.batch)
+        compute = tuple(call_ms * self.uneven(self.calls + call) for call in range(calls))
+        self.calls += calls
+        both = tuple(ms + self.copies_ms for ms in compute) if self.copies_ms else None
+        wall_ms = sum(compute) + calls * self.copies_ms
+        self.clock.pass_ms(wall_ms)
+        return Laps(calls=calls, wall_ms=wall_ms, compute_ms=compute, end_to_end_ms=both)
 
     def describe(self) -> Flat:
         return {"backend": "fake", "device": "cpu", "precision": self.precision, "model": "any"}
-
-
-@dataclass
-class FakeBound:
-    runner: FakeRunner
-    call_ms: float
-    batch: int
-    calls: int = 0
-
-    def laps(self, calls: int, clock: Clock) -> Laps:
-        self.runner.log += [self.batch] * calls
-        compute = tuple(self.call_ms * self.runner.uneven(self.calls + call) for call in range(calls))
-        self.calls += calls
-        both = tuple(ms + self.runner.copies_ms for ms in compute) if self.runner.copies_ms else None
-        wall_ms = sum(compute) + calls * self.runner.copies_ms
-        self.runner.clock.pass_ms(wall_ms)
-        return Laps(calls=calls, wall_ms=wall_ms, compute_ms=compute, end_to_end_ms=both)
 
 
 def measured(

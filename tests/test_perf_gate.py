@@ -102,7 +102,6 @@ def one(text: str, now: Bench | None = None, baseline: Bench | None = None, pari
         ("p50@b8 > dense - 3", "FAIL"),
         ("p90@b8 > 9", "PASS"),
         ("throughput@b8 < 100", "PASS"),  # 8 images in 8 ms are 1000 a second
-        ("throughput@b8 < 1100", "FAIL"),
         ("throughput@b8 < dense", "PASS"),
         ("peak_memory_bytes@b8 > 2000", "PASS"),
         ("size_bytes > 500", "FAIL"),
@@ -110,20 +109,14 @@ def one(text: str, now: Bench | None = None, baseline: Bench | None = None, pari
         ("macs >= 5", "FAIL"),
         ("macs > 5", "PASS"),
         ("fused_attention < dense", "FAIL"),
-        ("fused_attention < 8", "PASS"),
         ("device_memory@b8 > 9 MB", "PASS"),
         ("device_memory@b8 > 7.5 MB", "FAIL"),
         ("device_memory@b8 > 7.7 MiB", "PASS"),  # 7.7 * 2**20 are 8.07 million
         ("device_memory@b8 > 7.6 MiB", "FAIL"),
-        ("device_memory@b4 > 3000000", "PASS"),
         ("device_memory@b8 > dense", "PASS"),
-        ("device_memory@b8 > dense - 2 MB", "FAIL"),
-        ("device_memory@b4 > dense - 500 kB", "PASS"),
         ("plan_bytes > dense", "FAIL"),
-        ("plan_bytes > dense + 200 B", "PASS"),
         ("size_bytes > 0.5 kB", "FAIL"),
         ("sparse_layers < 6", "PASS"),
-        ("sparse_layers < 12", "FAIL"),
         ("relative_error > 0.05", "PASS"),
         ("relative_error@half > 1e-4", "FAIL"),
         ("top1_agreement < 0.984", "PASS"),
@@ -155,8 +148,8 @@ def of_agreement(share: float, images: int, **limits_of_link: Any) -> Parity:
     return Parity(images=ImageSet(count=images, digest=""), links=(replace(plain, status=status, reason=reason),))
 
 
-@pytest.mark.parametrize("confidence", [0.0, 0.5, 0.8, 0.95, 0.99])
-@pytest.mark.parametrize(("hits", "images"), [(64, 64), (63, 64), (49, 50), (60, 64), (500, 500), (493, 500)])
+@pytest.mark.parametrize("confidence", [0.0, 0.8, 0.99])
+@pytest.mark.parametrize(("hits", "images"), [(64, 64), (49, 50), (60, 64), (493, 500)])
 @pytest.mark.parametrize("least", [0.9, 0.98, 1.0])
 def test_a_link_and_a_rule_of_one_limit_have_one_verdict_and_one_reason(
     hits: int, images: int, least: float, confidence: float
@@ -318,11 +311,8 @@ def test_a_slowdown_that_the_reference_shows_as_well_is_the_machines() -> None:
         ("p50@b8 > baseline", "no baseline to compare with"),
         ("device_memory@b99 > 1", "this record does not tell device_memory of reduced at batch 99"),
         ("p50@b8", "no comparison"),
-        ("p50@b8 = 3", "no comparison"),
         ("p50@b8 > fast enough", "'fast enough' is no bound"),
-        ("p50@b8 > 1.2.3", "no bound"),
         ("p50 > 3", "write p50@b8"),
-        ("p50@8 > 3", "write p50@b8"),
         ("p50@b0 > 3", "'0': expected a whole number from 1 to 65536"),
         ("size_bytes@b8 > 3", "drop @b8"),
         ("end_to_end.size_bytes > 3", "end_to_end goes with"),
@@ -333,7 +323,6 @@ def test_a_slowdown_that_the_reference_shows_as_well_is_the_machines() -> None:
         ("plan_bytes@b8 > 9", "drop @b8"),
         ("p50@b8 > 9 MB", "MB goes with size_bytes, plan_bytes, device_memory, peak_memory_bytes, not with p50"),
         ("plan_bytes > dense MB", r"MB goes with a number of its own, such as dense \+ 20 MB"),
-        ("plan_bytes > dense * 2 MB", "MB goes with a number of its own"),
         ("plan_bytes > 9 XB", "is no bound"),
     ],
 )

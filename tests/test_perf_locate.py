@@ -5,15 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto
 
 from perf.parity import block_outputs
 from perf.parity.locate import FaultLocation, block_errors, keep_until_it_passes, locate
 from perf.parity.rounding import rounded_graph
+from tests.graphs import graph_of
 from tests.refusals import rejects
 
-Floats = NDArray[np.float64]
 ONES = np.ones((4, 3))
 
 
@@ -98,23 +97,17 @@ def test_the_site_of_a_node(name: str, site: str) -> None:
 
 def half_graph(weight: float, *, batch: str | int = "batch") -> ModelProto:
     """images -> float16 -> times weight (blocks.0.mlp) -> plus itself (blocks.0) -> times 0.001 (head) -> logits."""
-    nodes = [
-        helper.make_node("Cast", ["images"], ["x"], name="Cast", to=TensorProto.FLOAT16),
-        helper.make_node("Mul", ["x", "w"], ["y"], name="blocks.0.mlp.fc1/Mul"),
-        helper.make_node("Identity", ["y"], ["y2"], name="blocks.0.mlp/Identity"),
-        helper.make_node("Add", ["y2", "y2"], ["z"], name="blocks.0/Add"),
-        helper.make_node("Mul", ["z", "s"], ["u"], name="head/Mul"),
-        helper.make_node("Cast", ["u"], ["logits"], name="head/Cast", to=TensorProto.FLOAT),
-    ]
-    constants = [numpy_helper.from_array(np.asarray(v, np.float16), n) for n, v in (("w", weight), ("s", 0.001))]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 2])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, 2])],
-        constants,
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return graph_of(
+        f"""(float[{batch},2] images) => (float[{batch},2] logits) {{
+            ["Cast"] x = Cast<to=10>(images)
+            ["blocks.0.mlp.fc1/Mul"] y = Mul(x, w)
+            ["blocks.0.mlp/Identity"] y2 = Identity(y)
+            ["blocks.0/Add"] z = Add(y2, y2)
+            ["head/Mul"] u = Mul(z, s)
+            ["head/Cast"] logits = Cast<to=1>(u)
+        }}""",
+        w=np.asarray(weight, np.float16), s=np.asarray(0.001, np.float16),
+    )  # fmt: skip
 
 
 IMAGES = np.arange(10, dtype=np.float32).reshape(5, 2) + np.float32(1 / 3)

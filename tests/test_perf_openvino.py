@@ -16,8 +16,6 @@ from onnx import TensorProto, helper
 
 from ground.errors import BadInput, Missing
 from perf.runners import openvino as openvino_runner
-from perf.runners.onnx import OnnxRunner
-from perf.runners.onnx_session import io_of_onnx
 from perf.runners.openvino import CompiledSettings, OpenVinoRunner, shared_core
 from tests.refusals import rejects
 from tests.test_perf_runners import FEEDS, IMAGES, expected, onnx_file
@@ -153,15 +151,6 @@ def test_a_machine_without_it_is_told_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setitem(__import__("sys").modules, "openvino", None)
     with pytest.raises(Missing, match=r"openvino is not installed; pip install 'corp-deploy\[openvino\]'"):
         OpenVinoRunner(onnx_file(tmp_path / "m.onnx")).__enter__()
-
-
-@pytest.mark.parametrize("held", [TensorProto.FLOAT, TensorProto.FLOAT16])
-@pytest.mark.parametrize("batch", ["batch", 3])
-def test_a_file_tells_the_same_borders_as_a_session(tmp_path: Path, held: int, batch: str | int) -> None:
-    path = onnx_file(tmp_path / "m.onnx", held=held, batch=batch)
-    borders = io_of_onnx(path)
-    with OnnxRunner(path) as runner:
-        assert (borders.inputs, borders.outputs, borders.batch) == (runner.inputs, runner.outputs, runner.fixed_batch)
 
 
 TOLD = CompiledSettings(products=("fp32",), hint="fp32", execution_mode="ACCURACY", threads=2, streams=1, pinning=False)

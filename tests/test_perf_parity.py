@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ground.records import json_from_record, record_from_value
 from perf.parity.labels import accuracy
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link, parity_from_value
-from perf.parity.shift import Scatter, Shift, SiteShift, Stats, shift_of_sites, site_shift
+from perf.parity.shift import Scatter, SiteShift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import outputs
 from perf.parity.tolerance import Tolerance, exact, limits
 from tests.refusals import rejects
@@ -136,11 +135,7 @@ def test_the_record_survives_json() -> None:
     [
         (("kind",), "bench", "expected a parity record, got 'bench'"),
         (("version",), 2, "parity record of version 2, written by a newer corp-deploy; this tool reads version 1"),
-        (("links",), None, "links: got null, expected a list"),
-        (("links", 0, "measures"), None, r"links\[0\].measures: got null, expected a JSON object"),
         (("links", 0, "measures", "flips"), "0", r"measures.flips: got '0', expected a whole number"),
-        (("links", 0, "measures", "flips"), True, r"measures.flips: got true, expected a whole number"),
-        (("shift", "sites"), 3, "shift.sites: got 3, expected a list"),
         (("links", 0, "kind"), "half-way", r"links\[0\].kind: got 'half-way', expected exact or half or"),
         (("links",), [], "one link or more of different names"),
         (("links", 0, "tolerance", "margin_noise"), -1, r"links\[0\].tolerance: margin noise: got -1.0, expected"),
@@ -153,12 +148,6 @@ def test_damaged_records_are_refused(path: tuple[str | int, ...], value: object,
         at = at[key]
     at[path[-1]] = value
     rejects(words, parity_from_value, raw, where="parity.json")
-
-
-def test_a_missing_field_is_named() -> None:
-    raw = full().to_json()
-    del raw["links"][0]["measures"]["kl_max"]
-    rejects("'kl_max' is missing", parity_from_value, raw, where="parity.json")
 
 
 def test_answers_of_other_sizes_are_refused_with_who_gave_them() -> None:
@@ -254,11 +243,6 @@ def test_equal_statistics_have_no_distance() -> None:
     assert found.mean_noise == 0
     assert found.covariance_noise == pytest.approx(0, abs=1e-6)
     assert found.covariance_distance == pytest.approx(0, abs=1e-12)
-
-
-def test_the_record_survives() -> None:
-    found = shift_of_sites([shifted(parts(4))], images=200)
-    assert record_from_value(json_from_record(found), Shift, where="w") == found
 
 
 def test_what_does_not_fit_is_refused() -> None:

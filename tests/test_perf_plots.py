@@ -44,11 +44,6 @@ def test_short_labels(value: float, words: str) -> None:
     assert short(value) == words
 
 
-def numbers_of(svg: str) -> list[float]:
-    """Every x coordinate that is drawn."""
-    return [float(x) for x in re.findall(r'\b(?:x|x1|x2|cx)="([-\d.]+)"', svg)]
-
-
 def around(value: float) -> Interval:
     return Interval(value=value, low=value * 0.9, high=value * 1.1)
 
@@ -85,7 +80,7 @@ def test_plots_are_xml_inside_their_frame(draw: Callable[[], Drawing]) -> None:
     ElementTree.fromstring(svg)
     assert "nan" not in svg
     assert "inf" not in svg.replace("infinite", "")
-    assert all(-1 <= x <= WIDTH + 1 for x in numbers_of(svg))
+    assert all(-1 <= float(x) <= WIDTH + 1 for x in re.findall(r'\b(?:x|x1|x2|cx)="([-\d.]+)"', svg))
 
 
 def test_a_failed_row_and_its_reason_stay_visible() -> None:

@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 from xml.etree import ElementTree
 
@@ -46,6 +47,7 @@ def failed_row(batch: int) -> Row:
     return row(batch, (), trials=trials, stop="nothing to measure")
 
 
+@cache
 def bench() -> dict[str, Any]:
     describe = {"backend": "onnxruntime", "precision": "fp32"}
     made = Bench(

@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import onnx
@@ -23,6 +24,7 @@ from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from perf.runners.onnx_session import Provider, require_provider
 from perf.runners.protocol import HostBound
+from tests.graphs import graph_of
 from tests.refusals import rejects
 
 RNG = np.random.default_rng(0)
@@ -35,20 +37,16 @@ def onnx_file(
     path: Path, *, held: int = TensorProto.FLOAT, input_type: int = TensorProto.FLOAT, batch: str | int = "batch"
 ) -> Path:
     """Flatten, cast, matmul: logits = images.reshape(B, 48) @ WEIGHT, which is held in a type."""
-    weight = numpy_helper.from_array(WEIGHT.astype(np.float16 if held == TensorProto.FLOAT16 else np.float32), "weight")
-    if held == TensorProto.BFLOAT16:
-        bits = (WEIGHT.view(np.uint32) >> 16).astype(np.uint16)
-        weight = helper.make_tensor("weight", held, WEIGHT.shape, bits.tobytes(), raw=True)
-    nodes = [
-        helper.make_node("Flatten", ["images"], ["flat"], axis=1),
-        helper.make_node("Cast", ["flat"], ["typed"], to=held),
-        helper.make_node("MatMul", ["typed", "weight"], ["product"]),
-        helper.make_node("Cast", ["product"], ["logits"], to=TensorProto.FLOAT),
-    ]
-    inputs = [helper.make_tensor_value_info("images", input_type, [batch, 3, 4, 4])]
-    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, 5])]
-    graph = helper.make_graph(nodes, "tiny", inputs, outputs, [weight])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), str(path))
+    proto = graph_of(
+        f"""({TensorProto.DataType.Name(input_type).lower()}[{batch},3,4,4] images) => (float[{batch},5] logits) {{
+            flat = Flatten<axis=1>(images)
+            typed = Cast<to={held}>(flat)
+            product = MatMul(typed, weight)
+            logits = Cast<to=1>(product)
+        }}""",
+        weight=WEIGHT.astype(helper.tensor_dtype_to_np_dtype(held)),
+    )
+    onnx.save(proto, str(path))
     return path
 
 
@@ -261,41 +259,14 @@ def test_device_times_are_spans_between_events_and_leave_the_flush_out(flushed: 
     assert tape.waited == 1  # the calls of a block are waited for together
 
 
-class FakeBinding:
-    def __init__(self) -> None:
-        self.bound: list[tuple[object, ...]] = []
-
-    def bind_input(self, *what: object) -> None:
-        self.bound.append(("in", *what))
-
-    def bind_output(self, *what: object) -> None:
-        self.bound.append(("out", *what))
-
-
-class FakeSession:
-    """A session on a GPU: no GPU is here, so only what is asked of it is checked."""
-
-    def __init__(self, classes: int | str) -> None:
-        self.classes, self.binding, self.launched = classes, FakeBinding(), 0
-
-    def get_inputs(self) -> list[SimpleNamespace]:
-        return [
-            SimpleNamespace(name="images", shape=["batch", 3, 4, 4], type="tensor(float)"),
-            SimpleNamespace(name="ids", shape=["batch", 2], type="tensor(int64)"),
-        ]
-
-    def get_outputs(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name="logits", shape=["batch", self.classes], type="tensor(float)")]
-
-    def get_modelmeta(self) -> SimpleNamespace:
-        return SimpleNamespace(custom_metadata_map={})
-
-    def io_binding(self) -> FakeBinding:
-        return self.binding
-
-    def run_with_iobinding(self, binding: FakeBinding, options: object) -> None:
-        assert binding is self.binding
-        self.launched += 1
+def session_on_a_gpu(classes: int | str) -> Mock:
+    """No GPU is here, so only what is asked of it is checked."""
+    images = SimpleNamespace(name="images", shape=["batch", 3, 4, 4], type="tensor(float)")
+    ids = SimpleNamespace(name="ids", shape=["batch", 2], type="tensor(int64)")
+    logits = SimpleNamespace(name="logits", shape=["batch", classes], type="tensor(float)")
+    session = Mock(**{"get_modelmeta.return_value.custom_metadata_map": {}})
+    session.get_inputs.return_value, session.get_outputs.return_value = [images, ids], [logits]
+    return session
 
 
 def test_on_a_gpu_addresses_are_bound_once_and_the_first_runs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,18 +284,19 @@ def test_on_a_gpu_addresses_are_bound_once_and_the_first_runs_are_not_timed(monk
         return SimpleNamespace(device_in=held, device_out=out, bound=bound_to_tape)
 
     monkeypatch.setattr(onnx_runner, "Staging", SimpleNamespace(hold=hold))
-    runner, session = OnnxRunner(Path("m.onnx"), provider="cuda"), FakeSession(5)
+    runner, session = OnnxRunner(Path("m.onnx"), provider="cuda"), session_on_a_gpu(5)
     runner._session, runner._stream = session, SimpleNamespace(synchronize=tape.wait)
     runner._take_io()
     feeds: Feeds = {"ids": np.ones((3, 2), np.int64), **FEEDS}
     bound = runner.bind(feeds)
-    assert session.launched == 3
+    assert session.run_with_iobinding.call_count == 3
     bound.laps(4, lambda: 0)
-    assert session.launched == 7
-    assert session.binding.bound == [
-        ("in", "images", "cuda", 0, np.float32, (3, 3, 4, 4), 100),
-        ("in", "ids", "cuda", 0, np.int64, (3, 2), 101),
-        ("out", "logits", "cuda", 0, np.float32, (3, 5), 200),
+    binding = session.io_binding.return_value
+    assert [each.args[0] for each in session.run_with_iobinding.mock_calls] == [binding] * 7
+    assert binding.mock_calls == [
+        call.bind_input("images", "cuda", 0, np.float32, (3, 3, 4, 4), 100),
+        call.bind_input("ids", "cuda", 0, np.int64, (3, 2), 101),
+        call.bind_output("logits", "cuda", 0, np.float32, (3, 5), 200),
     ]
-    runner._session = FakeSession("classes")
+    runner._session = session_on_a_gpu("classes")
     rejects(r"logits must be .* fixed sizes behind the batch", runner.bind, feeds)

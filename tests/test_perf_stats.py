@@ -1,7 +1,6 @@
 """Statistics against independent computations: brute force, numpy, scipy, and repeated sampling."""
 
 import itertools
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -51,13 +50,6 @@ def test_p90_is_always_told_but_bounded_only_with_enough_samples() -> None:
     assert (few.value, few.upper) == (3.0, None)
     assert tail(list(range(64)), 90, always=True).upper == 62
     assert tail([], 90, always=True).value is None
-
-
-def test_too_few_rounds_give_no_finite_interval() -> None:
-    few = [np.ones(4)] * 5
-    assert ratio_of_medians([2 * ones for ones in few], few) == Interval(value=2.0, low=0.0, high=math.inf)
-    assert median_interval(few).high == math.inf
-    assert rate_interval(np.ones(5), np.ones(5)).high == math.inf
 
 
 def test_the_same_samples_always_give_the_same_interval() -> None:
@@ -156,7 +148,7 @@ def test_the_interval_of_a_percentile_is_scipys_bootstrap_over_rounds(seed: int,
 
     def pooled(drawn: NDArray[np.int64]) -> float:
         times = np.concatenate([rounds[int(index)] for index in drawn])
-        return float(stats.quantile(times, percent / 100, method="inverted_cdf"))
+        return float(np.quantile(times, percent / 100, method="inverted_cdf"))
 
     indices = np.arange(len(rounds)).astype(np.float64)
     value = pooled(np.arange(len(rounds)))

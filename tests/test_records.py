@@ -190,11 +190,7 @@ def records(folder: Path) -> dict[str, Record]:
     return valid_records(folder / "any.json")
 
 
-KINDS = (
-    *("bench", "parity", "gate", "table", "engine", "config", "snapshot", "manifest", "expected", "stamp", "digests"),
-    "moments",
-)
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("kind", ["bench", "parity"])
@@ -206,14 +202,6 @@ def test_a_report_of_one_value_of_another_type(kind: str, data: st.DataObject, r
     changed = replaced(document, path, data.draw(VALUES | st.sampled_from([1e308, 1e-308, []])))
     with suppress(BadInput):
         assert html({"title": "changed", kind: changed})
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff", b'"\xff"', b"[" * 10**6, b'{"kind": "', b"9" * 10**5, b"nul", b"\0"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_json_at_all(kind: str, content: bytes, folder: Path, records: dict[str, Any]) -> None:
-    name, _, reader = records[kind]
-    (folder / name).write_bytes(content)
-    rejects(name, reader, folder / name)
 
 
 def test_what_was_written_before_still_loads() -> None:

@@ -17,7 +17,7 @@ from corp_deploy.traced.models.sites import calibration_taps
 from tests import tiny
 from tests.timm_models import VITS, checkpoint, library, moments, pixels
 
-HEADS, DIMS, PLANES = 3, 16, 8
+HEADS, DIMS = 3, 16
 
 
 def heard(model: nn.Module, layer: str, images: Tensor) -> Tensor:
@@ -32,7 +32,15 @@ def heard(model: nn.Module, layer: str, images: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("form", [form for form in VITS if form != "norms inside"])
+QUICK = ("class token", "maximum", "packed gate", "gate apart", "residual post-norm")
+FORMS = [
+    form if form in QUICK else pytest.param(form, marks=pytest.mark.slow("models"))
+    for form in VITS
+    if form != "norms inside"
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_those_of_channels_are_those_of_a_loop_over_images(form: str) -> None:
     """To the rounding of a float32 model, whose products depend on how many images go through it at once."""
     theirs, images = library(form), pixels(checkpoint(form).model, 24)

@@ -14,7 +14,6 @@ from corp_deploy.store.hub_snapshot import config_of_directory, model_of_snapsho
 from corp_deploy.store.manifest import load_manifest
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from export.engine.record import EngineRecord, record_of_plan
-from export.graph.ports import GraphPort
 from export.triton.config import expected_text, read_expected
 from ground.ports import image_port
 from ground.records import record_from_file
@@ -24,6 +23,7 @@ from perf.gate.verdicts import load_gate, save_gate
 from perf.parity.parity import ImageSet, Parity, link, load_parity
 from perf.parity.tolerance import limits
 from perf.record.runs import Bench, BenchTrial, Block, GpuState, Row, SubjectRecord, load_bench, save_bench
+from tests.export_served import engine_record
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("dense", "reduced")
@@ -67,31 +67,10 @@ def table() -> LatencyTable:
 
 
 def engine() -> EngineRecord:
-    ports = (GraphPort(name="images", dtype="float32", shape=("batch", 3, 4, 4)),)
-    return EngineRecord(
-        backend="tensorrt",
-        library_version="10.0",
-        command="build",
-        onnx_sha256="0" * 64,
-        onnx_bytes=1,
-        plan_sha256="1" * 64,
-        plan_bytes=1,
-        precision="fp16",
-        half_weight_share=1.0,
-        half_kernel_share=None,
-        targets=("86",),
-        gpu=None,
-        profiles=("1:2:4",),
-        inputs=ports,
-        outputs=ports,
-        kernels=3,
-        kernel_kinds={"gemm": 2},
-        attention_sites=("blocks.0.attn",),
-        fused_attention_sites=(),
-        build_seconds=1.5,
-        options={"sparse": False},
-        roles={"images": "embedding"},
-    )
+    return engine_record(
+        kernels=3, kernel_kinds={"gemm": 2}, attention_sites=("blocks.0.attn",), fused_attention_sites=(),
+        options={"sparse": False}, roles={"images": "embedding"},
+    )  # fmt: skip
 
 
 def config() -> dict[str, Any]:
