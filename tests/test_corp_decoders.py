@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 import torch
 from click.testing import Result
@@ -71,7 +70,7 @@ def theirs(directory: Path) -> nn.Module:
 def calibrated(home: Path, kind: str, *options: Any) -> Path:
     moments = home / f"{kind}.moments.safetensors"
     if not moments.exists():
-        where = ("--text", home / "text.txt", "--samples", 48, "-o", moments)
+        where = ("--text", home / "text.txt", "--samples", 32, "-o", moments)
         invoked("calibrate", "--model", f"hf:{home / kind}", *where, *options)
     return moments
 
@@ -86,16 +85,6 @@ def test_a_decoder_gives_the_logits_of_its_class(home: Path, kind: str) -> None:
     ids = decoders.ids(3, 40)
     expected = logits_of(theirs(home / kind), ids)
     torch.testing.assert_close(logits_of(dense_of(home / kind), ids), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow("models")
-@pytest.mark.parametrize("kind", decoders.KINDS)
-def test_without_sparsity_nothing_changes(home: Path, kind: str) -> None:
-    heads = () if kind == "qwen3" else ("--attn", 0.0)
-    reduced(home, kind, f"{kind}-same", "--mlp", 0.0, "--whole-heads", 0.0, *heads)
-    dense, ids = dense_of(home / kind), decoders.ids(2)
-    same = load(home / f"{kind}-same")
-    torch.testing.assert_close(logits_of(same, ids), logits_of(dense, ids), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", decoders.KINDS)
@@ -179,7 +168,7 @@ def test_a_layer_without_a_bias_is_fitted_without_means(home: Path) -> None:
         one, other = (model.get_parameter(f"blocks.{index}.mlp.down.weight") for model in (gram, ours))
         torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-3)
     dense = dense_of(home / "llama")
-    sequences = texts_for_model(dense, home / "text.txt", samples=48)
+    sequences = texts_for_model(dense, home / "text.txt", samples=32)
     ids = torch.cat([batch["input_ids"] for batch in sequences.batches(16)])
     heard: list[Tensor] = []
     down = dense.get_submodule("blocks.0.mlp.down")
@@ -389,15 +378,3 @@ def test_widths_are_multiples_of_128_unless_others_are_asked_for(align: dict[str
     model = traced_decoder(decoder, Tokenization(length=16, sha256="0" * 64))
     choice = MethodChoice(mlp=0.4, align=align or ALIGN)
     assert uniform_widths(model, choice.method) == {f"blocks.{index}.mlp": width for index in range(2)}
-
-
-@pytest.mark.slow("graph")
-@pytest.mark.parametrize("kind", ["opt", "gpt2"])
-def test_the_graph_of_a_prompt_gives_the_logits_of_the_reduced_decoder(home: Path, kind: str) -> None:
-    reduced(home, kind, f"{kind}-graph", "--mlp", 0.5, "--attn", 0.5)
-    graph = home / f"{kind}.onnx"
-    invoked("export", "--model", home / f"{kind}-graph", "-o", graph)
-    ids = decoders.ids(3)
-    (got,) = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, {"input_ids": ids.numpy()})
-    expected = logits_of(load(home / f"{kind}-graph"), ids)
-    torch.testing.assert_close(torch.from_numpy(np.asarray(got)), expected, rtol=1e-4, atol=1e-4)

@@ -15,13 +15,14 @@ from torch import Tensor
 from calib.images import Images
 from corp_deploy.algebra.channels import affine
 from corp_deploy.algebra.obs import obs
-from corp_deploy.algebra.regression import Regression, refit_toward
+from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.reduction.correct import STRENGTHS, divided_by_scale, group_corrections
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.traced_loop import reduce_traced
 from tests import tiny
+from tests.test_corp_sparse_algebra import regression_of
 
 Draw = tuple[Tensor, Tensor, Tensor]
 
@@ -35,16 +36,6 @@ def draw(seed: int, *, count: int = 60, width: int = 8, outputs: int = 3, rank: 
     other = torch.randn(outputs, width, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     noise = torch.randn(count, outputs, dtype=torch.float64, generator=generator)
     return x, x @ (prior + other).T + noise + 2.0, prior
-
-
-def regression_of(x: Tensor, t: Tensor) -> Regression:
-    return Regression(
-        mean_K=x.mean(0),
-        second_KK=x.T @ x / len(x),
-        mean_O=t.mean(0),
-        cross_OK=t.T @ x / len(x),
-        target_square=float(t.square().sum() / len(x)),
-    )
 
 
 def loss(drawn: Draw, kept: list[int], ridge: float) -> tuple[float, Tensor]:

@@ -3,6 +3,7 @@ the family's own polish of the same model.
 """
 
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from calib.images import Images
 from calib.inputs import InputSet
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.given_module import facts_of_module
 from corp_deploy.families.traced_model import steps, tracing
-from corp_deploy.polish.layers import pairs_of
-from corp_deploy.polish.newton import Newton, Step
+from corp_deploy.polish.descent import StepBudget
+from corp_deploy.polish.layers import pairs_of, walk_layers
+from corp_deploy.polish.newton import AlternatingFit, Newton, Step
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import Polished, polished
+from corp_deploy.polish.report import PartReport
 from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.streams import Pair
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import traced_module
 from corp_deploy.traced.models.steps import SegmentStep
 from tests import tiny
-from tests.layer_fits import fit_layers_
 from tests.traced_examples import with_structure
 
 DIM, HEADS, TOKENS = 24, 2, 16
@@ -195,6 +200,21 @@ def disturbed_(model: nn.Module, by: float) -> None:
             weight.add_(by * noise * weight.norm() / math.sqrt(weight.numel()))
 
 
+@torch.no_grad()
+def fit_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Newton, *, sweeps: int) -> list[PartReport]:
+    """The reduced model's narrower sublayers fitted in place, so many sweeps each, in the order they run."""
+    reports = list[PartReport]()
+
+    def fit(step: SegmentStep, name: str, both: list[Pair]) -> None:
+        fitted = AlternatingFit(segment_sublayer(model, step), both, how, StepBudget(steps=sweeps, seconds=None))
+        position = fitted.start()
+        fitted.run(position)
+        reports.append(position.report(name))
+
+    walk_layers(dense, model, pairs, fit)
+    return reports
+
+
 def planted(tmp_path: Path, *, in_place: bool = False) -> tuple[nn.Module, nn.Module]:
     """A model half of whose hidden channels do nothing, and one that has the others alone, but disturbed."""
     torch.manual_seed(0)
@@ -254,3 +274,47 @@ def test_what_changes_in_place_is_polished_alike(tmp_path: Path) -> None:
     """Streams that are added to where they stand are run through again and again."""
     plain, in_place = own_polished(tmp_path), own_polished(tmp_path, in_place=True)
     assert in_place.report.error == plain.report.error < plain.report.error_before
+
+
+def shown(model: nn.Module, count: int, seed: int = 0) -> Images:
+    return tiny.opened(Path(tempfile.mkdtemp()) / "images.npy", tiny.images(count, seed), model)
+
+
+@torch.no_grad()
+def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
+    """By its own outputs a little ahead and a little behind; a token counts as those that it stands for."""
+    dense = tiny.checkpoint(init_values=0.3).model
+    model = traced_model.with_merging(halved(dense, shown(dense, 24)), Merging(schedule=(3, 2)))
+    heaviest = list[float]()
+    passages = [step for step in traced_model.steps(model) if isinstance(step, SegmentStep) and step.sites]
+    sublayers, looked_at = {each.name: segment_sublayer(model, each) for each in passages}, []
+
+    def compare(passage: SegmentStep, name: str, pairs: list[Pair]) -> None:
+        assert isinstance(passage, SegmentStep), name
+        (pair,), read = pairs, sublayers[name].read
+        tokens = slice(None) if read is None else read
+        for step in sublayers[name].steps:
+            (piece,), start_RD = step.linearised(pairs), step.rows_RD
+            change_RD = torch.randn(start_RD.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            ahead, now, behind = (
+                moved(step, share * change_RD, passage, pair.reduced, pair.present_BN) for share in (1e-5, 0.0, -1e-5)
+            )
+            expected, lacking = ((ahead - behind) / 2e-5)[:, tokens], (pair.target - now)[:, tokens]
+            torch.testing.assert_close(piece.tangent.along(change_RD), expected.flatten(0, 1), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(piece.residual_XO, lacking.flatten(0, 1), rtol=1e-9, atol=1e-9)
+            assert (piece.weight_X is None) == (pair.sizes_BN is None)
+            heaviest.append(0.0 if piece.weight_X is None else float(piece.weight_X.max()))
+        looked_at.append(name)
+
+    (pair, *_) = pairs_of(dense, shown(dense, 6), shown(dense, 6, 1))
+    pairs = [Pair(dense=pair.dense.double(), reduced=pair.reduced.double(), held_out=False)]
+    list(traced_model.steps(dense))
+    for each in (dense, model):
+        tracing(each).running.graph.double()
+    walk_layers(dense, model, pairs, compare)
+    assert looked_at == [f"blocks.{index}.{part}" for index in (0, 1) for part in ("attn", "mlp")]
+    assert max(heaviest) > 1.0
+
+
+def test_no_time_left_is_the_end_of_the_way() -> None:
+    assert StepBudget(steps=None, seconds=0.0).way(0, 0.0) == 1.0
