@@ -247,41 +247,27 @@ def test_a_probe_weighs_all_outputs_alike(tmp_path: Path) -> None:
     assert exact[trials[0]] > 0
 
 
-def test_reductions_keep_the_outputs_and_a_closed_loop_lowers_the_error_of_tokens(tmp_path: Path) -> None:
-    dense = VIT()
-    model = named_by(dense.model, "class,patches,block1")
-    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(128), model)
-    moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
-    held_out = torch.from_numpy(tiny.images(32, seed=9))
-    half = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
-    errors = {}
-    for preset in ("none", "best"):
-        reduction = reduce(model, moments, method_from_preset(preset, **half))
-        assert outputs_of(reduction.model) == outputs_of(model)
-        errors[preset] = mean_change(reduction.model, model, held_out)
-    looped = reduce_traced(model, inputs, method_from_preset("best", **half), loop=Loop()).model
-    errors["loop"] = mean_change(looped, model, held_out)
-    assert errors["loop"] < errors["best"] < errors["none"], errors
-    kept = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0))
-    for name, tensor in given_of(model).items():
-        torch.testing.assert_close(given_of(kept.model)[name], tensor, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("names", "asked"),
+    ("names", "loop", "asked"),
     [
-        ("class,patches,block1", PolishOptions(how="model", steps=12, batch_size=8)),
-        ("class,patches,block1_map", PolishOptions(how="layer")),
+        ("class,patches,block1", Loop(), PolishOptions(how="model", steps=12, batch_size=8)),
+        ("class,patches,block1_map", None, PolishOptions(how="layer")),
     ],
 )
-def test_a_polish_lowers_the_errors_of_all_outputs(names: str, asked: PolishOptions, tmp_path: Path) -> None:
+def test_loops_and_polishes_lower_the_errors_of_all_outputs(
+    names: str, loop: Loop | None, asked: PolishOptions, tmp_path: Path
+) -> None:
     dense = VIT()
-    model = named_by(dense.model, names)
-    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), model)
-    moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
-    reduced = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.75, align_hidden=8)).model
+    model, shown = named_by(dense.model, names), torch.from_numpy(tiny.images(64))
+    inputs = tiny.opened(tmp_path / "images.npy", shown.numpy(), model)
+    method = method_from_preset("best", mlp_sparsity=0.75, align_hidden=8)
+    reduced = reduce(model, calibrate(replace(dense, model=model), inputs, batch_size=32), method).model
+    if loop:
+        looped = reduce_traced(model, inputs, method, loop=loop).model
+        assert mean_change(looped, model, shown) < mean_change(reduced, model, shown)
+        reduced = looped
     result = polished(model, reduced, inputs, asked)
-    assert outputs_of(result.model) == outputs_of(model)
+    assert outputs_of(reduced) == outputs_of(result.model) == outputs_of(model)
     assert result.report.error < result.report.error_before
 
 

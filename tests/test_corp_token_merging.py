@@ -28,7 +28,7 @@ from corp_deploy.reduction.moments import merging_note
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.traced.models.layers import layered
-from corp_deploy.traced.models.merging import Merging, Metric, schedule_from_text
+from corp_deploy.traced.models.merging import How, Merging, Metric, schedule_from_text
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.steps import Merge, StreamState
 from corp_deploy.traced.models.token_merging import (
@@ -299,8 +299,9 @@ def test_schedules_as_people_write_them() -> None:
 SCHEDULE = (3, 4)
 
 
-def merged_tiny(options: Any = (), **kwargs: Any) -> nn.Module:
-    return with_merging(tiny.checkpoint(**kwargs).model, Merging(schedule=SCHEDULE, **dict(options)))
+@cache
+def merged_tiny(how: How = "merge", **kwargs: Any) -> nn.Module:
+    return with_merging(tiny.checkpoint(**kwargs).model, Merging(schedule=SCHEDULE, how=how))
 
 
 def moments_of(model: nn.Module, images: np.ndarray) -> Moments:
@@ -334,7 +335,7 @@ def test_moments_count_each_token_by_its_size() -> None:
 
 
 def test_moments_of_dropped_tokens_count_those_that_are_left() -> None:
-    moments = moments_of(merged_tiny({"how": "drop"}), tiny.images(9))
+    moments = moments_of(merged_tiny("drop"), tiny.images(9))
     tokens = {name: sums.tokens for name, sums in moments.sites.items()}
     assert tokens == {
         "blocks.0.attn.qk": 153,
