@@ -10,12 +10,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 from safetensors.torch import save_file
-from torch import nn
 
 from calib.moments import Moments
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
@@ -26,11 +24,10 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
+from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.narrowing import at_widths
 from examples.digits.images import load
-from tests import tiny
 from tests.command import invoked
 from tests.refusals import rejects
 from tests.small_convnets import (
@@ -43,7 +40,6 @@ from tests.small_convnets import (
     images_of,
     library,
     method,
-    opened,
     outputs,
     pixels,
     streams,
@@ -111,26 +107,6 @@ def test_weights_under_timms_names_are_read(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("models")
-def test_a_network_in_front_of_a_vit_is_reduced_with_it(tmp_path: Path) -> None:
-    name = "vit_small_r26_s32_224"
-    kwargs = {"img_size": 64, "num_classes": 7, "depth": 2, "embed_dim": 48, "num_heads": 3}
-    torch.manual_seed(0)
-    architecture = Architecture(name=name, kwargs=kwargs)
-    own = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
-    tiny.enliven(own.model, 0)
-    taken = calibrate(own, opened(own.model, 96, tmp_path, size=64), batch_size=32)
-    shares = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
-    splits = {preset: reduce(own.model, taken, method(preset, 0.5, **shares)) for preset in ("none", "best")}
-    lost = {preset: sum(each.error / each.energy for each in half.sites) for preset, half in splits.items()}
-    assert lost["best"] < 0.5 * lost["none"]
-    half = splits["best"].model
-    assert {each.part for each in splits["best"].sites} >= {"convolutions", "mlp", "qk"}
-    assert macs(half) < 0.75 * macs(own.model)
-    save(replace(own, model=half), tmp_path / "model")
-    assert error(load_checkpoint(tmp_path / "model").model, half, pixels(2, size=64)) < 1e-6
-
-
-@pytest.mark.slow("models")
 @pytest.mark.parametrize("preset", WITH_CONVOLUTIONS)
 def test_nothing_removed_is_the_identity(preset: str) -> None:
     """To float32 rounding; GRAIL's ridge shrinks the layer a little, as published."""
@@ -139,35 +115,6 @@ def test_nothing_removed_is_the_identity(preset: str) -> None:
         limit = 2e-2 if preset == "grail" else 1e-4
         assert error(reduce(own, moments(name), method(preset, 0.0)).model, own, pixels(6)) < limit, name
         assert error(reduce_traced(own, source, method(preset, 0.0), loop=Loop()).model, own, pixels(6)) < limit, name
-
-
-@torch.no_grad()
-def with_duplicates(model: nn.Module) -> nn.Module:
-    """Every two neighbours that a site's own layers write alike, norms and squeezes among them."""
-    twice = copy.deepcopy(model)
-    for site in conv_sites(twice):
-        size = site.groups.size // site.groups.parts
-        for span in (*site.groups.writers, *site.groups.between):
-            assert size % 2 == 0, site.name
-            if span.name not in (state := twice.state_dict()):  # a bias that it hasn't got
-                continue
-            tensor = state[span.name]
-            moved = tensor.movedim(span.axes[0], 0)
-            first, second = (span.index_GM[start::2].flatten() for start in (0, 1))
-            moved[second] = moved[first].clone()
-    return twice
-
-
-@pytest.mark.slow("models")
-@pytest.mark.parametrize("name", ["resnet18", "resnet26t", "resnet50d", "resnext50_32x4d", "small_efficientnet"])
-def test_planted_duplicates_go_at_no_loss(name: str) -> None:
-    """There are more positions than columns everywhere; without a ridge to speak of."""
-    dense, source, unseen = with_duplicates(checkpoint(name).model), images_of(name, 96), pixels(6, seed=5)
-    how = method("best", 0.5, ridge_rel=1e-8)
-    for loop in (Loop(), None):
-        reduced = reduce_traced(dense, source, how, loop=loop).model
-        assert error(reduced, dense, unseen) < 1e-4
-        assert macs(reduced) < 0.9 * macs(dense)  # groups of few channels keep most
 
 
 @cache
@@ -201,18 +148,6 @@ def test_of_trained_weights_it_errs_least_by_far() -> None:
     ours = error(reduce_traced(own.model, source, best, loop=Loop()).model, own.model, unseen)
     assert ours < 0.8 * error(reduce(own.model, taken, best).model, own.model, unseen)
     assert ours < 0.3 * error(reduce_traced(own.model, source, grail).model, own.model, unseen)
-
-
-@pytest.mark.slow("models")
-def test_halves_judge_each_other() -> None:
-    name = "resnext50_32x4d"
-    model, source = checkpoint(name).model, images_of(name, 64)
-    splits = reduce_traced(model, source, method("best", 0.5), loop=Loop(half_ids=source.ids[:32]))
-    assert all(each.ridge_fit is not None for each in splits.sites)
-    plain = reduce_traced(model, source, method("best", 0.5), loop=Loop())
-    assert not any(each.ridge_fit for each in plain.sites)
-    bound = error(plain.model, model, pixels(32, seed=5))
-    assert error(splits.model, model, pixels(32, seed=5)) < 1.1 * bound
 
 
 def test_groups_keep_as_many_each() -> None:
@@ -349,21 +284,6 @@ def test_graphs_are_plain_convolutions_with_norms_in_their_weights(home: Path) -
         assert {each.data_type for each in weights} == {kind}
     names = [node.name for node in whole.graph.node if node.op_type == "Conv"]
     assert "layer2.1.bn2/Conv" in names, "the norm's, which gives what both gave"
-
-
-@pytest.mark.slow("models")
-def test_a_broken_link_is_located_in_its_block(home: Path) -> None:
-    """One convolution of the FP32 graph scaled: the proof names the block, not the first or the last one."""
-    graph = onnx.load(home / "reduced" / "model.onnx")
-    (node,) = (node for node in graph.graph.node if node.name == "layer2.1.bn2/Conv")
-    (weight,) = (each for each in graph.graph.initializer if each.name == node.input[1])
-    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(1.5), weight.name))
-    onnx.save(graph, home / "broken.onnx")
-    chain = (RESNET, home / "reduced", home / "broken.onnx")
-    result = invoked("verify", *chain, "--images", home / "held-out.npz", "-o", home / "broken.json", code=1)
-    assert "layer2.1" in result.output
-    (fault,) = json.loads((home / "broken.json").read_text())["located"]
-    assert fault["site"].startswith("layer2.1")
 
 
 @pytest.mark.slow("models")

@@ -1,25 +1,34 @@
 """Encoders of BERT's kind, held against those of transformers with the same random weights."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from corp_deploy.families.bert import MODEL_TYPES, architecture_from_transformers
+from corp_deploy.families.bert import MODEL_TYPES, EncoderArguments, architecture_from_transformers, architecture_of
+from corp_deploy.families.family import dense_model
 from corp_deploy.families.sentence_files import PooledBy, TextLength, pooled_by, text_length
 from corp_deploy.families.text_encoder import EncoderArchitecture, TextEncoder
 from corp_deploy.families.text_names import state_from_transformers
 from corp_deploy.families.tokenizer import TextSpec, Tokenization, content_of_tokenizer
+from corp_deploy.families.traced_model import exportable
+from corp_deploy.traced.models.narrowing import at_widths
 from export.graph.precision import typed_copy
+from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
 from ground.files import sha256_of_text
+from ground.ports import OutputPort, Port
 from tests import encoders
+from tests.graphs import built, needs_rtx, session_of
 from tests.refusals import rejects
 
 TOKENS = 12
@@ -214,3 +223,57 @@ def test_impossible_architectures_are_refused() -> None:
         EncoderArchitecture(positions=2, first_position=2, **widths)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="activation 'mish'"):
         EncoderArchitecture(positions=2, activation="mish", **widths)  # type: ignore[arg-type]
+
+
+# As ONNX and as an engine: the embeddings of torch, attention fused under its mask
+
+
+LENGTH, VOCABULARY = 16, 120
+INPUTS = [Port(name=name, shape=(LENGTH,), dtype="int64") for name in ("input_ids", "attention_mask")]
+OUTPUTS = [OutputPort(name="embedding", role="embedding")]
+
+
+def encoder(*, normalize: bool = True, qk: int = 64) -> nn.Module:
+    """Two blocks with random weights, queries and keys so wide in all, in the form that is exported."""
+    torch.manual_seed(0)
+    architecture = EncoderArchitecture(
+        vocabulary=VOCABULARY, positions=32, token_types=2, width=64, heads=2, hidden=128, layers=2, normalize=normalize
+    )
+    text = Tokenization(length=LENGTH, sha256="0" * 64)
+    dense = dense_model(architecture_of("bert", EncoderArguments(encoder=architecture, text=text)))
+    dense.requires_grad_(False)
+    return exportable(at_widths(dense, {f"blocks.{block}.attn.qk": qk for block in (0, 1)}) if qk < 64 else dense)
+
+
+def padded_texts(count: int) -> dict[str, NDArray[np.int64]]:
+    rng = np.random.default_rng(count)
+    mask = (np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (count, 1))).astype(np.int64)
+    return {"input_ids": rng.integers(0, VOCABULARY, (count, LENGTH)), "attention_mask": mask}
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
+def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, precision: str, bound: float) -> None:
+    model = encoder(normalize=precision == "fp32", qk=32)
+    path = tmp_path / "encoder.onnx"
+    save(onnx_from_model(model, INPUTS, OUTPUTS, precision=precision, metadata={}), path)
+    session = session_of(path)
+    for count in (1, 5):
+        feed = padded_texts(count)
+        with torch.no_grad():
+            exact = copy.deepcopy(model).double()(*(torch.from_numpy(array) for array in feed.values())).numpy()
+        (embedding,) = session.run(None, feed)
+        assert np.linalg.norm(embedding - exact) < bound * np.linalg.norm(exact)
+        other = {**feed, "input_ids": np.where(feed["attention_mask"] == 1, feed["input_ids"], 7)}
+        np.testing.assert_allclose(session.run(None, other)[0], embedding, rtol=0, atol=bound)
+
+
+@pytest.mark.slow("graph", "engine")
+@needs_rtx
+@pytest.mark.parametrize("qk", [64, 32])
+def test_attention_stays_one_kernel_under_its_mask(qk: int, tmp_path: Path) -> None:
+    path = tmp_path / "encoder.onnx"
+    save(onnx_from_model(encoder(qk=qk), INPUTS, OUTPUTS, precision="fp16", metadata={}), path)
+    record = built(path, "1:8:16")
+    assert record.attention_sites == record.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
+    assert [port.name for port in record.inputs] == [port.name for port in INPUTS]

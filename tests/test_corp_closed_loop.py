@@ -3,6 +3,7 @@
 import copy
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import corp_deploy
 from calib.images import Images
 from calib.store import save as save_moments
 from corp_deploy.algebra.regression import RegressionSums
@@ -20,16 +20,17 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.correct import divided_by_scale, group_corrections
+from corp_deploy.reduction.correct import group_corrections
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
-from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.traced.finding.cuts import cuts
+from corp_deploy.traced.models.steps import StreamState
 from tests import tiny
 from tests.command import invoked
-from tests.test_corp_named_sites import SOURCE, checkpoint, named, net
 from tests.test_traced_loops import Heard, layer_of
 
 
@@ -97,9 +98,10 @@ def test_one_block_is_the_least_squares_answer(strength: float, kwargs: dict[str
 
 @pytest.mark.parametrize("name", ["blocks.1.mlp.fc1", "blocks.1.attn.qkv"])
 @pytest.mark.parametrize("kwargs", [{}, {"qkv_bias": False}])
-def test_a_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, Any]) -> None:
-    """At full width nothing else changes it."""
-    model, strength = tiny.checkpoint(global_pool="avg", **kwargs).model, 0.1
+def test_a_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, Any], tmp_path: Path) -> None:
+    """At full width nothing else changes it; a bias that it makes comes back with the saved model."""
+    dense, strength = tiny.checkpoint(global_pool="avg", **kwargs), 0.1
+    model = dense.model
     images = tiny.images(24).repeat(4, axis=0)
     full = {"blocks.1.mlp": 192} if "mlp" in name else {"blocks.1.attn.qk": 48, "blocks.1.attn.v": 48}
     looped = reduce_traced(
@@ -109,47 +111,27 @@ def test_a_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, 
     read = slice(1, None) if "mlp" in name else slice(None)  # the average is over patches, but keys are of all
     state, found = model.state_dict(), looped.model.state_dict()
     weight, bias = state[f"{name}.weight"].numpy(), state[f"{name}.bias"].numpy() if f"{name}.bias" in state else 0.0
-    (own, _), (dense, _) = (heard(each, images, read) for each in (looped.model, model))
-    x, target = own[entering(looped.model, name)], dense[entering(model, name)] @ weight.T + bias
+    (own, _), (whole, _) = (heard(each, images, read) for each in (looped.model, model))
+    x, target = own[entering(looped.model, name)], whole[entering(model, name)] @ weight.T + bias
     solved = ridge_toward(x, target, weight, strength)
     expected = x @ solved[0].T + solved[1]
     mine = x @ found[f"{name}.weight"].double().numpy().T + found[f"{name}.bias"].double().numpy()
     assert np.abs(expected - target).mean() > 1e-3  # there is something to align
     np.testing.assert_allclose(mine, expected, rtol=1e-3, atol=1e-3)
-
-
-def test_alignment_lowers_the_error_where_much_is_missing(tmp_path: Path) -> None:
-    """And a bias that it makes comes back with the saved model."""
-    checkpoint = tiny.checkpoint(depth=4, qkv_bias=False)
-    source, held_out = opened(checkpoint.model, tiny.images(192)), tiny.images(64, seed=9)
-    method = best(mlp_sparsity=0.5, attention_sparsity=0.5)
-    dense = tiny.ran(checkpoint.model, held_out)
-    aligned, plain = (
-        reduce_traced(checkpoint.model, source, method, loop=Loop(align_inputs=align)) for align in (True, False)
-    )
-    assert not any(site.alignment for site in plain.sites)
-    errors = [tiny.relative(tiny.ran(each.model, held_out), dense) for each in (aligned, plain)]
-    assert errors[0] < 0.99 * errors[1]
-    save(Checkpoint(model=aligned.model, architecture=checkpoint.architecture, lineage={}), tmp_path)
-    torch.testing.assert_close(tiny.ran(load_checkpoint(tmp_path).model, held_out), tiny.ran(aligned.model, held_out))
-
-
-def both_loops(checkpoint: Checkpoint, images: NDArray[np.float32], method: Method) -> tuple[Reduction, Reduction]:
-    """Open and closed, from the same images."""
-    source = opened(checkpoint.model, images)
-    moments = calibrate(checkpoint, source, batch_size=32)
-    return reduce(checkpoint.model, moments, method), reduce_traced(checkpoint.model, source, method, loop=Loop())
+    save(Checkpoint(model=looped.model, architecture=dense.architecture, lineage={}), tmp_path)
+    assert torch.equal(tiny.ran(load_checkpoint(tmp_path).model, images), tiny.ran(looped.model, images))
 
 
 def test_without_redundancy_it_gains_more_and_tells_what_it_lost() -> None:
     """Random weights leave little to explain one channel by others, so much goes missing at every block."""
-    checkpoint, held_out = tiny.checkpoint(depth=4), tiny.images(64, seed=9)
+    checkpoint, held_out = tiny.checkpoint(depth=3), tiny.images(64, seed=9)
     method = best(mlp_sparsity=0.5, attention_sparsity=0.5, geometry="square")
-    open_loop, looped = both_loops(checkpoint, tiny.images(192), method)
+    source = opened(checkpoint.model, tiny.images(128))
+    open_loop = reduce(checkpoint.model, calibrate(checkpoint, source, batch_size=32), method)
+    looped = reduce_traced(checkpoint.model, source, method, loop=Loop())
     dense = tiny.ran(checkpoint.model, held_out)
-    assert tiny.relative(tiny.ran(looped.model, held_out), dense) < 0.9 * tiny.relative(
-        tiny.ran(open_loop.model, held_out), dense
-    )
+    errors = [tiny.relative(tiny.ran(each.model, held_out), dense) for each in (looped, open_loop)]
+    assert errors[0] < 0.9 * errors[1]
     assert not any(site.loop for site in open_loop.sites)
     for site in looped.sites:
         if site.loop is not None:
@@ -160,18 +142,6 @@ def test_without_redundancy_it_gains_more_and_tells_what_it_lost() -> None:
         if site.alignment is not None:
             assert site.alignment.error_held_out <= site.alignment.error_recovered_held_out
     assert looped.as_json()["sites"][-1]["loop"]["energy"] > 0.0
-
-
-def test_the_order_of_the_images_hardly_matters() -> None:
-    model, images = tiny.checkpoint().model, tiny.images(64)
-    method = best(mlp_sparsity=0.5, attention_sparsity=0.5)
-    held_out = tiny.images(16, seed=5)
-    dense = tiny.ran(model, held_out)
-    one, other = (
-        tiny.ran(reduce_traced(model, opened(model, images[order]), method, loop=Loop()).model, held_out)
-        for order in (slice(None), np.random.default_rng(3).permutation(64))
-    )
-    assert float((one - other).norm()) < 0.3 * float((one - dense).norm())
 
 
 def sums_of(x_BNK: Tensor, t_BNO: Tensor) -> RegressionSums:
@@ -212,14 +182,6 @@ def test_noise_is_not_fitted_and_a_plain_map_is() -> None:
     ((nothing_CK, _),), fit = group_corrections([(sums_of(noise_x, noise_t), sums_of(y, -noise_t))], 1.0, strengths)
     assert fit.strength in (None, 1e6)
     assert float(nothing_CK.abs().max()) < 1e-4
-
-
-def test_rows_that_the_layer_scale_silences_stay() -> None:
-    rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for each in (rows, rows[:, 0]):
-        found = divided_by_scale(each, torch.tensor([0.5, 0.0, 1e-9]))
-        torch.testing.assert_close(found[0], 2.0 * each[0])
-        assert not found[1:].any()
 
 
 def test_a_layer_scale_of_zero_does_no_harm() -> None:
@@ -313,7 +275,7 @@ def test_it_is_grails_loop(images: Images) -> None:
     assert float((alone - expected).norm() / expected.norm()) > 1e-3
 
 
-@pytest.mark.parametrize("preset", ["best", "corp", "corp-v1", "grail-fold", "fold", "none"])
+@pytest.mark.parametrize("preset", ["best", "corp-v1", "fold"])
 def test_every_method_walks_in_it(images: Images, preset: str) -> None:
     method = method_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
     sites = sites_of(reduce_traced(tiny.checkpoint().model, images, method).model).by_name
@@ -330,7 +292,6 @@ def test_the_command_takes_both_loops(images: Images, tmp_path: Path) -> None:
     for given, said, fitted in (
         (("--closed-loop", "symmetric"), "in which they run, each to its dense weights", False),
         (("--closed-loop",), "in which they run, fitted to", True),
-        (("--closed-loop", "asymmetric"), "in which they run, fitted to", True),
     ):
         assert said in " ".join(invoked(*words, *given, "-o", tmp_path / "r").stdout.split())
         lineage = json.loads((tmp_path / "r" / "config.json").read_text())["lineage"]
@@ -339,62 +300,100 @@ def test_the_command_takes_both_loops(images: Images, tmp_path: Path) -> None:
     assert "which held-out moments are not of" in held_out.stderr
 
 
-# Loops of modules whose sites are named: what they gain, and that nothing else is touched.
-
-HALF: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
+# The tokens that a closed loop's last block is fitted to: those that move the outputs
 
 
-def of_own_modules(model: nn.Module, path: Path, count: int = 128) -> Images:
-    return tiny.opened(path / "images.npy", tiny.images(count), model)
+PLAIN, DISTILLED = tiny.ARCHITECTURE.name, "deit_tiny_distilled_patch16_224"
+MODELS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
+    "class token": (PLAIN, {}, [0]),
+    "distilled": (DISTILLED, {}, [0, 1]),
+    "registers": (PLAIN, {"reg_tokens": 4}, [0]),
+    "average": (PLAIN, {"global_pool": "avg"}, range(1, 17)),
+    "maximum": (PLAIN, {"global_pool": "max"}, range(1, 17)),
+    "attention pool": (PLAIN, {"global_pool": "map", "class_token": False}, range(16)),
+    "no classifier": (PLAIN, {"num_classes": 0}, [0]),
+    "tokens": (PLAIN, {"num_classes": 0, "global_pool": ""}, range(17)),
+}
 
 
-def outputs(model: nn.Module, seed: int = 9, count: int = 64) -> Tensor:
-    return tiny.ran(model, tiny.images(count, seed=seed))
+def model_of(name: str, **changes: Any) -> nn.Module:
+    model = tiny.timm_model(name, **{**tiny.ARCHITECTURE.kwargs, **changes})
+    tiny.enliven(model, 0)
+    return model
 
 
-def test_a_closed_loop_errs_less_at_the_output_than_an_open_one(tmp_path: Path) -> None:
-    model = named(net())
-    inputs = of_own_modules(model, tmp_path, 256)
-    method, dense = method_from_preset("best", **HALF), outputs(model)
-    moments = calibrate(checkpoint(model), inputs, batch_size=32)
-    ways = {
-        "open": reduce(model, moments, method).model,
-        "symmetric": reduce_traced(model, inputs, method).model,
-        "closed": reduce_traced(model, inputs, method, loop=Loop()).model,
-        "halves": reduce_traced(model, inputs, method, loop=Loop(half_ids=inputs.ids[::2])).model,
-    }
-    errors = {way: tiny.relative(outputs(each), dense) for way, each in ways.items()}
-    assert max(errors["closed"], errors["halves"]) < errors["open"], errors
-    assert errors["symmetric"] < 1.2 * errors["open"], errors
-    widths = {"layers.0.ffn": 48, "layers.1.ffn": 96}
-    part = reduce_traced(model, inputs, method, widths=widths, loop=Loop()).model
-    assert {name: site.size for name, site in sites_of(part).by_name.items() if name in widths} == widths
-    told: list[tuple[int, int]] = []
-    alone = named(net(), mlps={"layers.1.ffn": ("0", "2")}, attentions={})
-    one = reduce_traced(alone, inputs, method, on_progress=lambda *each: told.append(each), loop=Loop())
-    assert [report.site for report in one.sites] == ["layers.1.ffn"]
-    assert told == [(1, 1)]
-    kept = {name for name, each in one.model.state_dict().items() if torch.equal(each, alone.state_dict()[name])}
-    assert {name for name in alone.state_dict() if name not in kept} == {
-        f"layers.1.ffn.{each}" for each in ("0.weight", "0.bias", "2.weight", "2.bias")
-    }
+def moved(model: nn.Module, token: int | None) -> Tensor:
+    """The outputs for a few images with one token behind the last block replaced by another one."""
+
+    def shift(_: nn.Module, __: tuple[Tensor, ...], out_BNC: Tensor) -> Tensor:
+        other_BNC = out_BNC.clone()
+        if token is not None:
+            other_BNC[:, token] = 5.0 * torch.randn(out_BNC[:, token].shape, generator=torch.Generator().manual_seed(1))
+        return other_BNC
+
+    handle = tiny.last_block(model).register_forward_hook(shift)
+    with torch.inference_mode():
+        outputs: Tensor = model(torch.from_numpy(tiny.images(4)))
+    handle.remove()
+    return outputs
 
 
-@pytest.mark.slow("models")
-def test_the_command_has_every_lever_for_own_modules(tmp_path: Path) -> None:
-    """Loops, tokens that are read and that merge, polish by blocks."""
-    (tmp_path / "net.py").write_text(SOURCE)
-    np.save(tmp_path / "images.npy", tiny.images(48))
-    model = ("--model", f"module:{tmp_path / 'net.py'}:build", "--trust-code")
-    moments, images = tmp_path / "m.safetensors", ("--images", tmp_path / "images.npy")
-    invoked("calibrate", *model, *images, "-o", moments)
-    asked = ("reduce", *model, "--moments", moments, *images, "--align", "mlp=8,head=8")
-    result = invoked(*asked, "--macs", 0.8, "--closed-loop", "--reads", "pooled", "-o", tmp_path / "looped")
-    assert "sites in the order in which they run, fitted to the dense model's streams" in " ".join(
-        result.output.split()
-    )
-    result = invoked(*asked, "--mlp", 0.5, "--merge-tokens", 2, "--polish", "block", "-o", tmp_path / "merged")
-    assert "polished in 2 blocks" in " ".join(result.output.split())
-    merged = corp_deploy.load(tmp_path / "merged", trust_code=True)
-    assert traced_model.merging_of(merged) is not None
-    assert [site.size for site in sites_of(merged).every if site.name.endswith("ffn")] == [48, 48]
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_tokens_fitted_to_are_those_that_move_the_outputs(kind: str) -> None:
+    """Of a backbone all, unless its outputs alone are to count."""
+    name, changes, expected = MODELS[kind]
+    model = model_of(name, **changes)
+    count, still = len(traced_model.token_kinds(model)), moved(model, None)
+    moving = [token for token in range(count) if not torch.equal(moved(model, token), still)]
+    read = tokens_to_fit(model, "pooled")
+    assert moving == list(expected)
+    assert (list(range(count)) if read is None else read.tolist()) == moving
+    assert tokens_to_fit(model, "all") is None
+    assert (tokens_to_fit(model) is None) == (len(moving) == count or changes.get("num_classes") == 0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_model_whose_outputs_nothing_moves_is_fitted_to_all_tokens() -> None:
+    model = model_of(PLAIN)
+    with torch.no_grad():
+        model.get_parameter("head.weight").zero_()
+    assert tokens_to_fit(model) is None
+
+
+def features(model: nn.Module) -> Tensor:
+    """The last stream."""
+    images = torch.from_numpy(tiny.images(64, seed=9))
+    with torch.inference_mode():
+        walk = StreamState.of(traced_model.embedded(model, images), None)
+        for step in traced_model.steps(model):
+            walk = walk.behind(step)
+    return walk.tokens.x.double()
+
+
+HALF = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
+
+
+def test_patch_tokens_of_a_backbone_gain_by_being_fitted_to(tmp_path: Path) -> None:
+    model = model_of(PLAIN, num_classes=0, reg_tokens=2)
+    images, dense, errors = tiny.opened(tmp_path / "images.npy", tiny.images(96), model), features(model), {}
+    for reads in ("all", "pooled"):
+        reduction = reduce_traced(model, images, HALF, loop=Loop(reads=reads))
+        assert any("only places that outputs read" in said for said in reduction.decisions) == (reads == "pooled")
+        found = features(reduction.model)
+        errors[reads] = tiny.relative(found[:, 1:], dense[:, 1:]), tiny.relative(found[:, :1], dense[:, :1])
+    assert errors["all"][0] < 0.98 * errors["pooled"][0]
+    assert errors["pooled"][1] < errors["all"][1]
+
+
+def test_the_command_says_which_tokens_and_writes_it_down(tmp_path: Path) -> None:
+    tiny.written(tmp_path, 8)
+    where = ["--model", tmp_path / "dense", "--images", tmp_path / "images.npy"]
+    invoked("calibrate", *where, "-o", tmp_path / "m.safetensors")
+    given = [*where, "--moments", tmp_path / "m.safetensors", "--mlp", "0.5", "--align", "mlp=8", "--closed-loop"]
+    for reads, is_said in ((["--reads", "all"], False), ([], True)):
+        result = invoked("reduce", *given, *reads, "-o", tmp_path / "reduced")
+        lineage = json.loads((tmp_path / "reduced" / "config.json").read_text())["lineage"]
+        decided = " ".join(lineage["reduction"]["decided"])
+        assert ("only places that outputs read count in the fits of blocks.1" in decided) == is_said
+        assert ("only places that outputs read" in " ".join(result.stdout.split())) == is_said

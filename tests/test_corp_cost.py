@@ -46,13 +46,12 @@ def on_meta(name: str, **kwargs: Any) -> nn.Module:
         return dense_from_architecture(Architecture(name=name, kwargs=kwargs))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_costs_as_many_multiply_adds(dtype: torch.dtype) -> None:
+def test_half_precision_costs_as_many_multiply_adds() -> None:
     model = tiny.checkpoint().model
     expected = macs(model)
-    half = replaced(model, {}).to(dtype)
+    half = replaced(model, {}).half()
     assert macs(half) == expected
-    assert {parameter.dtype for parameter in half.parameters()} == {dtype}
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
 
 
 @pytest.mark.parametrize(
@@ -79,13 +78,11 @@ def torchs_macs(model: nn.Module) -> int:
 
 
 FORMS = (
-    "class token", "distilled", "registers", "norm before", "attention pool", "attention pool without weights",
-    "q/k norm", "packed gate", "gate apart", "no classes",
+    "class token", "distilled", "norm before", "attention pool", "attention pool without weights", "gate apart",
 )  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{form: timm_models.VITS[form] for form in FORMS},
     "hybrid r26": ("vit_small_r26_s32_224", {}),
-    "hybrid resnet50d": ("vit_base_resnet50d_224", {}),
     "mobile stem": ("vit_base_mci_224", {}),
     "4 channels, oblong": ("vit_tiny_patch16_224", {"in_chans": 4, "img_size": (64, 128)}),
 }
@@ -172,12 +169,10 @@ def test_a_model_is_counted_without_memory_as_it_is_built(name: str) -> None:
     assert timm_library._size(Architecture(name=name)) == expected
 
 
-def test_filling_is_left_out_and_shapes_change() -> None:
+def test_what_has_memory_is_filled_as_ever() -> None:
     with timm_library._Unfilled():  # type: ignore[no-untyped-call]
-        weight = torch.empty(3, device="meta")
-        assert weight.normal_().mul_(5) is weight
-        assert weight.unsqueeze_(0).shape == (1, 3)
-        assert torch.full((3,), 2.0).mul_(5).tolist() == [10.0] * 3, "what has memory is written as ever"
+        assert torch.empty(3, device="meta").normal_().mul_(5).unsqueeze_(0).shape == (1, 3)
+        assert torch.full((3,), 2.0).mul_(5).tolist() == [10.0] * 3
 
 
 def test_an_operator_that_was_seen_gives_the_same_again() -> None:

@@ -145,17 +145,10 @@ ALIGNED, PARTS = ("--align", "mlp=8,head=8"), ("--sparsity", 0.5, "--parts")
     ("family", "words", "looks"),
     [
         ("q/k norm", (*PARTS, "attn", "--preset", "best", "--heads", "square", "--align", "head=8"), False),
-        ("plain", ("--preset", "grail", "--sparsity", 0.5), False),
         ("plain", (*PARTS, "mlp", "--preset", "corp"), False),
         pytest.param(
             "plain",
             (*PARTS, "mlp", "--preset", "fold", "--calibration-images", "images.npy", *ALIGNED),
-            True,
-            marks=pytest.mark.slow("models"),
-        ),
-        pytest.param(
-            "plain",
-            ("--macs", 0.8, "--preset", "best", "--sparsity", 0.0, *ALIGNED),
             True,
             marks=pytest.mark.slow("models"),
         ),

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 import torch
 from click.testing import Result
@@ -70,7 +69,7 @@ def theirs(directory: Path) -> nn.Module:
 def calibrated(home: Path, kind: str, *options: Any) -> Path:
     moments = home / f"{kind}.moments.safetensors"
     if not moments.exists():
-        where = ("--text", home / "text.txt", "--samples", 48, "-o", moments)
+        where = ("--text", home / "text.txt", "--samples", 32, "-o", moments)
         invoked("calibrate", "--model", f"hf:{home / kind}", *where, *options)
     return moments
 
@@ -85,16 +84,6 @@ def test_a_decoder_gives_the_logits_of_its_class(home: Path, kind: str) -> None:
     ids = decoders.ids(3, 40)
     expected = logits_of(theirs(home / kind), ids)
     torch.testing.assert_close(logits_of(dense_of(home / kind), ids), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow("models")
-@pytest.mark.parametrize("kind", decoders.KINDS)
-def test_without_sparsity_nothing_changes(home: Path, kind: str) -> None:
-    heads = () if kind == "qwen3" else ("--attn", 0.0)
-    reduced(home, kind, f"{kind}-same", "--mlp", 0.0, "--whole-heads", 0.0, *heads)
-    dense, ids = dense_of(home / kind), decoders.ids(2)
-    same = load(home / f"{kind}-same")
-    torch.testing.assert_close(logits_of(same, ids), logits_of(dense, ids), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", decoders.KINDS)
@@ -178,7 +167,7 @@ def test_a_layer_without_a_bias_is_fitted_without_means(home: Path) -> None:
         one, other = (model.get_parameter(f"blocks.{index}.mlp.down.weight") for model in (gram, ours))
         torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-3)
     dense = dense_of(home / "llama")
-    sequences = texts_for_model(dense, home / "text.txt", samples=48)
+    sequences = texts_for_model(dense, home / "text.txt", samples=32)
     ids = torch.cat([batch["input_ids"] for batch in sequences.batches(16)])
     heard: list[Tensor] = []
     down = dense.get_submodule("blocks.0.mlp.down")
@@ -310,17 +299,11 @@ def test_a_token_sees_no_more_than_its_window(home: Path, tmp_path: Path) -> Non
     rejects("sees 24 at most", dense_of, tmp_path / "mistral", length=25)
 
 
-def test_shards_are_read_and_foreign_tensors_refused(home: Path, tmp_path: Path) -> None:
-    model: Any = theirs(home / "llama")
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
-    decoders.write_tokenizer(tmp_path / "sharded")
-    assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()
-    ids = decoders.ids(1)
-    assert torch.equal(logits_of(dense_of(tmp_path / "sharded"), ids), logits_of(dense_of(home / "llama"), ids))
+def test_foreign_tensors_are_refused(home: Path, tmp_path: Path) -> None:
+    decoders.write_decoder(tmp_path, "llama")
     state = load_file(home / "llama" / "model.safetensors")
-    decoders.write_decoder(tmp_path / "odd", "llama")
-    save_file(state | {"model.layers.0.mlp.router.weight": torch.zeros(2)}, tmp_path / "odd" / "model.safetensors")
-    rejects(r"mlp\.router\.weight.* has no place in a llama decoder", dense_of, tmp_path / "odd")
+    save_file(state | {"model.layers.0.mlp.router.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    rejects(r"mlp\.router\.weight.* has no place in a llama decoder", dense_of, tmp_path)
 
 
 def test_positions_stay_exact_in_sixteen_bits(home: Path) -> None:
@@ -388,15 +371,3 @@ def test_widths_are_multiples_of_128_unless_others_are_asked_for(align: dict[str
     model = traced_decoder(decoder, Tokenization(length=16, sha256="0" * 64))
     choice = MethodChoice(mlp=0.4, align=align or ALIGN)
     assert uniform_widths(model, choice.method) == {f"blocks.{index}.mlp": width for index in range(2)}
-
-
-@pytest.mark.slow("graph")
-@pytest.mark.parametrize("kind", ["opt", "gpt2"])
-def test_the_graph_of_a_prompt_gives_the_logits_of_the_reduced_decoder(home: Path, kind: str) -> None:
-    reduced(home, kind, f"{kind}-graph", "--mlp", 0.5, "--attn", 0.5)
-    graph = home / f"{kind}.onnx"
-    invoked("export", "--model", home / f"{kind}-graph", "-o", graph)
-    ids = decoders.ids(3)
-    (got,) = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, {"input_ids": ids.numpy()})
-    expected = logits_of(load(home / f"{kind}-graph"), ids)
-    torch.testing.assert_close(torch.from_numpy(np.asarray(got)), expected, rtol=1e-4, atol=1e-4)

@@ -107,15 +107,11 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class Reduced:
-    dense: Any
-    images: Tensor
-    by_preset: dict[str, Reduction]
+Made = tuple[Case, Any, Tensor, dict[str, Reduction]]
 
 
 @pytest.fixture(scope="module", params=CASES)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Reduced]:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     case = CASES[request.param]
     dense = tiny.checkpoint(depth=1, **dict(case.shape))
     torch.manual_seed(0)
@@ -127,18 +123,18 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     by_preset = {
         preset: reduce(dense.model, moments, method_from_preset(preset, **ways)) for preset in ("none", *PRESETS)
     }
-    return case, Reduced(dense.model, torch.from_numpy(case.images), by_preset)
+    return case, dense.model, torch.from_numpy(case.images), by_preset
 
 
 @torch.no_grad()
-def lost(made: Reduced, preset: str) -> tuple[float, float, float]:
+def lost(made: Made, preset: str) -> tuple[float, float, float]:
     """Mean squares over tokens, in float64: of what the first MLP's output changed by, of that output's spread, and of
     the output.
     """
-    entering: list[Tensor] = []
-    mlp = made.dense.blocks[0].mlp
+    _, dense, images, by_preset = made
+    entering, mlp = list[Tensor](), dense.blocks[0].mlp
     handle = mlp.register_forward_hook(lambda _, inputs, __: entering.append(inputs[0].double()))
-    made.dense(made.images)
+    dense(images)
     handle.remove()
     x_BTD = torch.cat(entering)
 
@@ -149,48 +145,43 @@ def lost(made: Reduced, preset: str) -> tuple[float, float, float]:
         )
         return F.linear(mlp.act(F.linear(x_BTD, one, one_bias)), two, two_bias)
 
-    before, after = given(made.dense), given(made.by_preset[preset].model)
+    before, after = given(dense), given(by_preset[preset].model)
     spread = before - before.mean(dim=(0, 1))
     error, about, whole = (float(each.square().sum(-1).mean()) for each in (after - before, spread, before))
     return error, about, whole
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_is_told_of_a_site_is_so_and_everything_is_finite(made: tuple[Case, Reduced], preset: str) -> None:
-    case, reduced = made
-    result = reduced.by_preset[preset]
+def test_what_is_told_of_a_site_is_so_and_everything_is_finite(made: Made, preset: str) -> None:
+    case, _, images, by_preset = made
+    result = by_preset[preset]
     assert all(bool(torch.isfinite(each).all()) for each in result.model.state_dict().values())
     with torch.no_grad():
-        answers = result.model(reduced.images)
+        answers = result.model(images)
     assert bool(torch.isfinite(answers).all())
     assert all(np.isfinite([site.error, site.energy, site.condition, site.ridge]).all() for site in result.sites)
     told = next(site for site in result.sites if site.site == "blocks.0.mlp")
-    error, spread, whole = lost(reduced, preset)
+    error, spread, whole = lost(made, preset)
     # Weights are held and inputs were seen in float32: what that rounds away of the output is no loss of the site's.
     assert told.error == pytest.approx(error, rel=1e-3, abs=1e-6 * whole)
     assert told.energy == pytest.approx(spread, rel=1e-6, abs=1e-9)
     if case.spare and preset == "best":
         assert error <= 1e-4 * spread
+    if preset != "grail":  # of the widths that it chose itself, since the rankings are not the same
+        for site in result.sites:
+            assert site.error <= site.error_uncompensated * (1 + 1e-9) + 1e-9 * site.energy
 
 
-@pytest.mark.parametrize("preset", ["corp", "best"])
-def test_repair_never_loses_more_than_cutting(made: tuple[Case, Reduced], preset: str) -> None:
-    """Of the widths that it chose itself: the rankings are not the same."""
-    _, reduced = made
-    for site in reduced.by_preset[preset].sites:
-        assert site.error <= site.error_uncompensated * (1 + 1e-9) + 1e-9 * site.energy
-
-
-def test_the_ridge_is_never_raised_in_secret(made: tuple[Case, Reduced]) -> None:
+def test_the_ridge_is_never_raised_in_secret(made: Made) -> None:
     """It is the share that the method names of the mean variance of the channels kept, whatever the covariance is."""
-    _, reduced = made
-    result = reduced.by_preset["corp"]
+    _, dense, images, by_preset = made
+    result = by_preset["corp"]
     told = next(site for site in result.sites if site.site == "blocks.0.mlp")
     hidden: list[Tensor] = []
-    mlp = reduced.dense.blocks[0].mlp
+    mlp = dense.blocks[0].mlp
     handle = mlp.act.register_forward_hook(lambda _, __, output: hidden.append(output.double()))
     with torch.no_grad():
-        reduced.dense(reduced.images)
+        dense(images)
     handle.remove()
     x_XF = torch.cat(hidden).flatten(0, 1)
     rows, biases = (result.model.get_parameter(f"blocks.0.mlp.fc1.{part}") for part in ("weight", "bias"))

@@ -26,11 +26,9 @@ from corp_deploy.planning.curves import CostCurve, cost_curves, eliminations
 from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import metadata_of_checkpoint
 from corp_deploy.traced.models.steps import SegmentStep
@@ -75,14 +73,9 @@ def probe(family: str, method: Method) -> Probe:
     return Probe(model=model, moments=taken, method=method, inputs=pixels(family)[:8], eliminations=known)
 
 
-def relative_error(candidate: nn.Module, family: str) -> float:
-    with torch.inference_mode():
-        found, wanted = candidate(pixels(family)).double(), checkpoint(family).model(pixels(family)).double()
-    return float((found - wanted).norm() / wanted.norm())
-
-
-@pytest.mark.parametrize("currency", ["macs", "params"])
-@pytest.mark.parametrize(("family", "share"), [("q/k norm", 0.7), ("swiglu", 0.95), ("no biases", 0.6)])
+@pytest.mark.parametrize(
+    ("family", "share", "currency"), [("q/k norm", 0.7, "macs"), ("swiglu", 0.95, "macs"), ("no biases", 0.6, "params")]
+)
 def test_a_budget_holds_for_the_counted_number(family: str, share: float, currency: Literal["macs", "params"]) -> None:
     """Biases that repairs add are counted too."""
     own, count = checkpoint(family), macs if currency == "macs" else parameters
@@ -145,20 +138,12 @@ def test_what_is_reported_of_values_is_what_the_stream_loses() -> None:
     assert report.error < report.error_uncompensated
 
 
-def test_uniform_square_heads_reduce_the_values_alone(tmp_path: Path) -> None:
-    dense, taken = checkpoint("q/k norm"), moments("q/k norm")
-    square = reduce(dense.model, taken, best(attention_sparsity=0.5, geometry="square"))
-    assert {site.name: site.width for site in sites_of(square.model).every} == {
+def test_uniform_square_heads_reduce_the_values_alone() -> None:
+    asked = best(attention_sparsity=0.5, geometry="square")
+    square = reduce(checkpoint("q/k norm").model, moments("q/k norm"), asked).model
+    assert {site.name: site.width for site in sites_of(square).every} == {
         f"blocks.{number}.{part}": width for number in (0, 1) for part, width in (("attn.v", 24), ("mlp", 192))
     }
-    asked = best(attention_sparsity=0.5, geometry="square")
-    looped = reduce_traced(dense.model, opened("q/k norm"), asked, loop=Loop())
-    assert relative_error(looped.model, "q/k norm") < relative_error(square.model, "q/k norm")
-    save(replace(dense, model=square.model), tmp_path)
-    again = load_checkpoint(tmp_path).model
-    with torch.inference_mode():
-        assert torch.equal(again(pixels("q/k norm")), square.model(pixels("q/k norm")))
-    assert macs(again) == macs(square.model)
 
 
 @pytest.mark.parametrize("mlp_sparsity", [None, 0.5])

@@ -28,8 +28,6 @@ from tests.command import invoked
 
 from . import tiny
 
-MERGED = RECIPE.replace("attn = 0.5", 'merge_tokens = "2,4"')
-
 
 def test_a_record_has_the_tokens_and_the_multiply_adds_of_every_block_and_so_has_inspect() -> None:
     dense = tiny.checkpoint().model
@@ -88,44 +86,29 @@ def test_a_report_shows_tokens_by_block() -> None:
     assert "Tokens by block" not in markdown({"title": "a"})
 
 
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tiny.written(tmp_path_factory.mktemp("merged"), 12, to="calibration.npy")
-    np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
-    (home / "recipe.toml").write_text(MERGED)
-    invoked("release", home / "recipe.toml", "-o", home / "out")
-    return home / "out"
-
-
 @pytest.mark.slow("graph")
-def test_its_moments_are_taken_with_merging_active(released: Path) -> None:
+def test_a_release_of_a_model_that_merges_ends_in_its_verdict_and_says_how(tmp_path: Path) -> None:
+    home, released = tiny.written(tmp_path, 12, to="calibration.npy"), tmp_path / "out"
+    np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
+    (home / "recipe.toml").write_text(RECIPE.replace("attn = 0.5", 'merge_tokens = "2,4"'))
+    invoked("release", home / "recipe.toml", "-o", released)
     (moments,) = released.rglob("moments.safetensors")
     assert json.loads(load(moments).lineage["merging"])["schedule"] == [2, 4]
-
-
-@pytest.mark.slow("graph")
-def test_a_release_of_a_model_that_merges_ends_in_its_verdict(released: Path) -> None:
     assert json.loads((released / "gate.json").read_text())["verdict"] == "PASS"
     links = {link["name"]: link for link in json.loads((released / "parity.json").read_text())["links"]}
     assert any(link.get("ties") is not None for link in links.values()), links
     reduced, dense = (load_checkpoint(released / name).model for name in ("reduced", "dense"))
     assert traced_model.merging_of(reduced) == Merging(schedule=(2, 4))
     assert traced_model.merging_of(dense) is None
-    images = torch.from_numpy(tiny.images(4, seed=1))
-    with torch.inference_mode():
-        assert not torch.equal(reduced(images), traced_model.with_merging(reduced, None)(images))
-
-
-@pytest.mark.slow("graph")
-def test_a_release_says_how_it_merges_wherever_it_tells_of_the_model(released: Path) -> None:
+    images = tiny.images(4, seed=1)
+    assert not torch.equal(tiny.ran(reduced, images), tiny.ran(traced_model.with_merging(reduced, None), images))
     record = json.loads((released / "reduced" / "config.json").read_text())["lineage"]["reduction"]["merging"]
     assert (record["schedule"], record["tokens"]) == ([2, 4], [17, 15, 11])
-    card, report = ((released / name).read_text() for name in ("MODEL_CARD.md", "report.md"))
+    card, report, page = ((released / name).read_text() for name in ("MODEL_CARD.md", "report.md", "report.html"))
     assert "tokens merged away by block: `2,4`" in card
     assert "| 1 | 15 | 4 | 11 |" in card
     assert "| block 1 | 15 | 4 | 11 |" in report
-    for text in (card, report, (released / "report.html").read_text()):
-        assert "17 tokens become 11" in text
+    assert all("17 tokens become 11" in text for text in (card, report, page))
     assert json.loads((released / "manifest.json").read_text())["tokens"] == "merged: 2,4, compared by ward"
     assert "--merge-tokens 2,4" in card
 

@@ -59,23 +59,15 @@ MAMBA = Architecture(
 )
 
 
-def backbone() -> Checkpoint:
-    return VIT()
-
-
-def given(model: nn.Module) -> dict[str, Tensor]:
-    return given_of(model, torch.from_numpy(tiny.images(3)))
-
-
-def given_of(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+def given_of(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor]:
     with torch.inference_mode():
-        answer = model(images)
+        answer = model(torch.from_numpy(tiny.images(3)) if images is None else images)
     tensors = answer if isinstance(answer, tuple) else (answer,)
     return dict(zip([port.name for port in output_ports(model)], tensors, strict=True))
 
 
 def test_each_output_is_what_timm_gives_there() -> None:
-    dense = backbone().model
+    dense = VIT().model
     assert isinstance(dense, VisionTransformer)
     model = named_by(dense, EVERY)
     images = torch.from_numpy(tiny.images(3))
@@ -95,14 +87,14 @@ def test_each_output_is_what_timm_gives_there() -> None:
             "map": tokens[:, 3:].reshape(3, 4, 4, 48).permute(0, 3, 1, 2),
             "block1_map_norm": normed[0][0].reshape(3, 4, 4, 48).permute(0, 3, 1, 2),
         }  # fmt: skip
-    got = given(model)
+    got = given_of(model)
     assert list(got) == EVERY.split(",")
     for name, tensor in got.items():
         assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-5), name
 
 
 def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
-    dense = backbone().model
+    dense = VIT().model
     model = named_by(dense, "class,patches,block0")
     assert outputs_of(dense) is None
     assert outputs_of(model) == Outputs(("class", "patches", "block0"))
@@ -112,11 +104,7 @@ def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
     assert model_digest(model) == model_digest(dense)
     assert macs(model) == macs(dense)
     assert with_outputs(dense, None) is dense
-
-
-def test_what_stands_behind_the_last_output_is_no_part_of_the_model() -> None:
-    model = named_by(backbone().model, "block1")
-    assert {site.name.split(".")[1] for site in traced_model.sites_of(model).every} == {"0", "1"}
+    assert {site.name.split(".")[1] for site in traced_model.sites_of(named_by(dense, "block1")).every} == {"0", "1"}
 
 
 def of_timm(name: str, **kwargs: Any) -> nn.Module:
@@ -141,7 +129,6 @@ REFUSED: list[tuple[Callable[[], Checkpoint], str, str]] = [
         "'nose' is none; expected logits, pooled, class, registers, patches, tokens, map, or a layer such as",
     ),
     (VIT, "class,block3", "block3: the model has no such layer; it has block0, block1, block2"),
-    (VIT, "map,stage1_map", "stage1_map: the model has no such layer; it has block0, block1"),
     (VIT, "", "'' is none"),
     (tiny.checkpoint, "pooled", "pooled is of one built with num_classes 0"),
     (
@@ -154,11 +141,8 @@ REFUSED: list[tuple[Callable[[], Checkpoint], str, str]] = [
         "patches,stage1_norm",
         "the model has no norm of tokens behind its last layer",
     ),
-    (partial(checkpoint_of, PVT), "stage7_map", "it has stage0, stage1, feature0, feature1"),
     (partial(checkpoint_of, PVT), "pooled", "head gives logits"),
     (RESNET, "map,block3_map", "has no such layer; it has act1, layer1, layer2, "),
-    (REGNET, "map,block3_map", "has no such layer; it has (stem, )?s1, s2, "),
-    (RESNET, "map,layer1_norm", "no norm of tokens behind its last layer"),
     (
         partial(timm_models.checkpoint, "hiera", num_classes=0),
         "patches,block1",
@@ -172,28 +156,27 @@ def test_what_a_model_has_not_got_is_refused(made: Callable[[], Checkpoint], nam
     rejects(said, lambda: named_by(made().model, names))
 
 
-def test_a_class_token_that_comes_later_is_refused_before() -> None:
-    cait = of_timm("cait_xxs24_224", **SMALL)
-    rejects(
-        "block0_class: the model has no class token there; its tokens are patch", named_by, cait, "class,block0_class"
+def test_what_programs_lack_is_refused() -> None:
+    """A class token that comes later, and a module's own outputs."""
+    cait, said = (
+        of_timm("cait_xxs24_224", **SMALL),
+        "block0_class: the model has no class token there; its tokens are patch",
     )
-
-
-def test_a_module_of_its_own_says_its_outputs_itself() -> None:
+    rejects(said, named_by, cait, "class,block0_class")
     own = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(2))
     model = traced(own, Architecture(name="own", family="module"))
     rejects("a module of your own says them itself", named_by, model, "map")
 
 
 def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:
-    dense = backbone()
+    dense = VIT()
     model = named_by(dense.model, "class,patches,block1")
     save(replace(dense, model=model), tmp_path / "model")
     loaded = load_checkpoint(tmp_path / "model")
     assert outputs_of(loaded.model) == outputs_of(model)
-    assert given(loaded.model).keys() == given(model).keys()
-    for name, tensor in given(model).items():
-        assert torch.equal(given(load(tmp_path / "model"))[name], tensor)
+    assert given_of(loaded.model).keys() == given_of(model).keys()
+    for name, tensor in given_of(model).items():
+        assert torch.equal(given_of(load(tmp_path / "model"))[name], tensor)
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace('"block1"', '"block7"'))
     with pytest.raises(
@@ -203,11 +186,11 @@ def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:
 
 
 def test_merged_tokens_are_given_back_and_dropped_ones_refused() -> None:
-    dense = backbone().model
+    dense = VIT().model
     outputs = outputs_from_text("class,patches,block0")
     merging = Merging(schedule=(3, 2, 0))
     merged = traced_model.with_merging(with_outputs(dense, outputs), merging)
-    got = given(merged)
+    got = given_of(merged)
     for name, left in (("block0", 13), ("patches", 11)):
         assert got[name].shape == (3, 16, 48)
         assert [len(rows.unique(dim=0)) for rows in got[name]] == [left] * 3
@@ -229,7 +212,7 @@ READ = {
 
 @pytest.mark.parametrize("names", READ)
 def test_tokens_that_outputs_have_or_are_made_of_count(names: str) -> None:
-    model = named_by(backbone().model, names)
+    model = named_by(VIT().model, names)
     for read in (tokens_to_fit(model), tokens_to_fit(model, "pooled")):
         assert read is not None
         assert read.tolist() == READ[names]
@@ -243,7 +226,7 @@ def mean_change(reduced: nn.Module, dense: nn.Module, images: Tensor) -> float:
 
 
 def test_a_probe_weighs_all_outputs_alike(tmp_path: Path) -> None:
-    dense = backbone()
+    dense = VIT()
     model = named_by(dense.model, "class,patches,block0")
     inputs = tiny.opened(tmp_path / "images.npy", tiny.images(96), model)
     moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
@@ -264,42 +247,27 @@ def test_a_probe_weighs_all_outputs_alike(tmp_path: Path) -> None:
     assert exact[trials[0]] > 0
 
 
-def test_reductions_keep_the_outputs_and_a_closed_loop_lowers_the_error_of_tokens(tmp_path: Path) -> None:
-    dense = backbone()
-    model = named_by(dense.model, "class,patches,block1")
-    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(128), model)
-    moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
-    held_out = torch.from_numpy(tiny.images(32, seed=9))
-    half = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
-    errors = {}
-    for preset in ("none", "best"):
-        reduction = reduce(model, moments, method_from_preset(preset, **half))
-        assert outputs_of(reduction.model) == outputs_of(model)
-        errors[preset] = mean_change(reduction.model, model, held_out)
-    looped = reduce_traced(model, inputs, method_from_preset("best", **half), loop=Loop()).model
-    errors["loop"] = mean_change(looped, model, held_out)
-    assert errors["loop"] < errors["best"] < errors["none"], errors
-    kept = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0))
-    for name, tensor in given(model).items():
-        torch.testing.assert_close(given(kept.model)[name], tensor, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("names", "asked"),
+    ("names", "loop", "asked"),
     [
-        ("class,patches,block1", PolishOptions(how="model", steps=12, batch_size=8)),
-        ("block2", PolishOptions(how="model", steps=12, batch_size=8)),
-        ("class,patches,block1_map", PolishOptions(how="layer")),
+        ("class,patches,block1", Loop(), PolishOptions(how="model", steps=12, batch_size=8)),
+        ("class,patches,block1_map", None, PolishOptions(how="layer")),
     ],
 )
-def test_a_polish_lowers_the_errors_of_all_outputs(names: str, asked: PolishOptions, tmp_path: Path) -> None:
-    dense = backbone()
-    model = named_by(dense.model, names)
-    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), model)
-    moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
-    reduced = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.75, align_hidden=8)).model
+def test_loops_and_polishes_lower_the_errors_of_all_outputs(
+    names: str, loop: Loop | None, asked: PolishOptions, tmp_path: Path
+) -> None:
+    dense = VIT()
+    model, shown = named_by(dense.model, names), torch.from_numpy(tiny.images(64))
+    inputs = tiny.opened(tmp_path / "images.npy", shown.numpy(), model)
+    method = method_from_preset("best", mlp_sparsity=0.75, align_hidden=8)
+    reduced = reduce(model, calibrate(replace(dense, model=model), inputs, batch_size=32), method).model
+    if loop:
+        looped = reduce_traced(model, inputs, method, loop=loop).model
+        assert mean_change(looped, model, shown) < mean_change(reduced, model, shown)
+        reduced = looped
     result = polished(model, reduced, inputs, asked)
-    assert outputs_of(result.model) == outputs_of(model)
+    assert outputs_of(reduced) == outputs_of(result.model) == outputs_of(model)
     assert result.report.error < result.report.error_before
 
 
@@ -414,7 +382,6 @@ def test_they_stay_in_what_is_reduced(architecture: Architecture, names: tuple[s
     [
         ("deit_tiny_distilled_patch16_224", {"class": [0], "patches": [*range(2, 18)]}),
         ("vit_small_patch16_dinov3", {"class": [0], "patches": [*range(5, 21)]}),
-        ("beit_base_patch16_224", {"class": [0], "patches": [*range(1, 17)]}),
         ("cait_xxs24_224", {"class": [0], "patches": [*range(1, 17)]}),
         ("eva02_tiny_patch14_224", {"tokens": [*range(17)], "class": [0]}),
         ("vit_relpos_small_patch16_rpn_224", {"patches": [*range(16)]}),
@@ -434,7 +401,6 @@ def test_every_kind_of_vit_gives_its_tokens(name: str, kept: dict[str, list[int]
     ("name", "names"),
     [
         ("vit_tiny_patch16_224", "block0_map,class,block1_norm,patches"),
-        ("vit_tiny_patch16_224", "class,patches"),
         ("swin_tiny_patch4_window7_224", "stage0_map,pooled"),
     ],
 )

@@ -95,6 +95,7 @@ def test_logit_is_equations_14_to_16(ridge_rel: float) -> None:
     q, k = heads(0)
     kept_HR = torch.tensor([[0, 2, 5], [1, 2, 3]])
     result = qk.logit(whole(q, k), kept_HR, ridge_rel=ridge_rel)
+    ridges, conditions = list[float](), list[float]()
     for head, kept in enumerate(kept_HR.tolist()):
         m, g, h = papers_m(q[:, head].numpy(), k[:, head].numpy(), kept, ridge_rel)
         expected = np.zeros((DIM, DIM))
@@ -106,21 +107,16 @@ def test_logit_is_equations_14_to_16(ridge_rel: float) -> None:
         picked = logit_system(whole(q, k), head, kept_HR[head])
         np.testing.assert_allclose(picked.gram, g, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(picked.cross, h, rtol=1e-9, atol=1e-9)
+        ridges.append(float(ridge_rel * np.trace(g) / 9))
+        conditions.append(float(np.linalg.cond(g + ridges[-1] * np.eye(9), 1)))
+    assert (result.ridge, result.condition) == pytest.approx((max(ridges), max(conditions)))
     torch.testing.assert_close(result.residual_H, logits_lost(q, k, result))
     dropped = qk.select(kept_HR, q_second_HDD=second_of(q), k_second_HDD=second_of(k))
     torch.testing.assert_close(result.residual_uncompensated_H, logits_lost(q, k, dropped))
     assert 0.0 < result.r2 < 1.0
-
-
-def test_logit_condition_and_ridge_are_those_of_g() -> None:
-    q, k = heads(1)
-    kept_HR = torch.tensor([[0, 2], [1, 4]])
-    result = qk.logit(whole(q, k), kept_HR, ridge_rel=1e-3)
-    grams = [papers_m(q[:, h].numpy(), k[:, h].numpy(), kept, 0.0)[1] for h, kept in enumerate(kept_HR.tolist())]
-    ridges = [1e-3 * np.trace(g) / 4 for g in grams]
-    conditions = [np.linalg.cond(g + r * np.eye(4), 1) for g, r in zip(grams, ridges, strict=True)]
-    assert result.ridge == pytest.approx(max(ridges))
-    assert result.condition == pytest.approx(max(conditions))
+    others = qk.lowrank(second_of(q), second_of(k), 4)
+    judged = qk.residual_per_image(whole(q, k), others.q_map_HRD, others.k_map_HRD)
+    torch.testing.assert_close(judged, logits_lost(q, k, others))
 
 
 def test_lowrank_is_eckart_young_on_the_logits_of_all_pairs_of_tokens() -> None:
@@ -174,13 +170,6 @@ def test_select_is_judged_on_what_it_is_given() -> None:
         pairs = (IMAGES * TOKENS) ** 2
         assert float(result.residual_H[head]) == pytest.approx(float((all_q @ all_k.T).square().sum()) / pairs)
     torch.testing.assert_close(q @ result.q_map_HRD.mT, torch.stack([q[:, h][..., kept_HR[h]] for h in (0, 1)], dim=1))
-
-
-def test_any_maps_are_judged_per_image() -> None:
-    q, k = heads(8)
-    result = qk.lowrank(second_of(q), second_of(k), 4)
-    judged = qk.residual_per_image(whole(q, k), result.q_map_HRD, result.k_map_HRD)
-    torch.testing.assert_close(judged, logits_lost(q, k, result))
 
 
 @given(

@@ -37,7 +37,7 @@ from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import replaced
 from ground.errors import BadInput
 from ground.files import sha256_of_file
-from tests import small_convnets, timm_models, tiny
+from tests import small_convnets, tiny
 from tests.command import invoked, refuses
 from tests.refusals import rejects
 from tests.traced_examples import DENSENET, PVT, checkpoint_of
@@ -136,14 +136,6 @@ def test_layers_of_a_traced_model_are_refitted_too(architecture: Architecture, s
             assert_refitted(each, layer, own, program, dense, torch.from_numpy(pixels))
         else:
             assert each.reason == "it sums over 3 channels, fewer than 4"
-    save(
-        replace(tiny.checkpoint(), model=model, architecture=architecture, sparsity=report.patterns),
-        folder := Path(small_convnets._FOLDER.name) / architecture.name,
-    )
-    loaded = load_checkpoint(folder)
-    assert loaded.sparsity == report.patterns
-    with torch.inference_mode():
-        assert torch.equal(loaded.model(torch.from_numpy(pixels)), model(torch.from_numpy(pixels)))
     permutes: tuple[Any, ...] = ("inside", "stream") if architecture is PVT else ("inside",)
     for permute in permutes:
         other, reordered = sparsified(dense, source, Sparsifying(kinds=ALL, permute=permute))
@@ -161,26 +153,24 @@ def test_the_reduced_models_targets_lose_less_than_the_streams_own() -> None:
     assert errors[0] < errors[1] < 0.6
 
 
-def test_the_stream_is_reordered_where_all_that_touch_it_are_known() -> None:
-    model, report = made("stream")
+@pytest.mark.parametrize(("permute", "layers"), [("stream", None), ("inside", ("attn.proj", "mlp.fc2"))])
+def test_orders_of_channels_are_told(permute: str, layers: tuple[str, ...] | None) -> None:
+    """Of the stream where all that touch it are known, and inside sites."""
+    model, report = made(permute)
     dense, unseen = tiny.checkpoint().model, torch.from_numpy(tiny.images(64, seed=5))
-    assert report.permute == "stream"
+    assert report.permute == permute
+    reordered = [each.layer for each in report.layers if each.reordered]
+    assert layers is None or reordered == [f"blocks.{at}.{name}" for at in (0, 1) for name in layers]
     assert small_convnets.error(model, dense, unseen) < 1.2 * small_convnets.error(made("none")[0], dense, unseen)
+
+
+def test_one_order_serves_groups_of_one_size() -> None:
     mixed: Any = {"mlp": TWO_OF_FOUR, "head": Sparsity(kept=4, of=8)}
     with pytest.raises(BadInput, match="one order of 48 channels can't serve groups of 4 and 8"):
-        sparsified(dense, images(), Sparsifying(kinds=mixed, permute="stream"))
+        sparsified(tiny.checkpoint().model, images(), Sparsifying(kinds=mixed, permute="stream"))
 
 
-def test_orders_inside_sites_are_told() -> None:
-    model, report = made("inside")
-    assert [each.layer for each in report.layers if each.reordered] == [
-        f"blocks.{at}.{name}" for at in (0, 1) for name in ("attn.proj", "mlp.fc2")
-    ]
-    dense, unseen = tiny.checkpoint().model, torch.from_numpy(tiny.images(64, seed=5))
-    assert small_convnets.error(model, dense, unseen) < 1.2 * small_convnets.error(made("none")[0], dense, unseen)
-
-
-@pytest.mark.parametrize("name", ["resnet18d", "resnext50_32x4d", "small_mobilenetv4", "seresnet50"])
+@pytest.mark.parametrize("name", ["resnext50_32x4d", "small_mobilenetv4"])
 def test_convolutions_are_sparse_along_their_channels_at_each_place(name: str) -> None:
     own, source = small_convnets.checkpoint(name), small_convnets.images_of(name, 48)
     model, report = sparsified(own.model, source, Sparsifying(kinds=ALL))
@@ -216,17 +206,6 @@ def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream
     assert {each.macs for each in report.layers if each.layer.endswith("mlp.fc1")} == {17 * 48 * 192}
     assert (report.target, len(report.patterns)) == ("own", 8)
     assert all(each.error <= each.error_masked for each in report.layers)
-
-
-@pytest.mark.parametrize("form", ["padding", "cosines"])
-def test_windows_are_walked_too(form: str) -> None:
-    own = timm_models.checkpoint(form)
-    shown = timm_models.pixels(own.model, 16)
-    path = Path(small_convnets._FOLDER.name) / f"{form}.npy"
-    model, report = sparsified(own.model, tiny.opened(path, shown.numpy(), own.model), Sparsifying(kinds=ALL))
-    assert report.patterns
-    assert all(each.error <= each.error_masked * (1.0 + 1e-9) for each in report.layers)
-    assert all(int(groups(weight_of(model, name)).max()) <= 2 for name in report.patterns)
 
 
 def test_a_layer_that_can_not_be_sparse_is_left_with_the_reason() -> None:
@@ -266,12 +245,11 @@ NARROWER = ("--mlp", 0.5, "--attn", 0.5, "--align", "mlp=16,head=8")
     "widths",
     [
         (),
-        NARROWER,
         (*NARROWER, "--closed-loop"),
         ("--macs", 0.6, "--align", "mlp=16,head=8"),
         (*NARROWER, "--polish", "layer", "--polish-steps", 1),
     ],
-    ids=["alone", "widths", "loop", "budget", "polish"],
+    ids=["alone", "loop", "budget", "polish"],
 )
 def test_the_written_model_is_sparse_and_says_so(home: Path, widths: tuple[Any, ...]) -> None:
     result = reduced(home, "sparse", *widths, "--sparse", "2:4", "--json")
@@ -344,7 +322,6 @@ def test_recipes_ask_for_the_same() -> None:
     assert table.choice == ReduceOptions(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none")
     assert table.choice.needs_images
     rejects(r"\[reduce\]: --sparse-pattern cast is not honoured", ReduceTable, mlp=0.5, sparse_pattern="cast")
-    rejects("expected K:N", ReduceTable, sparse="nonsense")
     assert sparsities_from_text("2:4") == ALL
 
 
@@ -363,48 +340,43 @@ def sparse_form(form: str) -> Checkpoint:
     return replace(own, model=model, sparsity=report.patterns)
 
 
-def stored_as(proto: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By layer its node, and by name of a value the initialiser that it is or is dequantised from."""
-    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    for node in proto.graph.node:
+def assert_two_of_four(path: Path, patterns: Any, dtype: str) -> None:
+    """Along the summed axis of every reader, spelled out on what is stored or dequantised; a norm that is folded into a
+    convolution names it.
+    """
+    graph = onnx.load(path).graph
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    for node in graph.node:
         if node.op_type == "DequantizeLinear" and node.input[0] in stored:
             stored[node.output[0]] = stored[node.input[0]]
-    return {n.name.rpartition("/")[0]: n for n in proto.graph.node if n.op_type in ("MatMul", "Conv")}, stored
-
-
-def assert_two_of_four(path: Path, patterns: Any, dtype: str) -> None:
-    """Along the summed axis of every reader, spelled out on what is stored; a norm that is folded into a convolution
-    names it.
-    """
-    nodes, stored = stored_as(onnx.load(path))
+    nodes = {each.name.rpartition("/")[0]: each for each in graph.node if each.op_type in ("MatMul", "Conv")}
     for name in patterns:
         node = nodes.get(name) or nodes[name.replace("conv", "bn").replace("downsample.0", "downsample.1")]
         weight = stored[node.input[1]]
         assert str(weight.dtype) == dtype, name
         summed = np.moveaxis(weight, 0 if node.op_type == "MatMul" else 1, -1)
-        counts = (summed.reshape(*summed.shape[:-1], -1, 4) != 0).sum(-1)
-        assert counts.max() == 2, name
-
-
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+        assert (summed.reshape(*summed.shape[:-1], -1, 4) != 0).sum(-1).max() == 2, name
 
 
 @pytest.mark.slow("graph")
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("form", ["narrow", "resnext50_32x4d"])
-def test_exported_zeros_are_exact_in_every_group(tmp_path: Path, form: str, precision: str) -> None:
-    own = sparse_form(form)
-    export_checkpoint(own, tmp_path / "m.onnx", precision=precision)
-    assert_two_of_four(tmp_path / "m.onnx", own.sparsity, DTYPES[precision])
-
-
-@pytest.mark.slow("graph")
-@pytest.mark.parametrize(("precision", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
-@pytest.mark.parametrize("form", ["narrow"])
-def test_quantised_zeros_are_exact_too(tmp_path: Path, form: str, precision: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "precision", "dtype"),
+    [
+        ("narrow", "fp32", "float32"),
+        ("narrow", "bf16", "bfloat16"),
+        ("narrow", "int8", "int8"),
+        ("narrow", "fp8", "float8_e4m3fn"),
+        ("resnext50_32x4d", "fp32", "float32"),
+        ("resnext50_32x4d", "fp16", "float16"),
+    ],
+)
+def test_exported_zeros_are_exact_in_every_group(tmp_path: Path, form: str, precision: str, dtype: str) -> None:
     own, chosen = sparse_form(form), Quantisation()
-    made_of = quantiser_of(own, {"images": tiny.images(8)}, chosen)
-    export_quantised(made_of, tmp_path / "m.onnx", precision=precision, chosen=chosen)
+    if precision in ("int8", "fp8"):
+        made_of = quantiser_of(own, {"images": tiny.images(8)}, chosen)
+        export_quantised(made_of, tmp_path / "m.onnx", precision=precision, chosen=chosen)
+    else:
+        export_checkpoint(own, tmp_path / "m.onnx", precision=precision)
     assert_two_of_four(tmp_path / "m.onnx", own.sparsity, dtype)
 
 

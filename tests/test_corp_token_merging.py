@@ -3,17 +3,34 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy import load
+from corp_deploy.algebra.regression import RegressionSums
 from corp_deploy.families import traced_model
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.traced_model import with_merging
+from corp_deploy.proof.structural_tests import shift_of_inputs
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
+from corp_deploy.reduction.moments import merging_note
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, save
-from corp_deploy.traced.models.merging import Merging, Metric, schedule_from_text
+from corp_deploy.traced.models.layers import layered
+from corp_deploy.traced.models.merging import How, Merging, Metric, schedule_from_text
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.steps import Merge, StreamState
 from corp_deploy.traced.models.token_merging import (
     Tokens,
     alike,
@@ -26,6 +43,9 @@ from corp_deploy.traced.models.token_merging import (
     ward,
 )
 from ground.errors import BadInput
+from tests import timm_models, tiny
+from tests.refusals import rejects
+from tests.test_corp_closed_loop import best, opened
 from tests.tiny import checkpoint, images
 
 SHAPES = [(7, 1, 2), (8, 1, 3), (9, 0, 4), (16, 5, 5), (12, 2, 1)]
@@ -152,7 +172,7 @@ def test_masks_of_any_type_add_what_they_did() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"metric": "attended"}, {"metric": "stream"}, {"metric": "keys"}, {"how": "drop"}, {"unmerged": True}],
+    [{"metric": "attended"}, {"metric": "keys"}, {"how": "drop"}, {"unmerged": True}],
 )
 def test_a_schedule_of_nothing_is_the_dense_model(options: Any) -> None:
     dense, x = checkpoint().model, torch.from_numpy(images(4))
@@ -203,11 +223,8 @@ def by_loops(
         ({}, {}),
         ({}, {"metric": "keys"}),
         ({}, {"metric": "attended"}),
-        ({"global_pool": "avg", "class_token": False}, {}),
-        ({"global_pool": "max", "reg_tokens": 2}, {}),
         ({"global_pool": "map", "class_token": False}, {}),
         ({"global_pool": "", "num_classes": 0}, {"unmerged": True}),
-        ({"init_values": 0.5, "qk_norm": False}, {}),
     ],
 )
 def test_a_merged_model_is_what_loops_over_tokens_give(kwargs: dict[str, Any], options: Any) -> None:
@@ -233,13 +250,22 @@ def test_dropping_needs_a_class_token_and_gives_nothing_back() -> None:
     for options in ({"how": "drop"}, {"metric": "attended"}):
         with pytest.raises(BadInput, match="the model has none"):
             traced_model.with_merging(model, Merging(schedule=(1, 1), **options))  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="no value to restore"):
-        Merging(schedule=(1, 1), how="drop", unmerged=True)
+    rejects("no value to restore", Merging, schedule=(1, 1), how="drop", unmerged=True)
 
 
-def test_a_merged_model_is_saved_and_loaded_and_becomes_dense_again(tmp_path: Path) -> None:
-    dense = checkpoint()
-    merging = Merging(schedule=(3, 4), metric="keys")
+ENTRIES: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": [3]}, "a schedule of 1 entries for 2 blocks"),
+    ({"schedule": [3, 9]}, "block 1 has 14 tokens, 1 of them protected, so it can merge 6 at most, got 9"),
+    ({"schedule": [3, -1]}, "merging.schedule"),
+    ({"schedule": []}, "merging.schedule"),
+    ({"metric": "values"}, "merging.metric"),
+    ({"how": "drop", "unmerged": True}, "no value to restore"),
+    ({"sizes": 3}, "merging"),
+]
+
+
+def test_a_merged_model_is_saved_and_loaded_becomes_dense_again_and_other_entries_are_refused(tmp_path: Path) -> None:
+    dense, merging = checkpoint(), Merging(schedule=(3, 4), metric="keys")
     model = traced_model.with_merging(dense.model, merging)
     save(Checkpoint(model=model, architecture=dense.architecture, lineage={}), tmp_path)
     loaded, x = load(tmp_path), torch.from_numpy(images(3))
@@ -249,30 +275,13 @@ def test_a_merged_model_is_saved_and_loaded_and_becomes_dense_again(tmp_path: Pa
         plain = traced_model.with_merging(loaded, None)
         assert traced_model.merging_of(plain) is None
         assert torch.equal(plain(x), dense.model(x))
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"schedule": [3]}, "a schedule of 1 entries for 2 blocks"),
-        ({"schedule": [3, 9]}, "block 1 has 14 tokens, 1 of them protected, so it can merge 6 at most, got 9"),
-        ({"schedule": [3, -1]}, "merging.schedule"),
-        ({"schedule": []}, "merging.schedule"),
-        ({"metric": "values"}, "merging.metric"),
-        ({"how": "drop", "unmerged": True}, "no value to restore"),
-        ({"sizes": 3}, "merging"),
-    ],
-)
-def test_an_entry_that_is_none_is_refused_by_name(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
-    dense = checkpoint()
-    model = traced_model.with_merging(dense.model, Merging(schedule=(3, 4)))
-    save(Checkpoint(model=model, architecture=dense.architecture, lineage={}), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["merging"] |= entry
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match=message) as refusal:
-        load(tmp_path)
-    assert "config.json" in str(refusal.value)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for entry, message in ENTRIES:
+        config = written | {"merging": written["merging"] | entry}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(BadInput, match=message) as refusal:
+            load(tmp_path)
+        assert "config.json" in str(refusal.value)
 
 
 def test_schedules_as_people_write_them() -> None:
@@ -281,5 +290,200 @@ def test_schedules_as_people_write_them() -> None:
     assert schedule_from_text("grow:36", 12) == (0, 3, 7, 10, 13, 16, 20, 23, 26, 29, 33, 36)
     assert schedule_from_text("grow:5", 1) == (0,)
     for text in ("", "x", "1,2", "-1", "grow:", "1.5", "٣"):
-        with pytest.raises(BadInput, match="expected how many tokens"):
-            schedule_from_text(text, 3)
+        rejects("expected how many tokens", schedule_from_text, text, 3)
+
+
+# Moments and closed loops of models that merge tokens: sums weighted by size, targets that are means of tokens
+
+
+SCHEDULE = (3, 4)
+
+
+@cache
+def merged_tiny(how: How = "merge", **kwargs: Any) -> nn.Module:
+    return with_merging(tiny.checkpoint(**kwargs).model, Merging(schedule=SCHEDULE, how=how))
+
+
+def moments_of(model: nn.Module, images: np.ndarray) -> Moments:
+    checkpoint = Checkpoint(model=model, architecture=tiny.ARCHITECTURE, lineage={})
+    return calibrate(checkpoint, opened(model, images), batch_size=8)
+
+
+def test_moments_count_each_token_by_its_size() -> None:
+    """Against sums of outer products of what enters the last layers, beside a 1, token by token."""
+    expected = dict[str, Tensor]()
+
+    def see(name: str, x_NF: Tensor, sizes_N: Tensor) -> None:
+        rows = torch.cat([x_NF, torch.ones(len(x_NF), 1)], dim=1).double()
+        outer = [size * torch.outer(x_F, x_F) for size, x_F in zip(sizes_N.double(), rows, strict=True)]
+        expected[name] = expected.get(name, torch.zeros(())) + torch.stack(outer).sum(dim=0)
+
+    pixels = tiny.images(9)
+    with torch.no_grad():
+        by_loops(tiny.checkpoint().model.double(), torch.from_numpy(pixels).double(), Merging(schedule=SCHEDULE), see)
+    moments = moments_of(merged_tiny(), pixels).sites
+    for name, sums in expected.items():
+        own = moments[name]
+        assert isinstance(own, ChannelMoments)
+        assert own.tokens == pytest.approx(float(sums[-1, -1])) == 9 * 17
+        assert tiny.relative(own.gram_FF, sums[:-1, :-1]) < 1e-5
+        assert tiny.relative(own.sum_F, sums[:-1, -1]) < 1e-5
+    first, dense = (sites["blocks.0.attn.qk"] for sites in (moments, moments_of(tiny.checkpoint().model, pixels).sites))
+    assert isinstance(first, HeadMoments)
+    assert isinstance(dense, HeadMoments)
+    assert torch.equal(first.qq_HDD, dense.qq_HDD)
+
+
+def test_moments_of_dropped_tokens_count_those_that_are_left() -> None:
+    moments = moments_of(merged_tiny("drop"), tiny.images(9))
+    tokens = {name: sums.tokens for name, sums in moments.sites.items()}
+    assert tokens == {
+        "blocks.0.attn.qk": 153,
+        "blocks.0.attn.proj": 153,
+        "blocks.0.mlp.fc2": 126,
+        "blocks.1.attn.qk": 126,
+        "blocks.1.attn.proj": 126,
+        "blocks.1.mlp.fc2": 90,
+    }
+
+
+def test_moments_tell_which_tokens_were_merged() -> None:
+    dense, merged = tiny.checkpoint().model, merged_tiny()
+    with_merging = moments_of(merged, tiny.images(4))
+    assert not merging_note(merged, with_merging)
+    assert "while tokens were merged as" in merging_note(dense, with_merging)
+    assert "without merged tokens" in merging_note(merged, moments_of(dense, tiny.images(4)))
+
+
+def test_weighted_sums_are_those_of_repeated_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_BNK, t_BNO = (torch.randn(2, 5, width, generator=generator) for width in (4, 3))
+    weights_BN = torch.tensor([[1.0, 2.0, 1.0, 3.0, 1.0]] * 2)
+    repeats = weights_BN[0].long()
+    one, other = (RegressionSums.empty(inputs=4, outputs=3) for _ in range(2))
+    one.add(x_BNK, t_BNO, weights_BN)
+    other.add(x_BNK.repeat_interleave(repeats, dim=1), t_BNO.repeat_interleave(repeats, dim=1))
+    assert one.x.tokens == other.x.tokens == 16
+    for got, expected in ((one.x.gram_KK, other.x.gram_KK), (one.tx_OK, other.tx_OK), (one.t_O, other.t_O)):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one.tt, other.tt, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "loop", "verdict"),
+    [
+        ({"global_pool": "avg", "class_token": False}, None, "4 of 6 sites reduced"),
+        ({"global_pool": "map", "reg_tokens": 2}, Loop(reads="pooled"), "6 of 9 sites reduced"),
+    ],
+)
+def test_closed_loops_go_through_any_pooling(kwargs: dict[str, Any], loop: Loop | None, verdict: str) -> None:
+    model, images = merged_tiny(**kwargs), tiny.images(8)
+    reduction = reduce_traced(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5), loop=loop)
+    assert reduction.coverage.verdict == verdict
+    assert torch.isfinite(tiny.ran(reduction.model, images)).all()
+
+
+def test_images_are_compared_with_moments_as_tokens_were_merged_then() -> None:
+    dense, pixels = tiny.checkpoint(), tiny.images(64)
+    moments = moments_of(merged_tiny(), pixels)
+    merged = shift_of_inputs(dense, moments, {"images": pixels})
+    plain = {key: text for key, text in moments.lineage.items() if key != "merging"}
+    otherwise = shift_of_inputs(dense, replace(moments, lineage=plain), {"images": pixels})
+    assert merged is not None
+    assert otherwise is not None
+    assert max(site.mean_distance for site in merged.sites) < max(site.mean_distance for site in otherwise.sites)
+    for text in ("{", "[]", '{"schedule": [], "metric": "stream", "how": "merge", "unmerged": false}'):
+        with pytest.raises(BadInput, match="the moments' merging"):
+            shift_of_inputs(dense, replace(moments, lineage={**plain, "merging": text}), {"images": pixels})
+
+
+# Token merging in traced models: steps and layers, loops, what is refused
+
+
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("class token", {}),
+    ("registers", {"metric": "attended"}),
+    ("distilled", {"metric": "keys"}),
+    ("mean", {"how": "drop"}),
+    ("no pool", {"unmerged": True}),
+]
+
+
+@cache
+def with_merged_tokens(form: str, **options: Any) -> nn.Module:
+    return traced_model.with_merging(timm_models.checkpoint(form).model, Merging(schedule=SCHEDULE, **options))
+
+
+def given_by(model: nn.Module, count: int = 5, seed: int = 0) -> Tensor:
+    return tiny.ran(model, tiny.images(count, seed))
+
+
+@pytest.mark.slow("models")
+@pytest.mark.parametrize(("options", "left"), [({}, 0.9), ({"how": "drop"}, 0.96)])
+def test_a_closed_loop_repairs_what_merging_changed(options: dict[str, Any], left: float) -> None:
+    """At full width, on images of the fit: the dense model's outputs are nearer than without a repair."""
+    model, dense = with_merged_tokens("mean", **options), timm_models.checkpoint("mean").model
+    full = timm_models.method(mlp_sparsity=0.0, attention_sparsity=0.0)
+    repaired = reduce_traced(model, timm_models.opened(model, 64, 1), full, loop=Loop()).model
+    assert traced_model.merging_of(repaired) == traced_model.merging_of(model)
+    expected = given_by(dense, 64, 1)
+    before, after = (float((given_by(each, 64, 1) - expected).norm()) for each in (model, repaired))
+    assert after < left * before
+
+
+class _Positioned(nn.Module):
+    """Two attentions, positions added behind the first."""
+
+    input_size = (3, 16, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 3)
+        self.qkv = nn.ModuleList([nn.Linear(8, 24), nn.Linear(8, 24)])
+        self.places = nn.Parameter(torch.randn(1, 16, 8))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images).flatten(2).transpose(1, 2)
+        for qkv in self.qkv:
+            q, k, v = qkv(x + self.places).reshape(-1, 16, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+            x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, 16, 8)
+        return self.head(x.mean(1))
+
+
+NEEDING: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "convnet": (lambda: timm.create_model("resnet10t"), "no attention of tokens is found"),
+    "positions behind the first block": (_Positioned, "add in the model takes something with a place for every token"),
+    "relative positions": (
+        lambda: timm.create_model("beit_base_patch16_224", depth=2, embed_dim=48, num_heads=3, img_size=32),
+        "blocks.1.attn adds to scores by where tokens stand or masks them",
+    ),
+    "branches side by side": (lambda: timm_models.checkpoint("one layer for all").model, "other branches carry"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDING)
+def test_what_needs_every_token_is_refused_with_the_reason(name: str) -> None:
+    make, reason = NEEDING[name]
+    model = make().eval()
+    if not isinstance(model, TracedModule):
+        model = traced_model.traced(model, Architecture(name=name, family="module"))
+    rejects(reason, traced_model.with_merging, model, Merging(schedule=(1, 1)))
+    assert reason in traced_model.merging_refusal(model)
+
+
+@pytest.mark.parametrize(("form", "options"), FORMS)
+def test_steps_and_layers_cut_by_cut_give_the_models_outputs(form: str, options: dict[str, Any]) -> None:
+    model, images = with_merged_tokens(form, **options), torch.from_numpy(tiny.images(5))
+    with torch.inference_mode():
+        walk = StreamState.of(traced_model.embedded(model, images), None)
+        for step in traced_model.steps(model):
+            walk = walk.behind(step)
+        (given,) = traced_model.answers(model, walk, images)
+        pieces, layers = layered(model)
+        torch.testing.assert_close(given, given_by(model), rtol=0, atol=0)
+        torch.testing.assert_close(pieces(images), given_by(model), rtol=0, atol=0)
+    assert [step.name for step in traced_model.steps(model) if isinstance(step, Merge)] == [
+        "blocks.0.merge",
+        "blocks.1.merge",
+    ]
+    assert {f"blocks.{block}.mlp.fc1" for block in range(2)} <= {layer.name for layer in layers}

@@ -11,11 +11,7 @@ from torch import nn
 from corp_deploy import load
 from corp_deploy.families import family
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.reduction.loop import Loop
-from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, save
-from corp_deploy.store.inputs import images_for_model
 from tests import tiny
 from tests.command import invoked
 from tests.refusals import rejects
@@ -65,22 +61,6 @@ def test_a_family_of_its_own_goes_the_whole_way(home: Path) -> None:
     links = {link["name"]: link for link in json.loads((home / "parity.json").read_text())["links"]}
     assert {link["status"] for link in links.values()} == {"PASS"}
     assert links["reduced-onnx-fp32"]["measures"]["relative_error"] < 1e-4
-
-
-def test_a_budget_and_the_closed_loop_know_it_too(home: Path) -> None:
-    invoked("calibrate", "--model", "dense", "--images", "calibration.npy", "-o", "m.safetensors", "-q")
-    options = ("--moments", "m.safetensors", "--images", "calibration.npy", "--align", "mlp=8,head=8", "-q")
-    invoked("reduce", "--model", "dense", *options, "--macs", 0.7, "-o", "budget")
-    dense, budget = (
-        json.loads(invoked("inspect", "--model", name, "--json").stdout)["macs"] for name in ("dense", "budget")
-    )
-    assert 0.6 < budget / dense <= 0.7
-    model = load("dense")
-    method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
-    looped = reduce_traced(model, images_for_model(model, Path("calibration.npy")), method, loop=Loop())
-    widths = {site.name: site.width for site in family.sites_of(looped.model).every}
-    assert widths == dict(zip(SITES, (24, *(24, 48, 96) * 2), strict=True))
-    assert all(report.loop is not None for report in looped.sites if report.part != "qk")
 
 
 def test_a_family_that_is_not_there_is_named(home: Path) -> None:

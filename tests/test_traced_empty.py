@@ -100,16 +100,7 @@ def test_the_mean_of_what_the_dense_layers_give_stays() -> None:
         torch.testing.assert_close(state[f"{layer}.bias"].double(), mean_O, rtol=1e-5, atol=1e-6)
         assert state[f"{layer}.weight"].shape == (len(mean_O), 0), name
     assert not any(name.startswith((f"{MLP}.fc1", "stages.1.blocks.0.attn.q.")) for name in state)
-
-
-def test_all_variance_is_reported_lost_and_other_inputs_judge_it(tmp_path: Path) -> None:
-    others = calibrate(dense(), tiny.opened(tmp_path / "o.npy", images(8, seed=5), dense().model), batch_size=8)
-    judged = reduce(dense().model, moments(), method(), widths=EMPTIED, held_out=others)
-    for report in judged.sites:
-        assert report.width == 0
-        assert report.error == pytest.approx(report.energy, rel=1e-9)
-        assert report.held_out is not None
-        assert report.held_out.error >= report.held_out.energy * (1.0 - 1e-9)
+    assert all(each.width == 0 and each.error == pytest.approx(each.energy, rel=1e-9) for each in emptied().sites)
 
 
 def test_costs_that_go_are_those_told() -> None:
@@ -162,7 +153,7 @@ def test_loops_leave_constants_too(loop: Loop | None) -> None:
         assert errors[0] < errors[1], "later sites make up for what is gone"
 
 
-@pytest.mark.parametrize("how", ["layer", "block", "model"])
+@pytest.mark.parametrize("how", ["layer", "block"])
 def test_a_polish_passes_by_what_is_gone(how: str) -> None:
     options = PolishOptions(how=how, steps=2, batch_size=4)  # type: ignore[arg-type]
     assert outputs(polished(dense().model, emptied().model, opened(), options).model).isfinite().all()

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-import torchvision  # type: ignore[import-untyped]
 import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import save_file as save_arrays
@@ -31,23 +31,119 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import arrays_for_model
-from ground.errors import BadInput
+from ground.ports import Role
 from tests.command import invoked
 from tests.refusals import rejects
-from tests.traced_inputs import MODULES, SOURCE, TOKENS, WORDS, arrays
 
-CHAIN: Mapping[str, tuple[tuple[object, ...], list[tuple[str, str]]]] = {
+D, TOKENS, WORDS = 32, 12, 50
+SOURCE = """
+from tests.test_traced_inputs import MODULES
+
+def make(name):
+    return MODULES[name]()
+"""
+
+
+class Block(nn.Module):
+    """Tokens that aren't there are never attended to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.fc1, self.fc2 = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor, there: Tensor | None = None) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
+        mask = None if there is None else there.bool()[:, None, None]
+        heads = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.proj(heads.transpose(1, 2).flatten(2))
+        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+
+
+class Encoder(nn.Module):
+    """Ids with their mask, to a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, D), nn.Parameter(0.1 * torch.randn(TOKENS, D))
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(D, 5)
+        self.inputs = dict.fromkeys(("ids", "attention_mask"), torch.zeros(TOKENS, dtype=torch.int64))
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor | None]:
+        x = self.words(ids) + self.places
+        for block in self.blocks:
+            x = block(x, attention_mask)
+        share = attention_mask / attention_mask.sum(1, keepdim=True)
+        pooled = (x * share[..., None]).sum(1)
+        return {"logits": self.head(pooled), "embedding": pooled, "states": None}
+
+
+@dataclass
+class Scored:
+    scores: Tensor
+    features: Tensor
+    kept: Tensor
+
+
+class Towers(nn.Module):
+    """Vectors and images, joined, to a dataclass, of which two are asked for. A graph has a `meta` of its own."""
+
+    outputs: Mapping[str, Role] = {"features": "embedding", "scores": "logits"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meta = nn.Sequential(nn.Linear(9, 48), nn.GELU(), nn.Linear(48, D))
+        self.right = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, D, 3, 2, 1))
+        self.score = nn.Linear(D, 4)
+        self.inputs = {"pixels": (3, 16, 16), "vector": (9,)}
+
+    def forward(self, vector: Tensor, pixels: Tensor) -> Scored:
+        joined = torch.tanh(self.meta(vector) + self.right(pixels).mean((2, 3)))
+        return Scored(scores=self.score(joined), features=joined, kept=joined.argmax(-1))
+
+
+class Windows(nn.Module):
+    """A series of vectors to a tuple, whose names are said."""
+
+    inputs: Mapping[str, Any] = {"series": (TOKENS, 6)}
+    outputs = ("tokens", "pooled")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(6, D), Block(), nn.Linear(D, 3)
+
+    def forward(self, series: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.block(self.first(series))
+        return self.last(x), x.mean(1)
+
+
+MODULES: Mapping[str, type[nn.Module]] = {kind.__name__: kind for kind in (Encoder, Towers, Windows)}
+
+
+def arrays(name: str, count: int, seed: int) -> dict[str, NDArray[Any]]:
+    """By the names of a module's inputs."""
+    generator = np.random.default_rng(seed)
+    if name == "Encoder":
+        lengths = generator.integers(3, TOKENS, count)
+        mask = (np.arange(TOKENS) < lengths[:, None]).astype(np.int64)
+        return {"ids": generator.integers(1, WORDS, (count, TOKENS)) * mask, "attention_mask": mask}
+    inputs: Any = MODULES[name]().inputs
+    return {key: generator.standard_normal((count, *shape), dtype=np.float32) for key, shape in inputs.items()}
+
+
+CHAIN: Mapping[str, tuple[tuple[object, ...], list[str]]] = {
     "Encoder": (
         ("--mlp", 0.5, "--attn", 0.5, "--heads", "square", "--align", "mlp=4,head=4"),
-        [("logits", "logits"), ("embedding", "embedding")],
+        ["logits", "embedding"],
     ),
     "Towers": (
         ("--mlp", 0.5, "--conv", 0.5, "--align", "mlp=4,conv=4"),
-        [("features", "embedding"), ("scores", "logits")],
+        ["features", "scores"],
     ),
-    "Windows": (("--mlp", 0.5, "--align", "mlp=4"), [("tokens", "feature map"), ("pooled", "embedding")]),
+    "Windows": (("--mlp", 0.5, "--align", "mlp=4"), ["tokens", "pooled"]),
 }
-"""What is removed, and the outputs with their roles."""
+"""What is removed, and the outputs."""
 
 
 LIBRARIES: Mapping[str, tuple[dict[str, Any], tuple[object, ...], str]] = {
@@ -92,22 +188,24 @@ def assert_graph_says_the_same(path: Path, feeds: Mapping[str, NDArray[Any]], ou
         assert np.abs(one - other.numpy()).max() <= 1e-4 * other.abs().max()
 
 
+def goes_the_whole_way(model: tuple[str, ...], inputs: str, asked: tuple[object, ...]) -> None:
+    """Calibrated, reduced, exported and judged by what is in the directory."""
+    trusted = model[-1:] if model[-1] == "--trust-code" else ()
+    invoked("calibrate", "--model", *model, inputs, "calibration.safetensors", "-o", "m.safetensors", "-q")
+    invoked("reduce", "--model", *model, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
+    invoked("export", "--model", "reduced", *trusted, "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
+    chain = ("reduced", "reduced/model.onnx", "reduced/model.fp16.onnx")
+    judged = (inputs, "held-out.safetensors", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q")
+    invoked("verify", model[0], *chain, *model[1:], *judged)
+    assert {link["status"] for link in json.loads(Path("parity.json").read_text())["links"]} == {"PASS"}
+
+
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", CHAIN)
 def test_any_inputs_and_outputs_go_the_whole_way(name: str, home: Path) -> None:
     asked, outputs = CHAIN[name]
-    dense = written(name, home)
-    invoked("calibrate", "--model", *dense, "--arrays", "calibration.safetensors", "-o", "m.safetensors", "-q")
-    invoked("reduce", "--model", *dense, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
-    invoked(
-        "export", "--model", "reduced", "--trust-code", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q"
-    )
-    assert_graph_says_the_same(home / "reduced/model.onnx", arrays(name, 3, 3), [each for each, _ in outputs])
-    chain = ("reduced", "reduced/model.onnx", "reduced/model.fp16.onnx")
-    judged = ("--arrays", "held-out.safetensors", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q")
-    invoked("verify", dense[0], *chain, *dense[1:], *judged)
-    links = json.loads((home / "parity.json").read_text())["links"]
-    assert {link["status"] for link in links} == {"PASS"}
+    goes_the_whole_way(written(name, home), "--arrays", asked)
+    assert_graph_says_the_same(home / "reduced/model.onnx", arrays(name, 3, 3), outputs)
 
 
 @pytest.mark.slow("graph")
@@ -135,35 +233,9 @@ def test_encoders_of_transformers_without_a_family_go_the_whole_way(name: str, h
     with torch.inference_mode():
         tensors = [torch.from_numpy(each[:3]) for each in given.values()]
         assert torch.allclose(as_tuple(loaded(*tensors))[0], dense(*tensors)[0], atol=1e-5)
-    invoked("calibrate", "--model", *words, inputs, "calibration.safetensors", "-o", "m.safetensors", "-q")
-    invoked("reduce", "--model", *words, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
-    invoked("export", "--model", "reduced", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
+    goes_the_whole_way(words, inputs, asked)
     outputs = [port.name for port in output_ports(load_checkpoint(home / "reduced").model)]
     assert_graph_says_the_same(home / "reduced/model.onnx", {key: each[:3] for key, each in given.items()}, outputs)
-    chain = ("reduced", "reduced/model.onnx", "reduced/model.fp16.onnx")
-    judged = (inputs, "held-out.safetensors", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q")
-    invoked("verify", words[0], *chain, *words[1:], *judged)
-    assert {link["status"] for link in json.loads((home / "parity.json").read_text())["links"]} == {"PASS"}
-
-
-@pytest.mark.slow("graph")
-def test_a_classifier_of_torchvision_without_a_family_is_reduced_and_read_again(home: Path) -> None:
-    torch.manual_seed(0)
-    dense = torchvision.models.get_model("squeezenet1_1", num_classes=5).eval()
-    save_file(dense.state_dict(), home / "weights.safetensors")
-    pixels = np.random.default_rng(1).standard_normal((16, 3, 33, 33), dtype=np.float32)
-    np.save(home / "calibration.npy", pixels)
-    kwargs = ("--model-kwargs", '{"num_classes": 5, "img_size": 33}')
-    words = ("torchvision:squeezenet1_1", "--weights", "weights.safetensors", *kwargs)
-    record = json.loads(invoked("inspect", "--model", *words, "--json").stdout)
-    assert record["preprocessing"]["mean"] == [0.485, 0.456, 0.406]
-    invoked("calibrate", "--model", *words, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
-    asked = ("--conv", 0.5, "--preset", "none", "--align", "conv=4")
-    invoked("reduce", "--model", *words, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
-    invoked("export", "--model", "reduced", "-o", "reduced/model.onnx", "-q")
-    assert_graph_says_the_same(home / "reduced/model.onnx", {"images": pixels[:3]}, ["logits"])
-    reduced = json.loads(invoked("inspect", "--model", "reduced", "--json").stdout)
-    assert reduced["macs"] < 0.7 * record["macs"]
 
 
 def traced_module(name: str) -> Checkpoint:
@@ -189,28 +261,12 @@ def test_padding_is_no_part_of_the_statistics(tmp_path: Path) -> None:
     np.testing.assert_allclose(statistics.gram_FF.numpy(), expected_FF, rtol=1e-4, atol=1e-3)
 
 
-def test_padding_is_no_part_of_what_merged_layers_lose(tmp_path: Path) -> None:
-    given = arrays("Encoder", 20, 1)
-    save_arrays(given, tmp_path / "arrays.safetensors")
-    dense = traced_module("Encoder").model
-    inputs = arrays_for_model(dense, tmp_path / "arrays.safetensors")
-    moments = calibrate(traced_module("Encoder"), inputs, batch_size=7)
-    made = reduce(dense, moments, method_from_preset("fold", mlp_sparsity=0.5, align_hidden=8), images=inputs)
-    heard: dict[str, Tensor] = {}
-    for name in [f"blocks.{block}.{each}" for block in range(2) for each in ("norm2", "fc2")]:
-        dense.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: heard.update({name: out}))
-    with torch.inference_mode():
-        dense(*map(torch.from_numpy, given.values()))
-    there = torch.from_numpy(given["attention_mask"]).bool()
-    for block, report in zip(("blocks.0", "blocks.1"), made.sites, strict=True):
-        x = heard[f"{block}.norm2"][there].double()
-        for layer in ("fc1", "fc2"):
-            weight, bias = (made.model.get_parameter(f"{block}.{layer}.{each}").double() for each in ("weight", "bias"))
-            x = functional.linear(functional.gelu(x) if layer == "fc2" else x, weight, bias)
-        lost = (heard[f"{block}.fc2"][there] - x).square().sum(1).mean()
-        assert report.error == pytest.approx(float(lost), rel=1e-4)
-    with pytest.raises(BadInput, match="these inputs have padding"):
-        reduce(dense, moments, method_from_preset("fold", heads_sparsity=0.5), images=inputs)
+def test_heads_are_not_merged_of_inputs_with_padding(tmp_path: Path) -> None:
+    save_arrays(arrays("Encoder", 20, 1), tmp_path / "arrays.safetensors")
+    dense = traced_module("Encoder")
+    inputs = arrays_for_model(dense.model, tmp_path / "arrays.safetensors")
+    moments, merging = calibrate(dense, inputs, batch_size=7), method_from_preset("fold", heads_sparsity=0.5)
+    rejects("these inputs have padding", reduce, dense.model, moments, merging, images=inputs)
 
 
 @pytest.mark.parametrize(

@@ -99,16 +99,10 @@ def test_narrowed_it_is_the_dense_one_with_zeros(name: str) -> None:
         for batch in (1, 2, 5):
             leaves = tree_leaves(given.module(*inputs(shapes, batch)))
             assert all(each.shape[0] == batch for each in leaves)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_with_nothing_removed_it_is_the_model(name: str) -> None:
-    model, found = found_of(name)
-    given = narrow(found, {site.key: range(site.size) for site in found.sites})
-    x = inputs(MODELS[name][1], 4)
-    with torch.no_grad():
-        for one, other in zip(tree_leaves(model(*x)), tree_leaves(given.module(*x)), strict=True):
+        x, whole = inputs(shapes, 4), narrow(found, {site.key: range(site.size) for site in found.sites}).module
+        for one, other in zip(tree_leaves(model(*x)), tree_leaves(whole(*x)), strict=True):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+    assert torch.backends.mha.get_fastpath_enabled(), "as it was"
 
 
 def test_queries_become_narrower_than_values() -> None:
@@ -187,11 +181,6 @@ def test_a_choice_that_cannot_be_is_refused() -> None:
         ({first: [0, 1, 8]}, "parts"),
     ):
         rejects(words, narrow, found, kept)
-
-
-def test_fast_paths_are_as_they_were() -> None:
-    found_of("encoder")
-    assert torch.backends.mha.get_fastpath_enabled()
 
 
 class _Kernel(nn.Module):

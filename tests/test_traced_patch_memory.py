@@ -1,7 +1,6 @@
 """Calibration of traced models within a memory: patches of some channels alone, and what is made of them."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -91,17 +90,13 @@ def patches(taken: Moments, name: str = "second") -> PatchMoments:
 
 
 def size_of(taken: Moments) -> int:
-    return sum(
-        each.numel() * each.element_size()
+    tensors = [
+        getattr(site, name)
         for site in taken.sites.values()
         if isinstance(site, PatchMoments)
-        for each in (*vars_of(site).values(),)
-        if isinstance(each, Tensor) and each.dtype == torch.float64
-    )
-
-
-def vars_of(site: PatchMoments) -> Mapping[str, Any]:
-    return {name: getattr(site, name) for name in site.__slots__}
+        for name in site.__slots__
+    ]
+    return sum(each.nbytes for each in tensors if isinstance(each, Tensor) and each.dtype == torch.float64)
 
 
 def site_of(own: Checkpoint) -> Site:

@@ -3,7 +3,9 @@ the family's own polish of the same model.
 """
 
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +13,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from calib.images import Images
 from calib.inputs import InputSet
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.given_module import facts_of_module
 from corp_deploy.families.traced_model import steps, tracing
+from corp_deploy.polish.blocks import fitted_steps
+from corp_deploy.polish.descent import StepBudget
 from corp_deploy.polish.newton import Newton, Step
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import Polished, polished
 from corp_deploy.polish.segments import segment_sublayer
-from corp_deploy.polish.walk import StreamPair, pairs_of
+from corp_deploy.polish.walk import Block, StreamPair, pairs_of, walk
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.module import traced_module
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.module import replaced, traced_module
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from tests import tiny
 from tests.layer_fits import fit_layers_
@@ -130,6 +137,10 @@ def halved(dense: nn.Module, images: InputSet, preset: str = "none") -> nn.Modul
     return reduce(dense, calibrate(checkpoint, images, batch_size=16), method_from_preset(preset, **HALF)).model
 
 
+def shown(model: nn.Module, count: int, seed: int = 0) -> Images:
+    return tiny.opened(Path(tempfile.mkdtemp()) / "images.npy", tiny.images(count, seed), model)
+
+
 def moved(
     step: Step, change_RD: Tensor, passage: SegmentStep, x_BNC: Tensor, weights_BN: Tensor | None = None
 ) -> Tensor:
@@ -194,32 +205,33 @@ def disturbed_(model: nn.Module, by: float) -> None:
             weight.add_(by * noise * weight.norm() / math.sqrt(weight.numel()))
 
 
-def planted(tmp_path: Path, *, in_place: bool = False) -> tuple[nn.Module, nn.Module]:
-    """A model half of whose hidden channels do nothing, and one that has the others alone, but disturbed."""
+@cache
+def planted(*, in_place: bool = False) -> tuple[nn.Module, nn.Module, InputSet]:
+    """A model half of whose hidden channels do nothing, one that has the others alone, but disturbed, and images."""
     torch.manual_seed(0)
     dense = net(Mlp(in_place=in_place), Mlp(in_place=in_place))
     with torch.no_grad():
         for index in range(2):
             dense.get_parameter(f"blocks.{index}.down.weight")[:, ::2] = 0.0
-    model = halved(dense, tiny.opened(tmp_path / "images.npy", tiny.images(64), dense), "best")
+    images = shown(dense, 64)
+    model = halved(dense, images, "best")
     disturbed_(model, 0.1)
-    return dense, model
+    return dense, model, images
 
 
-def test_planted_layers_come_back(tmp_path: Path) -> None:
-    dense, model = planted(tmp_path)
-    both = [tiny.opened(tmp_path / f"{seed}.npy", tiny.images(count, seed), dense) for seed, count in ((3, 48), (4, 8))]
+def test_planted_layers_come_back() -> None:
+    dense, disturbed, _ = planted()
+    model = replaced(disturbed, {})
     with torch.no_grad():
-        pairs = pairs_of(dense, *both)
+        pairs = pairs_of(dense, shown(dense, 48, 3), shown(dense, 8, 4))
     fits = fit_layers_(dense, model, pairs, Newton(ridge_rel=1e-5, looks=(8, 20)), sweeps=5)
     assert [fit.part for fit in fits] == ["blocks.0", "blocks.1"]
     assert all(fit.error < 0.05 * fit.error_before for fit in fits), fits
 
 
-def own_polished(tmp_path: Path, *, in_place: bool = False, **how: Any) -> Polished:
-    dense, model = planted(tmp_path, in_place=in_place)
+def own_polished(*, in_place: bool = False, **how: Any) -> Polished:
+    dense, model, images = planted(in_place=in_place)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    images = tiny.opened(tmp_path / "images.npy", tiny.images(64), dense)
     made = polished(dense, model, images, PolishOptions(how="layer", steps=2), **how)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     return made
@@ -230,7 +242,7 @@ class Stopped(Exception):
 
 
 def test_an_interrupted_polish_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    whole, heard, state = own_polished(tmp_path), list[Progress](), tmp_path / "state.safetensors"
+    whole, heard, state = own_polished(), list[Progress](), tmp_path / "state.safetensors"
     assert whole.report.error < 0.7 * whole.report.error_before
 
     def interrupt(progress: Progress) -> None:
@@ -239,8 +251,8 @@ def test_an_interrupted_polish_goes_on_to_the_same_bytes(tmp_path: Path) -> None
             raise Stopped
 
     with pytest.raises(Stopped):
-        own_polished(tmp_path, state=state, on_progress=interrupt)
-    again = own_polished(tmp_path, state=state, on_progress=heard.append)
+        own_polished(state=state, on_progress=interrupt)
+    again = own_polished(state=state, on_progress=heard.append)
     assert [each.part for each in heard] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1"]
     assert [part.error for part in again.report.parts] == [part.error for part in whole.report.parts]
     for own, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
@@ -249,7 +261,49 @@ def test_an_interrupted_polish_goes_on_to_the_same_bytes(tmp_path: Path) -> None
     assert f"in 2 layers by least squares, without labels: {whole.report.steps} sweeps" in whole.report.line
 
 
-def test_what_changes_in_place_is_polished_alike(tmp_path: Path) -> None:
+def test_what_changes_in_place_is_polished_alike() -> None:
     """Streams that are added to where they stand are run through again and again."""
-    plain, in_place = own_polished(tmp_path), own_polished(tmp_path, in_place=True)
+    plain, in_place = own_polished(), own_polished(in_place=True)
     assert in_place.report.error == plain.report.error < plain.report.error_before
+
+
+@torch.no_grad()
+def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
+    """By its own outputs a little ahead and a little behind; a token counts as those that it stands for."""
+    dense = tiny.checkpoint(init_values=0.3).model
+    model = traced_model.with_merging(halved(dense, shown(dense, 24)), Merging(schedule=(3, 2)))
+    heaviest = list[float]()
+    passages = {step.name: step for step in traced_model.steps(model) if isinstance(step, SegmentStep) and step.sites}
+    sublayers, looked_at = {name: segment_sublayer(model, each) for name, each in passages.items()}, []
+
+    def compare(block: Block, pairs: Sequence[StreamPair]) -> None:
+        if (name := block.name) not in fitted_steps(dense, model):
+            return
+        (pair,), read, passage = pairs, sublayers[name].read, passages[name]
+        x_BNC, sizes_BN, _ = pair.reduced.tokens
+        tokens = slice(None) if read is None else read
+        for step in sublayers[name].steps:
+            (piece,), start_RD = step.linearised(pairs), step.rows_RD
+            change_RD = torch.randn(start_RD.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            ahead, now, behind = (
+                moved(step, share * change_RD, passage, x_BNC, sizes_BN) for share in (1e-5, 0.0, -1e-5)
+            )
+            expected, lacking = ((ahead - behind) / 2e-5)[:, tokens], (pair.target - now)[:, tokens]
+            torch.testing.assert_close(piece.tangent.along(change_RD), expected.flatten(0, 1), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(piece.residual_XO, lacking.flatten(0, 1), rtol=1e-9, atol=1e-9)
+            assert (piece.weight_X is None) == (sizes_BN is None)
+            heaviest.append(0.0 if piece.weight_X is None else float(piece.weight_X.max()))
+        looked_at.append(name)
+
+    (pair, *_) = pairs_of(dense, shown(dense, 6), shown(dense, 6, 1))
+    pairs = [StreamPair(pair.dense.double(), None, StreamState.of(pair.reduced.tokens.x.double(), None))]
+    list(traced_model.steps(dense))
+    for each in (dense, model):
+        tracing(each).running.graph.double()
+    walk(dense, model, pairs, compare)
+    assert looked_at == [f"blocks.{index}.{part}" for index in (0, 1) for part in ("attn", "mlp")]
+    assert max(heaviest) > 1.0
+
+
+def test_no_time_left_is_the_end_of_the_way() -> None:
+    assert StepBudget(steps=None, seconds=0.0).way(0, 0.0) == 1.0
