@@ -4,11 +4,9 @@ the bound on the gate's false alarms, and the slope of memory in long runs.
 
 import json
 import os
-import random
 import subprocess
 import sys
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from scipy.stats import binom
 from benchmarks.pages.accuracy_page import budgets as table
 from benchmarks.quality import budgets, polish
 from benchmarks.quality.procedural_images import made
-from benchmarks.speed.long_runs import own_mib, slope, told, write_images
-from benchmarks.trust.gate_alarms import MOST_PROCESSES, Load, document, most_alarms, tally
+from benchmarks.speed.long_runs import own_mib, slope
+from benchmarks.trust.gate_alarms import document, most_alarms, tally
 from corp_deploy.reduction.method import method_from_preset
 
 from . import tiny
@@ -54,15 +52,6 @@ def test_rows_are_made_by_both_curves_kept_and_shown(tmp_path: Path, monkeypatch
         tried = {name: error for name, error in row["ways"].items() if name.startswith("by site")}
         assert row["taken_is"] == min(tried, key=tried.__getitem__)
     assert f"| tiny | 0.7 | {record['rows'][0]['before']:.4f} |" in table(record)
-
-
-def test_curves_of_before_keep_values_and_look_at_half_of_the_widths(tmp_path: Path) -> None:
-    curves = budgets.curves_of(subject(tmp_path))
-    own = {curve.site: curve for curve in curves.planner.curves}
-    assert [curve.site for curve in curves.before] == [name for name in own if not name.endswith(".v")]
-    for curve in curves.before:
-        assert (set(curve.widths), curve.errors[-1]) == (set(own[curve.site].widths) - {0}, 0.0)
-        assert all(one >= other for one, other in pairwise(curve.errors))
 
 
 def test_the_procedural_model_is_fitted_and_judged_on_different_images(
@@ -99,13 +88,6 @@ def test_verdicts_and_intervals_are_counted() -> None:
     assert {count: each["comparisons"] for count, each in apart.items()} == {"0": 1, "3": 1}
 
 
-def test_loads_are_of_all_kinds_and_the_same_every_time() -> None:
-    loads = [[Load.drawn(rng) for _ in range(200)] for rng in (random.Random(1), random.Random(1))]
-    assert loads[0] == loads[1]
-    assert {len(load.kinds) for load in loads[0]} == set(range(MOST_PROCESSES + 1))
-    assert len({kind for load in loads[0] for kind in load.kinds}) == 3
-
-
 @pytest.mark.parametrize("rate", [0.0, 3.0])
 def test_the_slope_of_a_line_with_a_beginning_and_a_spike(rate: float) -> None:
     done = np.arange(100, 10_001, 100.0)
@@ -119,12 +101,6 @@ def test_the_slope_of_a_line_with_a_beginning_and_a_spike(rate: float) -> None:
     assert found["high"] - found["low"] < 0.1
 
 
-def test_what_is_told() -> None:
-    told_of = told([(float(n), 100.0 + (n == 7)) for n in range(1, 11)], "ten", 2.0)
-    assert (told_of["count"], told_of["peak_mib"], told_of["least_mib"]) == (10, 101.0, 100.0)
-    assert told_of["slope"]["mib_per_1000"] == 0.0
-
-
 def test_a_process_and_its_children() -> None:
     before = own_mib(os.getpid())
     script = "x = bytearray(80 << 20); x[::4096] = b'x' * len(x[::4096]); print(flush=True); input()"
@@ -135,10 +111,3 @@ def test_a_process_and_its_children() -> None:
         assert own_mib(os.getpid()) > before + 70
         child.kill()
     assert own_mib(child.pid) == 0.0
-
-
-def test_images_are_written_in_pieces(tmp_path: Path) -> None:
-    write_images(tmp_path / "i.npy", 3)
-    images = np.load(tmp_path / "i.npy", mmap_mode="r")
-    assert (images.shape, images.dtype) == ((3, 3, 224, 224), np.float32)
-    assert abs(float(images.std()) - 1) < 0.01

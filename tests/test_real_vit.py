@@ -14,8 +14,6 @@ from safetensors.torch import save_file
 from benchmarks.real import commands, real_vit, subject
 from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import Outputs, figures, outputs
-from benchmarks.real.page import real_vit as tables
-from benchmarks.real.page import real_vit_engines as engine_tables
 from benchmarks.real.record import Record
 from benchmarks.real.rows import METHODS, OVERFITTING, Method, Settings, Sparsities, words
 from corp_deploy.cli import main as corp_deploy
@@ -255,36 +253,3 @@ def test_a_command_is_timed_and_its_failure_told() -> None:
     assert cost.peak_mb > 1.0
     with pytest.raises(Exception, match=r"(?s)corp-deploy reduce --nonsense ended with 2: .*nonsense"):
         commands.run(["reduce", "--nonsense"], threads=1)
-
-
-def row(method: str, share: float, error: float, **more: Any) -> dict[str, Any]:
-    names = ("patch_error", "cosine_mean", "cosine_low", "saliency_error", "saliency_iou", "neighbour_agreement")
-    return {"method": method, "share": share, "class_error": error, "macs_share": share} | dict.fromkeys(names) | more
-
-
-def test_tables_show_what_the_record_has() -> None:
-    rows = [row("best", 0.8, 0.2, cpu_s=10.0, passes=0.5, saliency_iou=0.9), row("none", 0.6, 1.25, cpu_s=1, passes=1)]
-    photographs = [row("best", 0.8, 0.3, photographs=5, fitted_class_error=0.1)]
-    record = {
-        "model": "ViT", "threads": 2, "calibration": {"crops": 12, "photographs": 3},
-        "held_out": {"crops": 6, "photographs": 2}, "rows": rows, "photographs": photographs,
-    }  # fmt: skip
-    text = tables(record)
-    assert "fitted to 12 crops of 3 photographs, judged on 6 crops of 2 others" in text
-    assert "| share of the MACs | 0.8 | 0.6 |" in text
-    assert "| best | 0.200 | - |\n| none | - | 1.250 |" in text
-    assert "| best | 0.80 | 0.200 | - | - | - | - | 0.900 | - | 10 | 0.5 |" in text
-    assert "| best | 0.100 / 0.300 |" in text
-
-
-def test_engine_tables_show_intervals_and_kernels() -> None:
-    sides = {"dense": [30.0, 29.0, 31.0], "reduced": [20.0, None, None]}
-    line = {"batch": 8, "p50_ms": sides, "images_per_s": sides, "speedup": [1.5, 1.4, 1.6]}
-    engine = {"fused_attention": 11, "attention_sites": ["a"] * 12, "kernels": 100, "plan_bytes": 5e6}
-    own = {"name": "widths at 0.8", "macs_share": 0.8, "class_error": 0.2, "latency": {"rows": [line]}}
-    record = {"threads": 2, "cpu": "CPU", "dense_engine": engine, "rows": [{**own, "engine": engine}]}
-    text = engine_tables(record)
-    timed = "30.0 (29.0 to 31.0) | 20.0 | 30.0 (29.0 to 31.0) | 20.0 | 1.50 (1.40 to 1.60)"
-    assert f"| widths at 0.8 | 0.80 | 0.200 | 8 | {timed} |" in text
-    assert "| dense | 11 of 12 | 100 | 5.0 |\n| widths at 0.8 | 11 of 12 | 100 | 5.0 |" in text
-    assert "fused attention" not in engine_tables({**record, "dense_engine": None})
