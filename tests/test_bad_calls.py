@@ -408,13 +408,6 @@ def test_labels_are_one_class_index_an_image(home: Path, tmp_path: Path) -> None
     assert not (tmp_path / "s").exists()
 
 
-def test_labels_need_a_classifier(home: Path, tmp_path: Path) -> None:
-    save(tiny.checkpoint(num_classes=0), tmp_path / "features")
-    np.save(tmp_path / "labels.npy", np.zeros(12, np.int64))
-    words = ["--images", home / "images.npy", "--labels", tmp_path / "labels.npy", "-o", tmp_path / "p.json"]
-    refused(run("verify", tmp_path / "features", tmp_path / "features", *words), "has no classifier")
-
-
 def test_labels_are_of_images_alone(tmp_path: Path) -> None:
     said = r"labels\.npy: labels are of images, the model takes texts; leave them out"
     texts: Any = SimpleNamespace(noun="texts")

@@ -18,7 +18,6 @@ from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.widths import aligned_widths
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget import allocate
@@ -149,15 +148,6 @@ def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callabl
     assert measured(tiny.checkpoint(seed=1)).measured == 1, "other weights in the same shapes"
 
 
-def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Callable[..., Tables]) -> None:
-    dense = tiny.checkpoint()
-    measured(dense)
-    reduced = narrowed(dense, 96)
-    widths = aligned_widths(96, CHOICES.align_hidden)
-    curves = [curve_of(name, widths, 1) for name in ("blocks.0.mlp", "blocks.1.mlp")]
-    assert_within(reduced.model, curves, measured(reduced), rel=1e-3)
-
-
 def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(measured: Callable[..., Tables]) -> None:
     """Alike ones once, and what two sites of a segment save is added up."""
     dense, method = own_checkpoint(), replace(CHOICES, geometry="square", attention_sparsity=0.5)
@@ -174,13 +164,6 @@ def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(meas
     curves = [curve_of(site.name, kind_of(site).offers(site, method), 2) for site in sites_of(dense.model).every]
     assert_within(dense.model, curves, tables, rel=1e-2)  # layers without a bias are timed with one
     assert measured(dense, method).measured == 0
-
-
-def test_a_block_of_other_layers_has_a_table_of_its_own(measured: Callable[..., Tables]) -> None:
-    plain = measured(tiny.checkpoint())
-    other = measured(tiny.checkpoint(act_layer="relu"))
-    assert other.measured == 2, "the MLP's and the whole model's"
-    assert other.by_name.keys() == plain.by_name.keys()
 
 
 MERGE_MS, MERGED_MS, WHOLE_MS = 0.25, 1500.0, 2000.0

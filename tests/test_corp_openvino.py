@@ -44,16 +44,6 @@ def test_bench_times_graphs_and_model_directories_in_openvino(home: Path, tmp_pa
     assert all(each["macs"] for each in subjects)
 
 
-@pytest.mark.slow("measurement")
-@needs_openvino
-def test_records_of_two_runtimes_are_not_comparable(home: Path, tmp_path: Path) -> None:
-    for backend in ("openvino", "onnxruntime"):
-        words = ["bench", home / "fp32.onnx", home / "fp16.onnx", "--backend", backend, *QUICK]
-        assert run(*words, "-o", tmp_path / f"{backend}.json").exit_code == 0
-    rule = ["--baseline", tmp_path / "onnxruntime.json", "--fail-if", "p50@b2 > baseline * 1.03"]
-    assert "backend" in invoked("gate", tmp_path / "openvino.json", *rule, code=5).output
-
-
 @needs_openvino
 def test_verify_judges_every_graph_in_openvino_beside_onnx_runtime(home: Path, tmp_path: Path) -> None:
     words = ["verify", home / "dense", home / "fp32.onnx", home / "fp16.onnx", "--images", home / "images.npy"]

@@ -8,7 +8,6 @@ import pytest
 from click.testing import Result
 
 from calib.store import load as load_moments
-from corp_deploy.invocation.method_choice import COMPOSITIONS
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.polishing import Polishing, inputs_to_polish
@@ -56,28 +55,6 @@ def test_reduce_polishes_and_says_so(how: str, home: Path) -> None:
     assert [part["steps"] for part in polish["parts"]] == [5] * len(polish["parts"])
     load_checkpoint(home / how)
     assert not list(home.glob("*unfinished*"))
-
-
-def test_without_a_polish_nothing_is_said_of_one(home: Path) -> None:
-    said = invoked(
-        "reduce", "--model", home / "dense", "--moments", home / "m", *NARROW, "-o", home / "plain"
-    ).output  # fmt: skip
-    assert "gradients" not in said
-    assert "polish" not in lineage(home / "plain")
-    assert "polish" not in lineage(home / "plain")["reduction"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--polish-steps", 3), "--polish-steps 3 is not honoured by a reduction that is not polished"),
-        (("--polish", "none", "--polish-time", 3), "--polish-time 3.0 is not honoured"),
-        (("--polish", "model", "--polish-steps", 0), "--polish-steps"),
-    ],
-)
-def test_steps_and_time_belong_to_a_polish(words: tuple[object, ...], message: str, home: Path) -> None:
-    assert message in reduced(home, "refused", *NARROW, *words, code=2).stderr
-    assert not (home / "refused").exists()
 
 
 @pytest.mark.parametrize("words", [("--polish", "model"), ("--preset", "thorough")])
@@ -132,12 +109,6 @@ def test_the_thorough_preset_is_best_with_a_closed_loop_and_a_polish() -> None:
     assert (other.loop, other.polishing, other.polish_steps) == ("symmetric", "block", 9)
     neither = choice_of(preset="thorough", macs=0.66, closed_loop="none", polish="none")
     assert (neither.loop, neither.polishing) == (None, "none")
-
-
-def test_help_tells_what_the_thorough_preset_implies() -> None:
-    said = " ".join(invoked("reduce", "--help-all").output.split())
-    assert f"thorough: {COMPOSITIONS['thorough'].describe}" in said
-    assert COMPOSITIONS["thorough"].describe == "--preset best --closed-loop asymmetric --polish model"
 
 
 def test_the_thorough_preset_spends_a_budget(home: Path) -> None:

@@ -35,7 +35,6 @@ from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.samples import replay
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND
-from ground.errors import BadInput
 from ground.feeds import Feeds
 from ground.files import sha256_of_file, write_json
 from perf.parity.parity import load_parity
@@ -45,7 +44,6 @@ from perf.timing.laps import Bound
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.histories import bench_of_release
-from tests.nvml import FakeNvml
 from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
@@ -442,18 +440,6 @@ def test_a_stage_alone_is_refused_what_it_reads_and_no_more(home: Path) -> None:
     assert "nothing to do" in said(release(home, "--only", "parity"))
 
 
-@pytest.mark.slow("graph")
-def test_what_a_measure_said_stays_its_own_words(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where that reads as if the system had said it."""
-
-    def failing(*_: object) -> None:
-        raise BadInput("metric own: exit code 2, expected 0: can't open file: [Errno 2] No such file or directory")
-
-    monkeypatch.setattr(steps, "write_parity", failing)
-    edit(home, "batches = [1, 3]", "batches = [1]")
-    assert "metric own: exit code 2, expected 0" in said(release(home, expect=2))
-
-
 PROOF = ("recipe", "dense", "moments", "reduce", "export.dense", "export.reduced", "samples", "parity")
 
 
@@ -564,16 +550,6 @@ def play_gpu(there: pytest.MonkeyPatch) -> None:
     there.setattr(steps, "write_bench", bench)
 
 
-@pytest.mark.slow("graph")
-def test_a_script_where_the_gpu_is_missing_says_what_is(home: Path) -> None:
-    edit(home, "[gate]", "[targets.onnxruntime-cpu]\n[targets.tensorrt]\n[gate]")
-    release(home, "--plan-only")
-    words: list[str | Path] = ["sh", home / "out" / "remaining.sh"]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | PATH, check=False)
-    assert done.returncode == 4, done
-    assert "stage engine.tensorrt: tensorrt is not installed here" in done.stderr
-
-
 @pytest.mark.slow("process")
 def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> None:
     results, summary = home / "results", home / "summary.md"
@@ -622,34 +598,6 @@ def test_version_names_what_matters() -> None:
 
 
 # What a release measures
-
-
-@pytest.mark.slow("measurement")
-def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cards = {name: FakeNvml(name=name, clock=1410, throttle=0x04) for name in ("A Card", "Another")}
-    edit(home, "block_ms = 1", "block_ms = 1.5")
-    monkeypatch.setattr("perf.timing.watch._nvml", lambda: cards["A Card"])
-    release(home)
-    record = json.loads((home / "out" / "bench.json").read_text())
-    told = {key: record["environment"][key] for key in ("gpu", "sm", "driver", "cuda", "power_limit_w", "clocks")}
-    assert told == {
-        "gpu": "A Card", "sm": "8.6", "driver": "590.1", "cuda": "13.2", "power_limit_w": 300.0, "clocks": 1410,
-    }  # fmt: skip
-    states = [block["gpu"] for row in record["rows"] for block in row["blocks"]]
-    assert {(state["sm_clock_mhz"], *state["throttle"]) for state in states} == {(1410, "sw_power_cap")}
-    assert any("the power limit lowered the clocks" in warning for warning in record["warnings"])
-    assert cards["A Card"].shut
-
-    monkeypatch.setattr("perf.timing.watch._nvml", lambda: cards["Another"])
-    edit(home, "block_ms = 1.5", "block_ms = 1")
-    edit(home, '"params >= dense"', '"p50@b2 > baseline * 100"')
-    shutil.copy(home / "out" / "bench.json", home / "baseline.json")
-    release(home, "--baseline", home / "baseline.json", expect=5)
-    (row,) = [row for row in json.loads((home / "out" / "gate.json").read_text())["rules"] if "p50" in row["rule"]]
-    assert row["verdict"] == "NOT-COMPARABLE"
-    assert "gpu: 'A Card' then, 'Another' now" in row["message"]
 
 
 @pytest.mark.slow("graph")

@@ -19,7 +19,6 @@ from calib.images import Images
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.invocation.budget_choice import Limit, limit_from_text
-from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import carried_out, execution, limit_search
 from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner
 from corp_deploy.planning.judging import Judge, Judgement, Judges, Judging
@@ -337,12 +336,6 @@ def test_what_stops_midway_leaves_nothing(
     run(home, tmp_path / "reduced", "--within", "error 0.1", "--images", "images.npy", code=130)
     assert began == 3
     assert list(tmp_path.iterdir()) == []
-
-
-def test_options_as_values() -> None:
-    choice = ReduceOptions.from_options({"within": "error 0.05"})
-    assert choice.within == Limit(measure="error", value=0.05)
-    assert (choice.needs_images, choice.touches_attention, choice.currency) == (True, True, None)
 
 
 RECIPE = """
