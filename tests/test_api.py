@@ -131,19 +131,6 @@ def test_a_proof_on_what_the_calibration_held_out(home: Path, tmp_path: Path) ->
     assert len(proof.accuracy) == 2
 
 
-def test_what_a_reduction_tells(home: Path, tmp_path: Path) -> None:
-    moments = home / "m.safetensors"
-    reduced = corp_deploy.reduce(home / "dense", moments, tmp_path / "reduced", mlp=0.5, align={"mlp": 8})
-    dense, again = corp_deploy.load(home / "dense"), corp_deploy.load(reduced)
-    images = torch.from_numpy(tiny.images(3))
-    torch.testing.assert_close(reduced.model(images), again(images), rtol=0, atol=0)
-    assert not torch.equal(dense(images), again(images))
-    assert reduced.parameters == tuple(sum(each.numel() for each in model.parameters()) for model in (dense, again))
-    assert reduced.macs[1] < reduced.macs[0]
-    assert {site.site for site in reduced.sites} == {"blocks.0.mlp", "blocks.1.mlp"}
-    assert [site["site"] for site in reduced.record["sites"]] == [site.site for site in reduced.sites]
-
-
 def test_inputs_in_memory_are_those_of_a_file(home: Path, tmp_path: Path) -> None:
     array = tiny.images(24)
     given: tuple[Any, ...] = (home / "images.npy", array, torch.from_numpy(array))

@@ -3,9 +3,6 @@ the bound on the gate's false alarms, and the slope of memory in long runs.
 """
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from scipy.stats import binom
 from benchmarks.pages.accuracy_page import budgets as table
 from benchmarks.quality import budgets, polish
 from benchmarks.quality.procedural_images import made
-from benchmarks.speed.long_runs import own_mib, slope
+from benchmarks.speed.long_runs import slope
 from benchmarks.trust.gate_alarms import document, most_alarms, tally
 from corp_deploy.reduction.method import method_from_preset
 
@@ -99,15 +96,3 @@ def test_the_slope_of_a_line_with_a_beginning_and_a_spike(rate: float) -> None:
     assert found["mib_per_1000"] == pytest.approx(rate, abs=0.02)
     assert found["low"] <= rate <= found["high"]
     assert found["high"] - found["low"] < 0.1
-
-
-def test_a_process_and_its_children() -> None:
-    before = own_mib(os.getpid())
-    script = "x = bytearray(80 << 20); x[::4096] = b'x' * len(x[::4096]); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        assert 80 < own_mib(child.pid) < 120
-        assert own_mib(os.getpid()) > before + 70
-        child.kill()
-    assert own_mib(child.pid) == 0.0

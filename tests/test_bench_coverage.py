@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.coverage import chain, classes
-from benchmarks.coverage.alone import alone
 from benchmarks.coverage.instances import INSTANCES, Instance
 from benchmarks.coverage.models import dense
 from benchmarks.coverage.small import smalls
@@ -68,14 +67,6 @@ def test_the_chain_finds_what_a_row_says(tmp_path: Path, monkeypatch: pytest.Mon
     assert again | own == {"inputs": 64, "draws": 1, "rows": 0, **row, "engines": again["engines"]}
     assert again["errors"] == pytest.approx(row["errors"], rel=0.05)
     assert again["graphs"]["fp32"] < 1e-4
-
-
-def test_what_is_measured_alone_says_why_it_gave_nothing() -> None:
-    def failing() -> dict[str, Any]:
-        raise ValueError("out of range\nand more")
-
-    assert alone(failing, most_s=60, most_bytes=2**34) == {"said": "ValueError: out of range"}
-    assert alone(lambda: {"share": 1.0}, most_s=60, most_bytes=2**34) == {"share": 1.0}
 
 
 @pytest.mark.slow("graph")

@@ -16,14 +16,13 @@ from benchmarks.pages.levers_page import levers
 from benchmarks.pages.methods_page import page
 from benchmarks.quality import convnets, hard_training, hard_vit, methods, polish, rotation, whole_heads
 from benchmarks.quality import levers as of_levers
-from benchmarks.quality.hard_training import correlation, labels_by_band, unevenness
+from benchmarks.quality.hard_training import correlation, unevenness
 from benchmarks.quality.layer_polish import Subject
 from benchmarks.quality.levers import LEVERS, cells
 from benchmarks.quality.methods_variants import KINDS, VARIANTS, Kind, Variant
-from benchmarks.quality.procedural_images import CLASSES, WAVELENGTHS, made
+from benchmarks.quality.procedural_images import CLASSES, made
 from benchmarks.quality.timm_sites import attentions
 from benchmarks.real.record import Record
-from corp_deploy.families.counting import macs
 from corp_deploy.polish import options
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.method import method_from_preset
@@ -31,10 +30,9 @@ from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.models.narrowing import at_widths
 from tests.refusals import rejects
 
-from . import small_convnets, tiny
+from . import tiny
 from .test_corp_rotation import moments
 
 WIDER = {**tiny.ARCHITECTURE.kwargs, "embed_dim": 96, "depth": 1}
@@ -126,18 +124,6 @@ def test_every_way_is_measured_once_at_equal_widths(tmp_path: Path, monkeypatch:
     text = convnets_page(json.loads((tmp_path / "record.json").read_text()))
     assert "| best, closed loop |" in text
     assert "means of 1 choices of images" in text
-
-
-@pytest.mark.slow("training")
-def test_shares_removed_are_those_of_the_models_that_are_made() -> None:
-    """The nearest that a percent gives."""
-    own = small_convnets.checkpoint("resnet18d")
-    widths, removed = convnets.nearest(own.model, 0.5, 8)
-    narrower = at_widths(own.model, widths)
-    assert removed == 1.0 - macs(narrower) / macs(own.model)
-    assert removed == pytest.approx(0.5, abs=0.1)
-    for parameter in narrower.parameters():
-        assert torch.isfinite(parameter).all()
 
 
 @pytest.fixture(scope="module")
@@ -243,15 +229,6 @@ def test_the_terms_that_make_it_hard_are_what_they_say() -> None:
         squares = np.corrcoef(group, rowvar=False) ** 2
         expected += np.mean([squares[i, j] for i in range(4) for j in range(4) if i != j]) * 4 / 2
     assert float(correlation(values)) == pytest.approx(expected, rel=1e-4)
-
-
-def test_labels_are_the_class_and_the_third_of_the_wavelengths() -> None:
-    labelled = made("train", 60)
-    low, high = WAVELENGTHS
-    assert ((labelled.wavelengths >= low) & (labelled.wavelengths < high)).all()
-    for label, plain, wavelength in zip(labels_by_band(labelled), labelled.labels, labelled.wavelengths, strict=True):
-        band = 0 if wavelength < 26 / 3 else 1 if wavelength < 31 / 3 else 2
-        assert label == plain * 3 + band
 
 
 def test_figures_of_a_pair_of_models() -> None:

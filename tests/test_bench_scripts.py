@@ -1,9 +1,7 @@
 """The benchmarks of sweeps and of the text encoder, on sizes that take seconds."""
 
 import json
-import statistics
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +9,10 @@ from click.testing import CliRunner
 
 from benchmarks.pages import cost_page
 from benchmarks.pages.accuracy_page import text_encoder as text_encoder_table
-from benchmarks.pages.cost_page import calibration as calibration_sentence
 from benchmarks.quality import text_encoder
 from benchmarks.quality.reference_text import opened
 from benchmarks.real.record import Record
-from benchmarks.speed import calibration, passes, proof_cost, sweep_cost
+from benchmarks.speed import passes, proof_cost, sweep_cost
 from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.text_encoder import EncoderArchitecture
@@ -104,28 +101,6 @@ def test_a_pass_is_the_faster_bare_one_and_ratios_are_of_one_round() -> None:
     whole, pieces = passes.BARE
     found = passes.in_passes({whole: cpu(3.0, 4.0, 3.0), pieces: cpu(2.0, 4.0, 2.0), "loop": cpu(12.0, 20.0, 8.0)})
     assert found == {whole: 1.5, pieces: 1.0, "loop": 5.0}
-
-
-def test_calibration_is_measured_whole_beside_the_faster_bare_pass_and_names_the_processor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = tiny.timm_model("vit_tiny_patch16_224", **TINY)
-    monkeypatch.setattr("timm.create_model", lambda *_, **__: small)
-    output = tmp_path / "record.json"
-    words = ["--batch-size", "6", "--batches", "2", "--rounds", "2", "--attention-system", "--output", str(output)]
-    monkeypatch.setattr("sys.argv", ["calibration", *words])
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(stdout="{}"))
-    calibration.main()
-    record = json.loads(output.read_text())
-    speed = record["speed"]
-    base = min((speed["samples"][name]["wall_s"] for name in passes.BARE), key=statistics.median)
-    own = [taken / one for taken, one in zip(speed["samples"]["calibrate"]["wall_s"], base, strict=True)]
-    assert speed["ratio_wall"]["calibrate"] == pytest.approx(statistics.median(own))
-    sentence = calibration_sentence(record)
-    assert record["environment"]["cpu"] in sentence
-    assert "on 12 images, batch 6" in sentence
-    assert f"{speed['ratio_wall']['calibrate']:.2f} times the faster" in sentence
-    assert calibration_sentence({**record, "environment": {"threads": 2}}) == ""
 
 
 @pytest.mark.slow("graph")

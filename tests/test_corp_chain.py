@@ -18,7 +18,6 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.merge_margins import margins_of, merge_margins
 from corp_deploy.families.traced_model import traced
-from corp_deploy.invocation.running import RunOptions
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import Proof, prove
@@ -26,7 +25,6 @@ from corp_deploy.proof.half_products import HalfProducts
 from corp_deploy.proof.inputs import ProofInputs, inputs_from_set, random_inputs
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
-from corp_deploy.proof.speed import measure
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -44,7 +42,6 @@ from perf.parity.ties import MOST_APART, SPREAD, Choices
 from perf.parity.tolerance import exact
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
-from perf.timing.laps import Plan
 from tests import tiny
 
 IMAGES = 64
@@ -301,14 +298,6 @@ def test_inputs_that_are_missing_or_made_up_are_refused(tagger: nn.Module) -> No
         prove(checkpoint(tagger), [torch_step(tagger)], missing, batches=(4,), limits=ParityLimits())
     with pytest.raises(BadInput, match=r"takes input_ids \(int64\), attention_mask \(int64\); give real ones"):
         random_inputs(checkpoint(tagger), 4, 0)
-
-
-def test_graphs_of_several_inputs_are_timed(tagger: nn.Module, tmp_path: Path) -> None:
-    paths = [graph(tagger, tmp_path / f"{name}.onnx", "fp32").path for name in ("dense", "reduced")]
-    plan = Plan(block_ms=1, min_rounds=6, max_rounds=6, noise_rounds=0, warm_up_min_s=0.0, warm_up_limit_s=0.2)
-    record = measure(*paths, batches=[2], plan=plan, running=RunOptions(threads=1))
-    assert [trial.status for trial in record.rows[0].trials.values()] == ["ok", "ok"]
-    assert not any("answers taken inside the timed run" in text for text in record.warnings)
 
 
 @pytest.mark.slow("graph")

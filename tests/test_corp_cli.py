@@ -121,13 +121,6 @@ def test_a_batch_size_that_takes_too_long_is_reported_as_not_measured(tmp_path: 
     assert {row["stop"] for row in json.loads(bench.read_text())["rows"]} == {"out of time"}
 
 
-def test_doctor_names_what_is_absent() -> None:
-    findings = json.loads(run("doctor", "--json").stdout)["findings"]
-    looked_for = {"torch", "timm", "ONNX Runtime providers", "tensorrt", "tensorrt-rtx", "GPU"}
-    assert looked_for <= {row["what"] for row in findings}
-    assert all(row["disables"] for row in findings if not row["found"])
-
-
 def test_nothing_asked_for_and_unknown_words(home: Path, tmp_path: Path) -> None:
     refused(reduce(home, tmp_path / "r"), "nothing asked for: give --mlp, --attn or --conv")
     refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--align", "width=3"), "mlp= a whole number")

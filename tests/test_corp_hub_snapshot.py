@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 import corp_deploy
 from corp_deploy.families.family import image_spec
-from corp_deploy.families.timm_names import look_alikes
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from tests import small_convnets, tiny
@@ -254,20 +253,6 @@ def test_a_release_of_a_snapshot_is_started_and_planned(snapshot: Path, tmp_path
     assert f'model = "./snapshot"    # {NAME}' in (tmp_path / "r.toml").read_text()
     invoked("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
     refuses("deit_small_patch16_224", "release", tmp_path / "other.toml", "--init", "deit_smal_patch16_224")
-
-
-@pytest.mark.parametrize(
-    ("name", "twin"),
-    [
-        ("vit_l_32", "vit_large_patch32_224"),
-        ("dinov2_vitb14_reg", "vit_base_patch14_reg4_dinov2"),
-        ("dino_vits8", "vit_small_patch8_224"),
-        ("ViT-B/32", "vit_base_patch32_clip_224"),
-    ],
-)
-def test_other_projects_names_lead_to_a_name_of_timm(name: str, twin: str) -> None:
-    assert twin in look_alikes(name)
-    assert timm.is_model(twin)
 
 
 def test_a_network_of_any_size_is_built_for_the_one_of_its_snapshot(tmp_path: Path) -> None:

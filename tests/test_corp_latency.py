@@ -26,7 +26,7 @@ from corp_deploy.planning.curves import CostCurve
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.latency import LatencyTarget, Tables, curves_in_time, measure_tables
-from corp_deploy.planning.latency_of_tokens import MERGE, MergeAlone, latency_at, spread
+from corp_deploy.planning.latency_of_tokens import MERGE, MergeAlone
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered
 from corp_deploy.planning.merge_prices import (
     TOKENS,
@@ -227,15 +227,6 @@ def test_many_numbers_of_tokens_are_measured_at_four(bench: Bench) -> None:
     per_token = tables.latency_ms("blocks.0.mlp", 192, 1) / reach[0]
     for block, tokens in enumerate(reach):
         assert tables.latency_ms(f"blocks.{block}.mlp", 192, 1) == pytest.approx(tokens * per_token, rel=1e-3)
-
-
-def test_between_numbers_of_tokens_it_is_straight(bench: Bench) -> None:
-    tables = bench(merged(tiny.checkpoint(), 3, 4))
-    of = {tokens: tables.by_name[name] for tokens, name in tables.names["blocks.0.mlp"].items()}
-    low, high = (latency_at(of, tokens, 192, 1) for tokens in (10, 14))
-    assert latency_at(of, 11, 192, 1) == pytest.approx(0.75 * low + 0.25 * high)
-    assert spread((1, 2, 3), 4) == (1, 2, 3)
-    assert spread(tuple(range(10)), 4) == (0, 3, 6, 9)
 
 
 def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(

@@ -111,17 +111,6 @@ def test_the_thorough_preset_is_best_with_a_closed_loop_and_a_polish() -> None:
     assert (neither.loop, neither.polishing) == (None, "none")
 
 
-def test_the_thorough_preset_spends_a_budget(home: Path) -> None:
-    said = reduced(
-        home, "thorough", "--preset", "thorough", "--macs", 0.7, "--align", "mlp=8,head=8", "--polish-steps", 3
-    )
-    record = lineage(home / "thorough")
-    assert record["preset"] == "thorough"
-    assert record["polish"] == "gradients"
-    assert "outputs read" in said.output
-    assert "polished whole by gradients" in said.output
-
-
 def test_images_that_calibration_left_out_judge_the_polish(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
     images = images_for_model(dense.model, home / "images.npy")
@@ -136,16 +125,3 @@ def test_images_that_calibration_left_out_judge_the_polish(home: Path) -> None:
     assert every is not None
     assert (every.fitted.count, every.judges, every.groups_B) == (24, None, None)
     assert inputs_to_polish(request_of(choice_of(mlp=0.5)), images, left_out, None) is None
-
-
-def test_groups_of_calibration_are_those_of_the_polish(home: Path) -> None:
-    (home / "groups.json").write_text(json.dumps([str(number // 4) for number in range(24)]))
-    images, output = ("--images", home / "images.npy"), home / "grouped"
-    invoked("calibrate", "--model", home / "dense", *images, "--groups", home / "groups.json", "-o", output)
-    source = images_for_model(load_checkpoint(home / "dense").model, home / "images.npy")
-    given = inputs_to_polish(request_of(choice_of(mlp=0.5, polish="model")), source, load_moments(output), None)
-    assert given is not None
-    assert given.groups_B is not None
-    assert [given.groups_B.tolist().index(group) // 4 for group in given.groups_B.tolist()] == [
-        n // 4 for n in range(24)
-    ]

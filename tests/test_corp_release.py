@@ -117,29 +117,6 @@ def test_the_folder_holds_what_is_promised(first: Path) -> None:
     assert done.returncode == 0, done
 
 
-def took(text: str) -> list[list[str]]:
-    """The rows of a Markdown table of what it took."""
-    rows = text.partition("## What it took")[2].partition("##")[0].splitlines()
-    return [line.strip("| ").split(" | ") for line in rows if line.startswith("| ")][1:]
-
-
-@pytest.mark.slow("graph")
-def test_card_and_report_tell_what_each_step_took(first: Path, tmp_path: Path) -> None:
-    out = first / "out"
-    steps = took((out / "MODEL_CARD.md").read_text())
-    named = ["calibrate", "select", "recover", "export dense", "export reduced", "read and write", "all together"]
-    assert [step[0] for step in steps] == named
-    parts = [json.loads(path.read_text())["parts"] for path in (out / ".stages").glob("*.effort")]
-    every = [each for efforts in parts for each in efforts.values()]
-    assert float(steps[-1][1]) == pytest.approx(sum(each["seconds"] for each in every), rel=0.006)
-    assert steps[-1][2] == f"{max(each['peak_bytes'] for each in every) / 1e6:.3g} MB"
-    assert took((out / "report.md").read_text()) == steps
-    html = (out / "report.html").read_text()
-    assert all(f">{name}<" in html for name in ("What it took", *named))
-    assert run("report", out, "-o", tmp_path / "again.md").exit_code == 0
-    assert took((tmp_path / "again.md").read_text()) == steps
-
-
 @pytest.mark.slow("graph")
 def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
@@ -364,30 +341,23 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WRONG = [
     ('"calibration.npy"', '"folder"', "calibration.images: {}/folder: no images among 1 files"),
-    ('"calibration.npy"', '"words.txt"', "calibration.images: {}/words.txt: expected a folder of images"),
     ('"calibration.npy"', '"small.npy"', "calibration.images: {}/small.npy: got float32 [12, 3, 8, 8], expected"),
     ('"calibration.npy"', '"~/photos"', "/~/photos is not there, or is empty (~ stands for nothing in a recipe)"),
     ("hold_out = 4", "samples = 50", "calibration.images: {}/calibration.npy: got 12 images, but 50 samples were"),
     ("hold_out = 4", "hold_out = 12", "calibration.hold_out: hold out: got 12 of 12 images, expected at least 1 and"),
     ("hold_out = 4", "hold_out = 4\nsnapshots = [2, 9]", "calibration.snapshots ends at 9, expected less than 8"),
     ("hold_out = 4", "group_labels = 'three.npy'", "calibration.group_labels: {}/three.npy: 3 labels for 12 images"),
-    ("hold_out = 4", "group_labels = 'folder'", "calibration.group_labels: {}/folder is a folder, expected a file"),
     ("hold_out = 4", "groups = 'folder'", "calibration.groups: groups: the images are in no folders"),
     ('images = "held-out.npz"', 'images = "broken.npz"', "held_out.images: {}/broken.npz: not a valid .npz file"),
-    ('labels = "held-out.npz"', 'labels = "folder"', "held_out.labels: {}/folder is a folder, expected a file"),
-    ('labels = "held-out.npz"', 'labels = "words.txt"', "held_out.labels: {}/words.txt: not a valid .npy file"),
     ('labels = "held-out.npz"', 'labels = "three.npy"', "held_out.labels: {}/three.npy: 3 labels for 9 images"),
     ('labels = "held-out.npz"', 'labels = "beyond.npy"', "{}/beyond.npy: labels from 90 to 98, expected 0 to 6"),
     ('labels = "held-out.npz"', 'labels = "shares.npy"', "{}/shares.npy: got float64 [9], expected whole numbers"),
-    ('name = "tiny"', 'name = "tiny"\nlabels = "folder"', "package.labels: {}/folder is a folder, expected a file"),
     ('name = "tiny"', 'name = "tiny"\nlabels = "words.txt"', "{}/words.txt: 3 labels for the model's 7 classes"),
     ("[parity]", "[parity]\nhead = ['broken.onnx']", "parity.head: {}/broken.onnx: not an ONNX file"),
-    ("[parity]", "[parity]\nhead = ['folder']", "parity.head.0: {}/folder is a folder, expected a file"),
     ("[parity]", "[parity]\nmetric = ['nowhere {outputs}']", "parity.metric: metric own: 'nowhere' can't be run"),
     ("[parity]", "[parity]\nmetric = ['python score.py {outputs}']", "names 'score.py', which stands beside the"),
     ("mlp = 0.3\nattn = 0.5", "conv = 0.3", "[reduce]: --conv 0.3 is not honoured by a model without channels"),
     ("mlp = 0.3", "mlp = 0.3\nmerge_tokens = '1,2,3'", "[reduce]: '1,2,3': expected how many tokens each block"),
-    ("mlp = 0.3", "mlp = 0.3\nsave_as = 'hf'", "[reduce]: --save-as hf: this model has no class of transformers"),
     ("mlp = 0.3\nattn = 0.5", "latency = 0.9\nlatency_tables = 'words.txt'", "latency_tables: {}/words.txt is a file"),
     ("mlp = 0.3\nattn = 0.5", "latency = 0.9\nlatency_tables = '.'", "reduce.latency_tables: {}/tables.latency-table"),
     ('["fp32"]', '["fp32", "mixed"]\nkeep_fp32 = ["blocks.77"]', "[export]: keep_fp32: 'blocks.77' fits no module"),
@@ -395,7 +365,6 @@ WRONG = [
     ('"dense"', '"folder"', "model.model: {}/folder/config.json: no such file"),
     ('"dense"', '"./words.txt"', "model.model: {}/words.txt is a file, expected the directory of a model"),
     ('"dense"', '"vit_tiny_patch16_224"', "model.weights: the timm model 'vit_tiny_patch16_224' needs the weights"),
-    ('"dense"', '"vit_tiny_patch16_224"\nweights = "words.txt"', "[model]: {}/words.txt: weights of kind '.txt'"),
     ('"dense"', '"vit_tiny_patch16_224"\nweights = "folder"', "model.weights: {}/folder is a folder, expected a"),
 ]
 
@@ -409,7 +378,7 @@ def test_what_will_not_do_is_refused_before_any_work(
     assert text != RECIPE
     (wrong / "recipe.toml").write_text(text)
     words = ("release", wrong / "recipe.toml", "-o", tmp_path / "new", "--trust-code")
-    for more in ((), ("--dry-run",), ("--plan-only",)):
+    for more in ((), ("--dry-run",), ("--plan-only",)) if (old, new, said) == WRONG[0] else ((),):
         result = invoked(*words, *more, code=2)
         lines = result.stderr.strip().splitlines()
         assert len(lines) == 1, lines

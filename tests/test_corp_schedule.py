@@ -18,7 +18,7 @@ from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.joint_planner import ABOUT, JointPlanner, _metrics_beside
 from corp_deploy.planning.merge_costs import MergeCosts, merge_costs_in_macs
-from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, amounts_tried, merge_curves, merge_places
+from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, amounts_tried, merge_curves
 from corp_deploy.planning.merge_prices import prices_in_macs
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.request import ReductionRequest, request_of
@@ -56,15 +56,6 @@ def probe(given: tuple[Checkpoint, Images]) -> Probe:
 @pytest.fixture(scope="module")
 def curves(probe: Probe) -> MergeCurves:
     return merge_curves(probe.model, probe.inputs)
-
-
-def test_places_are_those_of_a_copy_that_merges(probe: Probe) -> None:
-    places = merge_places(probe.model)
-    assert [place.before for place in places] == [f"blocks.{block}.attn" for block in range(DEPTH)]
-    assert [place.protected for place in places] == [1] * DEPTH
-    assert places[0].behind == ("blocks.0.mlp", "blocks.1.attn")
-    assert places[0].sites == ("blocks.0.mlp", "blocks.1.attn.qk", "blocks.1.attn.v")
-    assert places[-1].behind == (f"blocks.{DEPTH - 1}.mlp",)
 
 
 @pytest.mark.slow("models")
@@ -236,20 +227,6 @@ def test_of_schedules_about_as_good_the_plain_one_that_merges_latest_is_taken(
         assert stage.cost <= limit
         assert first == 0 or about < 100.0
     assert shaped_schedule(planned.losses, costs, 1.0, [1.0] * DEPTH) is None
-
-
-@pytest.mark.slow("models")
-def test_a_schedule_is_tried_with_other_metrics_too(planned: JointPlanner) -> None:
-    probe, step = planned.probe, 4
-    own = replace(planned, stages={})._stage(step)
-    assert own is not None
-    assert own.merging is not None
-    mergings = [replace(own.merging, metric=metric) for metric in ("ward", "attended", "keys")]
-    lost = {merging: probe.effect({}, merging=merging) for merging in mergings}
-    taken = replace(planned, stages={}, metrics=("attended", "keys"))._stage(step)
-    assert taken is not None
-    assert taken.merging == min(mergings, key=lost.__getitem__)
-    assert taken.lost == pytest.approx(min(lost.values()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,6 @@ def test_a_directory_is_one_sweeps_at_a_time_and_none_s_where_nothing_was_made(t
         (("--sm", "89"), "--sm names targets of engines"),
         (("--bench", "openvino", "--device", "cuda"), "--device cuda is not honoured by OpenVINO"),
         (("--engine", "tensorrt-rtx", "--threads", 2), "--threads 2 is not honoured by a sweep that builds engines"),
-        (("--qk", "select", "--parts", "mlp"), "--qk select is not honoured"),
         (("--select", "energy", "--parts", "attn"), "--select selects channels, which --parts attn doesn't reduce"),
         (("--preset", "grail-fold", "--repair", "none", *MERGED), "can't repair"),
         (("--held-out", "x"), "--held-out judges how many images are enough"),

@@ -17,7 +17,7 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import image_spec, input_ports
+from corp_deploy.families.family import image_spec
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.graph_input import AHEAD
 from corp_deploy.store.inputs import images_for_model
@@ -318,18 +318,6 @@ def test_a_text_encoder_takes_no_pixels(tmp_path: Path) -> None:
     write_encoder(tmp_path / "bert")
     words = ("export", "--model", f"hf:{tmp_path / 'bert'}", "-o", tmp_path / "model.onnx", "--input", "uint8")
     refuses("input uint8 is for models of images, this one takes text", *words)
-
-
-def test_graphs_say_what_they_take(tmp_path: Path) -> None:
-    checkpoint = tiny.checkpoint(depth=1)
-    path = tmp_path / "model.onnx"
-    export_checkpoint(checkpoint, path, precision="fp32", graph_input="uint8")
-    (port,) = facts_of_onnx(path).inputs
-    assert (port.dtype, port.shape) == ("uint8", input_ports(checkpoint.model)[0].shape)
-    notes = {entry.key: entry.value for entry in onnx.load(str(path)).metadata_props}
-    inside = json.loads(notes["corp_deploy.normalised"])
-    assert inside["in"] == "patch_embed.proj"
-    np.testing.assert_allclose(inside["mean"], image_spec(checkpoint.model).as_json()["mean"])
 
 
 @needs_rtx

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import (
     calibration,
@@ -25,7 +24,7 @@ from benchmarks.gpu import (
     training,
 )
 from benchmarks.gpu.goals import at_least, judged, together
-from benchmarks.gpu.kernels import attention_kind, profiled
+from benchmarks.gpu.kernels import attention_kind
 from benchmarks.gpu.record import Budget, OtherMachine, Record, Refused, Task, work
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
@@ -365,22 +364,6 @@ def test_a_graph_must_write_the_plain_calls_answer(
         subjects.refuse_unequal(answer(), subject.plain(batch), 1e-4)
 
 
-def test_what_fails_on_the_gpu_is_made_on_the_cpu_and_says_why(tmp_path: Path) -> None:
-    shop = Workshop(Setting(device="cuda", small=True, everything=False, cache=tmp_path))
-    asked: list[str] = []
-
-    def work(where: str) -> str:
-        asked.append(where)
-        if where == "cuda":
-            raise RuntimeError("expected all tensors on one device")
-        return "made"
-
-    told = {"reduced_on": "cpu", "not_on_gpu": "RuntimeError: expected all tensors on one device"}
-    assert [shop.somewhere("closed", work) for _ in range(2)] == [("made", told)] * 2
-    assert asked == ["cuda", "cpu", "cpu"]
-    assert shop.somewhere("open", lambda where: where) == ("cuda", {"reduced_on": "cuda"})
-
-
 # Kernels
 
 
@@ -398,14 +381,6 @@ def test_what_fails_on_the_gpu_is_made_on_the_cpu_and_says_why(tmp_path: Path) -
 )
 def test_kernels_are_told_apart_by_name(kind: str, names: list[str]) -> None:
     assert attention_kind(names) == kind
-
-
-def test_a_profile_shows_the_attention_that_ran(setting: Setting) -> None:
-    batch, _ = images.batch("check", 0, 2, size=32, device="cpu")
-    model = models.dense("DeiT-T", setting)
-    assert profiled(model, batch)["kind"] == "flash"
-    with sdpa_kernel(SDPBackend.MATH):
-        assert profiled(model, batch)["kind"] == "math"
 
 
 # Images

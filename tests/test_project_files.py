@@ -14,7 +14,6 @@ from corp_deploy.cli import main
 yaml: Any = pytest.importorskip("yaml", reason="PyYAML, which comes with mkdocs, is not installed")
 ROOT = Path(__file__).parents[1]
 TEMPLATES = ROOT / ".github" / "ISSUE_TEMPLATE"
-FORMS = ("bug.yml", "model.yml")
 CHANGES = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits")
 
 
@@ -66,21 +65,6 @@ def test_the_citation_is_of_this_version_and_has_what_the_format_asks_for() -> N
         assert each["type"] in ("article", "conference-paper")
         assert all(person["family-names"] and person["given-names"] for person in each["authors"])
         assert re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}", each["url"])
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_an_issue_form_is_one(name: str) -> None:
-    form = loaded(TEMPLATES / name)
-    assert all(isinstance(form[key], str) and form[key] for key in ("name", "description"))
-    asked = [entry for entry in form["body"] if entry["type"] != "markdown"]
-    assert asked
-    for entry in form["body"]:
-        assert entry["type"] in ("markdown", "textarea", "input", "dropdown", "checkboxes")
-        assert entry["attributes"].get("value" if entry["type"] == "markdown" else "label")
-        assert entry["type"] != "dropdown" or len(set(entry["attributes"]["options"])) > 1
-    ids = [entry["id"] for entry in asked]
-    assert len(set(ids)) == len(ids)
-    assert all(isinstance(entry["validations"]["required"], bool) for entry in asked)
 
 
 def required(name: str) -> dict[str, str]:

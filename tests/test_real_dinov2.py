@@ -1,6 +1,5 @@
 """Real weights and photographs out of packages: the assembled model is the graph's own, the crops are split rightly."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,12 +10,11 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 
-from benchmarks.real import lite0, packages, photographs, real_convnet, weights
+from benchmarks.real import lite0, photographs, real_convnet, weights
 from benchmarks.real.head import load_head
 from benchmarks.real.place import ROOT, assembled, wheels
 from corp_deploy.store.checkpoint import dense_from_architecture
@@ -89,14 +87,6 @@ def test_crops_are_parts_of_their_own_photograph_as_the_model_wants_them(tmp_pat
         photographs.crops(("red.png", "lost.png", "gone.png"), 3, seed=0, root=tmp_path)
 
 
-def test_what_can_not_be_had_is_said_and_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheels(tmp_path).mkdir()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    done = CliRunner().invoke(packages.main, ["--root", str(tmp_path)])
-    assert done.exit_code == 0
-    assert done.output == "skipped: no apt-get on this machine, and the photographs are in Debian packages\n"
-
-
 # EfficientNet-Lite0's weights say of photographs what is on them, and its benchmark asks what reduce takes.
 
 
@@ -131,12 +121,3 @@ def test_every_row_is_one_that_reduce_takes(tmp_path: Path) -> None:
         said = invoked(*words, *row.said.split(), *widths, "--align", "conv=8", "-o", tmp_path, code=2)
         assert "none" in said.output
         assert "Usage" not in said.output
-
-
-@pytest.mark.slow("models")
-def test_the_share_is_the_least_that_meets_the_macs() -> None:
-    model = dense_from_architecture(lite0.ARCHITECTURE).requires_grad_(False)
-    share = real_convnet.uniform_sparsity(model, 0.66)
-    kept = [real_convnet.share_left(model, each) for each in (share - 0.01, share)]
-    assert kept[1] <= 0.66 < kept[0]
-    assert real_convnet.share_left(model, 0.0) == 1.0

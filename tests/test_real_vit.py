@@ -15,7 +15,7 @@ from benchmarks.real import commands, real_vit, subject
 from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import Outputs, figures, outputs
 from benchmarks.real.record import Record
-from benchmarks.real.rows import METHODS, OVERFITTING, Method, Settings, Sparsities, words
+from benchmarks.real.rows import METHODS, Method, Settings, Sparsities, words
 from corp_deploy.cli import main as corp_deploy
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
@@ -109,18 +109,6 @@ def test_a_run_goes_on_where_another_stopped_and_makes_anew_what_is_asked(
     assert len(again["rows"]) == 2
     assert run(ready, "--shares", "0.8") == again
     assert not SAID
-
-
-@pytest.mark.slow("models")
-def test_fewer_photographs_bring_their_own_crops_alone(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_vit, "OVERFITTING", OVERFITTING[:1])
-    record = run(ready, "--rows", "no such row", "--photographs", "1,3")
-    assert [(row["photographs"], row["crops"]) for row in record["photographs"]] == [(1, 4), (3, 12)]
-    one, all_three = record["photographs"]
-    assert one["fitted_class_error"] < one["class_error"]
-    assert all_three["class_error"] < one["class_error"]
-    one_picture = np.load(ready.parent / "work" / "calib-12-1.npy")
-    np.testing.assert_array_equal(one_picture, np.load(ready / "calib.npy")[0::3])
 
 
 def test_a_record_of_another_setting_is_left_alone(tmp_path: Path) -> None:
