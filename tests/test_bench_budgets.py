@@ -15,7 +15,6 @@ from scipy.stats import binom
 
 from benchmarks.pages.accuracy_page import budgets as table
 from benchmarks.quality import budgets, polish
-from benchmarks.quality.procedural_images import made
 from benchmarks.speed.long_runs import slope
 from benchmarks.trust.gate_alarms import document, most_alarms, tally
 from corp_deploy.reduction.method import method_from_preset
@@ -49,19 +48,6 @@ def test_rows_are_made_by_both_curves_kept_and_shown(tmp_path: Path, monkeypatch
         tried = {name: error for name, error in row["ways"].items() if name.startswith("by site")}
         assert row["taken_is"] == min(tried, key=tried.__getitem__)
     assert f"| tiny | 0.7 | {record['rows'][0]['before']:.4f} |" in table(record)
-
-
-def test_the_procedural_model_is_fitted_and_judged_on_different_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(budgets, "CACHE", tmp_path / "absent")
-    monkeypatch.setattr(budgets, "trained", lambda directory: tiny.checkpoint(img_size=64))
-    monkeypatch.setattr(budgets, "made", lambda part, count: made(part, count // 64))
-    procedural = budgets.procedural(tmp_path)
-    assert procedural.inputs.count == 8
-    (fitted,) = procedural.inputs.batches(8)
-    assert torch.equal(torch.as_tensor(fitted), torch.from_numpy(made("train", 8).images))
-    assert procedural.error(procedural.dense.model) == 0.0
 
 
 def one(verdict: str, *, low: float | None = 0.99, processes: int = 1) -> dict[str, Any]:

@@ -14,14 +14,13 @@ from benchmarks.pages.accuracy_page import hard_vit as table
 from benchmarks.pages.convnets_page import convnets as convnets_page
 from benchmarks.pages.levers_page import levers
 from benchmarks.pages.methods_page import page
-from benchmarks.quality import convnets, hard_training, hard_vit, methods, polish, rotation, whole_heads
+from benchmarks.quality import convnets, hard_training, hard_vit, methods, polish, rotation
 from benchmarks.quality import levers as of_levers
 from benchmarks.quality.hard_training import correlation, unevenness
 from benchmarks.quality.layer_polish import Subject
 from benchmarks.quality.levers import LEVERS, cells
 from benchmarks.quality.methods_variants import KINDS, VARIANTS, Kind, Variant
 from benchmarks.quality.procedural_images import CLASSES, made
-from benchmarks.quality.timm_sites import attentions
 from benchmarks.real.record import Record
 from corp_deploy.polish import options
 from corp_deploy.polish.options import PolishOptions
@@ -150,30 +149,6 @@ def test_a_rotation_is_measured_in_every_precision(subject: Subject) -> None:
     assert "tiny, heads of 8" in heads_page.rotation({"rows": [plain, turned]})
 
 
-def test_whole_heads_stand_beside_narrower_ones(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = {"kernels": 9, "plan_bytes": 2_000_000, "fused_attention": 2, "attention_sites": 2, "library_version": "1"}
-    monkeypatch.setattr(whole_heads, "engine", lambda model, scratch: built)
-    variants = whole_heads.variants(subject.dense, 2)
-    rows = [whole_heads.row_of(subject, moments(), variant, 2, tmp_path) for variant in variants]
-    assert [(row["way"], row["heads"], row["qk"], row["v"]) for row in rows] == [
-        ("whole heads", 2, 16, 16),
-        ("whole heads, grail", 2, 16, 16),
-        ("square", 3, 8, 8),
-        ("square", 3, 16, 16),
-        ("padded Q/K", 3, 8, 16),
-    ]
-    assert rows[0]["attention_macs"] == pytest.approx(2 / 3)
-    assert rows[2]["attention_macs"] == pytest.approx(1 / 2)
-    assert rows[3]["error"] < 1e-5
-    assert rows[0]["error"] < rows[1]["error"]
-    text = heads_page.whole_heads({"rows": rows})
-    assert "| tiny | whole heads | 2 of 16 | 0.67 |" in text
-    assert "2 of 2 | 9 | 2.0 |" in text
-    assert len(attentions(subject.dense)) == 2
-
-
 def test_a_row_has_the_errors_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polish, "VARIANTS", {"model": PolishOptions(how="model", steps=5, batch_size=4)})
     dense = tiny.checkpoint()
@@ -192,13 +167,6 @@ def test_a_row_has_the_errors_before_and_after(tmp_path: Path, monkeypatch: pyte
     assert row["error_before"] == subject.error(subject.reduced())
     assert row["held_out_error"] <= row["held_out_error_before"]
     assert (row["steps"], row["parts"][0]["curve"][-1]["step"]) == (5, 5)
-
-
-def test_keys_that_all_heads_share_are_reduced_with_their_queries() -> None:
-    """One layer's keys and values, spread out to as many heads as queries have."""
-    asked = {name: LEVERS[name] for name in ("`--preset none`", "`--preset best`")}
-    none, best = (cell["error"] for cell in cells("grouped heads", asked))
-    assert best < none < 0.9
 
 
 @pytest.mark.slow("graph")

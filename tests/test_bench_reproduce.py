@@ -1,6 +1,5 @@
 """The papers' tables of a tiny model: their layout, cells against a computation of their own, what was printed."""
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -91,12 +90,3 @@ def test_what_was_printed_is_whole() -> None:
         assert sum(row[2:5]) == pytest.approx(row[5], abs=1.0)
     assert len(printed("corp-v2", "9")["rows"]) == 12
     assert all("no numbers printed" in figure(paper, name) for paper, name in (("corp-v2", "2"), ("grail", "2")))
-
-
-@pytest.mark.slow("graph")
-def test_sparse_weights_are_timed_where_anything_is() -> None:
-    timed = replace(subject(), bench="onnxruntime", batches=(2, 3), time_limit=0.5)
-    (row,) = TABLES["deploy"](timed).rows
-    assert row[2] in (2, 3)
-    assert all(isinstance(cell, float) and cell > 0.0 for cell in row[3:6])
-    assert "exactly 2:4 in" in str(row[6])

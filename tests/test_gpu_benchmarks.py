@@ -1,10 +1,7 @@
 """The GPU benchmark runs on tiny models, goes on where it stopped, lists what it skipped, and judges by its records."""
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -16,26 +13,17 @@ from benchmarks.gpu import (
     calibration,
     engines,
     images,
-    load,
     models,
     race,
-    reduction,
     subjects,
-    training,
 )
-from benchmarks.gpu.goals import at_least, judged, together
+from benchmarks.gpu.goals import at_least, together
 from benchmarks.gpu.kernels import attention_kind
 from benchmarks.gpu.record import Budget, OtherMachine, Record, Refused, Task, work
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.workshop import Workshop
-from corp_deploy.families import traced_model
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from ground.errors import Missing
-from ground.feeds import Feeds
 from ground.gpu import require_cuda
-from perf.runners.cuda import Staging
-from perf.runners.protocol import HostBound
 
 try:
     require_cuda()
@@ -132,14 +120,6 @@ def test_flops_are_those_counted_by_hand(setting: Setting) -> None:
     grams = tokens * hidden * (hidden + 1) // 2 + tokens * dim * (dim + 1) // 2 + 2 * tokens * heads * head**2
     count = tokens  # of every attention, beside the sums of its queries and keys
     assert calibration.work_flops(models.dense("DeiT-T", setting), "cpu") == (2 * forward, 2 * 2 * (grams + count))
-
-
-def test_a_part_of_the_blocks_is_scaled_to_all(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = load.Load(bare_every=1, cpu_blocks=1, seconds={}, reduction_s={})
-    monkeypatch.setitem(load.LOADS, "DeiT-H", plan)
-    row = reduction.reduced("DeiT-H", "cpu", setting)
-    assert (row["blocks_timed"], row["blocks"], row["extrapolated"]) == (1, 2, True)
-    assert row["seconds_timed"] < row["seconds"] <= 2 * row["seconds_timed"]
 
 
 @pytest.mark.slow("graph")
@@ -255,18 +235,6 @@ def test_errors_are_rows_and_are_tried_again_by_the_next_run_alone(tmp_path: Pat
     assert len(again.rows) == len(cases)
 
 
-def test_a_row_that_rests_on_a_later_one_waits_for_the_next_pass(tmp_path: Path, setting: Setting) -> None:
-    clock, shop = Clock(), Workshop(setting)
-    waiting = Task(key="judged", estimate_s=0.0, run=lambda: {"depth": traced_model.depth(shop.model())})
-    record = new_record(tmp_path)
-    worked(record, [waiting], clock, 1.0)
-    assert (record.rows, list(record.skipped)) == ([], ["judged"])
-    architecture = training.architecture(setting)
-    save(Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={}), shop.folder)
-    worked(record, [waiting], clock, 1.0)
-    assert (record.rows[0]["depth"], record.skipped) == (2, {})
-
-
 def test_an_interrupt_loses_no_finished_row(tmp_path: Path) -> None:
     clock = Clock()
 
@@ -323,47 +291,6 @@ def test_a_refused_geometry_is_told_and_a_refused_dense_model_ends_the_row() -> 
         race.bounds_of({"dense": subject(Forgetful())}, batch)
 
 
-class Pretended:
-    """Staging on the CPU: the model's input and output stay at their addresses, as they do on a GPU."""
-
-    def __init__(self, batch: torch.Tensor, shape: tuple[int, ...]) -> None:
-        self.device_in, self.device_out = {"images": batch}, {"logits": torch.empty(shape)}
-        self.host_out = {"logits": torch.zeros(shape)}
-
-    def bound(self, launch: Callable[[], object], *, flush_l2: bool) -> Any:
-        def call() -> None:
-            launch()
-            self.host_out["logits"].copy_(self.device_out["logits"])
-
-        return HostBound(call)
-
-
-@pytest.mark.parametrize(("replayed", "wrong"), [(True, ""), (False, "nan")])
-def test_a_graph_must_write_the_plain_calls_answer(
-    monkeypatch: pytest.MonkeyPatch, setting: Setting, replayed: bool, wrong: str
-) -> None:
-    made: list[Pretended] = []
-
-    def hold(stream: object, feeds: Feeds, shapes: dict[str, tuple[int, ...]]) -> Pretended:
-        made.append(Pretended(torch.from_numpy(feeds["images"]), shapes["logits"]))
-        return made[-1]
-
-    monkeypatch.setattr(subjects, "open_stream", object)
-    monkeypatch.setattr(Staging, "hold", hold)
-    monkeypatch.setattr(subjects, "captured", lambda stream, launch: launch if replayed else lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    batch = images.batch("check", 0, 2, size=32, device="cpu")[0].numpy()
-    subject = subjects.Subject(module=models.dense("DeiT-T", setting), mode="graph", precision="fp32", device="cpu")
-    bound, answer = subject._bound_on_gpu(batch, (2, 24))
-    bound.laps(1, perf_counter_ns)
-    if wrong:
-        with pytest.raises(Refused, match=wrong):
-            subjects.refuse_unequal(answer(), subject.plain(batch), 1e-4)
-    else:
-        subjects.refuse_unequal(answer(), subject.plain(batch), 1e-4)
-
-
 # Kernels
 
 
@@ -411,26 +338,6 @@ def test_the_chain_of_parity_runs_without_an_engine(setting: Setting) -> None:
 # Goals
 
 
-def latency_row(model: str, batch: int, **speedups: list[float | None]) -> Row:
-    measured = {name: {"speedup": value} for name, value in speedups.items()}
-    return {"row": "latency", "status": "done", "mode": "graph", "sparsity": 0.5, "model": model, "batch": batch} | {
-        "subjects": measured
-    }
-
-
-def calibration_rows(calibrate_s: float, reduce_s: float, images: int = 4000) -> list[Row]:
-    head = {"status": "done", "model": "DeiT-H"}
-    return [
-        head | {"row": "calibration", "forward": "float32", "images": images, "seconds": calibrate_s},
-        head | {"row": "reduction", "where": "cpu", "seconds": reduce_s + 5.0, "extrapolated": True},
-        head | {"row": "reduction", "where": "cuda", "seconds": reduce_s, "extrapolated": False},
-    ]
-
-
-def verdicts(calibration: list[Row], latency: list[Row]) -> dict[str, str]:
-    return {goal.wanted: goal.verdict for goal in judged(calibration, latency)}
-
-
 def test_ratios_are_judged_by_their_intervals() -> None:
     assert at_least([1.7, 1.65, 1.8], 1.64) == "met"
     assert at_least([1.7, 1.60, 1.8], 1.64) == "undecided"
@@ -440,15 +347,3 @@ def test_ratios_are_judged_by_their_intervals() -> None:
     assert together(["met", "undecided"]) == "undecided"
     assert together(["undecided", "not met", "not measured"]) == "not met"
     assert together(["met", "met"]) == "met"
-
-
-def test_goals_are_judged_from_the_rows() -> None:
-    sizes = ("DeiT-T", "DeiT-S", "DeiT-B", "DeiT-L", "DeiT-H")
-    rows = [latency_row(size, 1, padded=[1.1, 1.05, 1.2], ragged=[0.9, 0.8, 0.95]) for size in sizes]
-    rows.append(latency_row("DeiT-H", 16, padded=[1.7, 1.65, 1.75], square=[1.5, 1.4, 1.6]))
-    found = list(verdicts(calibration_rows(40.0, 15.0), rows).values())
-    assert found == ["met", "met", "not met", "not measured", "met", "not measured", "not met"]
-    assert next(iter(verdicts(calibration_rows(40.0, 21.0), rows).values())) == "not met"
-    assert next(iter(verdicts(calibration_rows(4.0, 1.0, images=32), rows).values())) == "not measured"
-    del rows[0]
-    assert list(verdicts([], rows).values())[0::4] == ["not measured", "not measured"]

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.gpu import latency, models, real, variants
+from benchmarks.gpu import models, real, variants
 from benchmarks.gpu.quantised import QuantisedLinear, quantised
 from benchmarks.gpu.record import Refused
 from benchmarks.gpu.run import main
@@ -22,8 +21,6 @@ from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import relative_error
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
-from ground.errors import Missing
-from perf.timing.watch import unwatched
 from tests import tiny
 
 Row = dict[str, Any]
@@ -75,17 +72,6 @@ def test_convolutional_networks_keep_the_share_of_the_macs_asked_for(record: Row
         assert reduced
         assert all(0.8 < kept / dense <= 0.9 for kept in reduced)
         assert row["rounds"] >= 6
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_is_measured_as_a_gpu_does_it(
-    monkeypatch: pytest.MonkeyPatch, setting: Setting, precision: str
-) -> None:
-    monkeypatch.setattr(Setting, "precision", precision)
-    case = latency.Case(model="DeiT-T", mode="graph", sparsity=0.5, batch=2)
-    row = latency.measured(case, latency.Shelf(setting), unwatched)
-    assert (row["precision"], row["refused"]) == (precision, {})
-    assert row["widths"]["dense"]["macs"] == macs(models.dense("DeiT-T", setting))
 
 
 # Eight bits
@@ -197,20 +183,6 @@ def test_what_is_unpacked_is_what_was_packed_but_for_rounding(ready: Path, folde
         images = np.load(ready / f"{name}.npy")
         assert relative_error(packed.normalised(crops.pixels), torch.from_numpy(images)) < 0.1
         assert list(crops.photographs) == json.loads((ready / f"{name}_groups.json").read_text())
-
-
-def test_packing_takes_the_place_of_what_was_packed_and_absence_is_told(
-    ready: Path, folder: Path, tmp_path: Path
-) -> None:
-    (folder / "held" / "9999.jpg").write_bytes(b"")
-    packed.pack(ready, folder, tiny.checkpoint(**KWARGS).architecture)
-    assert not (folder / "held" / "9999.jpg").exists()
-    assert not folder.with_name("packed.partial").exists()
-    said = CliRunner().invoke(packed.main, ["--ready", str(tmp_path), "--output", str(tmp_path / "out")])
-    assert (said.exit_code, "no real weights here" in said.output) == (1, True)
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(Missing, match=r"python -m benchmarks\.real\.packed"):
-        packed.unpack(tmp_path)
 
 
 @pytest.fixture(scope="module")
