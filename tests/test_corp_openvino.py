@@ -25,7 +25,7 @@ QUICK = ("--batch", 2, "--time-limit", 0.5, "--half-width", 0.9, "--min-rounds",
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tiny.written(tmp_path_factory.mktemp("home"), 8)
+    root = tiny.written(tmp_path_factory.mktemp("home"), 8, depth=1)
     for precision in ("fp32", "fp16"):
         words = ["export", "--model", root / "dense", "--precision", precision, "-o", root / f"{precision}.onnx"]
         assert run(*words).exit_code == 0

@@ -40,7 +40,7 @@ def polygraphy(line: str, directory: Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, dense = tmp_path_factory.mktemp("home"), tiny.checkpoint()
+    root, dense = tmp_path_factory.mktemp("home"), tiny.checkpoint(depth=1)
     save(dense, root / "dense")
     for precision in ("fp32", "fp16"):
         export_checkpoint(dense, root / f"{precision}.onnx", precision=precision)
@@ -71,7 +71,7 @@ def test_inputs_and_golden_answers_are_those_of_the_proof(home: Path) -> None:
     golden = polygraphy_json.load_json(str(home / "p" / "1-fp32.golden.json"))
     ((_, iterations),) = golden.items()
     with torch.inference_mode():
-        expected = tiny.checkpoint().model(torch.from_numpy(pixels)).numpy()
+        expected = tiny.checkpoint(depth=1).model(torch.from_numpy(pixels)).numpy()
     assert np.allclose(np.concatenate([part["logits"] for part in iterations]), expected, atol=1e-5)
     links = json.loads((home / "parity.json").read_text())["links"]
     wide = np.sqrt(np.square(expected.astype(np.float64)).mean(1)).max()

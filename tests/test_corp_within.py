@@ -270,6 +270,7 @@ def test_reduce_says_what_was_measured_and_on_what(
 
 
 @pytest.mark.parametrize("harms", [False, True])
+@pytest.mark.slow("models")
 def test_a_limit_holds_of_the_polished_model_too(
     home: Home, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harms: bool
 ) -> None:

@@ -200,11 +200,12 @@ def test_only_a_plain_convolution_that_alone_reads_images_is_folded(
     assert model.first.bias is None or model.first.bias.dtype == torch.float32, "the caller's model is left as it is"
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("make", "name", "place"),
     [
         (small_convnets.checkpoint, "resnet18", AHEAD),
-        pytest.param(small_models.small, "convnext_atto", "stem.0", marks=pytest.mark.slow("graph")),
+        (small_models.small, "convnext_atto", "stem.0"),
     ],
 )
 def test_a_padded_stem_sees_the_mean_around_and_not_black(
@@ -322,6 +323,7 @@ def test_a_text_encoder_takes_no_pixels(tmp_path: Path) -> None:
 
 @needs_rtx
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.slow("engine")
 def test_an_engine_takes_pixels(tmp_path: Path, precision: str) -> None:
     path = tmp_path / "model.onnx"
     export_checkpoint(tiny.checkpoint(depth=1), path, precision=precision, graph_input="uint8")

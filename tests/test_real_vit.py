@@ -172,6 +172,7 @@ def test_figures_are_those_of_loops_over_tokens() -> None:
     assert got["saliency_error"] == pytest.approx(np.linalg.norm(maps[1] - maps[0]) / np.linalg.norm(maps[0]))
 
 
+@pytest.mark.slow("models")
 def test_merged_tokens_are_given_back_to_their_patches_and_dropped_ones_are_not() -> None:
     model, images = tiny.checkpoint(**KWARGS).model, torch.from_numpy(tiny.images(6))
     head = lively_head()

@@ -94,11 +94,13 @@ def test_every_file_of_the_rooms_is_in_the_wheel(wheel: Path) -> None:
     assert {"perf/report/templates/page.css", *models} <= names
 
 
+@pytest.mark.slow("process")
 def test_the_rooms_are_found_in_the_wheel_alone(python: Path, tmp_path: Path) -> None:
     for name, place in zip(ROOMS, run(python, "-c", LOADED, *ROOMS, cwd=tmp_path).splitlines(), strict=True):
         assert Path(place).is_relative_to(python.parents[1]), name
 
 
+@pytest.mark.slow("process")
 def test_help_and_versions(python: Path, tmp_path: Path) -> None:
     assert "Usage:" in run(python, "-m", "corp_deploy", "--help", cwd=tmp_path)
     assert "corp-deploy 0." in run(python, "-m", "corp_deploy", "--version", cwd=tmp_path)
