@@ -164,18 +164,6 @@ def test_a_proof_with_labels_in_memory(home: Path, tmp_path: Path) -> None:
     assert corp_deploy.verify(home / "dense", home / "reduced", images, batches=(4,)).verdict == "UNJUDGED"
 
 
-def test_a_limit_on_a_share_is_met_by_an_interval(home: Path) -> None:
-    images = tiny.images(16)
-    asked: dict[str, Any] = {"batches": (4,), "min_agreement": 0.98}
-    with pytest.warns(UserWarning, match="min agreement 98 % can't be shown by 16 images: even 16 of 16 agreeing"):
-        proof = corp_deploy.verify(home / "dense", home / "dense", images, **asked)
-    assert (proof.verdict, proof.links[0].tolerance.confidence) == ("INCONCLUSIVE", 0.95)
-    assert corp_deploy.verify(home / "dense", home / "dense", images, confidence=0.0, **asked).verdict == "PASS"
-    for refused in ({"confidence": 95}, {"min_agreement": 1.5}):
-        with pytest.raises(BadInput, match="expected a share in"):  # before the model is looked for
-            corp_deploy.verify(home / "nowhere", home / "dense", images, **(asked | refused))
-
-
 @pytest.mark.slow("graph", "measurement")
 def test_a_measurement_by_batch(home: Path, tmp_path: Path) -> None:
     quick: dict[str, Any] = {"time_limit": 0.5, "half_width": 0.9, "min_rounds": 6, "block_ms": 1.0}
