@@ -12,7 +12,7 @@ from benchmarks.pages.accuracy_page import text_encoder as text_encoder_table
 from benchmarks.quality import text_encoder
 from benchmarks.quality.reference_text import opened
 from benchmarks.real.record import Record
-from benchmarks.speed import passes, proof_cost, sweep_cost
+from benchmarks.speed import passes, proof_cost
 from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.text_encoder import EncoderArchitecture
@@ -22,14 +22,6 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 7}
-
-
-def test_a_sweep_is_timed_beside_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_cost, "SPARSITIES", (0.3, 0.5))
-    found = sweep_cost.measured("vit_tiny_patch16_224", TINY, images=8, scored_images=2, rounds=1)
-    (row,) = found["rounds"]
-    assert found["ratio"] == pytest.approx(row["sweep"] / (row["one"] + row["nine"]))
-    assert all(value > 0.0 for value in row.values())
 
 
 def subject(monkeypatch: pytest.MonkeyPatch, directory: Path) -> text_encoder.Subject:

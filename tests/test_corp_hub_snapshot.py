@@ -20,7 +20,6 @@ from corp_deploy.store.dense_model import load_dense
 from tests import small_convnets, tiny
 from tests.command import invoked, refuses, run
 from tests.refusals import rejects
-from tests.test_corp_weights import sharded
 
 NAME = tiny.ARCHITECTURE.name
 MODEL_ARGS = {key: value for key, value in tiny.ARCHITECTURE.kwargs.items() if key != "num_classes"}
@@ -97,17 +96,6 @@ def test_older_snapshots_have_everything_on_one_level(snapshot: Path) -> None:
     taken = load(change(snapshot, {"architecture": NAME, "model_args": MODEL_ARGS, **PRETRAINED}))
     torch.testing.assert_close(taken.model(pixels), expected)
     assert tuple(image_spec(taken.model).as_json()["mean"]) == (0.1, 0.2, 0.3)
-
-
-@pytest.mark.parametrize("kind", ["shards", "pytorch_model.bin"])
-def test_other_files_of_weights(kind: str, snapshot: Path) -> None:
-    state = tiny.checkpoint().model.state_dict()
-    (snapshot / "model.safetensors").unlink()
-    if kind == "shards":
-        sharded(snapshot, state)
-    else:
-        torch.save(state, snapshot / kind)
-    torch.testing.assert_close(dict(load(snapshot).model.state_dict()), dict(state))
 
 
 def test_a_snapshot_at_another_size_with_other_weights(snapshot: Path, tmp_path: Path) -> None:

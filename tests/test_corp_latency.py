@@ -24,7 +24,6 @@ from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.curves import CostCurve
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.latency import LatencyTarget, Tables, curves_in_time, measure_tables
 from corp_deploy.planning.latency_of_tokens import MERGE, MergeAlone
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered
@@ -385,13 +384,3 @@ def test_a_budget_of_latency_chooses_schedule_and_widths(
     assert f"of the dense latency predicted of {share:.1%} allowed" in planned.decisions[0]
     assert planned.predicted_speedup == pytest.approx(1.0 / took, rel=1e-2)
     assert any(way.name.startswith("tokens") for way in planned.ways)
-
-
-def test_a_limit_is_held_by_the_fastest(
-    dense: Checkpoint, images: Images, moments: Moments, again: LatencyTarget
-) -> None:
-    fitted = calibrate(dense, images.subset(range(16)), batch_size=8)
-    request = asked(again, within="error 0.6")
-    _, planned = reduce_as_asked(dense, fitted, request, images=images, judges=Judges())
-    assert "of the dense latency gives" in planned.decisions[0]
-    assert planned.merging is not None

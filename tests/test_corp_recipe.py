@@ -254,19 +254,6 @@ def test_what_stands_in_a_script_is_quoted_and_ends_no_comment() -> None:
     assert not [line for line in text.splitlines() if line.startswith("rm")]
 
 
-def test_the_starter_recipe_reads_back_as_what_was_put_into_it(tmp_path: Path) -> None:
-    name = 'odd "name" # é'
-    path = tmp_path / f"{name}.toml"
-    images, held_out = tmp_path / "im#ages", tmp_path / 'held "out"'
-    path.write_text(starter("deit_tiny_patch16_224", path, images=images, held_out=held_out, labels=None))
-    recipe = load_recipe(path)
-    assert (recipe.name, recipe.package.name) == (name, "odd--name-----")
-    assert (recipe.calibration.images, recipe.held_out.images) == (images.resolve(), held_out.resolve())
-    assert recipe.reduce == ReduceTable(macs=0.7)
-    assert recipe.export == ExportTable()
-    assert load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml")) == recipe
-
-
 def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_path: Path) -> None:
     model = (ROOT / "examples" / "digits" / "model").resolve()
     path = tmp_path / "digits.toml"

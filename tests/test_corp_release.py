@@ -141,19 +141,6 @@ def test_a_changed_rule_runs_only_the_gate_and_what_tells_of_it(home: Path) -> N
 
 
 @pytest.mark.slow("graph")
-def test_other_images_calibrate_again_and_another_name_does_not(home: Path) -> None:
-    edit(home, "[model]\n", '[release]\nname = "other"\n[model]\n')
-    rows = json.loads(release(home, "--dry-run", "--json").stdout)["stages"]
-    assert [row["stage"] for row in rows if row["state"] == "runs"] == ["recipe"]
-    np.save(home / "calibration.npy", tiny.images(12, seed=9))
-    rows = json.loads(release(home, "--dry-run", "--json").stdout)["stages"]
-    states = {row["stage"]: row["state"] for row in rows}
-    assert states["moments"] == "runs"
-    assert states["reduce"] == states["manifest"] == "follows"
-    assert states["dense"] == states["export.dense"] == "cached"
-
-
-@pytest.mark.slow("graph")
 def test_check_names_what_differs(home: Path) -> None:
     out = home / "out"
     assert "samples replayed: all as they were made" in said(run("check", out))

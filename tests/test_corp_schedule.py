@@ -18,7 +18,7 @@ from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.joint_planner import ABOUT, JointPlanner, _metrics_beside
 from corp_deploy.planning.merge_costs import MergeCosts, merge_costs_in_macs
-from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, amounts_tried, merge_curves
+from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, merge_curves
 from corp_deploy.planning.merge_prices import prices_in_macs
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.request import ReductionRequest, request_of
@@ -128,20 +128,6 @@ def test_a_schedule_on_the_hull_is_the_best_of_all() -> None:
     nothing = best_schedule(curves, costs, 66.0)
     assert nothing is not None
     assert nothing.counts == (0, 0, 0)
-
-
-def test_amounts_are_fine_and_never_more_than_a_merge_can_take() -> None:
-    for tokens, protected in ((257, 1), (17, 1), (5, 1), (2, 1), (1, 1), (200, 5)):
-        merged = 0
-        for amount in amounts_tried(tokens, protected):
-            assert 0 < amount - merged <= most_merged("merge", tokens - merged, protected)
-            merged = amount
-    for tokens in (17, 197, 257, 577, 1370):
-        amounts_G = amounts_offered(tokens, tokens - 2)
-        assert amounts_G[0] == 0
-        assert amounts_G[-1] <= tokens - 2
-        assert set(np.diff(amounts_G)) == {max(1, tokens // 128)}
-    assert amounts_offered(1, 0).tolist() == [0]
 
 
 def free_merging(tokens: int, blocks: int) -> tuple[MergeCurves, MergeCosts]:

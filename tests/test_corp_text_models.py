@@ -292,15 +292,6 @@ def test_every_lever_looks_at_texts(home: Path, name: str, options: tuple[Any, .
     assert "--polish" not in options or done["polish"]["how"] == name
 
 
-def test_a_sweep_scores_embeddings(home: Path) -> None:
-    arguments = ("sweep", *model(home), "--moments", moments(home), "--text", home / "held-out.txt")
-    options = ("--sparsity", 0.5, "--macs", 0.8, "--align", "mlp=16,head=8", "-o", home / "sweep")
-    invoked(*arguments, *options)
-    points = json.loads((home / "sweep" / "sweep.json").read_text())["trials"]
-    best, none = (point["relative_error"] for point in points if point["budget"] is None)
-    assert 0.0 < best < none
-
-
 def test_a_sweep_fits_merged_channels_to_texts(home: Path) -> None:
     arguments = ("sweep", *model(home), "--moments", moments(home), "--text", home / "held-out.txt")
     options = (

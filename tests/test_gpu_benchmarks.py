@@ -19,7 +19,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.goals import at_least, together
 from benchmarks.gpu.kernels import attention_kind
-from benchmarks.gpu.record import Budget, OtherMachine, Record, Refused, Task, work
+from benchmarks.gpu.record import Budget, Record, Refused, Task, work
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
 from ground.errors import Missing
@@ -147,19 +147,6 @@ def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(output: P
 
 
 @pytest.mark.slow("graph")
-def test_accuracy_sweeps_presets_seeds_loops_and_sizes(output: Path) -> None:
-    rows = rows_of(output, "accuracy", row="reduction")
-    assert {(row["preset"], row["loop"], row["seed"], row["images"]) for row in rows} == {
-        *((preset, "open", seed, 16) for preset in ("best", "corp") for seed in (0, 1)),
-        *(("best", loop, seed, 8) for seed in (0, 1) for loop in ("open", "closed")),
-        ("best", "polished", 0, 8),
-    }
-    assert all(0.0 < row["relative_error"] < 1.0 and row["reduced_on"] == "cpu" for row in rows)
-    trained = rows_of(output, "accuracy", row="training")[0]
-    assert trained["images"] == 24 * trained["steps"] > 0
-
-
-@pytest.mark.slow("graph")
 def test_a_second_run_makes_nothing_again_and_one_row_that_is_gone(output: Path) -> None:
     before = read(output, "calibration")
     kept = [row for row in before["rows"] if row["key"] != "reduce DeiT-H cpu"]
@@ -245,14 +232,6 @@ def test_an_interrupt_loses_no_finished_row(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         worked(record, [clock.task("a", 1.0, 1.0), Task(key="b", estimate_s=1.0, run=interrupted)], clock, 60.0)
     assert [row["key"] for row in new_record(tmp_path).rows] == ["a"]
-
-
-def test_rows_of_another_machine_or_setting_are_not_gone_on_with(tmp_path: Path) -> None:
-    worked(new_record(tmp_path), [Clock().task("a", 0.0, 0.0)], Clock(), 1.0)
-    with pytest.raises(OtherMachine, match="gpu: 'one' then, 'two' now"):
-        new_record(tmp_path, gpu="two")
-    with pytest.raises(OtherMachine, match="settings"):
-        Record.opened(tmp_path / "record.json", "part", {"gpu": "one"}, {"small": False}, ("gpu",))
 
 
 # What is timed

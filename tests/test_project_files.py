@@ -67,24 +67,6 @@ def test_the_citation_is_of_this_version_and_has_what_the_format_asks_for() -> N
         assert re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}", each["url"])
 
 
-def required(name: str) -> dict[str, str]:
-    """What has to be filled in, by its id."""
-    asked = [entry for entry in loaded(TEMPLATES / name)["body"] if entry.get("validations", {}).get("required")]
-    return {entry["id"]: entry["attributes"]["label"] for entry in asked}
-
-
-def test_forms_ask_for_what_answers_need() -> None:
-    bug, model = required("bug.yml"), required("model.yml")
-    assert {"command", "message", "exit-code", "doctor"} <= bug.keys()
-    assert "corp-deploy doctor --json" in bug["doctor"]
-    assert "corp-deploy inspect" in model["inspect"]
-    for label in (bug["doctor"], model["inspect"]):
-        (words,) = re.findall(r"`corp-deploy ([^`]+)`", label)
-        command, *options = [word for word in words.split() if word != "..."]
-        known = {option for each in main.commands[command].params for option in each.opts}
-        assert set(options) <= known, label
-
-
 def test_holes_in_security_are_not_told_in_the_open() -> None:
     config = loaded(TEMPLATES / "config.yml")
     assert config["blank_issues_enabled"] is False

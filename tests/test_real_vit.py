@@ -11,10 +11,11 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+from benchmarks.quality.procedural_images import TEXTURES
 from benchmarks.real import commands, real_vit, subject
 from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import Outputs, figures, outputs
-from benchmarks.real.record import Record
+from benchmarks.real.mosaics import class_maps, linear_head
 from benchmarks.real.rows import METHODS, Method, Settings, Sparsities, words
 from corp_deploy.cli import main as corp_deploy
 from corp_deploy.families import traced_model
@@ -24,7 +25,6 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
-from ground.errors import BadInput
 from tests import tiny
 from tests.refusals import rejects
 
@@ -109,15 +109,6 @@ def test_a_run_goes_on_where_another_stopped_and_makes_anew_what_is_asked(
     assert len(again["rows"]) == 2
     assert run(ready, "--shares", "0.8") == again
     assert not SAID
-
-
-def test_a_record_of_another_setting_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "real_vit.json"
-    Record(path, "kind", {"threads": 1, "held_out": {"crops": 6}}).set("bare_pass_s", 1.0)
-    written = path.read_bytes()
-    with pytest.raises(BadInput, match="its rows were measured with another held_out; choose another --output"):
-        Record(path, "kind", {"threads": 1, "held_out": {"crops": 5}})
-    assert path.read_bytes() == written
 
 
 def test_without_weights_it_skips_with_the_reason(tmp_path: Path) -> None:
@@ -242,3 +233,16 @@ def test_a_command_is_timed_and_its_failure_told() -> None:
     assert cost.peak_mb > 1.0
     with pytest.raises(Exception, match=r"(?s)corp-deploy reduce --nonsense ended with 2: .*nonsense"):
         commands.run(["reduce", "--nonsense"], threads=1)
+
+
+def test_a_linear_head_finds_what_is_planted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(len(TEXTURES), 12, generator=generator)
+    classes = torch.randint(0, len(TEXTURES), (5, 40), generator=generator)
+    patches = centres[classes] + 0.1 * torch.randn(5, 40, 12, generator=generator)
+    head = linear_head(patches, classes)
+    assert float((class_maps(head, patches) == classes).double().mean()) > 0.99
+    x = np.concatenate([patches.flatten(0, 1).double().numpy(), np.ones((200, 1))], axis=1)
+    exact = np.linalg.lstsq(x, np.eye(len(TEXTURES))[classes.flatten()], rcond=None)[0]
+    own = np.concatenate([head.weight.double().numpy().T, head.bias.double().numpy()[None]])
+    assert np.linalg.norm(x @ (own - exact)) < 0.05 * np.linalg.norm(x @ exact), "but for the ridge"
