@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import DOCS, blocks, run_line
-from tests.printed import lacking
+from tests.pages import DOCS, blocks, lacking, run_line
 from tests.triton_server import Server, lack
 
 ROOT = Path(__file__).parents[1]
