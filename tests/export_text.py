@@ -28,12 +28,12 @@ class TextEncoder(nn.Module):
         self.classify = nn.Linear(DIM, WORDS) if words else None
         self.eval()
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = self.words(ids)
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.words(input_ids)
         q, k, v = self.qkv(x).chunk(3, -1)
-        scores = (q @ k.transpose(-2, -1) / 4).masked_fill(mask[:, None] == 0, -1e4)
+        scores = (q @ k.transpose(-2, -1) / 4).masked_fill(attention_mask[:, None] == 0, -1e4)
         x = self.norm(x + scores.softmax(-1) @ v)
-        kept = mask[..., None].to(x.dtype)
+        kept = attention_mask[..., None].to(x.dtype)
         embedding: Tensor = self.proj((x * kept).sum(1) / kept.sum(1))
         return embedding if self.classify is None else (embedding, self.classify(x))
 

@@ -13,11 +13,8 @@ from click.testing import CliRunner
 
 from corp_deploy.cli import main
 from tests import tiny
+from tests.sources import ROOT, trees
 
-ROOT = Path(__file__).parents[1]
-FILES = sorted(
-    path for room in ("calib", "corp_deploy", "export", "ground", "perf") for path in (ROOT / room).rglob("*.py")
-)
 PURE = {
     "all", "any", "bool", "callable", "covers", "get_args", "int", "is_dataclass", "isfinite", "isinstance", "keys",
     "len", "min",
@@ -27,12 +24,12 @@ PURE |= {"numel", "pairwise", "set", "sum", "type"}
 
 def properties() -> set[str]:
     """Names that are computed when they are read, anywhere in the rooms."""
-    functions = [n for path in FILES for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+    functions = [n for tree in trees().values() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     return {n.name for n in functions if any(getattr(d, "id", None) == "property" for d in n.decorator_list)}
 
 
-def work_in_asserts(source: str, computed: set[str]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+def work_in_asserts(tree: ast.Module, computed: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Assert):
             continue
         bare = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
@@ -50,7 +47,7 @@ def work_in_asserts(source: str, computed: set[str]) -> Iterator[str]:
 @pytest.mark.slow("models")
 def test_no_assert_does_work() -> None:
     computed = properties()
-    found = {str(path.relative_to(ROOT)): list(work_in_asserts(path.read_text(), computed)) for path in FILES}
+    found = {str(path): list(work_in_asserts(tree, computed)) for path, tree in trees().items()}
     assert not {path: lines for path, lines in found.items() if lines}
 
 
@@ -58,7 +55,7 @@ def test_no_assert_does_work() -> None:
     "line", ["assert c.set_address(1)", "assert recipe.choices", "assert not recipe.choices", "assert (n := 3)"]
 )
 def test_work_in_an_assert_is_found(line: str) -> None:
-    assert list(work_in_asserts(line, {"choices"}))
+    assert list(work_in_asserts(ast.parse(line), {"choices"}))
 
 
 PROGRAM = "import sys; from tests.test_asserts import carry_out; carry_out(sys.stdin.read())"

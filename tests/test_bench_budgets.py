@@ -3,12 +3,7 @@ the bound on the gate's false alarms, and the slope of memory in long runs.
 """
 
 import json
-import os
-import random
-import subprocess
-import sys
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +15,8 @@ from scipy.stats import binom
 
 from benchmarks.pages.accuracy_page import budgets as table
 from benchmarks.quality import budgets, polish
-from benchmarks.quality.procedural_images import made
-from benchmarks.speed.long_runs import own_mib, slope, told, write_images
-from benchmarks.trust.gate_alarms import MOST_PROCESSES, Load, document, most_alarms, tally
+from benchmarks.speed.long_runs import slope
+from benchmarks.trust.gate_alarms import document, most_alarms, tally
 from corp_deploy.reduction.method import method_from_preset
 
 from . import tiny
@@ -56,28 +50,6 @@ def test_rows_are_made_by_both_curves_kept_and_shown(tmp_path: Path, monkeypatch
     assert f"| tiny | 0.7 | {record['rows'][0]['before']:.4f} |" in table(record)
 
 
-def test_curves_of_before_keep_values_and_look_at_half_of_the_widths(tmp_path: Path) -> None:
-    curves = budgets.curves_of(subject(tmp_path))
-    own = {curve.site: curve for curve in curves.planner.curves}
-    assert [curve.site for curve in curves.before] == [name for name in own if not name.endswith(".v")]
-    for curve in curves.before:
-        assert (set(curve.widths), curve.errors[-1]) == (set(own[curve.site].widths) - {0}, 0.0)
-        assert all(one >= other for one, other in pairwise(curve.errors))
-
-
-def test_the_procedural_model_is_fitted_and_judged_on_different_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(budgets, "CACHE", tmp_path / "absent")
-    monkeypatch.setattr(budgets, "trained", lambda directory: tiny.checkpoint(img_size=64))
-    monkeypatch.setattr(budgets, "made", lambda part, count: made(part, count // 64))
-    procedural = budgets.procedural(tmp_path)
-    assert procedural.inputs.count == 8
-    (fitted,) = procedural.inputs.batches(8)
-    assert torch.equal(torch.as_tensor(fitted), torch.from_numpy(made("train", 8).images))
-    assert procedural.error(procedural.dense.model) == 0.0
-
-
 def one(verdict: str, *, low: float | None = 0.99, processes: int = 1) -> dict[str, Any]:
     load = {"kinds": ["compute"] * processes, "busy_s": None}
     return {"verdict": verdict, "low": low, "high": 1.01, "seconds": 2.0, "naive_speedup": 1.0, "load": load}
@@ -99,13 +71,6 @@ def test_verdicts_and_intervals_are_counted() -> None:
     assert {count: each["comparisons"] for count, each in apart.items()} == {"0": 1, "3": 1}
 
 
-def test_loads_are_of_all_kinds_and_the_same_every_time() -> None:
-    loads = [[Load.drawn(rng) for _ in range(200)] for rng in (random.Random(1), random.Random(1))]
-    assert loads[0] == loads[1]
-    assert {len(load.kinds) for load in loads[0]} == set(range(MOST_PROCESSES + 1))
-    assert len({kind for load in loads[0] for kind in load.kinds}) == 3
-
-
 @pytest.mark.parametrize("rate", [0.0, 3.0])
 def test_the_slope_of_a_line_with_a_beginning_and_a_spike(rate: float) -> None:
     done = np.arange(100, 10_001, 100.0)
@@ -117,28 +82,3 @@ def test_the_slope_of_a_line_with_a_beginning_and_a_spike(rate: float) -> None:
     assert found["mib_per_1000"] == pytest.approx(rate, abs=0.02)
     assert found["low"] <= rate <= found["high"]
     assert found["high"] - found["low"] < 0.1
-
-
-def test_what_is_told() -> None:
-    told_of = told([(float(n), 100.0 + (n == 7)) for n in range(1, 11)], "ten", 2.0)
-    assert (told_of["count"], told_of["peak_mib"], told_of["least_mib"]) == (10, 101.0, 100.0)
-    assert told_of["slope"]["mib_per_1000"] == 0.0
-
-
-def test_a_process_and_its_children() -> None:
-    before = own_mib(os.getpid())
-    script = "x = bytearray(80 << 20); x[::4096] = b'x' * len(x[::4096]); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        assert 80 < own_mib(child.pid) < 120
-        assert own_mib(os.getpid()) > before + 70
-        child.kill()
-    assert own_mib(child.pid) == 0.0
-
-
-def test_images_are_written_in_pieces(tmp_path: Path) -> None:
-    write_images(tmp_path / "i.npy", 3)
-    images = np.load(tmp_path / "i.npy", mmap_mode="r")
-    assert (images.shape, images.dtype) == ((3, 3, 224, 224), np.float32)
-    assert abs(float(images.std()) - 1) < 0.01

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 
-from benchmarks.coverage import chain, classes, names
-from benchmarks.coverage.alone import alone
+from benchmarks.coverage import chain, classes
 from benchmarks.coverage.instances import INSTANCES, Instance
 from benchmarks.coverage.models import dense
-from benchmarks.coverage.page import coverage
 from benchmarks.coverage.small import smalls
 from corp_deploy.families.family import CONVOLUTIONS, HONOURED, sites_of
 
@@ -69,31 +66,6 @@ def test_the_chain_finds_what_a_row_says(tmp_path: Path, monkeypatch: pytest.Mon
     assert again | own == {"inputs": 64, "draws": 1, "rows": 0, **row, "engines": again["engines"]}
     assert again["errors"] == pytest.approx(row["errors"], rel=0.05)
     assert again["graphs"]["fp32"] < 1e-4
-
-
-def test_the_page_tells_who_went_through_and_who_was_refused() -> None:
-    refused = {"source": "timm", "family": "none", "name": "some_name", "refused": "its class is none of ours"}
-    page = coverage({"rows": [*GONE[:1], refused]})
-    assert f"`{GONE[0]['name']}`" in page
-    assert "`some_name`: its class is none of ours" in page
-
-
-def test_names_are_kept_by_line_and_one_of_every_module_comes_first(tmp_path: Path) -> None:
-    row = {"name": "some_name", "class": "Some", "share": 0.9, "sites": {"channels": 2}}
-    names.Names(tmp_path / "names.json").put(row)
-    again = names.Names(tmp_path / "names.json").rows["some_name"]
-    assert {key: value for key, value in again.items() if value is not None} == row
-    order, modules = list(names.ordered("*")), timm.list_modules()
-    assert sorted(order) == sorted(timm.list_models())
-    assert len({timm.list_models(module=each)[0] for each in modules} & set(order[: len(modules)])) > 0.9 * len(modules)
-
-
-def test_what_is_measured_alone_says_why_it_gave_nothing() -> None:
-    def failing() -> dict[str, Any]:
-        raise ValueError("out of range\nand more")
-
-    assert alone(failing, most_s=60, most_bytes=2**34) == {"said": "ValueError: out of range"}
-    assert alone(lambda: {"share": 1.0}, most_s=60, most_bytes=2**34) == {"share": 1.0}
 
 
 @pytest.mark.slow("graph")

@@ -1,7 +1,5 @@
 """The papers' tables of a tiny model: their layout, cells against a computation of their own, what was printed."""
 
-import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,10 +7,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 from benchmarks.reproduce import tables
-from benchmarks.reproduce.__main__ import main
 from benchmarks.reproduce.page import page
 from benchmarks.reproduce.papers import figure, printed
 from benchmarks.reproduce.runs import Subject, calibrated
@@ -80,17 +76,6 @@ def test_figures_and_audits(key: str, rows: int, monkeypatch: pytest.MonkeyPatch
     assert all(len(row) == len(table.columns) for row in table.rows)
 
 
-def test_table_6_is_what_the_commands_kept() -> None:
-    rows = TABLES["6"](subject()).rows
-    kept = json.loads((HOME / "runs" / "table6-best" / "effort.json").read_text())["parts"]
-    seconds = [kept[name]["seconds"] for name in ("select", "recover")]
-    calibration = json.loads((HOME / "runs" / "moments.safetensors.effort.json").read_text())["parts"]["calibrate"]
-    whole = calibration["seconds"] + sum(seconds)
-    assert rows[1][2:6] == (round(calibration["seconds"], 1), *(round(each, 2) for each in seconds), round(whole, 1))
-    peaks = (calibration["peak_bytes"], *(kept[name]["peak_bytes"] for name in ("select", "recover")))
-    assert rows[1][6:] == tuple(round(each / 1e6) for each in peaks)
-
-
 def test_what_was_printed_is_whole() -> None:
     ten = printed("corp-v2", "10")["rows"]
     assert len(ten) == 40
@@ -105,19 +90,3 @@ def test_what_was_printed_is_whole() -> None:
         assert sum(row[2:5]) == pytest.approx(row[5], abs=1.0)
     assert len(printed("corp-v2", "9")["rows"]) == 12
     assert all("no numbers printed" in figure(paper, name) for paper, name in (("corp-v2", "2"), ("grail", "2")))
-
-
-def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["--example", "digits", "--tables", "99", "-o", str(tmp_path / "o")])
-    assert result.exit_code == 2
-    assert "--tables 99: expected some of 2, 3, 10" in result.stderr
-    assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.slow("graph")
-def test_sparse_weights_are_timed_where_anything_is() -> None:
-    timed = replace(subject(), bench="onnxruntime", batches=(2, 3), time_limit=0.5)
-    (row,) = TABLES["deploy"](timed).rows
-    assert row[2] in (2, 3)
-    assert all(isinstance(cell, float) and cell > 0.0 for cell in row[3:6])
-    assert "exactly 2:4 in" in str(row[6])

@@ -1,9 +1,7 @@
 """The benchmarks of sweeps and of the text encoder, on sizes that take seconds."""
 
 import json
-import statistics
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +9,10 @@ from click.testing import CliRunner
 
 from benchmarks.pages import cost_page
 from benchmarks.pages.accuracy_page import text_encoder as text_encoder_table
-from benchmarks.pages.cost_page import calibration as calibration_sentence
-from benchmarks.pages.measured import PAGES, tables
 from benchmarks.quality import text_encoder
 from benchmarks.quality.reference_text import opened
 from benchmarks.real.record import Record
-from benchmarks.speed import calibration, first_hour, passes, proof_cost, sweep_cost
+from benchmarks.speed import passes, proof_cost
 from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.text_encoder import EncoderArchitecture
@@ -26,32 +22,6 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 7}
-
-
-def test_a_sweep_is_timed_beside_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_cost, "SPARSITIES", (0.3, 0.5))
-    found = sweep_cost.measured("vit_tiny_patch16_224", TINY, images=8, scored_images=2, rounds=1)
-    (row,) = found["rounds"]
-    assert found["ratio"] == pytest.approx(row["sweep"] / (row["one"] + row["nine"]))
-    assert all(value > 0.0 for value in row.values())
-
-
-def test_two_checkouts_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By the same commands, each of files of its own."""
-    ran: list[tuple[str, Path]] = []
-
-    def timed(words: list[str], checkout: Path) -> dict[str, float]:
-        ran.append((words[0], checkout))
-        if words[0] == "calibrate":
-            Path(words[-1]).write_bytes(b"moments")
-        return {"wall_s": 2.0 if checkout == tmp_path else 1.0, "cpu_s": 1.0}
-
-    monkeypatch.setattr(first_hour, "timed", timed)
-    found = first_hour.measured("vit_tiny_patch16_224", 1, 2, {"former": tmp_path, "this": first_hour.ROOT})
-    in_turns = [(word, place) for word in ("calibrate", "reduce") for place in (tmp_path, first_hour.ROOT)]
-    assert (ran[:4], len(found["rows"])) == (in_turns, 2 * 2 * 5)
-    assert first_hour.medians(found["rows"])["verify"] == {"former": 2.0, "this": 1.0}
-    assert found["moments_bytes"] == {"former": 7, "this": 7}
 
 
 def subject(monkeypatch: pytest.MonkeyPatch, directory: Path) -> text_encoder.Subject:
@@ -88,14 +58,6 @@ def test_every_method_reduces_the_encoder_and_nothing_removed_is_no_error(
     assert "| joint | 50% | 40 |" in text_encoder_table({"rows": rows})
 
 
-def test_without_the_weights_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_encoder, "PACKAGE", "no_such_package")
-    result = CliRunner().invoke(text_encoder.main, ["--output", str(tmp_path / "out.json")])
-    assert result.exit_code == 1
-    assert "no_such_package is not installed" in result.output
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_committed_records_hold_the_goals_of_the_method() -> None:
     results = Path(__file__).parents[1] / "benchmarks" / "results"
     sweep = json.loads((results / "sweep_cost.json").read_text())
@@ -124,17 +86,6 @@ def test_costs_are_told_in_passes(tmp_path: Path) -> None:
     assert CliRunner().invoke(passes.main, [*kwargs, *few, "--rows", "calibrat"]).exit_code == 2
 
 
-def test_a_record_of_costs_makes_a_table(tmp_path: Path) -> None:
-    counted = {passes.BARE[0]: 1.0, "calibrate": 1.84, "loop": 5.12}
-    record = {"model": "m", "model_kwargs": {"img_size": 224}, "images": 512, "batch_size": 16, "threads": 2}
-    record |= {"cpu": "C", "share_of_macs": 0.6, "sparsity": 0.5, "passes": counted}
-    (tmp_path / "passes.json").write_text(json.dumps(record))
-    table = tables(PAGES["docs/measured/costs.md"], tmp_path)
-    assert "m, img_size 224, 512 images, batch 16, 2 threads, C:" in table
-    assert "| `calibrate` | 1.8 |" in table
-    assert "| `reduce --mlp 0.5 --attn 0.5 --closed-loop` | 5.1 |" in table
-
-
 def test_a_pass_is_the_faster_bare_one_and_ratios_are_of_one_round() -> None:
     def cpu(*seconds: float) -> dict[str, list[float]]:
         return {"cpu_s": list(seconds)}
@@ -142,28 +93,6 @@ def test_a_pass_is_the_faster_bare_one_and_ratios_are_of_one_round() -> None:
     whole, pieces = passes.BARE
     found = passes.in_passes({whole: cpu(3.0, 4.0, 3.0), pieces: cpu(2.0, 4.0, 2.0), "loop": cpu(12.0, 20.0, 8.0)})
     assert found == {whole: 1.5, pieces: 1.0, "loop": 5.0}
-
-
-def test_calibration_is_measured_whole_beside_the_faster_bare_pass_and_names_the_processor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = tiny.timm_model("vit_tiny_patch16_224", **TINY)
-    monkeypatch.setattr("timm.create_model", lambda *_, **__: small)
-    output = tmp_path / "record.json"
-    words = ["--batch-size", "6", "--batches", "2", "--rounds", "2", "--attention-system", "--output", str(output)]
-    monkeypatch.setattr("sys.argv", ["calibration", *words])
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(stdout="{}"))
-    calibration.main()
-    record = json.loads(output.read_text())
-    speed = record["speed"]
-    base = min((speed["samples"][name]["wall_s"] for name in passes.BARE), key=statistics.median)
-    own = [taken / one for taken, one in zip(speed["samples"]["calibrate"]["wall_s"], base, strict=True)]
-    assert speed["ratio_wall"]["calibrate"] == pytest.approx(statistics.median(own))
-    sentence = calibration_sentence(record)
-    assert record["environment"]["cpu"] in sentence
-    assert "on 12 images, batch 6" in sentence
-    assert f"{speed['ratio_wall']['calibrate']:.2f} times the faster" in sentence
-    assert calibration_sentence({**record, "environment": {"threads": 2}}) == ""
 
 
 @pytest.mark.slow("graph")

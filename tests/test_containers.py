@@ -63,19 +63,6 @@ def copied() -> set[str]:
     return {source for *sources, _ in words for source in sources}
 
 
-def test_instructions_are_read_as_docker_reads_them() -> None:
-    text = "# one\nFROM a AS b\nRUN x \\\n  # between\n  && y\n\ncopy a b\n"
-    assert instructions(text) == [("FROM", "a AS b"), ("RUN", "x    && y"), ("COPY", "a b")]
-
-
-def test_the_last_pattern_that_fits_decides() -> None:
-    patterns = ["*", "!calib", "**/__pycache__"]
-    kept = {
-        "calib/a.py": False, "calib/x/__pycache__/a.pyc": True, ".git/config": True, "README.md": True, "calib": False,
-    }  # fmt: skip
-    assert {name: kept_out(name, patterns) for name in kept} == kept
-
-
 @pytest.mark.parametrize("path", [IMAGE, WORKPLACE], ids=["image", "workplace"])
 def test_bases_have_a_version_and_nobody_is_root(path: Path) -> None:
     bases = {words.split()[0] for words in of("FROM", path)}

@@ -6,7 +6,7 @@ import copy
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +18,12 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.inspection import margins_of, merge_margins
 from corp_deploy.families.traced_model import traced
-from corp_deploy.invocation.running import RunOptions
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import Proof, prove, save_proof
 from corp_deploy.proof.inputs import ProofInputs, inputs_from_set, random_inputs
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.own_noise import HalfProducts
-from corp_deploy.proof.speed import measure
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -36,14 +34,13 @@ from export.graph.to_onnx import onnx_from_model
 from export.graph.to_onnx import save as save_onnx
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size
-from ground.ports import OutputPort, Port
 from ground.precision import FLOAT16, FLOAT32
 from perf.parity.parity import ImageSet, Link, Parity, link, load_parity, parity_from_value
 from perf.parity.tolerance import MOST_APART, SPREAD, Choices, exact
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
-from perf.timing.laps import Plan
 from tests import tiny
+from tests.export_text import EMBEDDING, INPUTS, TOKEN_LOGITS, TextEncoder, sentences
 
 IMAGES = 64
 
@@ -192,32 +189,11 @@ def test_products_are_rounded_once_overflow_as_there_and_other_types_are_left_al
 
 # The parity chain on models that are no image classifiers: one of two inputs of whole numbers and two outputs.
 
-WORDS, LENGTH, WIDTH, CLASSES, TEXTS = 30, 6, 16, 5, 20
-INPUTS = tuple(Port(name=name, shape=(LENGTH,), dtype="int64") for name in ("input_ids", "attention_mask"))
-OUTPUTS = (OutputPort(name="embedding", role="embedding"), OutputPort(name="scores", role="token logits"))
-
-
-class Tagger(nn.Module):
-    """Scores every token and embeds the text: the mean of its own tokens."""
-
-    inputs: ClassVar = {name: torch.ones(LENGTH, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
-    outputs: ClassVar = {port.name: port.role for port in OUTPUTS}
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.table = nn.Embedding(WORDS, WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        x = torch.tanh(self.mix(self.table(input_ids)))
-        kept = attention_mask.unsqueeze(-1).to(x.dtype)
-        return (x * kept).sum(dim=1) / kept.sum(dim=1), self.head(x)
+OUTPUTS = (EMBEDDING, TOKEN_LOGITS)
 
 
 def checkpoint(model: nn.Module) -> Checkpoint:
-    return Checkpoint(model=model.eval(), architecture=Architecture(name="tagger", kwargs={}), lineage={})
+    return Checkpoint(model=model.eval(), architecture=Architecture(name="encoder", kwargs={}), lineage={})
 
 
 def torch_step(model: nn.Module, name: str = "reduced") -> Candidate:
@@ -228,15 +204,16 @@ def torch_step(model: nn.Module, name: str = "reduced") -> Candidate:
 
 
 def texts() -> ProofInputs:
-    rng = np.random.default_rng(0)
-    mask = (np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (TEXTS, 1))).astype(np.int64)
-    feeds = {"attention_mask": mask, "input_ids": rng.integers(0, WORDS, (TEXTS, LENGTH))}
-    return ProofInputs(feeds=feeds, digest="sha256:00", kind="documents")
+    """In another order than the model's."""
+    return ProofInputs(feeds=dict(reversed(sentences(20).items())), digest="sha256:00", kind="documents")
 
 
 @pytest.fixture
-def tagger() -> nn.Module:
-    return traced(Tagger(0).eval(), Architecture(name="tagger", family="module"))
+def encoder() -> nn.Module:
+    model: Any = TextEncoder(words=True)
+    model.inputs = {port.name: torch.ones(port.shape, dtype=torch.int64) for port in INPUTS}
+    model.outputs = {port.name: port.role for port in OUTPUTS}
+    return traced(model, Architecture(name="encoder", family="module"))
 
 
 def changed(model: nn.Module, module: str, factor: float) -> nn.Module:
@@ -255,10 +232,10 @@ def proof(dense: nn.Module, *steps: Candidate, **limits: Any) -> Proof:
     return prove(checkpoint(dense), steps, texts(), batches=(1, 8), limits=ParityLimits(**limits))
 
 
-def test_two_inputs_and_two_outputs_go_down_the_whole_chain(tagger: nn.Module, tmp_path: Path) -> None:
-    reduced = changed(tagger, "mix", 1.02)
+def test_two_inputs_and_two_outputs_go_down_the_whole_chain(encoder: nn.Module, tmp_path: Path) -> None:
+    reduced = changed(encoder, "qkv", 1.02)
     graphs = [graph(reduced, tmp_path / f"m.{precision}.onnx", precision) for precision in ("fp32", "fp16")]
-    found = proof(tagger, torch_step(reduced), *graphs, max_error=0.2, min_agreement=0.5)
+    found = proof(encoder, torch_step(reduced), *graphs, max_error=0.2, min_agreement=0.5)
     parity = found.parity
     assert parity.verdict == "PASS", parity.line
     assert parity.line.endswith("on 20 documents")
@@ -268,45 +245,37 @@ def test_two_inputs_and_two_outputs_go_down_the_whole_chain(tagger: nn.Module, t
     ]
     assert {each.test for each in parity.structure} >= {"batch-slot", "permutation", "finite", "constant", "batch-size"}
     assert "extremes" not in {each.test for each in parity.structure}
-    assert set(found.figures) >= {"embedding.reduced torch fp32.agrees", "scores.reduced torch fp32.token_agreement"}
+    assert set(found.figures) >= {"embedding.reduced torch fp32.agrees", "words.reduced torch fp32.token_agreement"}
     save_proof(found, tmp_path / "parity.json")
     assert load_parity(tmp_path / "parity.json").links == parity.links
 
 
-@pytest.mark.parametrize(("module", "failing"), [("head", ["scores"]), ("mix", ["embedding", "scores"])])
+@pytest.mark.parametrize(("module", "failing"), [("classify", ["words"]), ("qkv", ["embedding", "words"])])
 def test_a_fault_fails_the_outputs_that_it_reaches(
-    tagger: nn.Module, tmp_path: Path, module: str, failing: list[str]
+    encoder: nn.Module, tmp_path: Path, module: str, failing: list[str]
 ) -> None:
-    faulty = graph(changed(tagger, module, 1.01), tmp_path / "m.onnx", "fp32")
-    links = proof(tagger, torch_step(tagger, "same"), faulty).parity.links
+    faulty = graph(changed(encoder, module, 1.01), tmp_path / "m.onnx", "fp32")
+    links = proof(encoder, torch_step(encoder, "same"), faulty).parity.links
     assert [each.output for each in links if each.kind == "exact" and each.status == "FAIL"] == failing
 
 
-def test_a_step_of_other_outputs_is_refused(tagger: nn.Module, tmp_path: Path) -> None:
+def test_a_step_of_other_outputs_is_refused(encoder: nn.Module, tmp_path: Path) -> None:
     class Alone(nn.Module):
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            both: tuple[Tensor, Tensor] = tagger(input_ids, attention_mask)
+            both: tuple[Tensor, Tensor] = encoder(input_ids, attention_mask)
             return both[0]
 
     save_onnx(onnx_from_model(Alone(), INPUTS, OUTPUTS[:1], precision="fp32", metadata={}), tmp_path / "m.onnx")
-    with pytest.raises(BadInput, match="gives embedding, expected embedding, scores as the dense model does"):
-        proof(tagger, candidate_from_path(tmp_path / "m.onnx"))
+    with pytest.raises(BadInput, match="gives embedding, expected embedding, words as the dense model does"):
+        proof(encoder, candidate_from_path(tmp_path / "m.onnx"))
 
 
-def test_inputs_that_are_missing_or_made_up_are_refused(tagger: nn.Module) -> None:
+def test_inputs_that_are_missing_or_made_up_are_refused(encoder: nn.Module) -> None:
     missing = ProofInputs(feeds={"input_ids": texts().feeds["input_ids"]}, digest="")
     with pytest.raises(BadInput, match=r"takes attention_mask \[B, 6\] as int64, which is missing"):
-        prove(checkpoint(tagger), [torch_step(tagger)], missing, batches=(4,), limits=ParityLimits())
+        prove(checkpoint(encoder), [torch_step(encoder)], missing, batches=(4,), limits=ParityLimits())
     with pytest.raises(BadInput, match=r"takes input_ids \(int64\), attention_mask \(int64\); give real ones"):
-        random_inputs(checkpoint(tagger), 4, 0)
-
-
-def test_graphs_of_several_inputs_are_timed(tagger: nn.Module, tmp_path: Path) -> None:
-    paths = [graph(tagger, tmp_path / f"{name}.onnx", "fp32").path for name in ("dense", "reduced")]
-    plan = Plan(block_ms=1, min_rounds=6, max_rounds=6, noise_rounds=0, warm_up_min_s=0.0, warm_up_limit_s=0.2)
-    record = measure(*paths, batches=[2], plan=plan, running=RunOptions(threads=1))
-    assert [trial.status for trial in record.rows[0].trials.values()] == ["ok", "ok"]
-    assert not any("answers taken inside the timed run" in text for text in record.warnings)
+        random_inputs(checkpoint(encoder), 4, 0)
 
 
 @pytest.mark.slow("graph")
@@ -391,8 +360,9 @@ def test_the_margin_of_a_drop_is_a_share_of_the_attention_there() -> None:
     assert one.tolist() == pytest.approx([1.0, 0.0])
 
 
-@pytest.mark.parametrize("how", ["merge", "drop"])
-@pytest.mark.parametrize("metric", ["ward", "attended", "stream", "keys"])
+@pytest.mark.parametrize(
+    ("how", "metric"), [("merge", "ward"), ("merge", "keys"), ("merge", "attended"), ("drop", "stream")]
+)
 def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any) -> None:
     model, images = tiny.checkpoint().model, torch.from_numpy(tiny.images(6))
     assert merge_margins(model, images) is None

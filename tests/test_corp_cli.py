@@ -7,21 +7,18 @@ import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from PIL import Image
 from safetensors.torch import save_file
 
 import corp_deploy
 from corp_deploy.cli import GROUPS, RENAMED, main
 from corp_deploy.commands.help import Command
-from corp_deploy.store.checkpoint import load_checkpoint, save
-from ground.files import replacing
+from corp_deploy.store.checkpoint import save
 from tests import tiny
 from tests.command import invoked, refused, refuses, run
 from tests.pages import ROOT
@@ -75,14 +72,6 @@ def test_help_needs_nothing_heavy_and_has_an_example() -> None:
         assert not name or "Example: corp-deploy" in text, name
 
 
-def test_help_takes_less_than_a_second_of_the_processor() -> None:
-    """What all commands import is what help costs; the time of the process itself, since the machine may be busy."""
-    program = "import time\nfrom corp_deploy.cli import main\nmain(standalone_mode=False)\nprint(time.process_time())"
-    words = [sys.executable, "-c", program, "reduce", "--help"]
-    runs = [subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT) for _ in range(3)]
-    assert min(float(run.stdout.splitlines()[-1]) for run in runs) < 1.0
-
-
 def test_a_command_takes_values_not_twenty_parameters() -> None:
     many = {name for name, command in main.commands.items() if len(signature(command.callback).parameters) > 9}  # type: ignore[arg-type]
     assert not many
@@ -132,38 +121,6 @@ def test_a_batch_size_that_takes_too_long_is_reported_as_not_measured(tmp_path: 
     assert {row["stop"] for row in json.loads(bench.read_text())["rows"]} == {"out of time"}
 
 
-def test_a_failing_link_exits_with_1_and_leaves_its_record(home: Path, tmp_path: Path) -> None:
-    assert reduce(home, tmp_path / "reduced", "--mlp", 0.9, "--preset", "none", "--align", "mlp=8").exit_code == 0
-    asked = ("--images", home / "images.npy", "--max-error", 1e-4, "-o", tmp_path / "p.json")
-    invoked("verify", home / "dense", tmp_path / "reduced", *asked, code=1)
-    assert json.loads((tmp_path / "p.json").read_text())["verdict"] == "FAIL"
-
-
-def test_a_folder_of_images_goes_through_timms_transform(home: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "photos"
-    (folder / "inner").mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    for name in ("b.png", "inner/a.jpg", "c.webp"):
-        Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(folder / name)
-    done = calibrate(home, tmp_path / "m.safetensors", images=folder)
-    assert done.exit_code == 0, done.output
-    assert "3 images" in done.stdout
-
-
-def test_inspect_tells_sites_and_cost(home: Path) -> None:
-    record = json.loads(run("inspect", "--model", home / "dense", "--json").stdout)
-    sites = [f"blocks.{i}.{part}" for i in (0, 1) for part in ("attn.qk", "attn.v", "mlp")]
-    assert [row["site"] for row in record["sites"]] == sites
-    assert record["parameters"] == sum(p.numel() for p in load_checkpoint(home / "dense").model.parameters())
-
-
-def test_doctor_names_what_is_absent() -> None:
-    findings = json.loads(run("doctor", "--json").stdout)["findings"]
-    looked_for = {"torch", "timm", "ONNX Runtime providers", "tensorrt", "tensorrt-rtx", "GPU"}
-    assert looked_for <= {row["what"] for row in findings}
-    assert all(row["disables"] for row in findings if not row["found"])
-
-
 def test_nothing_asked_for_and_unknown_words(home: Path, tmp_path: Path) -> None:
     refused(reduce(home, tmp_path / "r"), "nothing asked for: give --mlp, --attn or --conv")
     refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--align", "width=3"), "mlp= a whole number")
@@ -187,17 +144,6 @@ def test_moments_that_will_not_do(home: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
-def test_weights_that_will_not_do(home: Path, tmp_path: Path) -> None:
-    named: dict[str, Any] = {"model": tiny.ARCHITECTURE.name}
-    target = tmp_path / "m.safetensors"
-    refused(calibrate(home, target, **named), "needs --weights")
-    refused(calibrate(home, target, **named, weights=tmp_path / "none.pth"), "no such file")
-    refused(calibrate(home, target, **named, weights=home / "weights.safetensors"), "don't fit the model")
-    refused(calibrate(home, target, model="vit_of_nobody", weights=home / "weights.safetensors"), "vit_of_nobody")
-    refused(run("inspect", "--model", home / "dense", "--model-kwargs", "{"), "not JSON")
-    assert not target.exists()
-
-
 def test_graphs_and_reports_that_will_not_do(home: Path, tmp_path: Path) -> None:
     (tmp_path / "x.onnx").write_bytes(b"not a graph at all")
     proof = ["--images", home / "images.npy", "-o", tmp_path / "p.json"]
@@ -215,32 +161,6 @@ def test_a_bug_of_ours_is_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("corp_deploy.families.inspection.inspection_of_model", broken)
     refuses("bug in corp-deploy", "inspect", "--model", home / "dense", code=70)
-
-
-def test_an_interruption_exits_with_130_and_leaves_no_file(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("corp_deploy.reduction.moments_files.save", interrupted)
-    assert calibrate(home, tmp_path / "m.safetensors").exit_code == 130
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
-    target = tmp_path / "a.json"
-    target.write_text("old")
-
-    def fail_half_way() -> None:
-        with replacing(target) as temporary:
-            temporary.write_text("new, but")
-            raise RuntimeError("half way")
-
-    with pytest.raises(RuntimeError, match="half way"):
-        fail_half_way()
-    assert target.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
 
 
 # What a reader sees first: the commands by what they are of, the options used first, and all of them when asked.

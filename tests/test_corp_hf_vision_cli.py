@@ -121,8 +121,6 @@ def test_a_reduced_model_loads_in_transformers_itself(
             ("--attn", 0.5, "--heads", "square"),
             "heads of 8 instead of 16, and CLIPVisionModel reads",
         ),
-        ("DINOv3ViTModel", ("--attn", 0.5, "--heads", "square"), "heads of 8 instead of 16, and DINOv3ViTModel reads"),
-        ("SiglipVisionModel", ("--attn", 0.5, "--heads", "square"), "heads of 8 instead of 16, and SiglipVisionModel"),
         ("Dinov2Model", ("--mlp", 0.25), "blocks.0.mlp is 48 wide, and dinov2's mlp_ratio is whole: multiples of 32"),
     ],
 )

@@ -15,13 +15,11 @@ from safetensors.torch import save_file
 
 import corp_deploy
 from corp_deploy.families.family import image_spec
-from corp_deploy.families.timm_names import look_alikes
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from tests import small_convnets, tiny
 from tests.command import invoked, refuses, run
 from tests.refusals import rejects
-from tests.test_corp_weights import sharded
 
 NAME = tiny.ARCHITECTURE.name
 MODEL_ARGS = {key: value for key, value in tiny.ARCHITECTURE.kwargs.items() if key != "num_classes"}
@@ -100,17 +98,6 @@ def test_older_snapshots_have_everything_on_one_level(snapshot: Path) -> None:
     assert tuple(image_spec(taken.model).as_json()["mean"]) == (0.1, 0.2, 0.3)
 
 
-@pytest.mark.parametrize("kind", ["shards", "pytorch_model.bin"])
-def test_other_files_of_weights(kind: str, snapshot: Path) -> None:
-    state = tiny.checkpoint().model.state_dict()
-    (snapshot / "model.safetensors").unlink()
-    if kind == "shards":
-        sharded(snapshot, state)
-    else:
-        torch.save(state, snapshot / kind)
-    torch.testing.assert_close(dict(load(snapshot).model.state_dict()), dict(state))
-
-
 def test_a_snapshot_at_another_size_with_other_weights(snapshot: Path, tmp_path: Path) -> None:
     taken = load_dense(str(snapshot), weights=None, kwargs={"img_size": 48})
     assert image_spec(taken.model).shape == (3, 48, 48)
@@ -147,11 +134,10 @@ def test_a_directory_without_configuration_or_weights(snapshot: Path) -> None:
     rejects("a snapshot of one of timm's repositories", load, snapshot)
 
 
-@pytest.mark.parametrize("prefix", ["", "local-dir:"])
-def test_a_reduced_model_outlives_the_snapshot(prefix: str, snapshot: Path, tmp_path: Path) -> None:
+def test_a_reduced_model_outlives_the_snapshot(snapshot: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", tiny.images(12))
     moments, reduced = tmp_path / "m.safetensors", tmp_path / "reduced"
-    model = f"{prefix}{snapshot}"
+    model = f"local-dir:{snapshot}"
     invoked("calibrate", "--model", model, "--images", tmp_path / "images.npy", "-o", moments)
     invoked("reduce", "--model", model, "--moments", moments, "--mlp", 0.5, "--align", "mlp=8", "-o", reduced)
     before = image_spec(load(model).model).as_json()
@@ -255,20 +241,6 @@ def test_a_release_of_a_snapshot_is_started_and_planned(snapshot: Path, tmp_path
     assert f'model = "./snapshot"    # {NAME}' in (tmp_path / "r.toml").read_text()
     invoked("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
     refuses("deit_small_patch16_224", "release", tmp_path / "other.toml", "--init", "deit_smal_patch16_224")
-
-
-@pytest.mark.parametrize(
-    ("name", "twin"),
-    [
-        ("vit_l_32", "vit_large_patch32_224"),
-        ("dinov2_vitb14_reg", "vit_base_patch14_reg4_dinov2"),
-        ("dino_vits8", "vit_small_patch8_224"),
-        ("ViT-B/32", "vit_base_patch32_clip_224"),
-    ],
-)
-def test_other_projects_names_lead_to_a_name_of_timm(name: str, twin: str) -> None:
-    assert twin in look_alikes(name)
-    assert timm.is_model(twin)
 
 
 def test_a_network_of_any_size_is_built_for_the_one_of_its_snapshot(tmp_path: Path) -> None:

@@ -137,7 +137,6 @@ def test_a_preset_without_attention_takes_it_by_its_knob() -> None:
 def test_what_nothing_honours_is_refused() -> None:
     images = ("--images", home() / "images.npy")
     for asked, said in (
-        (("--preset", "grail", "--attn", 0.5), "--attn 0.5 is not honoured by preset grail"),
         (("--qk", "keep", "--attn", 0.5), "--attn 0.5 is not honoured by preset best with --qk keep"),
         (("--mlp", 0.5, "--qk", "select"), "--qk select is not honoured by a reduction that leaves attention alone"),
         (("--mlp", 0.5, "--repair", "conv=gram"), "--repair conv=gram is of what stays as it is; give --conv"),
@@ -189,15 +188,3 @@ def test_recipes_refuse_what_the_command_does(tmp_path: Path) -> None:
     rejects("qk", ReduceTable, mlp=0.5, qk="logit")
     assert ReduceTable(latency=0.8, latency_tables=tmp_path, batch=8).choice.currency == "latency"
     assert MethodChoice(preset="grail", repair={"channels": "affine"}, mlp=0.5).method.mlp_recovery == "affine"
-
-
-def test_the_time_of_selecting_and_recovering_is_told_apart() -> None:
-    given = ["reduce", "--model", home() / "dense", "--moments", home() / "m.safetensors", "--align", "mlp=8,head=8"]
-    plain = invoked(*given, "--mlp", 0.5, "--attn", 0.5, "-o", home() / "timed", "--json")
-    effort = json.loads(plain.stdout)["effort"]
-    assert list(effort) == ["select", "recover", "read and write"]
-    assert all(each["seconds"] >= 0.0 and each["peak_bytes"] > 0 for each in effort.values())
-    looped = invoked(
-        *given, "--mlp", 0.5, "--closed-loop", "--images", home() / "images.npy", "-o", home() / "l", "--json"
-    )
-    assert list(json.loads(looped.stdout)["effort"]) == ["closed loop", "read and write"]

@@ -18,14 +18,12 @@ from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.widths import aligned_widths
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.curves import CostCurve
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.latency import Tables, curves_in_time, measure_tables
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered
 from corp_deploy.planning.merge_prices import (
@@ -36,7 +34,7 @@ from corp_deploy.planning.merge_prices import (
     prices_by_latencies,
 )
 from corp_deploy.planning.request import LatencyTarget, ReductionRequest, request_of
-from corp_deploy.planning.schedule import MERGE, MergeAlone, latency_at, spread
+from corp_deploy.planning.schedule import MERGE, MergeAlone
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
@@ -149,15 +147,6 @@ def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callabl
     assert measured(tiny.checkpoint(seed=1)).measured == 1, "other weights in the same shapes"
 
 
-def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Callable[..., Tables]) -> None:
-    dense = tiny.checkpoint()
-    measured(dense)
-    reduced = narrowed(dense, 96)
-    widths = aligned_widths(96, CHOICES.align_hidden)
-    curves = [curve_of(name, widths, 1) for name in ("blocks.0.mlp", "blocks.1.mlp")]
-    assert_within(reduced.model, curves, measured(reduced), rel=1e-3)
-
-
 def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(measured: Callable[..., Tables]) -> None:
     """Alike ones once, and what two sites of a segment save is added up."""
     dense, method = own_checkpoint(), replace(CHOICES, geometry="square", attention_sparsity=0.5)
@@ -174,13 +163,6 @@ def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(meas
     curves = [curve_of(site.name, kind_of(site).offers(site, method), 2) for site in sites_of(dense.model).every]
     assert_within(dense.model, curves, tables, rel=1e-2)  # layers without a bias are timed with one
     assert measured(dense, method).measured == 0
-
-
-def test_a_block_of_other_layers_has_a_table_of_its_own(measured: Callable[..., Tables]) -> None:
-    plain = measured(tiny.checkpoint())
-    other = measured(tiny.checkpoint(act_layer="relu"))
-    assert other.measured == 2, "the MLP's and the whole model's"
-    assert other.by_name.keys() == plain.by_name.keys()
 
 
 MERGE_MS, MERGED_MS, WHOLE_MS = 0.25, 1500.0, 2000.0
@@ -244,15 +226,6 @@ def test_many_numbers_of_tokens_are_measured_at_four(bench: Bench) -> None:
     per_token = tables.latency_ms("blocks.0.mlp", 192, 1) / reach[0]
     for block, tokens in enumerate(reach):
         assert tables.latency_ms(f"blocks.{block}.mlp", 192, 1) == pytest.approx(tokens * per_token, rel=1e-3)
-
-
-def test_between_numbers_of_tokens_it_is_straight(bench: Bench) -> None:
-    tables = bench(merged(tiny.checkpoint(), 3, 4))
-    of = {tokens: tables.by_name[name] for tokens, name in tables.names["blocks.0.mlp"].items()}
-    low, high = (latency_at(of, tokens, 192, 1) for tokens in (10, 14))
-    assert latency_at(of, 11, 192, 1) == pytest.approx(0.75 * low + 0.25 * high)
-    assert spread((1, 2, 3), 4) == (1, 2, 3)
-    assert spread(tuple(range(10)), 4) == (0, 3, 6, 9)
 
 
 def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(
@@ -411,13 +384,3 @@ def test_a_budget_of_latency_chooses_schedule_and_widths(
     assert f"of the dense latency predicted of {share:.1%} allowed" in planned.decisions[0]
     assert planned.predicted_speedup == pytest.approx(1.0 / took, rel=1e-2)
     assert any(way.name.startswith("tokens") for way in planned.ways)
-
-
-def test_a_limit_is_held_by_the_fastest(
-    dense: Checkpoint, images: Images, moments: Moments, again: LatencyTarget
-) -> None:
-    fitted = calibrate(dense, images.subset(range(16)), batch_size=8)
-    request = asked(again, within="error 0.6")
-    _, planned = reduce_as_asked(dense, fitted, request, images=images, judges=Judges())
-    assert "of the dense latency gives" in planned.decisions[0]
-    assert planned.merging is not None

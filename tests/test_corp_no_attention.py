@@ -1,6 +1,5 @@
 """What commands say of a model that has no attention, and what they refuse."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -40,24 +39,3 @@ def test_what_asks_for_heads_is_refused(home: Path) -> None:
     assert "no attention of tokens is found" in invoked(*calibrate, "--merge-tokens", 2, code=2).output
     sweep = ("sweep", "--model", "dense", "--moments", "moments.safetensors", "--images", "images.npy", "-o", "swept")
     assert f"--parts attn {NONE}" in invoked(*sweep, "--parts", "attn", code=2).output
-
-
-@pytest.mark.slow("models")
-def test_nothing_is_said_of_attention(home: Path) -> None:
-    sweep = ("sweep", "--model", "dense", "--moments", "moments.safetensors", "--images", "images.npy", "-o", "swept")
-    printed = [
-        invoked("inspect", "--model", "dense").output,
-        invoked("calibrate", "--model", "dense", "--images", "images.npy", "-o", "other.safetensors").output,
-        invoked("reduce", "--model", "dense", "--moments", "moments.safetensors", "--mlp", 0.5, "-o", "reduced").output,
-        invoked("inspect", "redundancy", "--moments", "moments.safetensors", "-o", "redundancy.svg").output,
-        invoked(*sweep, "--sparsity", 0.5, "--min-agreement", 0.01).output,
-    ]
-    printed.append((home / "redundancy.svg").read_text())
-    for text in printed:
-        assert "ttention" not in text
-        assert "--attn" not in text
-    assert not any("Q/K" in text for text in printed[:4])
-    labels = [f">{place}</text>" in printed[-1] for place in ("0.0", "1.0", "2.0", "2.1", "3.0")]
-    assert all(labels)
-    best = next(trial for trial in json.loads((home / "swept/sweep.json").read_text())["trials"])
-    assert (best["preset"], best["attention_sparsity"], best["sites_refused"]) == ("best", 0.0, 0)

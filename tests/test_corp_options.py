@@ -19,7 +19,6 @@ from corp_deploy.invocation.reduction_table import ATTENTION, IMAGES, LOOP, POLI
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, VERIFY
 from corp_deploy.proof import speed as side_by_side
-from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.method import PRESETS
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.options import BuildOptions
@@ -27,11 +26,9 @@ from export.engine.record import EngineRecord, record_path, sha256_of
 from export.graph.ports import GraphPort
 from ground.built_engines import record_built_engine
 from ground.errors import Missing
-from perf.timing.laps import Plan
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.export_served import engine_record
-from tests.refusals import rejects
 
 REACHED = "reached what does the work"
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -49,7 +46,7 @@ def record_of(backend: str) -> EngineRecord:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tiny.written(tmp_path_factory.mktemp("home"), 8)
+    root = tiny.written(tmp_path_factory.mktemp("home"), 8, depth=1)
     invoked("export", "--model", root / "dense", "-o", root / "dense.onnx")
     record_built_engine(sha256_of(b"plan"))
     for backend in ("tensorrt", "tensorrt-rtx", "onnxruntime"):
@@ -188,11 +185,6 @@ def test_an_engine_costs_what_the_graph_beside_it_says_where_it_is_that_graph(ho
 def test_an_optimised_graph_named_plan_is_no_engine(home: Path, tmp_path: Path) -> None:
     result = invoked("bench", home / "onnxruntime.plan", home / "dense.onnx", "-o", tmp_path / "b.json", code=2)
     assert "which runs .onnx files" in " ".join(result.stderr.split())
-
-
-def test_the_python_verb_refuses_as_the_command_does(home: Path) -> None:
-    both, asked = (home / "dense.onnx", home / "dense.onnx"), RunOptions(dtype="fp16")
-    rejects("--dtype fp16 is not honoured", measure, *both, batches=[1], plan=Plan(), running=asked)
 
 
 # Build
@@ -446,9 +438,3 @@ def test_every_option_of_the_table_is_one_of_its_command(name: str, axis: Axis) 
     every = [each for command in commands for each in command.params if isinstance(each, click.Option)]
     assert set(axis.options) <= set(map(typed_name, every))
     assert axis.picks <= set(axis.options)
-
-
-def test_help_tells_who_honours_an_option() -> None:
-    said = " ".join(run("bench", "--help-all").stdout.split())
-    assert BENCH.help("dtype") in said
-    assert "For torch on the CPU, torch on a GPU, a package of AOTInductor, OpenVINO on the CPU." in said

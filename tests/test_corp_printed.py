@@ -26,7 +26,6 @@ from perf.parity.parity import load_parity
 from tests import small_convnets, tiny
 from tests.command import invoked
 
-ROOT = Path(__file__).parents[1]
 PLAIN = """
 [model]
 model = "dense"

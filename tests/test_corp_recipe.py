@@ -1,6 +1,5 @@
 """Recipes: every wrong key, type and range is named before anything runs; extends; the resolved text reads back."""
 
-import json
 import re
 import subprocess
 import sys
@@ -52,32 +51,12 @@ def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Pa
     assert recipe.reduce.choice.method.mlp_sparsity == 0.5
 
 
-def test_a_recipe_may_allow_less_than_it_asks_for(tmp_path: Path) -> None:
-    assert load_recipe(written(tmp_path, LEAST)).reduce.allow_partial is False
-    allowed = load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", "mlp = 0.5\nallow_partial = true")))
-    (command,) = [stage.command for stage in stages_of(allowed, tmp_path / "out", Baseline()) if stage.name == "reduce"]
-    assert command is not None
-    assert "--allow-partial" in command
-    with pytest.raises(BadInput, match=r"reduce\.allow_partial is 1, expected true or false"):
-        load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", "mlp = 0.5\nallow_partial = 1")))
-
-
 ADDED = [
     ("[reduse]\nmlp = 0.5", "unknown key 'reduse'; did you mean 'reduce'?"),
     ("[bench]\ntime_limit = 3", "[bench]: unknown key 'time_limit'; did you mean 'time_limit_s'?"),
     ("[targets.tensort]", "[targets]: unknown key 'tensort'; did you mean 'tensorrt'?"),
     ("[targets.tensorrt]\nsm = []", "[targets.tensorrt]: unknown key 'sm'; did you mean 'sms'?"),
     ("[bench]\ntime_limit_s = '3'", "bench.time_limit_s is '3', expected a number in (0, 1000000]"),
-    ("[bench]\ntime_limit_s = nan", "bench.time_limit_s is nan"),
-    ("[bench]\nthreads = true", "bench.threads is True, expected a whole number from 1 to 1024"),
-    (
-        "[bench]\nbatches = [1, 1]",
-        "bench.batches is [1, 1], expected a list of different values, such as [1, 8, 32]",
-    ),
-    ("[bench]\nbatches = []", "bench.batches is []"),
-    ("[bench]\nhalf_width = 1.5", "bench.half_width is 1.5, expected a share in (0, 1]"),
-    ("[parity]\nmin_agreement = 1.5", "parity.min_agreement is 1.5, expected a share in [0, 1]"),
-    ("[parity]\nhalf_factor = 0.5", "parity.half_factor is 0.5, expected a number in [1, 1000000]"),
     (
         "[export]\nprecisions = ['int4']",
         "export.precisions is ['int4'], expected a list of different values, such as",
@@ -101,7 +80,6 @@ ADDED = [
     ),
     ("[targets.tensorrt-rtx]\nsparse = true", "TensorRT-RTX builds the same plan with and without it"),
     ("[targets.tensorrt]\nsms = ['86']", "use the backend tensorrt-rtx"),
-    ("[targets.openvino]\nsms = ['86']", "batch and sms shape engines"),
     ("[targets.openvino]\nprecision = 'bf16'", "but export.precisions has ['fp32', 'fp16']"),
     (
         "[targets.openvino]\nprecision = 'int8'\n[export]\nprecisions = ['fp32', 'int8']\nrest = 'fp32'",
@@ -110,29 +88,23 @@ ADDED = [
     ("[targets.tensorrt-rtx]\nsms = ['13']", "'13' is no target of TensorRT-RTX"),
     ("[targets.tensorrt]\nbatch = '1:4:8'", "targets.tensorrt.batch is 1:4:8, but bench.batches asks for 32"),
     ("[targets.tensorrt]\nbatch = 'many'", "'many' is not MIN:OPT:MAX"),
-    ("[targets.tensorrt]\nprecision = 'mixed'", "but export.precisions has ['fp32', 'fp16']"),
     ("[targets.tensorrt]\nfail_if = ['p50@b1 > baseline']", "put this rule under [gate]"),
     ("[package]\nname = 'a b'", "package.name is 'a b', expected letters, digits"),
     ("[package]\nname = 'a'\n[export]\nprecisions = ['fp16']", "needs fp32 among export.precisions"),
     ("select_mlp = 'fold'", "reduce.select_mlp is 'fold', expected one of obs, combined"),
     ("select_head = 'magnitude'", "[reduce]: dimensions of heads can't be ranked by magnitude"),
-    ("[model2]", "unknown key 'model2'"),
     ("targets = 3", "[reduce]: unknown key 'targets'"),
 ]
 """What stands below the least recipe."""
 REDUCED = [
-    ("mlp = 1.0", "reduce.mlp is 1.0, expected a share in [0, 1)"),
     ("ridge = 1e-3", "[reduce]: nothing asked for: give --mlp, --attn or --conv a share to remove"),
-    ("heads = 'auto'", "[reduce]: nothing asked for: give --mlp, --attn or --conv a share to remove"),
     ("macs = 0.6\nparams = 0.5", "[reduce]: --macs and --params are several budgets; give one"),
-    ("macs = 0.0", "reduce.macs is 0.0, expected a share in (0, 1]"),
     ("macs = 0.6\npreset = 'corp'", "[reduce]: --macs 0.6 is not honoured by preset corp"),
     ("mlp = 0.5\npreset = 'corpse'", "reduce.preset is 'corpse', expected one of best, corp"),
     ("attn = 0.5\npreset = 'corp'\nheads = 'square'", "[reduce]: --heads square is not honoured by preset corp"),
     ("mlp = 0.5\nattn = 0.5\npreset = 'grail'", "[reduce]: --attn 0.5 is not honoured by preset grail"),
     ("mlp = 0.5\nheads = 'ragged'", "--heads ragged is not honoured by a reduction that leaves attention alone"),
-    ("mlp = 0.5\nalign_mlp = 0", "reduce.align_mlp is 0, expected a whole number from 1 to 65536"),
-    ("mlp = 0.5\nridge = 0", "reduce.ridge is 0, expected a number in (0, 1000000]"),
+    ("mlp = 0.5\nallow_partial = 1", "reduce.allow_partial is 1, expected true or false"),
     ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true, false or one of asymmetric, symmetric"),
     ("mlp = 0.5\nreads = 'all'", "[reduce]: --reads all is not honoured by the open loop"),
     ("mlp = 0.5\nclosed_loop = true\nreads = 'class'", "reduce.reads is 'class', expected one of all, pooled"),
@@ -152,7 +124,6 @@ PROVED = [
     ("mlp = 0.5", "within = 'error 0.1'", "so they can't prove it too; give held_out.images"),
     ("mlp = 0.5", "mlp = 0.5\n[export]\nprecisions = ['fp32', 'int8']\nrest = 'fp32'", "give held_out.images"),
     ("mlp = 0.5", "mlp = 0.5\n[held_out]\nsamples = 9", "draw from held_out.images, and there are none"),
-    ("mlp = 0.5", "mlp = 0.5\n[held_out]\nseed = 9", "draw from held_out.images, and there are none"),
     ("mlp = 0.5", "mlp = 0.5\n[licences]\nheld_out = 'MIT'", "are those of licences.calibration; leave it out"),
 ]
 """What is otherwise where the calibration proves the result."""
@@ -176,24 +147,6 @@ REFUSED = [
 @pytest.mark.parametrize(("text", "said"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, text: str, said: str) -> None:
     rejects(rf"recipe\.toml: (.|\n)*{re.escape(said)}", load_recipe, written(tmp_path, text))
-
-
-@pytest.mark.parametrize("reads", ["all", "pooled", None])
-def test_the_tokens_that_a_loop_reads_stand_in_the_command(tmp_path: Path, reads: str | None) -> None:
-    said = "" if reads is None else f"\nreads = '{reads}'"
-    recipe = load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", f"mlp = 0.5\nclosed_loop = true{said}")))
-    command = f"{release_commands.reduce(recipe, tmp_path)} "
-    assert "--closed-loop " in command
-    assert (f"--reads {reads} " in command) == (reads is not None)
-
-
-def test_full_widths_can_be_asked_for(tmp_path: Path) -> None:
-    recipe = load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", "mlp = 0\nattn = 0")))
-    assert (recipe.reduce.choice.method.mlp_sparsity, recipe.reduce.choice.method.attention_sparsity) == (0.0, 0.0)
-    again = load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))
-    assert again.reduce == recipe.reduce
-    alone = load_recipe(written(tmp_path, LEAST))
-    assert (alone.reduce.choice.method.mlp_sparsity, alone.reduce.choice.method.attention_sparsity) == (0.5, None)
 
 
 def test_a_missing_file_and_one_that_is_no_toml_are_named(tmp_path: Path) -> None:
@@ -223,19 +176,6 @@ def test_what_the_calibration_holds_out_can_prove_the_result(tmp_path: Path) -> 
     assert apart.proof_images == InputOptions(images=here / "val", samples=None, seed=0)
     commands = release_commands.verify(apart, tmp_path), release_commands.reduce(apart, tmp_path)
     assert not [command for command in commands if "--hold-out" in str(command)]
-
-
-def test_merged_channels_are_not_judged_on_images_that_prove(tmp_path: Path) -> None:
-    """They are judged on the images themselves, which the reduction is not shown."""
-    own = load_recipe(written(tmp_path, OWN.replace("mlp = 0.5", "mlp = 0.5\npreset = 'grail-fold'")))
-    assert "--held-out" not in str(release_commands.reduce(own, tmp_path))
-
-
-def test_what_stages_are_set_to_can_be_written(tmp_path: Path) -> None:
-    text = LEAST.replace("mlp = 0.5", "latency = 0.7\nlatency_tables = 'tables'\nbatch = 1")
-    recipe = load_recipe(written(tmp_path, text.replace('"train"', '"train"\nsnapshots = [9]\ngroup_labels = "g.npy"')))
-    for stage in stages_of(recipe, tmp_path / "out", Baseline()):
-        json.dumps(stage.settings)
 
 
 def test_a_recipe_builds_on_another_key_by_key(tmp_path: Path) -> None:
@@ -299,12 +239,6 @@ def test_a_type_refuses_what_a_file_may_not_say() -> None:
         msgspec.convert({"mlp": 1.0}, ReduceTable)
 
 
-def test_numbers_stay_as_they_are_written(tmp_path: Path) -> None:
-    recipe = load_recipe(written(tmp_path, LEAST + "[bench]\nblock_ms = 5\ntime_limit_s = 2.0\n"))
-    command = str(release_commands.bench(recipe, recipe.targets[0]))
-    assert "--time-limit 2.0 --half-width 0.01 --block-ms 5 " in command
-
-
 def test_a_file_that_is_no_recipe_is_not_read_whole(tmp_path: Path) -> None:
     path = written(tmp_path, LEAST + "#" * MOST_BYTES)
     rejects(rf"bytes, a recipe has {MOST_BYTES} at most", load_recipe, path)
@@ -316,19 +250,6 @@ def test_what_stands_in_a_script_is_quoted_and_ends_no_comment() -> None:
     assert "# What is left of the release of nice\\x0d\\nrm -rf x and needs a machine" in text
     assert "# one: a\\nrm -rf x\ncorp-deploy release 'my recipe; rm -rf x'\necho " in text
     assert not [line for line in text.splitlines() if line.startswith("rm")]
-
-
-def test_the_starter_recipe_reads_back_as_what_was_put_into_it(tmp_path: Path) -> None:
-    name = 'odd "name" # é'
-    path = tmp_path / f"{name}.toml"
-    images, held_out = tmp_path / "im#ages", tmp_path / 'held "out"'
-    path.write_text(starter("deit_tiny_patch16_224", path, images=images, held_out=held_out, labels=None))
-    recipe = load_recipe(path)
-    assert (recipe.name, recipe.package.name) == (name, "odd--name-----")
-    assert (recipe.calibration.images, recipe.held_out.images) == (images.resolve(), held_out.resolve())
-    assert recipe.reduce == ReduceTable(macs=0.7)
-    assert recipe.export == ExportTable()
-    assert load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml")) == recipe
 
 
 def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_path: Path) -> None:
@@ -352,16 +273,6 @@ def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_pa
     assert labelled.held_out.images == tmp_path.resolve() / "images" / "held-out"
 
 
-def test_a_starter_holds_half_of_a_small_folder_out(tmp_path: Path) -> None:
-    path, images = tmp_path / "deit.toml", tmp_path / "images"
-    images.mkdir()
-    for count, held_out in ((1, 1), (48, 24), (300, 128)):
-        for place in range(count):
-            (images / f"{place}.jpg").touch()
-        path.write_text(starter("deit_tiny_patch16_224", path, images=images, held_out=None, labels=None))
-        assert load_recipe(path).calibration.hold_out == held_out
-
-
 def test_the_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
     path = tmp_path / "deit.toml"
     path.write_text(starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None))
@@ -380,10 +291,10 @@ def test_the_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
 
 
 def test_the_starter_recipe_of_a_convolutional_network(tmp_path: Path) -> None:
-    """Says nothing of heads and MLPs, which it has none of; of its directory, a snapshot and its name alike."""
+    """Says nothing of heads and MLPs, which it has none of; of its directory and a saved one alike."""
     convnet = (ROOT / "examples" / "digits" / "resnet").resolve()
     save(small_convnets.checkpoint("resnet18"), tmp_path / "saved")
-    for model in (str(convnet), str(tmp_path / "saved"), "resnet18"):
+    for model in (str(convnet), str(tmp_path / "saved")):
         path = tmp_path / "convnet.toml"
         path.write_text(starter(model, path, images=tmp_path / "cal.npz", held_out=None, labels=None))
         assert load_recipe(path, trust_paths=True).reduce == ReduceTable(macs=0.7)

@@ -52,11 +52,6 @@ def test_block_by_block_gives_the_moments_of_a_whole_pass(home: Path, kind: str)
     assert not list(home.glob("*.partial.safetensors"))
 
 
-def test_moments_of_some_sites_and_of_ids(home: Path) -> None:
-    calibrated(home, "llama", "some", "--sequential", "--sites", "blocks.1.*", "--no-attention")
-    assert list(load(home / "some.safetensors").sites) == ["blocks.1.mlp.down"]
-
-
 def test_the_digest_is_that_of_the_whole_model(home: Path) -> None:
     for kind in ("sharded", "opt"):
         whole = load_dense(f"hf:{home / kind}", weights=None, kwargs={}).model

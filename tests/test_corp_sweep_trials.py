@@ -246,19 +246,6 @@ def test_moments_of_several_numbers_of_images_tell_how_many_are_enough(tmp_path:
     assert not (tmp_path / "s/calibration-size.json").exists(), "an earlier sweep's answer"
 
 
-@pytest.mark.slow("models")
-def test_the_narrowest_model_judges_the_numbers_of_images_wherever_it_stands(tmp_path: Path) -> None:
-    answers = []
-    for shares in ("0.25,0.5", "0.5,0.25"):
-        words = ("--sparsity", shares, "--preset", "best", "--parts", "mlp")
-        trials = swept(tmp_path / shares, *words, moments="m12.safetensors,m40.safetensors")
-        size = json.loads((tmp_path / shares / "calibration-size.json").read_text())
-        half = [trial["relative_error"] for trial in trials if trial["mlp_sparsity"] == 0.5]
-        assert [point["relative_error"] for point in size["points"]] == pytest.approx(half, rel=0.1)
-        answers.append(size["points"])
-    assert answers[0] == answers[1]
-
-
 def test_where_no_trial_agrees_so_much_the_tables_are_written_all_the_same(tmp_path: Path) -> None:
     words = ("--sparsity", 0.75, "--preset", "none", "--min-agreement", 1)
     result = invoked(*sweep_words(tmp_path / "s", *words), code=2)
@@ -286,7 +273,6 @@ def test_a_directory_is_one_sweeps_at_a_time_and_none_s_where_nothing_was_made(t
         (("--sm", "89"), "--sm names targets of engines"),
         (("--bench", "openvino", "--device", "cuda"), "--device cuda is not honoured by OpenVINO"),
         (("--engine", "tensorrt-rtx", "--threads", 2), "--threads 2 is not honoured by a sweep that builds engines"),
-        (("--qk", "select", "--parts", "mlp"), "--qk select is not honoured"),
         (("--select", "energy", "--parts", "attn"), "--select selects channels, which --parts attn doesn't reduce"),
         (("--preset", "grail-fold", "--repair", "none", *MERGED), "can't repair"),
         (("--held-out", "x"), "--held-out judges how many images are enough"),

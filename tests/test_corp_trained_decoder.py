@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,38 +69,28 @@ def test_a_reference_that_is_damaged_is_refused_and_a_candidate_is_infinitely_fa
     rejects("of both", sequence_measures, good, good[:2], ids)
 
 
-@pytest.mark.parametrize(
-    ("value", "verdict"), [((1.0, 0.99, 1.01), "PASS"), ((1.1, 1.06, 1.14), "FAIL"), ((1.05, 1.0, 1.1), "INCONCLUSIVE")]
-)
-def test_a_limit_is_judged_by_the_interval(value: tuple[float, float, float], verdict: str) -> None:
-    ratio, one = Range(value=value[0], low=value[1], high=value[2]), Range(value=1.0, low=1.0, high=1.0)
-    row = LanguageMeasures(
-        model="m", sequences=9, tokens=9, nats=1.0, perplexity=one, ratio=ratio, agreement=one, kl=one
-    )
-    assert LanguageLimits(max_ratio=1.05).judged(row)[0] == verdict
-    assert LanguageLimits().judged(row)[0] == "UNJUDGED"
-    apart = replace(row, agreement=Range(value=0.8, low=0.8, high=0.8))
-    assert LanguageLimits(max_ratio=1.05, min_agreement=0.9).judged(apart)[0] == "FAIL"
-
-
-def test_an_open_limit_says_what_would_decide_and_few_sequences_decide_nothing() -> None:
+def test_a_limit_is_judged_by_the_interval_and_what_is_open_says_what_would_decide() -> None:
     """At 1.06 +- 0.04 on a limit of 1.05 sixteen times as many sequences are needed; without an interval none decide,
     but where the point alone was asked for.
     """
-    one = Range(value=1.0, low=1.0, high=1.0)
 
-    def judged(low: float | None, high: float | None, value: float = 1.06, **limits: float) -> tuple[str, str]:
-        ratio = Range(value=value, low=low, high=high)
+    def judged(low: float | None, high: float | None, value: float = 1.06, agreement: float = 1.0) -> tuple[str, str]:
+        one, agrees = Range(value=1.0, low=1.0, high=1.0), Range(value=agreement, low=agreement, high=agreement)
         row = LanguageMeasures(
-            model="m", sequences=9, tokens=9, nats=1.0, perplexity=one, ratio=ratio, agreement=one, kl=one
-        )
-        return LanguageLimits(max_ratio=1.05, **limits).judged(row)
+            model="m", sequences=9, tokens=9, nats=1.0, perplexity=one, ratio=Range(value=value, low=low, high=high),
+            agreement=agrees, kl=one,
+        )  # fmt: skip
+        assert LanguageLimits().judged(row)[0] == "UNJUDGED"
+        return LanguageLimits(max_ratio=1.05, min_agreement=0.9).judged(row)
 
-    assert judged(1.02, 1.10) == (
-        "INCONCLUSIVE",
-        "perplexity ratio 1.06 (1.02 to 1.1 at 95 % confidence), limit 1.05: the interval straddles the limit; about "
-        "144 sequences would decide; these are 9",
+    assert (judged(0.99, 1.01, 1.0)[0], judged(1.06, 1.14, 1.1)[0]) == ("PASS", "FAIL")
+    assert judged(0.99, 1.01, 1.0, agreement=0.8)[0] == "FAIL"
+    verdict, said = judged(1.02, 1.10)
+    assert verdict == "INCONCLUSIVE"
+    assert (
+        "perplexity ratio 1.06 (1.02 to 1.1 at 95 % confidence), limit 1.05: the interval straddles the limit" in said
     )
+    assert "about 144 sequences would decide; these are 9" in said
     assert judged(None, None)[0] == "INCONCLUSIVE"
     assert "9 sequences are too few for an interval" in judged(None, None)[1]
     assert judged(None, None, np.inf)[0] == "FAIL"

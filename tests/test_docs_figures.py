@@ -201,17 +201,12 @@ def of_speed() -> Iterator[str]:
     yield f"{dense['kernels']} kernels into {merging['kernels']}"
     yield f"{merging['plan_bytes'] / 1e6:.0f} MB instead of {dense['plan_bytes'] / 1e6:.0f}"
     own = record("quantised")
-    int8 = (speedup(own["cpu"], model=model, precision="int8") for model in ("dense", "reduced"))
-    fp32 = speedup(own["cpu"], model="reduced", precision="fp32")
-    yield "is {} as fast in INT8 as dense FP32, at half its widths {}, with both {}".format(*_between(int8, fp32))
+    plain, both = (speedup(own["cpu"], model=model, precision="int8") for model in ("dense", "reduced"))
+    half = speedup(own["cpu"], model="reduced", precision="fp32")
+    yield f"is {plain} as fast in INT8 as dense FP32, at half its widths {half}, with both {both}"
     kernels = {(row["model"], row["precision"]): row["kernels"] for row in own["plans"]}
     yield f"{kernels['dense', 'int8']} kernels in INT8 for {kernels['dense', 'fp16']} in FP16 when dense"
     yield f"{kernels['reduced', 'int8']} when reduced"
-
-
-def _between(pair: Iterator[str], middle: str) -> tuple[str, str, str]:
-    first, last = pair
-    return first, middle, last
 
 
 def of_papers() -> Iterator[str]:

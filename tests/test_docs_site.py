@@ -1,7 +1,6 @@
 """The site: it builds without a warning, shows every command, key and code, and leads nowhere that isn't there."""
 
 import html
-import json
 import os
 import re
 import subprocess
@@ -16,10 +15,8 @@ import corp_deploy
 from benchmarks.pages import recipe
 from benchmarks.pages.commands import anchor, pages_of_commands
 from benchmarks.pages.exit_codes import CODES
-from benchmarks.pages.installed import installed
 from benchmarks.pages.made import BEGIN, END, for_repository, for_site, marked_pages, without_made
 from benchmarks.pages.root_pages import led_anew
-from benchmarks.release.installs import RECORD
 from corp_deploy.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -142,18 +139,6 @@ def test_the_exit_codes_are_those_of_the_help() -> None:
     words = re.search(r"Exit codes: (.*)", (main.help or "").replace("\n", " "))
     assert words
     assert sorted(CODES) == sorted(map(int, re.findall(r"\b\d+\b", words[1])))
-
-
-@pytest.mark.slow("process")
-def test_the_versions_that_passed_are_shown(site: Path) -> None:
-    page = (site / "reference" / "compatibility.html").read_text()
-    record = json.loads(RECORD.read_text())["environments"]
-    for name in ("python", "torch", "timm", "onnxruntime", "numpy"):
-        cells = [part["python"] if name == "python" else part["packages"][name] for part in
-                 (record["lowest"], record["highest"])]  # fmt: skip
-        shown = "Python" if name == "python" else name
-        assert f"<td>{shown}</td>\n<td>{cells[0]}</td>\n<td>{cells[1]}</td>" in page
-    assert " passed, " in installed()
 
 
 def test_a_link_to_what_is_not_there_is_an_error() -> None:

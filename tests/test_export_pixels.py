@@ -17,7 +17,7 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import image_spec, input_ports
+from corp_deploy.families.family import image_spec
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import AHEAD, export_checkpoint, facts_of_onnx
@@ -199,11 +199,12 @@ def test_only_a_plain_convolution_that_alone_reads_images_is_folded(
     assert model.first.bias is None or model.first.bias.dtype == torch.float32, "the caller's model is left as it is"
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("make", "name", "place"),
     [
         (small_convnets.checkpoint, "resnet18", AHEAD),
-        pytest.param(small_models.small, "convnext_atto", "stem.0", marks=pytest.mark.slow("graph")),
+        (small_models.small, "convnext_atto", "stem.0"),
     ],
 )
 def test_a_padded_stem_sees_the_mean_around_and_not_black(
@@ -319,20 +320,9 @@ def test_a_text_encoder_takes_no_pixels(tmp_path: Path) -> None:
     refuses("input uint8 is for models of images, this one takes text", *words)
 
 
-def test_graphs_say_what_they_take(tmp_path: Path) -> None:
-    checkpoint = tiny.checkpoint(depth=1)
-    path = tmp_path / "model.onnx"
-    export_checkpoint(checkpoint, path, precision="fp32", graph_input="uint8")
-    (port,) = facts_of_onnx(path).inputs
-    assert (port.dtype, port.shape) == ("uint8", input_ports(checkpoint.model)[0].shape)
-    notes = {entry.key: entry.value for entry in onnx.load(str(path)).metadata_props}
-    inside = json.loads(notes["corp_deploy.normalised"])
-    assert inside["in"] == "patch_embed.proj"
-    np.testing.assert_allclose(inside["mean"], image_spec(checkpoint.model).as_json()["mean"])
-
-
 @needs_rtx
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.slow("engine")
 def test_an_engine_takes_pixels(tmp_path: Path, precision: str) -> None:
     path = tmp_path / "model.onnx"
     export_checkpoint(tiny.checkpoint(depth=1), path, precision=precision, graph_input="uint8")

@@ -17,7 +17,6 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
-from corp_deploy.views.engine import audit_table
 from tests import timm_models
 from tests.graphs import audited, built, needs_rtx, require_as_torch
 from tests.small_models import outputs, small
@@ -116,16 +115,3 @@ def test_a_convnext_keeps_the_layers_that_it_has_in_timm(tmp_path: Path) -> None
     # convolutions or matrix products.
     assert count("convnext_atto", "Conv") == 1 + 3 + 5 + 2 * 5
     assert count("convnext_tiny", "Conv") == 1 + 3 + 5
-
-
-@pytest.mark.slow("graph", "engine")
-@needs_rtx
-def test_an_engine_is_built_and_an_audit_finds_no_attention(tmp_path: Path) -> None:
-    for kind, each in (("dense", dense), ("reduced", reduced)):
-        export_checkpoint(each("small_mixer"), tmp_path / f"{kind}.onnx", precision="fp16")
-    record = built(tmp_path / "reduced.onnx", "1:4:8")
-    assert (record.attention_sites, record.half_weight_share) == ((), 1.0)
-    audit = audited(tmp_path / "dense.onnx", tmp_path / "reduced.onnx")
-    assert audit.passed
-    assert not audit.lost
-    assert audit_table([audit]).columns[1]._cells == ["-"]

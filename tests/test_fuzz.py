@@ -28,7 +28,7 @@ from tests.refusals import rejects
 
 READERS = ("moments", "model directories", "checkpoints", "recipes", "gate rules", "records", "config.pbtxt",
            "ONNX graphs", "images", "labels", "documents")  # fmt: skip
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

@@ -149,11 +149,6 @@ def test_a_new_kind_is_found(source: str) -> None:
     assert formats_of({"perf/new.py": source}) == [Found("new", 2, "perf/new.py")]
 
 
-def test_a_kind_is_found_through_an_import() -> None:
-    sources = {"a/one.py": 'KIND = "new"', "a/b/two.py": 'from ..one import KIND as K\nx = {"kind": K, "version": 1}'}
-    assert formats_of(sources) == [Found("new", 1, "a/b/two.py")]
-
-
 def test_what_is_new_gone_split_or_silent_is_told() -> None:
     told = Format(about="", file="", written="", read="", other="", older={}, golden="x")
     three = [Found("a", 1, "f.py"), Found("b", 2, "f.py"), Found("b", 1, "g.py")]

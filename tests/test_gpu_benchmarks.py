@@ -1,51 +1,29 @@
 """The GPU benchmark runs on tiny models, goes on where it stopped, lists what it skipped, and judges by its records."""
 
-import copy
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import (
-    accuracy,
     calibration,
     engines,
     images,
-    latency,
-    load,
     models,
     race,
-    reduction,
     subjects,
-    training,
 )
-from benchmarks.gpu.goals import at_least, judged, together
-from benchmarks.gpu.kernels import attention_kind, profiled
-from benchmarks.gpu.needed import lacks
-from benchmarks.gpu.page import page
-from benchmarks.gpu.record import Budget, OtherMachine, Record, Refused, Task, work
+from benchmarks.gpu.goals import at_least, together
+from benchmarks.gpu.kernels import attention_kind
+from benchmarks.gpu.record import Budget, Record, Refused, Task, work
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.workshop import Workshop
-from benchmarks.pages import measured
-from benchmarks.pages.headline import NO_GPU as UNMEASURED
-from benchmarks.pages.headline import headline
-from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from ground.errors import Missing
-from ground.feeds import Feeds
 from ground.gpu import require_cuda
-from perf.runners.cuda import Staging
-from perf.runners.protocol import HostBound
 
 try:
     require_cuda()
@@ -144,14 +122,6 @@ def test_flops_are_those_counted_by_hand(setting: Setting) -> None:
     assert calibration.work_flops(models.dense("DeiT-T", setting), "cpu") == (2 * forward, 2 * 2 * (grams + count))
 
 
-def test_a_part_of_the_blocks_is_scaled_to_all(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = load.Load(bare_every=1, cpu_blocks=1, seconds={}, reduction_s={})
-    monkeypatch.setitem(load.LOADS, "DeiT-H", plan)
-    row = reduction.reduced("DeiT-H", "cpu", setting)
-    assert (row["blocks_timed"], row["blocks"], row["extrapolated"]) == (1, 2, True)
-    assert row["seconds_timed"] < row["seconds"] <= 2 * row["seconds_timed"]
-
-
 @pytest.mark.slow("graph")
 def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(output: Path) -> None:
     row = rows_of(output, "latency", key="DeiT-H graph 50% batch 2")[0]
@@ -177,30 +147,6 @@ def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(output: P
 
 
 @pytest.mark.slow("graph")
-def test_accuracy_sweeps_presets_seeds_loops_and_sizes(output: Path) -> None:
-    rows = rows_of(output, "accuracy", row="reduction")
-    assert {(row["preset"], row["loop"], row["seed"], row["images"]) for row in rows} == {
-        *((preset, "open", seed, 16) for preset in ("best", "corp") for seed in (0, 1)),
-        *(("best", loop, seed, 8) for seed in (0, 1) for loop in ("open", "closed")),
-        ("best", "polished", 0, 8),
-    }
-    assert all(0.0 < row["relative_error"] < 1.0 and row["reduced_on"] == "cpu" for row in rows)
-    trained = rows_of(output, "accuracy", row="training")[0]
-    assert trained["images"] == 24 * trained["steps"] > 0
-
-
-@pytest.mark.slow("graph")
-def test_the_page_tells_rows_absences_and_that_a_cpu_says_nothing_of_gpus(output: Path) -> None:
-    text = (output / "gpu.md").read_text()
-    assert text == page({part: read(output, part) for part in PARTS})
-    assert "where these numbers only show that the scripts run" in text
-    assert "| met |" not in text
-    for row in read(output, "engines")["rows"]:
-        assert row["status"] == "done" or f"* {row['key']}: absent ({row['reason']})" in text
-    assert f"{rows_of(output, 'accuracy', preset='corp', seed=0)[0]['images']} |" in text
-
-
-@pytest.mark.slow("graph")
 def test_a_second_run_makes_nothing_again_and_one_row_that_is_gone(output: Path) -> None:
     before = read(output, "calibration")
     kept = [row for row in before["rows"] if row["key"] != "reduce DeiT-H cpu"]
@@ -210,22 +156,6 @@ def test_a_second_run_makes_nothing_again_and_one_row_that_is_gone(output: Path)
     assert [line.split(":")[1].strip() for line in told[:-1]] == ["reduce DeiT-H cpu"]
     assert read(output, "calibration")["rows"][:-1] == kept
     assert "## Latency\n\ntorch fp32" in (output / "gpu.md").read_text()
-
-
-@pytest.mark.slow("graph")
-def test_accuracy_begins_anew_without_its_weights(output: Path, setting: Setting) -> None:
-    path = output / "gpu_accuracy.json"
-    before = path.read_bytes()
-    held = read(output, "accuracy")
-    try:
-        record = Record.opened(path, "accuracy", held["environment"], held["settings"], ())
-        there = Setting(device="cpu", small=True, everything=False, cache=output / "cache")
-        accuracy.tasks(there, record)
-        assert len(record.rows) == len(held["rows"])
-        accuracy.tasks(setting, record)
-        assert record.rows == []
-    finally:
-        path.write_bytes(before)
 
 
 def test_wrong_options_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,13 +200,6 @@ def test_what_the_time_does_not_allow_is_listed_and_made_by_the_next_run(tmp_pat
     assert new_record(tmp_path).as_json()["skipped"] == []
 
 
-def test_no_time_left_skips_rows_that_cost_nothing(tmp_path: Path) -> None:
-    clock = Clock()
-    record = new_record(tmp_path)
-    worked(record, [clock.task("a", 0.0, 0.0)], clock, 0.0)
-    assert record.skipped == {"a": "needs about 0 s, 0 s were left"}
-
-
 def test_errors_are_rows_and_are_tried_again_by_the_next_run_alone(tmp_path: Path) -> None:
     clock = Clock()
     cases: dict[str, Exception] = {
@@ -299,18 +222,6 @@ def test_errors_are_rows_and_are_tried_again_by_the_next_run_alone(tmp_path: Pat
     assert len(again.rows) == len(cases)
 
 
-def test_a_row_that_rests_on_a_later_one_waits_for_the_next_pass(tmp_path: Path, setting: Setting) -> None:
-    clock, shop = Clock(), Workshop(setting)
-    waiting = Task(key="judged", estimate_s=0.0, run=lambda: {"depth": traced_model.depth(shop.model())})
-    record = new_record(tmp_path)
-    worked(record, [waiting], clock, 1.0)
-    assert (record.rows, list(record.skipped)) == ([], ["judged"])
-    architecture = training.architecture(setting)
-    save(Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={}), shop.folder)
-    worked(record, [waiting], clock, 1.0)
-    assert (record.rows[0]["depth"], record.skipped) == (2, {})
-
-
 def test_an_interrupt_loses_no_finished_row(tmp_path: Path) -> None:
     clock = Clock()
 
@@ -321,14 +232,6 @@ def test_an_interrupt_loses_no_finished_row(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         worked(record, [clock.task("a", 1.0, 1.0), Task(key="b", estimate_s=1.0, run=interrupted)], clock, 60.0)
     assert [row["key"] for row in new_record(tmp_path).rows] == ["a"]
-
-
-def test_rows_of_another_machine_or_setting_are_not_gone_on_with(tmp_path: Path) -> None:
-    worked(new_record(tmp_path), [Clock().task("a", 0.0, 0.0)], Clock(), 1.0)
-    with pytest.raises(OtherMachine, match="gpu: 'one' then, 'two' now"):
-        new_record(tmp_path, gpu="two")
-    with pytest.raises(OtherMachine, match="settings"):
-        Record.opened(tmp_path / "record.json", "part", {"gpu": "one"}, {"small": False}, ("gpu",))
 
 
 # What is timed
@@ -367,100 +270,6 @@ def test_a_refused_geometry_is_told_and_a_refused_dense_model_ends_the_row() -> 
         race.bounds_of({"dense": subject(Forgetful())}, batch)
 
 
-class Pretended:
-    """Staging on the CPU: the model's input and output stay at their addresses, as they do on a GPU."""
-
-    def __init__(self, batch: torch.Tensor, shape: tuple[int, ...]) -> None:
-        self.device_in, self.device_out = {"images": batch}, {"logits": torch.empty(shape)}
-        self.host_out = {"logits": torch.zeros(shape)}
-
-    def bound(self, launch: Callable[[], object], *, flush_l2: bool) -> Any:
-        def call() -> None:
-            launch()
-            self.host_out["logits"].copy_(self.device_out["logits"])
-
-        return HostBound(call)
-
-
-@pytest.mark.parametrize(("replayed", "wrong"), [(True, ""), (False, "nan")])
-def test_a_graph_must_write_the_plain_calls_answer(
-    monkeypatch: pytest.MonkeyPatch, setting: Setting, replayed: bool, wrong: str
-) -> None:
-    made: list[Pretended] = []
-
-    def hold(stream: object, feeds: Feeds, shapes: dict[str, tuple[int, ...]]) -> Pretended:
-        made.append(Pretended(torch.from_numpy(feeds["images"]), shapes["logits"]))
-        return made[-1]
-
-    monkeypatch.setattr(subjects, "open_stream", object)
-    monkeypatch.setattr(Staging, "hold", hold)
-    monkeypatch.setattr(subjects, "captured", lambda stream, launch: launch if replayed else lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    batch = images.batch("check", 0, 2, size=32, device="cpu")[0].numpy()
-    subject = subjects.Subject(module=models.dense("DeiT-T", setting), mode="graph", precision="fp32", device="cpu")
-    bound, answer = subject._bound_on_gpu(batch, (2, 24))
-    bound.laps(1, perf_counter_ns)
-    if wrong:
-        with pytest.raises(Refused, match=wrong):
-            subjects.refuse_unequal(answer(), subject.plain(batch), 1e-4)
-    else:
-        subjects.refuse_unequal(answer(), subject.plain(batch), 1e-4)
-
-
-@pytest.mark.slow("models")
-def test_every_case_is_there_once_and_the_goals_come_first(setting: Setting) -> None:
-    full = Setting(device="cpu", small=False, everything=True, cache=setting.cache)
-    record = Record(setting.cache / "x.json", "latency", {}, {})
-    keys = [task.key for task in latency.tasks(full, record, watch=lambda: None)]
-    assert (len(keys), keys[5]) == (len(set(keys)), "DeiT-H graph 50% batch 16")
-    assert set(keys[6:11]) == {f"{name} graph 50% batch 1" for name in full.models}
-    wanted = {
-        f"{name} {mode} {sparsity:.0%} batch {batch}"
-        for name in full.models
-        for mode in ("graph", "compiled")
-        for sparsity in latency.SPARSITIES
-        for batch in (1, 8, 16, 32, 64, 256)
-    }
-    assert wanted <= set(keys)
-
-
-def test_half_of_a_huge_head_is_forty(setting: Setting) -> None:
-    full = Setting(device="meta", small=False, everything=False, cache=setting.cache)
-    with torch.device("meta"):
-        dense = dense_from_architecture(Architecture(name="deit3_huge_patch14_224", kwargs={"depth": 1}))
-    facts = models.facts(models.reduced(dense, 0.5, "ragged", full))
-    assert {name: facts[name] for name in facts if name != "macs"} == {"hidden": 2560, "qk": 40, "v": 80}
-
-
-def test_random_weights_are_lively(setting: Setting) -> None:
-    model = models.dense("DeiT-H", setting)
-    scales = [parameter for name, parameter in model.named_parameters() if name.endswith(".gamma")]
-    assert len(scales) == 4
-    assert all(bool((scale == models.LAYER_SCALE).all()) for scale in scales)
-    damaged = copy.deepcopy(model)
-    damaged.get_submodule(f"{models.block_names(damaged)[0]}.mlp.fc2").weight.data.zero_()  # type: ignore[operator]
-    batch, _ = images.batch("check", 0, 4, size=32, device="cpu")
-    one, two = model(batch), damaged(batch)
-    assert float((one - two).norm() / one.norm()) > 0.05
-
-
-def test_what_fails_on_the_gpu_is_made_on_the_cpu_and_says_why(tmp_path: Path) -> None:
-    shop = Workshop(Setting(device="cuda", small=True, everything=False, cache=tmp_path))
-    asked: list[str] = []
-
-    def work(where: str) -> str:
-        asked.append(where)
-        if where == "cuda":
-            raise RuntimeError("expected all tensors on one device")
-        return "made"
-
-    told = {"reduced_on": "cpu", "not_on_gpu": "RuntimeError: expected all tensors on one device"}
-    assert [shop.somewhere("closed", work) for _ in range(2)] == [("made", told)] * 2
-    assert asked == ["cuda", "cpu", "cpu"]
-    assert shop.somewhere("open", lambda where: where) == ("cuda", {"reduced_on": "cuda"})
-
-
 # Kernels
 
 
@@ -468,28 +277,16 @@ def test_what_fails_on_the_gpu_is_made_on_the_cpu_and_says_why(tmp_path: Path) -
     ("kind", "names"),
     [
         ("flash", ["void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>", "gemm_sm90"]),
-        ("flash", ["aten::_scaled_dot_product_flash_attention_for_cpu", "aten::addmm"]),
         ("flash", ["void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<Mainloop>>>"]),
         ("mem-efficient", ["fmha_cutlassF_f16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)"]),
-        ("mem-efficient", ["aten::_scaled_dot_product_efficient_attention", "aten::_softmax"]),
         ("cudnn", ["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x64_4x1x1"]),
-        ("cudnn", ["aten::_scaled_dot_product_cudnn_attention"]),
         ("math", ["void (anonymous namespace)::softmax_warp_forward<float>", "gemm_sm90"]),
-        ("math", ["aten::_scaled_dot_product_attention_math"]),
         ("cudnn + flash", ["aten::_scaled_dot_product_cudnn_attention", "pytorch_flash::flash_fwd_kernel"]),
         ("none seen", ["aten::layer_norm", "cudnn::nhwc_conv", "sm90_xmma_gemm_f16"]),
     ],
 )
 def test_kernels_are_told_apart_by_name(kind: str, names: list[str]) -> None:
     assert attention_kind(names) == kind
-
-
-def test_a_profile_shows_the_attention_that_ran(setting: Setting) -> None:
-    batch, _ = images.batch("check", 0, 2, size=32, device="cpu")
-    model = models.dense("DeiT-T", setting)
-    assert profiled(model, batch)["kind"] == "flash"
-    with sdpa_kernel(SDPBackend.MATH):
-        assert profiled(model, batch)["kind"] == "math"
 
 
 # Images
@@ -507,14 +304,6 @@ def test_images_follow_from_part_seed_and_number() -> None:
         images.batch("test", 0, 1, size=32, device="cpu")
 
 
-def test_bytes_hold_the_images() -> None:
-    held = images.held_in_bytes("calibration", 5, size=32, device="cpu")
-    wanted, _ = images.batch("calibration", 0, images.DRAWN, size=32, device="cpu")
-    assert held.shape == (5, 3, 32, 32)
-    found = images.images_from_bytes(held, "cpu")
-    assert float((found - wanted[:5].clamp(-2.0, 127 / 64)).abs().max()) <= 0.5 / images.STEPS + 1e-6
-
-
 # Engines
 
 
@@ -525,40 +314,7 @@ def test_the_chain_of_parity_runs_without_an_engine(setting: Setting) -> None:
     assert row["links"][1]["relative_error"] < 1e-5
 
 
-def test_full_tensorrt_is_asked_for_before_anything_is_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def work() -> Row:
-        made.append("made")
-        return {}
-
-    monkeypatch.setattr(engines, "import_module", lambda name: None)
-    with pytest.raises(Missing, match="was asked for the CPU"):
-        engines.in_full_tensorrt(work, setting)
-    assert made == []
-
-
 # Goals
-
-
-def latency_row(model: str, batch: int, **speedups: list[float | None]) -> Row:
-    measured = {name: {"speedup": value} for name, value in speedups.items()}
-    return {"row": "latency", "status": "done", "mode": "graph", "sparsity": 0.5, "model": model, "batch": batch} | {
-        "subjects": measured
-    }
-
-
-def calibration_rows(calibrate_s: float, reduce_s: float, images: int = 4000) -> list[Row]:
-    head = {"status": "done", "model": "DeiT-H"}
-    return [
-        head | {"row": "calibration", "forward": "float32", "images": images, "seconds": calibrate_s},
-        head | {"row": "reduction", "where": "cpu", "seconds": reduce_s + 5.0, "extrapolated": True},
-        head | {"row": "reduction", "where": "cuda", "seconds": reduce_s, "extrapolated": False},
-    ]
-
-
-def verdicts(calibration: list[Row], latency: list[Row]) -> dict[str, str]:
-    return {goal.wanted: goal.verdict for goal in judged(calibration, latency)}
 
 
 def test_ratios_are_judged_by_their_intervals() -> None:
@@ -570,74 +326,3 @@ def test_ratios_are_judged_by_their_intervals() -> None:
     assert together(["met", "undecided"]) == "undecided"
     assert together(["undecided", "not met", "not measured"]) == "not met"
     assert together(["met", "met"]) == "met"
-
-
-def test_goals_are_judged_from_the_rows() -> None:
-    sizes = ("DeiT-T", "DeiT-S", "DeiT-B", "DeiT-L", "DeiT-H")
-    rows = [latency_row(size, 1, padded=[1.1, 1.05, 1.2], ragged=[0.9, 0.8, 0.95]) for size in sizes]
-    rows.append(latency_row("DeiT-H", 16, padded=[1.7, 1.65, 1.75], square=[1.5, 1.4, 1.6]))
-    found = list(verdicts(calibration_rows(40.0, 15.0), rows).values())
-    assert found == ["met", "met", "not met", "not measured", "met", "not measured", "not met"]
-    assert next(iter(verdicts(calibration_rows(40.0, 21.0), rows).values())) == "not met"
-    assert next(iter(verdicts(calibration_rows(4.0, 1.0, images=32), rows).values())) == "not measured"
-    del rows[0]
-    assert list(verdicts([], rows).values())[0::4] == ["not measured", "not measured"]
-
-
-@pytest.mark.slow("graph")
-def test_the_page_has_gpu_tables_only_from_records_of_a_gpu(
-    output: Path, tmp_path: Path, gpu_record: Callable[[str], Row]
-) -> None:
-    assert measured.on_gpus(tmp_path) == []
-    assert "There is no such record yet" in measured.of_gpus(tmp_path)
-    assert measured.on_gpus(output) == []
-    for part in ("calibration", "latency", "accuracy"):
-        (tmp_path / f"gpu_{part}.json").write_text(json.dumps(gpu_record(part)))
-    goals, *tables = measured.on_gpus(tmp_path)
-    assert "DeiT-H" in goals
-    assert len(tables) == 3
-    assert all("on Some GPU (compute capability 9.0)" in table for table in tables)
-    assert "| compiled |" not in tables[1]
-    assert measured.of_gpus(tmp_path).endswith(tables[-1])
-
-
-@pytest.mark.slow("graph")
-def test_the_headline_has_a_gpus_figures_or_says_that_there_are_none(
-    tmp_path: Path, gpu_record: Callable[[str], Row]
-) -> None:
-    for path in measured.RESULTS.glob("*.json"):
-        if not path.name.startswith("gpu_"):
-            (tmp_path / path.name).symlink_to(path)
-    assert headline(tmp_path, "").endswith(UNMEASURED)
-    latency, calibration = gpu_record("latency"), gpu_record("calibration")
-    latency["rows"] = [latency_row("DeiT-H", 16, padded=[1.72, 1.65, 1.75], square=[1.5, 1.4, 1.6])]
-    calibration["rows"] = calibration_rows(40.0, 15.0)
-    for part, record in (("latency", latency), ("calibration", calibration)):
-        (tmp_path / f"gpu_{part}.json").write_text(json.dumps(record))
-    *_, throughput, calibrated = headline(tmp_path, "at/").splitlines()
-    assert throughput.startswith("| [Some GPU, torch FP16](at/gpu.md) | throughput over dense of DeiT-H")
-    assert throughput.endswith("| 1.72 times (padded), 1.50 times (square) |")
-    assert calibrated.endswith("= 55.0 s: met |")
-
-
-@pytest.fixture
-def gpu_record(output: Path) -> Callable[[str], Row]:
-    """A small record dressed up as a GPU's."""
-
-    def dressed(part: str) -> Row:
-        record = read(output, part)
-        gpu = {"gpu": "Some GPU", "sm": "9.0", "driver": "1", "torch_cuda": "13.0"}
-        return record | {
-            "environment": record["environment"] | gpu,
-            "settings": record["settings"] | {"small": False, "device": "cuda"},
-        }
-
-    return dressed
-
-
-@pytest.mark.parametrize(
-    ("found", "words"), [("1.0.31", ""), ("1.1.0.dev0", ""), ("1.0.25", "got 1.0.25"), (None, "got none")]
-)
-def test_a_timm_that_will_not_do_is_told_before_anything_runs(found: str | None, words: str) -> None:
-    lines = lacks(lambda package: found if package == "timm" else "99.0")
-    assert [words in line and line.startswith("timm") for line in lines[:-1]] == ([True] if words else [])

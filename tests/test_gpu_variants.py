@@ -7,28 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.gpu import latency, models, real, variants
-from benchmarks.gpu.page_variants import curve
-from benchmarks.gpu.page_variants import real as page_of
-from benchmarks.gpu.page_variants import variants as table_of
-from benchmarks.gpu.quantised import LARGEST, QuantisedLinear, quantised
-from benchmarks.gpu.record import Record, Refused
+from benchmarks.gpu import models, real, variants
+from benchmarks.gpu.quantised import QuantisedLinear, quantised
+from benchmarks.gpu.record import Refused
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
 from benchmarks.real import packed
 from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import relative_error
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs
-from corp_deploy.store.checkpoint import dense_from_architecture
-from ground.errors import Missing
-from perf.timing.watch import unwatched
 from tests import tiny
 
 Row = dict[str, Any]
@@ -82,36 +74,6 @@ def test_convolutional_networks_keep_the_share_of_the_macs_asked_for(record: Row
         assert row["rounds"] >= 6
 
 
-@pytest.mark.slow("models")
-def test_the_table_has_a_line_a_subject(record: Row) -> None:
-    lines = table_of(record).splitlines()[4:]
-    assert len(lines) == sum(len(row["subjects"]) for row in record["rows"])
-    (square,) = [line for line in lines if "| square, fp8 |" in line]
-    found = row_of(record, "eight bits DeiT-T batch 2")["subjects"]["square, fp8"]
-    assert f"| {found['p50_ms'][0]:.3f} |" in square
-    assert square.endswith(f"({found['speedup'][1]:.2f} to {found['speedup'][2]:.2f}) |")
-
-
-@pytest.mark.slow("models")
-def test_everything_is_planned_once_with_one_of_each_first(tmp_path: Path) -> None:
-    full = Setting(device="cpu", small=False, everything=False, cache=tmp_path)
-    tasks = variants.tasks(full, Record(tmp_path / "x.json", "variants", {}, {}), unwatched)
-    assert len({task.key for task in tasks}) == len(tasks)
-    assert {task.key.split(" ")[0] for task in tasks[:5]} == {"convnet", "bf16", "merging", "eight"}
-    assert all(0.0 < task.estimate_s < 90.0 for task in tasks)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_is_measured_as_a_gpu_does_it(
-    monkeypatch: pytest.MonkeyPatch, setting: Setting, precision: str
-) -> None:
-    monkeypatch.setattr(Setting, "precision", precision)
-    case = latency.Case(model="DeiT-T", mode="graph", sparsity=0.5, batch=2)
-    row = latency.measured(case, latency.Shelf(setting), unwatched)
-    assert (row["precision"], row["refused"]) == (precision, {})
-    assert row["widths"]["dense"]["macs"] == macs(models.dense("DeiT-T", setting))
-
-
 # Eight bits
 
 
@@ -145,14 +107,6 @@ def test_a_product_in_eight_bits_is_that_of_rounded_factors(how: Any) -> None:
     assert 1e-4 < float((expected - plain).detach().norm() / plain.detach().norm()) < 0.1
 
 
-def test_inputs_beyond_the_largest_seen_stay_at_it() -> None:
-    linear = nn.Linear(16, 16, bias=False)
-    made = QuantisedLinear(linear, 1.0, "fp8")
-    with torch.no_grad():
-        torch.testing.assert_close(made(torch.full((32, 16), 9.0)), made(torch.ones(32, 16)))
-    assert LARGEST["fp8"] == torch.finfo(torch.float8_e4m3fn).max
-
-
 def test_only_the_layers_of_blocks_that_fit_are_in_eight_bits(setting: Setting) -> None:
     model = models.dense("DeiT-T", setting)
     images = torch.randn(2, 3, 32, 32)
@@ -175,17 +129,6 @@ def test_a_model_far_from_the_plain_one_is_refused(monkeypatch: pytest.MonkeyPat
     variant = variants.Variant(about="eight bits", model="DeiT-T", batch=2, make=variants.in_eight_bits)
     with pytest.raises(Refused, match="of the norm away"):
         variants.in_eight_bits(variant, setting)
-
-
-def test_no_sparsity_that_is_enough_is_told() -> None:
-    with pytest.raises(ValueError, match=r"leaves 0\.001 of the MACs"):
-        models.at_macs_share(dense_from_architecture(Architecture(name="convnext_atto")), 0.001, 8)
-
-
-def test_a_curve_is_told_by_a_few_points() -> None:
-    points = [{"seconds": float(at), "error": 1.0 / (at + 1), "averaged": 0.4} for at in range(9)]
-    assert curve([{"curve": points}]) == "0: 0.4000, 2: 0.3333, 4: 0.2000, 6: 0.1429, 8: 0.1111"
-    assert curve([{"curve": points}, {"curve": points}]) == curve([{"curve": []}]) == "-"
 
 
 # Real weights are packed small, and on a GPU reduced, polished and judged as the commands would do it.
@@ -242,20 +185,6 @@ def test_what_is_unpacked_is_what_was_packed_but_for_rounding(ready: Path, folde
         assert list(crops.photographs) == json.loads((ready / f"{name}_groups.json").read_text())
 
 
-def test_packing_takes_the_place_of_what_was_packed_and_absence_is_told(
-    ready: Path, folder: Path, tmp_path: Path
-) -> None:
-    (folder / "held" / "9999.jpg").write_bytes(b"")
-    packed.pack(ready, folder, tiny.checkpoint(**KWARGS).architecture)
-    assert not (folder / "held" / "9999.jpg").exists()
-    assert not folder.with_name("packed.partial").exists()
-    said = CliRunner().invoke(packed.main, ["--ready", str(tmp_path), "--output", str(tmp_path / "out")])
-    assert (said.exit_code, "no real weights here" in said.output) == (1, True)
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(Missing, match=r"python -m benchmarks\.real\.packed"):
-        packed.unpack(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def real_record(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Row:
     """The part of a small run."""
@@ -282,6 +211,7 @@ def test_every_reduction_and_polish_is_made_and_judged(real_record: Row) -> None
         assert ("closed loop" in row["efforts"]) == (row["loop"] == "closed")
 
 
+@pytest.mark.slow("training")
 def test_a_polish_has_a_curve_and_starts_from_the_closed_loop(real_record: Row) -> None:
     start = next(row for row in real_record["rows"] if row["key"] == "by site closed loop 80% of the MACs")
     for how in ("block", "model"):
@@ -294,6 +224,7 @@ def test_a_polish_has_a_curve_and_starts_from_the_closed_loop(real_record: Row) 
         assert report["held_out"] + report["fitted"] == 24
 
 
+@pytest.mark.slow("training")
 def test_a_row_is_what_the_commands_give(folder: Path, real_record: Row, tmp_path: Path) -> None:
     setting = Setting(device="cpu", small=True, everything=False, cache=tmp_path, packed=folder)
     subject = real.Subject(setting)
@@ -318,26 +249,9 @@ def _before_norm(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
     return held[0]
 
 
-def test_the_page_tells_all_of_it(real_record: Row) -> None:
-    text = page_of(real_record)
-    assert "Fitted to 24 crops of 8 photographs, judged on 6 of 2 others" in text
-    rows = [row for row in real_record["rows"] if row["row"] == "reduction"]
-    for row in rows:
-        assert f"| 80% | {row['widths']} | {row['loop']} loop | {row['class_error']:.4f} |" in text
-    assert text.count("| 80% | model |") == text.count("| 80% | block |") == 1
-
-
 def test_without_what_was_packed_every_row_says_so(tmp_path: Path) -> None:
     words = ["--output", str(tmp_path), "--small", "--device", "cpu", "--only", "real"]
     main([*words, "--packed", str(tmp_path / "none")], say=lambda line: None)
     rows = json.loads((tmp_path / "gpu_real.json").read_text())["rows"]
     assert {row["status"] for row in rows} == {"absent"}
     assert all("nothing packed here" in row["reason"] for row in rows)
-
-
-def test_one_share_with_its_polish_comes_first_and_all_is_estimated(folder: Path, tmp_path: Path) -> None:
-    full = Setting(device="cpu", small=False, everything=False, cache=tmp_path, packed=folder)
-    tasks = real.tasks(full, Record(tmp_path / "x.json", "real", {}, {}))
-    assert len({task.key for task in tasks}) == len(tasks)
-    assert [task.key for task in tasks][5] == "polish model 60 s 66% of the MACs"
-    assert all(task.estimate_s > 0.0 for task in tasks)

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,6 +20,10 @@ from rich.table import Table
 from calib.images import open_images
 from corp_deploy.cli import main
 from corp_deploy.planning.sweep_points import DensePoint, OutputScore
+from corp_deploy.proof.report_input import Covered, ReductionRecord
+from corp_deploy.reduction.report import SiteReport
+from corp_deploy.release.card import _removed
+from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.release.recipe_toml import rendered
 from corp_deploy.views.console import Output
 from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
@@ -35,10 +40,10 @@ from ground.text import csv_cell, markdown_line, one_line, printable
 from perf.gate.gate import Gate, JudgedRule
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate
 from perf.report import render
+from perf.report.content import BudgetLine
 from perf.stats.compare import compare, markdown_from_comparison
 from tests.export_served import write_onnx
 from tests.refusals import rejects
-from tests.test_corp_card import removed, site
 from tests.test_corp_sweep_trials import point
 from tests.test_perf_gate import plain as bench_of_times
 from tests.test_perf_report_hostile import HOSTILE, TAG, cells, elements, hostile_record, whole_record
@@ -103,10 +108,15 @@ def starter(name: str) -> str:
 
 
 def card(name: str) -> str:
-    from corp_deploy.proof.report_input import Covered, ReductionRecord
-
-    record = ReductionRecord(sites=(site(name),), decided=(name,), coverage=Covered(verdict=name, refused={name: name}))
-    return "\n".join(removed(record))
+    site = SiteReport(
+        site=name, part="mlp", width_dense=16, width_asked=8.0, width=8, energy=2.0, error_uncompensated=1.0,
+        error=0.5, r2=0.5, condition=1.0, ridge=0.0,
+    )  # fmt: skip
+    way = BudgetLine(name=name, share=0.5, predicted_error=0.1, measured_error=0.2)
+    coverage = Covered(verdict=name, refused={name: name})
+    record = ReductionRecord(sites=(site,), ways=(way,), decided=(name,), coverage=coverage)
+    recipe: Any = SimpleNamespace(reduce=ReduceTable(mlp=0.5))
+    return "\n".join(_removed(record, recipe))
 
 
 def terminal(name: str) -> str:

@@ -2,14 +2,12 @@
 
 import ast
 import graphlib
-from collections.abc import Iterator
-from pathlib import Path
 
 import grimp
 import pytest
 
-ROOT = Path(__file__).parents[1]
-ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
+from tests.sources import ROOMS, ROOT, trees
+
 # Modules of timm's and of this project's own families; what a site is made of goes by other names outside of families.
 OF_FAMILIES = {"fc1", "fc2", "qkv", "proj", "patch_embed", "pos_embed", "cls_token", "ls1", "ls2", "norm1", "norm2"}
 KINDS = {"ChannelSite", "HeadSite", "ChannelKind", "HeadKind", "ChannelTaps", "HeadTaps", "PatchTaps"}
@@ -42,16 +40,10 @@ def test_a_room_is_imported_for_nothing() -> None:
             assert not [node for node in ast.parse(initial.read_text()).body if not isinstance(node, ast.Expr)], initial
 
 
-def trees(*rooms: str) -> Iterator[tuple[Path, ast.Module]]:
-    for room in rooms:
-        for path in sorted((ROOT / room).rglob("*.py")):
-            yield path.relative_to(ROOT), ast.parse(path.read_text())
-
-
 def test_modules_of_a_model_go_by_name_in_families_alone() -> None:
     spelled = [
         f"{path}:{node.lineno} .{node.attr}"
-        for path, tree in trees(*ROOMS)
+        for path, tree in trees().items()
         if path.parts[:2] != ("corp_deploy", "families")
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in OF_FAMILIES
@@ -63,7 +55,7 @@ def test_no_ladder_over_kinds_of_site() -> None:
     """What differs by kind is asked of the kind; the lists of Sites are the one place that sorts."""
     ladders = [
         f"{path}:{node.lineno}"
-        for path, tree in trees("calib", "corp_deploy")
+        for path, tree in trees("calib", "corp_deploy").items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "type")
         for kind in ast.walk(node)

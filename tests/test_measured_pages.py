@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pages import cost_page, decoders, findings, measurement_page
-from benchmarks.pages.error_picture import NAMES, real_encoder
+from benchmarks.pages import decoders, findings
 from benchmarks.pages.measured import ON_GPUS, PAGES, SUPPORT, contents
 from corp_deploy.families.decoder import MODEL_TYPES
 from tests import decoders as small_decoders
@@ -64,33 +63,6 @@ def test_no_sentence_is_made_of_a_record_that_says_otherwise(
         finding()
 
 
-def test_a_false_alarm_is_told() -> None:
-    alarms = record("gate_alarms")
-    assert "there are 0 in 320, so their rate is below 0.94 % at 95 %" in measurement_page.gate_alarms(alarms)
-    alarms["by_processes"]["4"]["FAIL"] = 2
-    assert "| 4 | 65 | 40 | 25 | 2 | 12 |" in measurement_page.gate_alarms(alarms)
-
-
-def test_a_naive_comparison_is_right_where_it_fails_what_is_slower() -> None:
-    noise = record("gate_noise")
-    noise["five_percent_slower"]["naive_fail"] = 33
-    noise["against_itself"]["naive_fail"] = 4
-    text = measurement_page.gate_noise(noise)
-    assert "| 40 | 0 | 40 | 0 | 33 of 40 |" in text
-    assert "| 40 | 40 | 0 | 0 | 36 of 40 |" in text
-
-
-def test_what_timing_adds_is_told_whole() -> None:
-    said = measurement_page.harness_overhead({"inside_us": 2.0, "around_us": 8.0, "call_ms": 5.0})
-    assert said.endswith("0.20 % of a call of 5 ms.")
-
-
-def test_memory_that_grows_is_told() -> None:
-    runs = record("long_runs")
-    runs["serving"]["slope"] = {"mib_per_1000": 1.25, "low": 1.0, "high": 1.5}
-    assert "| 42 to 42 | 1.2 (1.0 to 1.5) |" in cost_page.long_runs(runs)
-
-
 def test_the_table_of_decoders_is_of_those_that_are_read_and_tried() -> None:
     text = decoders.decoders()
     lines = {match[1]: match[0] for match in re.finditer(r"^\| [^`]*\(`(\w+)`\).*$", text, re.MULTILINE)}
@@ -100,13 +72,3 @@ def test_the_table_of_decoders_is_of_those_that_are_read_and_tried() -> None:
     assert lines["llama"].endswith("`intermediate_size`, fewer groups | yes |")
     assert "kept" in lines["qwen3"]
     assert "kept" not in lines["qwen2"]
-
-
-def test_the_picture_of_errors_shows_what_was_measured_and_no_more() -> None:
-    rows = record("real_vit")["rows"]
-    drawn = str(real_encoder({"rows": rows}).inline)
-    for method, name in (pair for names in NAMES for pair in names.items()):
-        own = [row for row in rows if row["method"] == method and row["share"] != 0.66]
-        for row in own:
-            assert f"<title>{name}, {row['share']:.0%}: {row['class_error']:.4g} relative error" in drawn, row["method"]
-        assert drawn.count(f"<title>{name}, ") == len(own)

@@ -171,10 +171,3 @@ def test_a_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monk
             np.testing.assert_allclose(got.detach().numpy(), expected, rtol=bound, atol=bound)
     assert torch.get_num_threads() == before
     assert module.layer.weight.dtype == torch.float32, "the caller's model stays"
-
-
-def test_a_package_without_a_compiler_of_its_own_still_runs(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads(monkeypatch)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with PackageRunner(package, (image_port((3, 4, 4)),)) as runner:
-        assert runner({"images": IMAGES})["output_0"].shape == (3, 2)

@@ -14,7 +14,6 @@ from corp_deploy.cli import main
 yaml: Any = pytest.importorskip("yaml", reason="PyYAML, which comes with mkdocs, is not installed")
 ROOT = Path(__file__).parents[1]
 TEMPLATES = ROOT / ".github" / "ISSUE_TEMPLATE"
-FORMS = ("bug.yml", "model.yml")
 CHANGES = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits")
 
 
@@ -66,39 +65,6 @@ def test_the_citation_is_of_this_version_and_has_what_the_format_asks_for() -> N
         assert each["type"] in ("article", "conference-paper")
         assert all(person["family-names"] and person["given-names"] for person in each["authors"])
         assert re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}", each["url"])
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_an_issue_form_is_one(name: str) -> None:
-    form = loaded(TEMPLATES / name)
-    assert all(isinstance(form[key], str) and form[key] for key in ("name", "description"))
-    asked = [entry for entry in form["body"] if entry["type"] != "markdown"]
-    assert asked
-    for entry in form["body"]:
-        assert entry["type"] in ("markdown", "textarea", "input", "dropdown", "checkboxes")
-        assert entry["attributes"].get("value" if entry["type"] == "markdown" else "label")
-        assert entry["type"] != "dropdown" or len(set(entry["attributes"]["options"])) > 1
-    ids = [entry["id"] for entry in asked]
-    assert len(set(ids)) == len(ids)
-    assert all(isinstance(entry["validations"]["required"], bool) for entry in asked)
-
-
-def required(name: str) -> dict[str, str]:
-    """What has to be filled in, by its id."""
-    asked = [entry for entry in loaded(TEMPLATES / name)["body"] if entry.get("validations", {}).get("required")]
-    return {entry["id"]: entry["attributes"]["label"] for entry in asked}
-
-
-def test_forms_ask_for_what_answers_need() -> None:
-    bug, model = required("bug.yml"), required("model.yml")
-    assert {"command", "message", "exit-code", "doctor"} <= bug.keys()
-    assert "corp-deploy doctor --json" in bug["doctor"]
-    assert "corp-deploy inspect" in model["inspect"]
-    for label in (bug["doctor"], model["inspect"]):
-        (words,) = re.findall(r"`corp-deploy ([^`]+)`", label)
-        command, *options = [word for word in words.split() if word != "..."]
-        known = {option for each in main.commands[command].params for option in each.opts}
-        assert set(options) <= known, label
 
 
 def test_holes_in_security_are_not_told_in_the_open() -> None:

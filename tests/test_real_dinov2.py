@@ -1,7 +1,5 @@
 """Real weights and photographs out of packages: the assembled model is the graph's own, the crops are split rightly."""
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,13 +10,11 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from click.testing import CliRunner
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 
-from benchmarks.real import lite0, packages, photographs, real_convnet, weights
-from benchmarks.real.convnet_page import real_convnet as page
+from benchmarks.real import lite0, photographs, real_convnet, weights
 from benchmarks.real.head import load_head
 from benchmarks.real.place import ROOT, assembled, wheels
 from corp_deploy.store.checkpoint import dense_from_architecture
@@ -61,20 +57,6 @@ def test_model_and_head_give_what_the_graph_gives(graph: Path, tmp_path: Path) -
         assert np.linalg.norm(own - graphs) <= 1e-5 * np.linalg.norm(graphs)
 
 
-def test_what_lies_assembled_is_what_the_graph_has(graph: Path) -> None:
-    lying = assembled() / "dinov2_s.safetensors"
-    if not lying.is_file():
-        pytest.skip("nothing is assembled; `make real` does it")
-    state = load_file(lying)
-    assert {name: tensor.shape for name, tensor in state.items()} == {
-        name: tensor.shape for name, tensor in dense_from_architecture(weights.ARCHITECTURE).state_dict().items()
-    }
-    tensors = weights.initializers(onnx.load(graph).graph)
-    torch.testing.assert_close(
-        state["blocks.7.mlp.fc1.weight"], tensors["backbone.encoder.layer.7.mlp.fc1.weight"], rtol=0, atol=0
-    )
-
-
 def test_no_photograph_is_both_calibrated_on_and_held_out() -> None:
     assert (len(photographs.CALIBRATION), len(photographs.HELD_OUT)) == (37, 16)
     assert len({*photographs.CALIBRATION, *photographs.HELD_OUT}) == 53
@@ -105,24 +87,7 @@ def test_crops_are_parts_of_their_own_photograph_as_the_model_wants_them(tmp_pat
         photographs.crops(("red.png", "lost.png", "gone.png"), 3, seed=0, root=tmp_path)
 
 
-def test_crops_of_one_photograph_differ(tmp_path: Path) -> None:
-    ramp = np.linspace(0, 255, 400 * 300, dtype=np.float64).astype(np.uint8).reshape(300, 400)
-    Image.fromarray(ramp).save(tmp_path / "ramp.png")
-    means = photographs.crops(("ramp.png",), 8, seed=0, root=tmp_path).images.mean(axis=(1, 2, 3))
-    assert len(set(means.tolist())) == 8
-
-
-def test_what_can_not_be_had_is_said_and_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheels(tmp_path).mkdir()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    done = CliRunner().invoke(packages.main, ["--root", str(tmp_path)])
-    assert done.exit_code == 0
-    assert done.output == "skipped: no apt-get on this machine, and the photographs are in Debian packages\n"
-
-
 # EfficientNet-Lite0's weights say of photographs what is on them, and its benchmark asks what reduce takes.
-
-RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "real_convnet.json"
 
 
 @pytest.fixture(scope="module")
@@ -147,15 +112,6 @@ def test_it_says_what_photographs_show(state: dict[str, torch.Tensor], picture: 
     assert said in ImageNetInfo().index_to_description(best)
 
 
-def test_without_weights_it_skips_with_the_reason(tmp_path: Path) -> None:
-    said = CliRunner().invoke(
-        real_convnet.main, ["-o", str(tmp_path / "r.json"), "--ready", str(tmp_path / "ready"), "--work", str(tmp_path)]
-    )
-    assert said.exit_code == 0
-    assert said.output.startswith("skipped: no ")
-    assert not (tmp_path / "r.json").exists()
-
-
 def test_every_row_is_one_that_reduce_takes(tmp_path: Path) -> None:
     """The command gets as far as to the model that isn't there."""
     for row in real_convnet.ROWS:
@@ -165,18 +121,3 @@ def test_every_row_is_one_that_reduce_takes(tmp_path: Path) -> None:
         said = invoked(*words, *row.said.split(), *widths, "--align", "conv=8", "-o", tmp_path, code=2)
         assert "none" in said.output
         assert "Usage" not in said.output
-
-
-@pytest.mark.slow("models")
-def test_the_share_is_the_least_that_meets_the_macs() -> None:
-    model = dense_from_architecture(lite0.ARCHITECTURE).requires_grad_(False)
-    share = real_convnet.uniform_sparsity(model, 0.66)
-    kept = [real_convnet.share_left(model, each) for each in (share - 0.01, share)]
-    assert kept[1] <= 0.66 < kept[0]
-    assert real_convnet.share_left(model, 0.0) == 1.0
-
-
-def test_the_page_has_a_line_a_method() -> None:
-    text = page(json.loads(RECORD.read_text(encoding="utf-8")))
-    for row in real_convnet.ROWS:
-        assert f"| {row.name} |" in text

@@ -11,13 +11,12 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+from benchmarks.quality.procedural_images import TEXTURES
 from benchmarks.real import commands, real_vit, subject
 from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import Outputs, figures, outputs
-from benchmarks.real.page import real_vit as tables
-from benchmarks.real.page import real_vit_engines as engine_tables
-from benchmarks.real.record import Record
-from benchmarks.real.rows import METHODS, OVERFITTING, Method, Settings, Sparsities, words
+from benchmarks.real.mosaics import class_maps, linear_head
+from benchmarks.real.rows import METHODS, Method, Settings, Sparsities, words
 from corp_deploy.cli import main as corp_deploy
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
@@ -26,7 +25,6 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
-from ground.errors import BadInput
 from tests import tiny
 from tests.refusals import rejects
 
@@ -113,27 +111,6 @@ def test_a_run_goes_on_where_another_stopped_and_makes_anew_what_is_asked(
     assert not SAID
 
 
-@pytest.mark.slow("models")
-def test_fewer_photographs_bring_their_own_crops_alone(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_vit, "OVERFITTING", OVERFITTING[:1])
-    record = run(ready, "--rows", "no such row", "--photographs", "1,3")
-    assert [(row["photographs"], row["crops"]) for row in record["photographs"]] == [(1, 4), (3, 12)]
-    one, all_three = record["photographs"]
-    assert one["fitted_class_error"] < one["class_error"]
-    assert all_three["class_error"] < one["class_error"]
-    one_picture = np.load(ready.parent / "work" / "calib-12-1.npy")
-    np.testing.assert_array_equal(one_picture, np.load(ready / "calib.npy")[0::3])
-
-
-def test_a_record_of_another_setting_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "real_vit.json"
-    Record(path, "kind", {"threads": 1, "held_out": {"crops": 6}}).set("bare_pass_s", 1.0)
-    written = path.read_bytes()
-    with pytest.raises(BadInput, match="its rows were measured with another held_out; choose another --output"):
-        Record(path, "kind", {"threads": 1, "held_out": {"crops": 5}})
-    assert path.read_bytes() == written
-
-
 def test_without_weights_it_skips_with_the_reason(tmp_path: Path) -> None:
     given = ["--output", str(tmp_path / "out.json"), "--ready", str(tmp_path)]
     done = CliRunner().invoke(real_vit.main, given)
@@ -186,6 +163,7 @@ def test_figures_are_those_of_loops_over_tokens() -> None:
     assert got["saliency_error"] == pytest.approx(np.linalg.norm(maps[1] - maps[0]) / np.linalg.norm(maps[0]))
 
 
+@pytest.mark.slow("models")
 def test_merged_tokens_are_given_back_to_their_patches_and_dropped_ones_are_not() -> None:
     model, images = tiny.checkpoint(**KWARGS).model, torch.from_numpy(tiny.images(6))
     head = lively_head()
@@ -257,34 +235,14 @@ def test_a_command_is_timed_and_its_failure_told() -> None:
         commands.run(["reduce", "--nonsense"], threads=1)
 
 
-def row(method: str, share: float, error: float, **more: Any) -> dict[str, Any]:
-    names = ("patch_error", "cosine_mean", "cosine_low", "saliency_error", "saliency_iou", "neighbour_agreement")
-    return {"method": method, "share": share, "class_error": error, "macs_share": share} | dict.fromkeys(names) | more
-
-
-def test_tables_show_what_the_record_has() -> None:
-    rows = [row("best", 0.8, 0.2, cpu_s=10.0, passes=0.5, saliency_iou=0.9), row("none", 0.6, 1.25, cpu_s=1, passes=1)]
-    photographs = [row("best", 0.8, 0.3, photographs=5, fitted_class_error=0.1)]
-    record = {
-        "model": "ViT", "threads": 2, "calibration": {"crops": 12, "photographs": 3},
-        "held_out": {"crops": 6, "photographs": 2}, "rows": rows, "photographs": photographs,
-    }  # fmt: skip
-    text = tables(record)
-    assert "fitted to 12 crops of 3 photographs, judged on 6 crops of 2 others" in text
-    assert "| share of the MACs | 0.8 | 0.6 |" in text
-    assert "| best | 0.200 | - |\n| none | - | 1.250 |" in text
-    assert "| best | 0.80 | 0.200 | - | - | - | - | 0.900 | - | 10 | 0.5 |" in text
-    assert "| best | 0.100 / 0.300 |" in text
-
-
-def test_engine_tables_show_intervals_and_kernels() -> None:
-    sides = {"dense": [30.0, 29.0, 31.0], "reduced": [20.0, None, None]}
-    line = {"batch": 8, "p50_ms": sides, "images_per_s": sides, "speedup": [1.5, 1.4, 1.6]}
-    engine = {"fused_attention": 11, "attention_sites": ["a"] * 12, "kernels": 100, "plan_bytes": 5e6}
-    own = {"name": "widths at 0.8", "macs_share": 0.8, "class_error": 0.2, "latency": {"rows": [line]}}
-    record = {"threads": 2, "cpu": "CPU", "dense_engine": engine, "rows": [{**own, "engine": engine}]}
-    text = engine_tables(record)
-    timed = "30.0 (29.0 to 31.0) | 20.0 | 30.0 (29.0 to 31.0) | 20.0 | 1.50 (1.40 to 1.60)"
-    assert f"| widths at 0.8 | 0.80 | 0.200 | 8 | {timed} |" in text
-    assert "| dense | 11 of 12 | 100 | 5.0 |\n| widths at 0.8 | 11 of 12 | 100 | 5.0 |" in text
-    assert "fused attention" not in engine_tables({**record, "dense_engine": None})
+def test_a_linear_head_finds_what_is_planted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(len(TEXTURES), 12, generator=generator)
+    classes = torch.randint(0, len(TEXTURES), (5, 40), generator=generator)
+    patches = centres[classes] + 0.1 * torch.randn(5, 40, 12, generator=generator)
+    head = linear_head(patches, classes)
+    assert float((class_maps(head, patches) == classes).double().mean()) > 0.99
+    x = np.concatenate([patches.flatten(0, 1).double().numpy(), np.ones((200, 1))], axis=1)
+    exact = np.linalg.lstsq(x, np.eye(len(TEXTURES))[classes.flatten()], rcond=None)[0]
+    own = np.concatenate([head.weight.double().numpy().T, head.bias.double().numpy()[None]])
+    assert np.linalg.norm(x @ (own - exact)) < 0.05 * np.linalg.norm(x @ exact), "but for the ridge"

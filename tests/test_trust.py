@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.trust import trust_page
-from benchmarks.trust.trust_page import KINDS, PAGE, ROOMS, ROOT, Place, Words, page, places, places_of, unlisted, words
+from benchmarks.trust.trust_page import KINDS, PAGE, ROOT, Place, Words, page, places, places_of, unlisted, words
+from tests.sources import trees
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +65,10 @@ FORBIDDEN = {
 def test_no_place_unpickles_unpacks_or_asks_a_shell() -> None:
     """torch.load is told weights_only, numpy not to unpickle, processes get words and no shell."""
     wrong = []
-    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call):
-                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {what}" for what in _wrong(node)]
+                wrong += [f"{path}:{node.lineno}: {what}" for what in _wrong(node)]
     assert wrong == []
 
 
@@ -83,10 +84,9 @@ def _wrong(call: ast.Call) -> list[str]:
 
 def test_the_pickle_module_is_asked_for_its_errors_alone() -> None:
     imports = [
-        (str(path.relative_to(ROOT)), ast.unparse(node))
-        for room in ROOMS
-        for path in (ROOT / room).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        (str(path), ast.unparse(node))
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom) and "pickle" in ast.unparse(node)
     ]
     assert imports == [("corp_deploy/store/weights.py", "from pickle import UnpicklingError")]

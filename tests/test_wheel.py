@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import DOCS, blocks, run_line
-from tests.printed import lacking
+from tests.pages import DOCS, blocks, lacking, run_line
 from tests.triton_server import Server, lack
 
 ROOT = Path(__file__).parents[1]
@@ -94,11 +93,13 @@ def test_every_file_of_the_rooms_is_in_the_wheel(wheel: Path) -> None:
     assert {"perf/report/templates/page.css", *models} <= names
 
 
+@pytest.mark.slow("process")
 def test_the_rooms_are_found_in_the_wheel_alone(python: Path, tmp_path: Path) -> None:
     for name, place in zip(ROOMS, run(python, "-c", LOADED, *ROOMS, cwd=tmp_path).splitlines(), strict=True):
         assert Path(place).is_relative_to(python.parents[1]), name
 
 
+@pytest.mark.slow("process")
 def test_help_and_versions(python: Path, tmp_path: Path) -> None:
     assert "Usage:" in run(python, "-m", "corp_deploy", "--help", cwd=tmp_path)
     assert "corp-deploy 0." in run(python, "-m", "corp_deploy", "--version", cwd=tmp_path)

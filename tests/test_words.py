@@ -6,11 +6,14 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
+from tests.sources import ROOMS, ROOT, trees
+
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 NAMES: Mapping[str, Mapping[str, str]] = {" ".join(ROOMS): WORDS["names"], **WORDS["rooms"]}
 PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/**/*.md")
+INSTEAD = {phrase.lower(): instead for phrase, instead in WORDS["phrases"].items()}
+WRITTEN = "|".join(r"\s+".join(map(re.escape, phrase.split())) for phrase in INSTEAD)
+PHRASES = re.compile(rf"\b(?:{WRITTEN})\b", re.IGNORECASE)
 Places = Iterator[tuple[str, int]]
 
 
@@ -37,14 +40,12 @@ def texts_in(tree: ast.AST) -> Places:
 def phrases_in(texts: Places) -> Places:
     """Each phrase with its line, found over the ends of lines too."""
     for text, line in texts:
-        for phrase in WORDS["phrases"]:
-            pattern = r"\s+".join(map(re.escape, phrase.split()))
-            for match in re.finditer(rf"\b{pattern}\b", text, re.IGNORECASE):
-                yield phrase, line + text.count("\n", 0, match.start())
+        for match in PHRASES.finditer(text):
+            yield " ".join(match[0].lower().split()), line + text.count("\n", 0, match.start())
 
 
-def given_up(source: str, file: Path, names: Mapping[str, str]) -> Iterator[str]:
-    places = [(file.stem, 1), *names_in(ast.parse(source))]
+def given_up(tree: ast.Module, file: Path, names: Mapping[str, str]) -> Iterator[str]:
+    places = [(file.stem, 1), *names_in(tree)]
     for name, line in sorted(places, key=lambda place: place[1]):
         if instead := names.get(name.strip("_")):
             yield f"{file}:{line}: {name} was given up; say {instead}"
@@ -54,20 +55,18 @@ def test_names_that_were_given_up_stay_gone() -> None:
     found = [
         each
         for rooms, names in NAMES.items()
-        for room in rooms.split()
-        for path in sorted((ROOT / room).rglob("*.py"))
-        for each in given_up(path.read_text(encoding="utf-8"), path.relative_to(ROOT), names)
+        for path, tree in trees(*rooms.split()).items()
+        for each in given_up(tree, path, names)
     ]
     assert not found, "\n".join(found)
 
 
 def test_phrases_that_were_given_up_stay_gone() -> None:
     pages = [page for pattern in PAGES for page in sorted(ROOT.glob(pattern))]
-    texts = {page: iter([(page.read_text(encoding="utf-8"), 1)]) for page in pages}
-    for path in (each for room in ROOMS for each in sorted((ROOT / room).rglob("*.py"))):
-        texts[path] = texts_in(ast.parse(path.read_text(encoding="utf-8")))
+    texts = {page.relative_to(ROOT): iter([(page.read_text(encoding="utf-8"), 1)]) for page in pages}
+    texts |= {path: texts_in(tree) for path, tree in trees().items()}
     found = [
-        f"{path.relative_to(ROOT)}:{line}: '{phrase}' was given up; {WORDS['phrases'][phrase]}"
+        f"{path}:{line}: '{phrase}' was given up; {INSTEAD[phrase]}"
         for path, each in texts.items()
         for phrase, line in phrases_in(each)
     ]
@@ -79,7 +78,7 @@ def test_a_name_is_found_wherever_it_is_bound() -> None:
         "class Told:\n    told: int\n\n    def _told(self, told: int) -> None:\n        self.told = told\n\n"
         "def kept(untold: int) -> int:\n    return untold\n"
     )
-    found = list(given_up(source, Path("calib/told.py"), {"told": "the settings", "Told": "Settings"}))
+    found = list(given_up(ast.parse(source), Path("calib/told.py"), {"told": "the settings", "Told": "Settings"}))
     assert [each.split(": ")[0] for each in found] == [f"calib/told.py:{line}" for line in (1, 1, 2, 4, 4, 5)]
     assert found[2] == "calib/told.py:2: told was given up; say the settings"
 

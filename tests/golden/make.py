@@ -1,8 +1,6 @@
 """Writes the golden files of this version: small models, moments and records, made by the tool's own commands.
 
 python -m tests.golden.make            writes tests/golden/MAJOR.MINOR, which must not be there yet
-python -m tests.golden.make --moments FORMAT   writes tests/golden/MAJOR.MINOR-FORMAT: moments of MAJOR.MINOR as a newer
-                                               format of their files has them
 
 What is written stays as it is for ever: later versions read it, or refuse it with the remedy (tests/test_golden.py),
 and write a folder of their own beside it once a format changes. All of it is made in an empty directory by relative
@@ -24,8 +22,6 @@ import numpy as np
 from click.testing import CliRunner
 
 from calib.calibrate import ResumeFile
-from calib.store import load as load_moments
-from calib.store import save as save_moments
 from corp_deploy import __version__
 from corp_deploy.cli import main as tool
 from corp_deploy.demo import run as demo
@@ -255,7 +251,6 @@ def _demo() -> None:
                   scale=DemoScale(samples=64, hold_out=8, batches=(2,), time_limit=2.0))  # fmt: skip
 
 
-MOMENTS_ANEW = ("vit", "vit.held-out", "vit-small-grouped")
 STEPS: tuple[Callable[[], None], ...] = (
     _sources, _moments, _models, _states, _proofs, _decoders, _engines, _release, _demo,
 )  # fmt: skip
@@ -287,29 +282,17 @@ def _kept(to: Path) -> None:
         path.unlink()
 
 
-def _all() -> None:
-    for step in STEPS:
-        click.echo(step.__name__.strip("_"))
-        step()
-    _kept(Path("kept-files"))
-
-
-def _moments_anew() -> None:
-    for name in MOMENTS_ANEW:
-        path = Path("kept-files/moments", f"{name}.safetensors")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_moments(load_moments(HERE / VERSION / "moments" / path.name), path)
-
-
 @click.command()
-@click.option("--moments", metavar="FORMAT", help="Moments alone, of the version that is there.")
-def main(moments: str | None) -> None:
+def main() -> None:
     """Write the golden files of this version and what they are to say."""
-    folder = HERE / (f"{VERSION}-{moments}" if moments else VERSION)
+    folder = HERE / VERSION
     if folder.exists():
         raise click.ClickException(f"{folder.name} is there: golden files are written once and never again")
     with tempfile.TemporaryDirectory() as scratch, chdir(scratch):
-        (_moments_anew if moments else _all)()
+        for step in STEPS:
+            click.echo(step.__name__.strip("_"))
+            step()
+        _kept(Path("kept-files"))
         kept = {name: Path("kept-files", name) for name in FIGURES}
         figures = {name: FIGURES[name](path) for name, path in kept.items() if path.exists()}
         Path("kept-files", "expected.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
