@@ -1,5 +1,6 @@
 """corp-deploy gate."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -43,15 +44,11 @@ def gate(
 
     Example: corp-deploy gate bench.json parity.json --fail-if 'speedup@b8 < 1.2' --fail-if 'top1_agreement < 0.99'
     """
-    import json
-
     from corp_deploy.proof.gate import (
         evidence_of_files,
-        gate_as_json,
         judged_rows,
         parity_row,
         records_by_kind,
-        trend_beside,
         trend_of_files,
         with_fitted_rule,
         write_gate,
@@ -96,7 +93,7 @@ def gate(
     if options.track is not None:
         write_tracking(now, options.track)
     if trend is not None:
-        folder = trend_beside(output)
+        folder = next((path.parent for path in output if path.suffix == ".json"), None)
         if folder is not None:
             write_trend(trend, folder)
         for left_out in trend.left_out:
@@ -105,5 +102,6 @@ def gate(
         out.note(f"{history}: {bench} is kept as release {len(trend.releases) if trend else 1}")
     for path, record in baseline.start(files, exit_code=judged.exit_code).items():
         out.note(f"{path}: {record} is the baseline now")
-    out.result(json.loads(gate_as_json(judged)), *gate_shown(judged), f"gate {judged.verdict}")
+    record = {"verdict": judged.verdict, "exit_code": judged.exit_code, **asdict(judged)}
+    out.result(record, *gate_shown(judged), f"gate {judged.verdict}")
     return judged.exit_code

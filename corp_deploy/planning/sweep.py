@@ -155,11 +155,7 @@ class SweepRun:
     ranks: Ranks = ALONE
     keep_models: bool = False
     command: tuple[str, ...] = ()
-    on_progress: Done | None = None
-
-    def report_progress(self, phase: str, count: int) -> None:
-        if self.on_progress is not None:
-            self.on_progress(phase, count)
+    on_progress: Done = lambda phase, count: None
 
 
 def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
@@ -167,7 +163,10 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
     run = run or SweepRun()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) if run.folder is None else run.folder / TRIALS
-        folders = _folders(swept, requests, root)
+        identity, digests, folders = swept.identity, [sha256_of_file(path) for path in swept.moments], []
+        for each in requests:
+            key = key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
+            folders.append(TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key))
         bench = Bench(swept.dense, Path(scratch), run.speed, keep_plans=run.keep_models)
         _reduce_all(swept, requests, folders, bench, run)
         run.ranks.all_gather(None)  # nobody times while another computes
@@ -180,15 +179,6 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
                 folder.drop_reduced()
     found = [next(filter(None, column), None) for column in zip(*every, strict=True)]
     return with_fronts([point for point in found if point is not None])
-
-
-def _folders(swept: SweepContext, requests: Sequence[SweepRequest], root: Path) -> list[TrialFolder]:
-    identity, digests = swept.identity, [sha256_of_file(path) for path in swept.moments]
-    folders = []
-    for each in requests:
-        key = key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
-        folders.append(TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key))
-    return folders
 
 
 def _reduce_all(
@@ -205,10 +195,10 @@ def _reduce_all(
     # Every process reads the same list, and has its share of it.
     everywhere = run.ranks.all_gather(left)
     shared = [place for place in everywhere[0] if all(place in one for one in everywhere)]
-    run.report_progress("reducing", len(folders) - len(left))
+    run.on_progress("reducing", len(folders) - len(left))
     for count, place in enumerate(shared[run.ranks.rank :: run.ranks.size], start=1):
         _reduce_one(work, requests[place], folders[place], bench)
-        run.report_progress("reducing", len(folders) - len(left) + count)
+        run.on_progress("reducing", len(folders) - len(left) + count)
 
 
 def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, bench: Bench) -> None:
@@ -239,10 +229,10 @@ def _time_all(folders: Sequence[TrialFolder], bench: Bench, run: SweepRun) -> No
     if run.speed.bench is None:
         return
     left = [place for place, folder in enumerate(folders) if bench.wants_timing(folder) and folder.has_reduced()]
-    run.report_progress("timing", len(folders) - len(left))
+    run.on_progress("timing", len(folders) - len(left))
     for count, place in enumerate(_of_machine(left, run.ranks), start=1):
         bench.time(folders[place], command=run.command)
-        run.report_progress("timing", len(folders) - len(left) + count)
+        run.on_progress("timing", len(folders) - len(left) + count)
 
 
 def _of_machine(left: Sequence[int], ranks: Ranks) -> list[int]:

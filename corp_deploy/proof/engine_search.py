@@ -20,12 +20,11 @@ from ground.feeds import Feeds, Outputs, batch_size
 from ground.gpu import require_cuda
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
-from ground.precision import FloatType
 from perf.parity.block_outputs import site_of
 from perf.parity.measures import Measures, measures
 from perf.parity.tolerance import Tolerance, judge
 
-from .candidates import Candidate, candidate_from_path, outputs_at
+from .candidates import candidate_from_path, outputs_at
 
 BATCH = 16
 Answers = Callable[[Path], Outputs]
@@ -138,20 +137,9 @@ def mended(trials: Trials) -> RepairResult:
     return RepairResult(breaks=breaks, kept=kept, relative_error=error, engines=len(trials.measured))
 
 
-def graph_answers(
-    path: Path,
-    float_type: FloatType,
-    feeds: Feeds,
-    ports: Sequence[OutputPort],
-    *,
-    rest: str | None = None,
-    batch: int | None = None,
-) -> Outputs:
-    """What ONNX Runtime says of a graph, rounding as it is typed; `rest` and `batch` as a candidate has them."""
-    step = Candidate(
-        label=path.name, name=path.name, form="graph", path=path, float_type=float_type, rest=rest, batch=batch
-    )
-    with step.opened(ports) as run:
+def graph_answers(path: Path, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
+    """What ONNX Runtime says of a graph, rounding as it is typed."""
+    with candidate_from_path(path).opened(ports) as run:
         return outputs_at(run, feeds, BATCH)
 
 

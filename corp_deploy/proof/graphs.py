@@ -93,11 +93,16 @@ class Graphs:
             return RepairResult()
         bounds, by = bounds_of(self._dense, precision, self._feeds), self._judged_by(self._fed)
         how = self._checkpoint, self._made_of, precision, self._chosen, self._fed, bounds
-        return sites_to_leave(*how, batch=self._options.batch, **by)
+        return sites_to_leave(*how, **by)
+
+    @property
+    def _idle(self) -> dict[str, str]:
+        """The pure precisions that stand in place of mixed ones with nothing to keep, by those."""
+        return {name: PRECISIONS[name].pure for name, found in self.found.items() if not found.kept}
 
     def paths(self, output: Path) -> dict[str, Path]:
         """Where each graph goes: a pure one in place of a mixed one with nothing to keep."""
-        idle = {name: PRECISIONS[name].pure for name, found in self.found.items() if not found.kept}
+        idle = self._idle
         if len(self._options.precisions) == 1:
             (only,) = self._options.precisions
             return {idle.get(only, only): output}
@@ -113,7 +118,8 @@ class Graphs:
             breaks = (*options.breaks, *found.breaks)
             export_quantised(self._made_of, path, precision=name, chosen=chosen, breaks=breaks)
             return chosen.keep_rest
-        found = self._mended(name)
+        mixed = next((mixed for mixed, pure in self._idle.items() if pure == name), name)
+        found = self.found.get(mixed, RepairResult())
         export_checkpoint(
             self._checkpoint,
             path,
@@ -126,8 +132,3 @@ class Graphs:
             graph_input=options.graph_input,
         )
         return found.kept
-
-    def _mended(self, name: str) -> RepairResult:
-        """What was found for a precision, or for the mixed one in whose place it is written."""
-        idle = {PRECISIONS[mixed].pure: found for mixed, found in self.found.items() if not found.kept}
-        return self.found.get(name) or idle.get(name, RepairResult())
