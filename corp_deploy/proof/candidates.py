@@ -11,6 +11,7 @@ import numpy as np
 
 from calib.fingerprints import Fingerprints
 from corp_deploy.families.family import input_ports, output_ports
+from corp_deploy.families.timm_images import ImageSpec
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.store.checkpoint import Checkpoint, fitted_of_lineage
 from corp_deploy.store.dense_model import model_of_directory
@@ -28,7 +29,7 @@ from perf.runners.onnx_session import Provider
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
 
 from .engine_trust import record_of_trusted_plan
-from .inputs import NO_PIXELS, Pixels, pixels_of, take_pixels
+from .inputs import fed_to_ports, images_taken, take_pixels
 
 Run = Callable[[Feeds], Outputs]
 FP32 = "fp32"
@@ -44,8 +45,8 @@ class Candidate:
     `shown` is its path as a printed command names it, where that is another. `rest`: of a quantised graph the precision
     of all else, where it tells, `weight_bits` how many bits its weights use. `sha256`: of an engine, whose bytes are
     held to it. `runtime`: what runs a graph where that is not ONNX Runtime, `provider` where that does; `as_typed`:
-    whether it keeps its kernels of INT8 away. `inputs`: of a graph or an engine what it takes, `pixels` what images are
-    made of, for one that takes those. `fitted`: the inputs that it was fitted to, where it tells.
+    whether it keeps its kernels of INT8 away. `inputs`: of a graph or an engine what it takes, `images`: how they are
+    made of pixels, for one that takes those. `fitted`: the inputs that it was fitted to, where it tells.
     """
 
     label: str
@@ -64,7 +65,7 @@ class Candidate:
     provider: Provider = "cpu"
     as_typed: bool = False
     inputs: tuple[Port, ...] = ()
-    pixels: Pixels = NO_PIXELS
+    images: ImageSpec | None = None
     fitted: Fingerprints | None = None
 
     @property
@@ -121,7 +122,7 @@ class Candidate:
 
     def fed(self, feeds: Feeds, ports: Sequence[Port] = ()) -> Feeds:
         """Feeds of the dense model as this step takes them; `ports` where a runner tells them."""
-        return self.pixels.fed(feeds, ports or self.inputs, where=self.label)
+        return fed_to_ports(feeds, ports or self.inputs, self.images, where=self.label)
 
     def _runner(self, scratch: Path) -> ModuleRunner | OnnxRunner | OpenVinoRunner | EngineRunner:
         if self.form == "torch":
@@ -264,5 +265,5 @@ def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") ->
 
 def of_model(candidates: Sequence[Candidate], dense: Checkpoint) -> list[Candidate]:
     """The same, held against this model: each is fed what the model's images are made of, where it takes that."""
-    pixels = pixels_of(dense)
-    return [replace(each, pixels=pixels) for each in candidates]
+    images = images_taken(dense)
+    return [replace(each, images=images) for each in candidates]

@@ -29,7 +29,7 @@ from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, of_model, outputs_at
 from .heads import Heads, opened_heads
-from .inputs import ProofInputs
+from .inputs import ProofInputs, require_pixels
 from .link_rules import LinkRules, ParityLimits, Reference, link_rules, with_reasons
 from .locate import located, worst_inputs
 from .own_noise import DENSE, Merges, merges_of
@@ -198,7 +198,7 @@ def prove(
     feeds = checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}")
     candidates = of_model(candidates, dense)
     for candidate in candidates:
-        candidate.pixels.require(feeds, candidate.inputs, where=candidate.label)
+        require_pixels(feeds, candidate.inputs, candidate.images, where=candidate.label)
     halves = tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
 
     def finished(steps: Sequence[Step]) -> None:
