@@ -137,8 +137,7 @@ class BudgetPlanner(Planner):
         even = uniform_for_share(
             probe.model, probe.method, self.curves, self.total, share, full_cost=self.full_cost, used=self._used_by
         )
-        ways = probed(probe, [best] if even is None else [best, even[1]])
-        return self._planned(best, self._words(best, share), ways)
+        return self._planned(best, self._words(best, share), probed(probe, [best] if even is None else [best, even[1]]))
 
     def narrowest(self) -> float:
         return self._least if self.costs is None else self._exactly(self._least).share

@@ -80,8 +80,7 @@ def as_planned(
     gap = data_gap(reduction.sites, moments)
     if gap is None:
         return reduction
-    said = gap.sentence("at these widths, sites lose")
-    return replace(reduction, gap=gap, decisions=(*reduction.decisions, said))
+    return replace(reduction, gap=gap, decisions=(*reduction.decisions, gap.sentence("at these widths, sites lose")))
 
 
 Planning = Callable[[ReductionRequest], tuple[Checkpoint, WidthPlan]]

@@ -196,8 +196,7 @@ def joint_planner(
     curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, unfitted.inputs)
     if currency == "latency":
         assert where is not None, currency
-        latencies = measure_merge_latencies(dense, probe.method, losses, where)
-        prices = prices_by_latencies(dense, curves, losses, latencies)
+        prices = prices_by_latencies(dense, curves, losses, measure_merge_latencies(dense, probe.method, losses, where))
     else:
         where, prices = None, prices_in_macs(probe.model, curves, losses)
     return JointPlanner(

@@ -103,8 +103,7 @@ class Grids:
         for site in sites_of(self.model).every:
             if len(kind_of(site).offers(site, self.method)) > 1:
                 outline = part_of(self.model, site, site.width).cost_signature
-                name = f"{site.cost_signature}, as in {site.name}"
-                shapes[site.name] = names.setdefault(outline, name)
+                shapes[site.name] = names.setdefault(outline, f"{site.cost_signature}, as in {site.name}")
         return shapes
 
     def of_site(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:

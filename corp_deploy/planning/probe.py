@@ -85,8 +85,7 @@ def effects_of_new_tensors(
             known = {
                 each: change.get(str(each.target), whole.kept.get(each)) for each in program.nodes if each not in nodes
             }
-            again = fx.Interpreter(program.graph)
-            outputs = as_tuple(again.run(initial_env=known, enable_io_processing=False))
+            outputs = as_tuple(fx.Interpreter(program.graph).run(initial_env=known, enable_io_processing=False))
             for number, (output, exact) in enumerate(zip(outputs, dense_of_piece, strict=True)):
                 moved[place, number] += float((output.double() - exact).square().sum())
         start += len(given[0])

@@ -171,9 +171,8 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
         _reduce_all(swept, requests, folders, bench, run)
         run.ranks.all_gather(None)  # nobody times while another computes
         _time_all(folders, bench, run)
-        points = [_whole(folder, bench, at) for folder, at in zip(folders, requests, strict=True)]
         # Machines need no common disk: what one of them has read, all have.
-        every = run.ranks.all_gather(points)
+        every = run.ranks.all_gather([_whole(folder, bench, at) for folder, at in zip(folders, requests, strict=True)])
         if not run.keep_models and run.ranks.rank == 0:
             for folder in folders:
                 folder.drop_reduced()

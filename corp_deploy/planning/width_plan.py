@@ -115,11 +115,10 @@ def reduced_checkpoint(
 ) -> Checkpoint:
     """With what led to it; `looked_at`: the inputs beside the moments that it was fitted or chosen by."""
     fitted = load_moments(moments)
-    carried = fitted.lineage
     lineage = {
         "dense": model_digest(dense.model),
         "moments": sha256_of_file(moments),
-        "images": carried["images"],
+        "images": fitted.lineage["images"],
         "preset": preset,
         "reduction": record_of_reduction(reduction, planned),
     }

@@ -136,8 +136,7 @@ class Chain:
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Run]:
         """With the maps that heads make of its outputs."""
-        ports = [rule.port for rule in self.rules if rule.port not in self.heads.ports]
-        with candidate.opened(ports) as backbone:
+        with candidate.opened([rule.port for rule in self.rules if rule.port not in self.heads.ports]) as backbone:
             yield self.heads.behind(backbone, max(self.batches))
 
     def _by_batch(self, candidate: Candidate, run: Run) -> dict[int, Outputs]:

@@ -158,8 +158,7 @@ def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
         raise BadInput(
             f"random inputs: expected inputs of float32 or uint8, this model takes {', '.join(other)}; give real ones"
         )
-    feeds = random_feeds(ports, count, seed=seed)
-    return ProofInputs(feeds=feeds, digest=f"random seed {seed}", kind="random")
+    return ProofInputs(feeds=random_feeds(ports, count, seed=seed), digest=f"random seed {seed}", kind="random")
 
 
 def listed(ports: Sequence[Port]) -> str:

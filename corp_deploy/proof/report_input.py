@@ -146,8 +146,7 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
     files = {name: entry for name, entry in every.items() if not entry.made_by.startswith(REPORTS)}
     lineage = lineage_of_model(reduced) if reduced else {}
     if manifest is not None:
-        digests = {name: entry.sha256 for name, entry in files.items()}
-        lineage |= {"versions": manifest.versions, "files": digests}
+        lineage |= {"versions": manifest.versions, "files": {name: entry.sha256 for name, entry in files.items()}}
     return {
         "title": title or f"{directory.resolve().name}: dense against reduced",
         "bench": bench and json_of_file(directory / "bench.json", "bench"),

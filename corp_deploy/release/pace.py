@@ -83,8 +83,7 @@ def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwa
         watch, resumed = watch_of(device), any(dirs.unfinished.parent.glob(f"{dirs.unfinished.stem}*"))
         with watch.measure(FILES):
             stage.run(replace(dirs, watch=watch))
-        record = effort_of(step[0], watch, gpu=gpu_name(device), resumed=resumed)
-        write_effort(_path(dirs.root, stage.name), record)
+        write_effort(_path(dirs.root, stage.name), effort_of(step[0], watch, gpu=gpu_name(device), resumed=resumed))
 
     return replace(stage, run=run)
 

@@ -216,7 +216,6 @@ def _named(name: str, sha256: str) -> dict[str, Any]:
 
 
 def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, Any]:
-    outside = sorted(_read_outside(root, stages).items())
     return {
         "buildType": BUILD_TYPE,
         "externalParameters": {
@@ -226,7 +225,7 @@ def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str
         "internalParameters": {"commands": [stage.command for stage in stages]},
         "resolvedDependencies": [
             _named(label, digest) | ({} if path.is_file() else {"annotations": {"digest": _OF_FOLDER}})
-            for label, (path, digest) in outside
+            for label, (path, digest) in sorted(_read_outside(root, stages).items())
         ],
     }
 
