@@ -1,7 +1,7 @@
 """The steps of a parity chain: model directories, typed graphs, engines; each with how it is run and what it claims."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from corp_deploy.families.timm_images import ImageSpec
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.store.checkpoint import Checkpoint, fitted_of_lineage
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.onnx_file import facts_of_onnx
+from corp_deploy.store.onnx_file import facts_of_onnx, port_of
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, checked_outputs, feeds_of_ports, rows_of
@@ -179,7 +179,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
         float_type=type_by_name(record.precision),
         backend=record.backend,
         sha256=record.plan_sha256,
-        inputs=ports_of(record.inputs),
+        inputs=tuple(map(port_of, record.inputs)),
     )
 
 
@@ -240,18 +240,6 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
     )
 
 
-def ports_of(values: Iterable[GraphPort]) -> tuple[Port, ...]:
-    """A size that is open is -1."""
-    return tuple(
-        Port(
-            name=value.name,
-            shape=tuple(size if isinstance(size, int) else -1 for size in value.shape[1:]),
-            dtype=value.dtype,
-        )
-        for value in values
-    )
-
-
 def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") -> tuple[Port, ...]:
     """Raises BadInput for sizes that are open."""
     for value in values:
@@ -260,7 +248,7 @@ def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") ->
                 f"{path}: its input {value.name} is {list(value.shape)}, expected [batch, ...] with fixed sizes behind "
                 f"the batch{remedy}"
             )
-    return ports_of(values)
+    return tuple(map(port_of, values))
 
 
 def of_model(candidates: Sequence[Candidate], dense: Checkpoint) -> list[Candidate]:

@@ -96,8 +96,12 @@ class Chain:
                 before = Reference(label=single.candidate.label, answers=single.answers, merges=merges)
             previous = None if single is None else single.candidate
             step = self._step(candidate, before)
-            room = _headroom(previous, candidate, self.feeds)
-            step = replace(step, findings=(*step.findings, *room), located=self._located(step, before, previous))
+            step = replace(step, located=self._located(step, before, previous))
+            is_fp16 = candidate.float_type is FLOAT16 and candidate.runtime is None and candidate.form == "graph"
+            if is_fp16 and previous is not None and previous.form == "graph":  # how near it comes to float16's end
+                few = previous.fed(rows_of(self.feeds, slice(HEADROOM_INPUTS)))
+                room = headroom(candidate.label, previous.path, candidate.path, few)
+                step = replace(step, findings=(*step.findings, room))
             merges = merges if candidate.checkpoint is None else step.merges
             single = single if candidate.rounds or candidate.runtime is not None else step
             steps.append(step)
@@ -158,14 +162,6 @@ class Chain:
         own = failing.output or next(iter(step.answers))
         worst = worst_inputs(self.feeds, before.answers[own], step.answers[own], failing.role)
         return located(failing.name, step.candidate, previous, self.dense, worst, self.rules[0].products)
-
-
-def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[StructuralTest]:
-    """How near an FP16 graph comes to the end of float16, computed by the FP32 graph before it; nothing of others."""
-    is_fp16 = fp16.float_type is FLOAT16 and fp16.runtime is None and fp16.form == "graph"
-    if single is None or single.form != "graph" or not is_fp16:
-        return []
-    return [headroom(fp16.label, single.path, fp16.path, single.fed(rows_of(feeds, slice(HEADROOM_INPUTS))))]
 
 
 def prove(
