@@ -133,7 +133,7 @@ def calibration_size(
     held_out: Moments | None = None,
     scored: Scored | None = None,
     calibration: InputSet | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda judged: None,
 ) -> CalibrationSize:
     """The curve of error against the number of calibration images, one reduction for each of the moments, which are of
     ascending numbers of images of one model; uniform, unless `widths` by site are given.
@@ -162,8 +162,7 @@ def calibration_size(
             of_ports = zip(scored.ports, scored.dense, answers, strict=True)
             errors = [relative_errors(dense, answer, role=port.role) for port, dense, answer in of_ports]
             judged.append((errors, worst_agreement(scored.scores(answers))))
-        if on_progress is not None:
-            on_progress(number)
+        on_progress(number)
     return _concluded(counts, losses, judged)
 
 

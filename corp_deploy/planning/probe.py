@@ -98,13 +98,6 @@ FEW = 8  # inputs
 Trial = tuple[str, Width]
 
 
-def _change(outputs: Sequence[Tensor], dense: Sequence[Tensor]) -> float:
-    """Squared relative change, the mean of several outputs."""
-    exact = [each.double() for each in dense]
-    lost = [(output.double() - each).square().sum() for output, each in zip(outputs, exact, strict=True)]
-    return sum(float(own / each.square().sum()) for own, each in zip(lost, exact, strict=True)) / len(dense)
-
-
 @dataclass(frozen=True, kw_only=True)  # without slots, so that the outputs can be kept
 class Probe:
     """A model, its moments and some inputs; `method` says how sites are reduced, `eliminations` are known by site.
@@ -131,7 +124,9 @@ class Probe:
     def effect_of(self, reduced: nn.Module) -> float:
         """Squared relative change of the outputs with this model in place of the dense one."""
         with torch.inference_mode():
-            return _change(as_tuple(run_model(reduced, self.inputs)), self.outputs)
+            pairs = zip(as_tuple(run_model(reduced, self.inputs)), map(Tensor.double, self.outputs), strict=True)
+            moved = [float((each.double() - exact).square().sum() / exact.square().sum()) for each, exact in pairs]
+            return sum(moved) / len(moved)
 
     @cached_property
     def outputs(self) -> tuple[Tensor, ...]:

@@ -89,17 +89,13 @@ class SweepCache:
             self.loaded = {place: load_moments(self.swept.moments[place])}  # one at a time: they are large
         return self.loaded[place]
 
-    def _eliminations(self, request: SweepRequest, watch: Stopwatch | None) -> dict[str, Order]:
-        method, at = request.method, (request.moments, request.method.ridge_rel)
-        if method.mlp_selection == "obs" and at not in self.elimination_cache:
-            with measured(watch, "select"):
-                self.elimination_cache[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
-        return self.elimination_cache.get(at, {})
-
     def _planned(self, request: SweepRequest, watch: Stopwatch | None) -> WidthPlan:
-        method = request.method
+        method, at, known = request.method, (request.moments, request.method.ridge_rel), self.elimination_cache
         if request.budget is None:
-            return WidthPlan(method=method, widths=None, decisions=(), eliminations=self._eliminations(request, watch))
+            if method.mlp_selection == "obs" and at not in known:
+                with measured(watch, "select"):
+                    known[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
+            return WidthPlan(method=method, widths=None, decisions=(), eliminations=known.get(at, {}))
         key = key_of(method=asdict(method), moments=request.moments)
         if key not in self.planners:
             moments, source = self.moments(request.moments), self.swept.calibration or self.swept.source
@@ -224,27 +220,22 @@ def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, be
 
 
 def _time_all(folders: Sequence[TrialFolder], bench: Bench, run: SweepRun) -> None:
-    """Time the trials of this machine, which are those that its processes made."""
+    """Time the trials of this machine: of torchrun's machines that see a trial's model one does, by its first process,
+    as several of a machine would time each other.
+    """
     if run.speed.bench is None:
         return
     left = [place for place, folder in enumerate(folders) if bench.wants_timing(folder) and folder.has_reduced()]
     run.on_progress("timing", len(folders) - len(left))
-    for count, place in enumerate(_of_machine(left, run.ranks), start=1):
-        bench.time(folders[place], command=run.command)
-        run.on_progress("timing", len(folders) - len(left) + count)
-
-
-def _of_machine(left: Sequence[int], ranks: Ranks) -> list[int]:
-    """Those that this process times: of torchrun's machines that see a trial's model one, by its first process, as
-    several of a machine would time each other.
-    """
     own, mine = int(os.environ.get("GROUP_RANK", "0")), []
-    everywhere = ranks.all_gather((own, list(left)))
+    everywhere = run.ranks.all_gather((own, left))
     for place in left if os.environ.get("LOCAL_RANK", "0") == "0" else ():
         machines = sorted({machine for machine, places in everywhere if place in places})
         if machines[place % len(machines)] == own:
             mine.append(place)
-    return mine
+    for count, place in enumerate(mine, start=1):
+        bench.time(folders[place], command=run.command)
+        run.on_progress("timing", len(folders) - len(left) + count)
 
 
 def _whole(folder: TrialFolder, bench: Bench, request: SweepRequest) -> SweepPoint | None:

@@ -172,8 +172,8 @@ def prove(
     batches: Sequence[int],
     limits: ParityLimits,
     moments: Moments | None = None,
-    on_progress: Callable[[int], None] | None = None,
-    answered: Callable[[str, Outputs], None] | None = None,
+    on_progress: Callable[[int], None] = lambda finished: None,
+    answered: Callable[[str, Outputs], None] = lambda label, outputs: None,
 ) -> Proof:
     """Compare every candidate with its predecessor and the last one with the dense model.
 
@@ -197,16 +197,13 @@ def prove(
     halves = tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
 
     def finished(steps: Sequence[Step]) -> None:
-        if answered is not None:
-            answered(steps[-1].candidate.label, steps[-1].answers)
-        if on_progress is not None:
-            on_progress(len(steps))
+        answered(steps[-1].candidate.label, steps[-1].answers)
+        on_progress(len(steps))
 
     with opened_heads(limits.heads, ports, threshold=limits.map_threshold) as heads:
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
             answers = outputs_at(heads.behind(runner, max(batches)), feeds, max(batches))
-        if answered is not None:
-            answered(DENSE, answers)
+        answered(DENSE, answers)
         rules = link_rules(dense, feeds, answers, max(batches), limits, heads, halves)
         chain = Chain(
             dense=dense, answers=answers, feeds=feeds, batches=batches, rules=rules, heads=heads, halves=halves

@@ -87,14 +87,6 @@ class Graphs:
             for name in options.mixed
         }
 
-    def _left(self, precision: str) -> RepairResult:
-        """The sites that are not quantised because they are too sensitive, and where an engine's fusion is broken."""
-        if not self._options.auto:
-            return RepairResult()
-        bounds, by = bounds_of(self._dense, precision, self._feeds), self._judged_by(self._fed)
-        how = self._checkpoint, self._made_of, precision, self._chosen, self._fed, bounds
-        return sites_to_leave(*how, **by)
-
     @property
     def _idle(self) -> dict[str, str]:
         """The pure precisions that stand in place of mixed ones with nothing to keep, by those."""
@@ -113,7 +105,11 @@ class Graphs:
         """Write one of these graphs; the modules that it keeps in more bits."""
         options = self._options
         if name in QUANTISED:
-            found = self._left(name)
+            found = RepairResult()
+            if options.auto:  # sites too sensitive to be quantised, and where an engine's fusion is broken
+                bounds, by = bounds_of(self._dense, name, self._feeds), self._judged_by(self._fed)
+                made_of, chosen = self._made_of, self._chosen
+                found = sites_to_leave(self._checkpoint, made_of, name, chosen, self._fed, bounds, **by)
             chosen = replace(self._chosen, keep_rest=(*self._chosen.keep_rest, *found.kept))
             breaks = (*options.breaks, *found.breaks)
             export_quantised(self._made_of, path, precision=name, chosen=chosen, breaks=breaks)

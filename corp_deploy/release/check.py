@@ -190,14 +190,6 @@ def _changed(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
     return changed
 
 
-def _manifest_differs(folder: Path, sums: Mapping[str, str]) -> list[str]:
-    """Where manifest.json and SHA256SUMS contradict one another, so that neither can be edited alone."""
-    entries = {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}
-    listed = {name: digest for name, digest in sums.items() if name not in (MANIFEST, PROVENANCE)}
-    names = sorted({*entries, *listed})
-    return [f"{name}: {MANIFEST} and {SUMS} differ" for name in names if entries.get(name) != listed.get(name)]
-
-
 def check(folder: Path, expected: Expected | None = None) -> Checked:
     """Verify the signature where one is expected, compare every digest, then replay the samples of the graphs that are
     whole. Nothing is read of a release whose signature doesn't hold. A model repository has a signature alone.
@@ -215,7 +207,11 @@ def check(folder: Path, expected: Expected | None = None) -> Checked:
     changed = _changed(folder, sums)
     differs = [*changed.values(), *(f"{name}: in no list of this release" for name in added_to(folder, sums))]
     if MANIFEST in sums and MANIFEST not in changed:
-        differs += _manifest_differs(folder, sums)
+        # Where both contradict one another, so that neither can be edited alone.
+        entries = {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}
+        listed = {name: digest for name, digest in sums.items() if name not in (MANIFEST, PROVENANCE)}
+        unequal = (name for name in sorted({*entries, *listed}) if entries.get(name) != listed.get(name))
+        differs += [f"{name}: {MANIFEST} and {SUMS} differ" for name in unequal]
         called |= _called(folder)
     differs += [] if changed else replay(folder)
     return Checked(files=len(sums), graphs_replayed=not changed, differs=tuple(differs), **called)
