@@ -33,12 +33,10 @@ Write = Callable[[Path, Sequence[str], Sequence[str]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """Where fusion is broken, which sites are kept in more bits, the error then, and how many engines were built."""
+    """Where fusion is broken, and which sites are kept in more bits."""
 
     breaks: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    relative_error: float | None = None
-    engines: int = 0
 
 
 def fewest(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...] | None:
@@ -133,8 +131,7 @@ def mended(trials: Trials) -> RepairResult:
             f"no set of fusion breaks, and no set of blocks in more bits, mends this engine: it is still off by "
             f"{trials.error(kept=blocks):.2g}; export fp32, or build with another version"
         )
-    error = trials.error(breaks, kept)
-    return RepairResult(breaks=breaks, kept=kept, relative_error=error, engines=len(trials.measured))
+    return RepairResult(breaks=breaks, kept=kept)
 
 
 def graph_answers(path: Path, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:

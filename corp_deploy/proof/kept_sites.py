@@ -95,7 +95,7 @@ def sites_to_keep(
         kept, left = keep_until_it_passes(attempt)
         if left is not None:
             raise BadInput(f"no set of blocks in FP32 mends this graph; still {left.reason}; export fp32")
-        return RepairResult(kept=kept, relative_error=trials.error(kept=kept))
+        return RepairResult(kept=kept)
 
 
 def _bounds(
@@ -156,7 +156,7 @@ def sites_to_leave(
 
 def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str, rest: str) -> RepairResult:
     if trials.failing() is None:
-        return RepairResult(relative_error=trials.error())
+        return RepairResult()
     sites = tuple(dict.fromkeys(sites_of_layers))
     alone = {site: trials.error(kept=[each for each in sites if each != site]) for site in sites}
     order = sorted(alone, key=lambda site: (-alone[site], site))
@@ -172,7 +172,7 @@ def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str,
             f"still off by {alone[least]:.2g}; export {rest}"
         )
     kept = tuple(order[: 1 + bisect_left(range(1, most), True, key=passes)])  # more pass where fewer do
-    return RepairResult(kept=kept, relative_error=trials.error(kept=kept))
+    return RepairResult(kept=kept)
 
 
 def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:

@@ -77,9 +77,8 @@ def _effect_lines(path: Path) -> Any:
     return json_from_record(record_from_file(path, _Effects, kind=EFFECTS_KIND, remedy=again).rows)
 
 
-def _size_lines(path: Path) -> dict[str, Any]:
-    size = record_from_file(path, _Size, kind=SIZE_KIND, remedy=SIZE_AGAIN)
-    return {"sentence": size.sentence, "points": list(size.points)}
+def _size_lines(path: Path) -> Any:
+    return json_from_record(record_from_file(path, _Size, kind=SIZE_KIND, remedy=SIZE_AGAIN))
 
 
 def _site_line(site: SiteReport) -> dict[str, Any]:
