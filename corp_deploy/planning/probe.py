@@ -164,7 +164,7 @@ class Probe:
 
     def linear_effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """`effects` to first order where layers that read a site change alone, at the cost of a few passes however many
-        trials there are (see program_effects.py); exact, on fewer inputs, where rows that write it are mixed too.
+        trials there are (see curvature.py); exact, on fewer inputs, where rows that write it are mixed too.
         """
         program, new = tracing(self.model).program, self._reduced(trials)
         tensors = {
