@@ -19,8 +19,7 @@ from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curve
 from .latency import curves_in_time, measure_tables
 from .probe import Probe
 from .probe_split import few_of, set_apart
-from .request import LatencyTarget
-from .width_plan import ProbedAllocation, WidthPlan, left_alone
+from .request import LatencyTarget, ProbedAllocation, WidthPlan, left_alone
 
 _ROUNDING = 1e-12
 _HALVINGS = 8

@@ -32,8 +32,7 @@ from .curves import site_metrics
 from .judging import Judges
 from .probe import Probe
 from .probe_split import ProbeSplit, few_of, set_apart
-from .request import ReductionRequest
-from .width_plan import Stage, WidthPlan
+from .request import ReductionRequest, Stage, WidthPlan
 
 
 def as_planned(

@@ -34,8 +34,7 @@ from .refusals import (
     refuse_partial,
     require_sayable,
 )
-from .request import ReductionRequest, merging_as_planned
-from .width_plan import WidthPlan, reduced_checkpoint
+from .request import ReductionRequest, WidthPlan, merging_as_planned, reduced_checkpoint
 
 
 def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:

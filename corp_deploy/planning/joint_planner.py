@@ -28,9 +28,8 @@ from .merge_curves import MergeCurves, merge_curves
 from .merge_prices import Prices, measure_merge_latencies, prices_by_latencies, prices_in_macs
 from .probe import Probe
 from .probe_split import IMAGES, few_of
-from .request import ReductionRequest, merging_of_schedule
+from .request import ReductionRequest, WidthPlan, merging_of_schedule
 from .schedule import Schedule, best_schedule, shaped_schedule, shapes
-from .width_plan import WidthPlan
 
 GRID = 0.05
 TRIED = 2

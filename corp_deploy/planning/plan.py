@@ -15,8 +15,7 @@ from .budget_planner import Planner, budget_planner, probe_of, probed
 from .curves import cost_curves
 from .joint_planner import joint_planner
 from .probe import Probe
-from .request import ReductionRequest
-from .width_plan import WidthPlan
+from .request import ReductionRequest, WidthPlan
 
 
 def choose_heads(probe: Probe, share: float | None) -> WidthPlan:

@@ -34,10 +34,10 @@ from .budget_planner import BudgetPlanner, budget_planner
 from .carried_out import as_planned
 from .curves import eliminations
 from .judging import Scored, worst_agreement
+from .request import WidthPlan, reduced_checkpoint
 from .sweep_points import SweepPoint, with_fronts
 from .sweep_speed import Bench
 from .sweep_trials import Scores, SweepRequest, TrialFolder, key_of
-from .width_plan import WidthPlan, reduced_checkpoint
 
 Done = Callable[[str, int], None]
 TRIALS = "trials"

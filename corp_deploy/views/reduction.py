@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from corp_deploy.families.inspection import merging_record
-from corp_deploy.planning.width_plan import ProbedAllocation, WidthPlan
+from corp_deploy.planning.request import ProbedAllocation, WidthPlan
 from corp_deploy.polish.parts import Progress
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.report import SiteReport
