@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.timm_library import NORMS
-from corp_deploy.release.samples import opened_graph
+from corp_deploy.release.check import opened_graph
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.record import record_of_plan

@@ -9,8 +9,8 @@ from click.testing import Result
 
 from calib.store import load as load_moments
 from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.planning.carried_out import Polishing, inputs_to_polish
 from corp_deploy.planning.execution import reduce_checkpoint
-from corp_deploy.planning.polishing import Polishing, inputs_to_polish
 from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress

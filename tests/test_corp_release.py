@@ -27,12 +27,12 @@ from corp_deploy.invocation.option import Invocation
 from corp_deploy.proof import speed
 from corp_deploy.release import release_steps, stage_parts, steps
 from corp_deploy.release.baseline import Baseline
+from corp_deploy.release.check import replay
 from corp_deploy.release.incremental import StageDirs
 from corp_deploy.release.names import MOMENTS
 from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import Recipe
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.release.samples import replay
 from corp_deploy.release.targets import Target
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND

@@ -23,8 +23,8 @@ from corp_deploy.planning import carried_out, execution, limit_search
 from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner
 from corp_deploy.planning.judging import Judge, Judgement, Judges, Judging
 from corp_deploy.planning.limit_search import STEPS, smallest_within
+from corp_deploy.planning.request import WidthPlan
 from corp_deploy.planning.sweep_points import SweepPoint, sentence_of_sweep, smallest_by_error
-from corp_deploy.planning.width_plan import WidthPlan
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce

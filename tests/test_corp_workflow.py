@@ -107,11 +107,10 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
 
 def test_heads_are_chosen_by_predicted_error(probe: Probe) -> None:
     taken = choose_heads(probe, 0.7)
-    assert (
-        f"heads: {taken.method.geometry}, because at 70.0% of the dense MACs its predicted logit error" in taken.reason
-    )
-    assert taken.allocated.predicted_error == min(way.predicted_error for way in taken.ways)
-    reduction = reduce(probe.model, probe.moments, taken.method, widths=taken.allocated.widths)
+    (reason,), best = taken.decisions, min(taken.ways, key=lambda way: way.predicted_error)
+    assert f"heads: {taken.method.geometry}, because at 70.0% of the dense MACs its predicted logit error" in reason
+    assert best.name == f"{taken.method.geometry} heads"
+    reduction = reduce(probe.model, probe.moments, taken.method, widths=taken.widths)
     assert macs(reduction.model) <= 0.7 * dense_cost(probe.model, "macs")
 
 
@@ -313,7 +312,7 @@ def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
 
     def nothing(*_: object, geometry: str, **__: object) -> RepairResult:
         sought.append(geometry)
-        return RepairResult(relative_error=0.0)
+        return RepairResult()
 
     monkeypatch.setattr("corp_deploy.proof.graphs.sites_to_keep", nothing)
     reduced(home, narrow := tmp_path / "narrow", "--attn", 0.5, "--align", "head=8")

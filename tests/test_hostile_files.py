@@ -24,7 +24,7 @@ from calib import store
 from calib.groups import group_ids
 from calib.images import open_images
 from calib.shards import members_of_tar, paths_from_pattern
-from corp_deploy.release.samples import replay
+from corp_deploy.release.check import replay
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.weights import read_weights
 from ground.arrays import array_from_file, array_from_npy, array_from_npz, arrays_from_npz

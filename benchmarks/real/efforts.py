@@ -41,8 +41,8 @@ from calib.moments import Moments
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.machine import versions
+from corp_deploy.planning.carried_out import Polishing, inputs_to_polish, with_polish
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.polishing import Polishing, inputs_to_polish, with_polish
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.snapshots import in_splits

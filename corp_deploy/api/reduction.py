@@ -16,8 +16,7 @@ from corp_deploy.invocation import reduction
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import judges_from_choice
-from corp_deploy.planning.request import request_of
-from corp_deploy.planning.width_plan import record_of_reduction
+from corp_deploy.planning.request import record_of_reduction, request_of
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.checkpoint import on_device
 from corp_deploy.traced.models.module import is_reduced

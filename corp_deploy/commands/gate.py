@@ -1,5 +1,6 @@
 """corp-deploy gate and corp-deploy report: what records come to."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -43,8 +44,6 @@ def gate(
 
     Example: corp-deploy gate bench.json parity.json --fail-if 'speedup@b8 < 1.2' --fail-if 'top1_agreement < 0.99'
     """
-    import json
-
     from corp_deploy.proof import gate as judging
     from corp_deploy.views.parity import gate_shown
     from perf.gate.gate import Gate
@@ -84,7 +83,7 @@ def gate(
     if options.track is not None:
         judging.write_tracking(now, options.track)
     if trend is not None:
-        folder = judging.trend_beside(output)
+        folder = next((path.parent for path in output if path.suffix == ".json"), None)
         if folder is not None:
             judging.write_trend(trend, folder)
         for left_out in trend.left_out:
@@ -93,7 +92,8 @@ def gate(
         out.note(f"{history}: {bench} is kept as release {len(trend.releases) if trend else 1}")
     for path, record in baseline.start(files, exit_code=judged.exit_code).items():
         out.note(f"{path}: {record} is the baseline now")
-    out.result(json.loads(judging.gate_as_json(judged)), *gate_shown(judged), f"gate {judged.verdict}")
+    record = {"verdict": judged.verdict, "exit_code": judged.exit_code, **asdict(judged)}
+    out.result(record, *gate_shown(judged), f"gate {judged.verdict}")
     return judged.exit_code
 
 

@@ -130,7 +130,7 @@ def serve_version(repository: Path, options: RollOptions, out: Output) -> int:
         line = f"{repository}: {', '.join(changed.models)} {verb} version {changed.version}"
         out.result(asdict(changed), line, *_lines_of_unchanged(repository, changed))
         return 0
-    from corp_deploy.release.samples import samples_of_release
+    from corp_deploy.release.check import samples_of_release
     from export.triton.rolling import roll
     from export.triton.server import TritonServer
 

@@ -48,11 +48,10 @@ def reduce_command(
     """
     from calib.calibrate import ALONE
     from calib.store import load as load_moments
+    from corp_deploy.planning.carried_out import Polishing
     from corp_deploy.planning.execution import reduce_checkpoint
     from corp_deploy.planning.judging import judges_from_choice
-    from corp_deploy.planning.polishing import Polishing
-    from corp_deploy.planning.request import request_of
-    from corp_deploy.planning.width_plan import record_of_reduction
+    from corp_deploy.planning.request import record_of_reduction, request_of
     from corp_deploy.polish.parts import state_beside
     from corp_deploy.proof.speed import measured_speedup
     from corp_deploy.reduction.calibrate import ranks_of_this_run

@@ -19,8 +19,7 @@ from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curve
 from .latency import curves_in_time, measure_tables
 from .probe import Probe
 from .probe_split import few_of, set_apart
-from .request import LatencyTarget
-from .width_plan import ProbedAllocation, WidthPlan, left_alone
+from .request import LatencyTarget, ProbedAllocation, WidthPlan, left_alone
 
 _ROUNDING = 1e-12
 _HALVINGS = 8
@@ -137,8 +136,7 @@ class BudgetPlanner(Planner):
         even = uniform_for_share(
             probe.model, probe.method, self.curves, self.total, share, full_cost=self.full_cost, used=self._used_by
         )
-        ways = probed(probe, [best] if even is None else [best, even[1]])
-        return self._planned(best, self._words(best, share), ways)
+        return self._planned(best, self._words(best, share), probed(probe, [best] if even is None else [best, even[1]]))
 
     def narrowest(self) -> float:
         return self._least if self.costs is None else self._exactly(self._least).share

@@ -133,7 +133,7 @@ def calibration_size(
     held_out: Moments | None = None,
     scored: Scored | None = None,
     calibration: InputSet | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda judged: None,
 ) -> CalibrationSize:
     """The curve of error against the number of calibration images, one reduction for each of the moments, which are of
     ascending numbers of images of one model; uniform, unless `widths` by site are given.
@@ -158,17 +158,12 @@ def calibration_size(
         reduction = reduce(model, moments, method, widths=widths, held_out=held_out, images=calibration)
         losses.append(loss_of_sites(reduction.sites))
         if scored is not None:
-            judged.append(_judged(reduction.model, scored))
-        if on_progress is not None:
-            on_progress(number)
+            answers = scored.answers(reduction.model)
+            of_ports = zip(scored.ports, scored.dense, answers, strict=True)
+            errors = [relative_errors(dense, answer, role=port.role) for port, dense, answer in of_ports]
+            judged.append((errors, worst_agreement(scored.scores(answers))))
+        on_progress(number)
     return _concluded(counts, losses, judged)
-
-
-def _judged(model: nn.Module, scored: Scored) -> _Judged:
-    answers = scored.answers(model)
-    of_ports = zip(scored.ports, scored.dense, answers, strict=True)
-    errors = [relative_errors(dense, answer, role=port.role) for port, dense, answer in of_ports]
-    return errors, worst_agreement(scored.scores(answers))
 
 
 def _concluded(

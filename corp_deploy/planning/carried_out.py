@@ -1,31 +1,38 @@
 """What is planned, carried out: in one pass over the moments, in the closed loop over the images, or as what wins of
-both, judged on images that neither is fitted to.
+both, judged on images that neither is fitted to; and polished.
 """
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from calib.calibrate import ALONE
+from calib.distributed import Ranks
 from calib.inputs import InputSet, batch_size
 from calib.moments import Moments
 from corp_deploy.families import traced_model
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.polish.parts import Progress
+from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.overfitting import data_gap
+from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, measured
 
 from .curves import site_metrics
+from .judging import Judges
 from .probe import Probe
 from .probe_split import ProbeSplit, few_of, set_apart
-from .request import ReductionRequest
-from .width_plan import Stage, WidthPlan
+from .request import ReductionRequest, Stage, WidthPlan
 
 
 def as_planned(
@@ -72,8 +79,7 @@ def as_planned(
     gap = data_gap(reduction.sites, moments)
     if gap is None:
         return reduction
-    said = gap.sentence("at these widths, sites lose")
-    return replace(reduction, gap=gap, decisions=(*reduction.decisions, said))
+    return replace(reduction, gap=gap, decisions=(*reduction.decisions, gap.sentence("at these widths, sites lose")))
 
 
 Planning = Callable[[ReductionRequest], tuple[Checkpoint, WidthPlan]]
@@ -158,3 +164,79 @@ def composed(
     if kept is not loop or again or images.count - apart.others.count > MOST_APART * images.count:
         reduction = carried_out(dense.model, planned, moments=moments, request=request, images=images)
     return reduction, planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Polishing:
+    """How a polish is carried out: by which of several processes, with its state in which file, who hears of it."""
+
+    ranks: Ranks = ALONE
+    state: Path | None = None
+    on_progress: Callable[[Progress], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolishInputs:
+    """The inputs of a polish: `reduced_on` is what the reduction before it may look at, `fitted` what is fitted to, in
+    `groups_B` where they are known, `judges` what neither of them saw; None where some of those fitted have to judge.
+    """
+
+    reduced_on: InputSet
+    fitted: InputSet
+    groups_B: Tensor | None
+    judges: InputSet | None
+
+
+def _groups(images: InputSet, moments: Moments) -> Tensor | None:
+    """The group that calibration put each input in."""
+    if not len(moments.group_ids):
+        return None
+    group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
+    group_ids = [group_of.get(each) for each in images.ids.tolist()]
+    return None if None in group_ids else torch.tensor(group_ids, dtype=torch.int64)
+
+
+def inputs_to_polish(
+    request: ReductionRequest, images: InputSet | None, moments: Moments, judges: Judges | None
+) -> PolishInputs | None:
+    """The inputs of a polish, None where none is asked for.
+
+    Those that calibration left out (--hold-out) judge; a closed form errs less on inputs that it was fitted to, and so
+    would seem better than what follows it. With a limit they judge that, and nothing else.
+    """
+    if request.polish is None or images is None:
+        return None
+    if judges is not None:
+        fitted, _ = judges.apart(images, moments)
+        return PolishInputs(reduced_on=images, fitted=fitted, groups_B=_groups(fitted, moments), judges=None)
+    was_seen_B = torch.isin(images.ids, moments.image_ids)
+    if bool(was_seen_B.all()) or not bool(was_seen_B.any()):
+        return PolishInputs(reduced_on=images, fitted=images, groups_B=_groups(images, moments), judges=None)
+    fitted, others = (images.subset(each.nonzero().squeeze(1).tolist()) for each in (was_seen_B, ~was_seen_B))
+    return PolishInputs(reduced_on=fitted, fitted=fitted, groups_B=None, judges=others)
+
+
+def with_polish(
+    dense: nn.Module,
+    reduction: Reduction,
+    options: PolishOptions,
+    inputs: PolishInputs,
+    how: Polishing,
+    *,
+    reads: Reads | None,
+) -> Reduction:
+    """The reduction with its model polished, the report in it."""
+    result = polished(
+        dense,
+        reduction.model,
+        inputs.fitted,
+        options,
+        groups_B=inputs.groups_B,
+        judges=inputs.judges,
+        reads=reads,
+        state=how.state,
+        ranks=how.ranks,
+        on_progress=how.on_progress,
+    )
+    decisions = (*reduction.decisions, result.report.line)
+    return replace(reduction, model=result.model, decisions=decisions, polish=result.report.as_json())

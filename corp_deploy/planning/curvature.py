@@ -82,17 +82,6 @@ def tangent_of(
     )
 
 
-def _tangent(model: nn.Module, inputs: Inputs, generator: torch.Generator) -> Tangent[str]:
-    x_BNC = traced_model.embedded(model, inputs).detach().requires_grad_()
-    walk = StreamState.of(x_BNC, traced_model.token_weights(model, inputs))
-    behind: dict[str, Tensor] = {}
-    for step in steps_to_outputs(model):
-        walk = walk.behind(step)
-        if isinstance(step, SegmentStep):
-            behind[step.name] = walk.tokens.x
-    return tangent_of(joined(answers(model, walk, inputs)), behind, behind, generator)
-
-
 def tangents(model: nn.Module, inputs: Inputs) -> Iterator[Tangent[str]]:
     """Of the inputs, a few at a time; to be called outside inference mode, for a model that is evaluated."""
     tokens = len(traced_model.token_kinds(model))
@@ -101,8 +90,15 @@ def tangents(model: nn.Module, inputs: Inputs) -> Iterator[Tangent[str]]:
             tokens = traced_model.embedded(model, next(chunks(inputs, 1))).shape[1]
     generator = torch.Generator().manual_seed(0)
     for piece in chunks(inputs, max(1, PIECE_TOKENS // tokens)):
+        copied, behind = map_tensors(piece, torch.clone), dict[str, Tensor]()
         with torch.enable_grad():
-            tangent = _tangent(model, map_tensors(piece, torch.clone), generator)
+            x_BNC = traced_model.embedded(model, copied).detach().requires_grad_()
+            walk = StreamState.of(x_BNC, traced_model.token_weights(model, copied))
+            for step in steps_to_outputs(model):
+                walk = walk.behind(step)
+                if isinstance(step, SegmentStep):
+                    behind[step.name] = walk.tokens.x
+            tangent = tangent_of(joined(answers(model, walk, copied)), behind, behind, generator)
         yield tangent
 
 

@@ -21,11 +21,10 @@ from corp_deploy.store.transformers_saved import FOLDER, transformers_form, writ
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
-from .carried_out import as_planned, composed
+from .carried_out import Polishing, as_planned, composed, inputs_to_polish, with_polish
 from .judging import Judge, Judges
 from .limit_search import figure, smallest_within
 from .plan import plan, planner_of
-from .polishing import Polishing, inputs_to_polish, with_polish
 from .refusals import (
     as_merged,
     refuse_far_budget,
@@ -35,8 +34,7 @@ from .refusals import (
     refuse_partial,
     require_sayable,
 )
-from .request import ReductionRequest, merging_as_planned
-from .width_plan import WidthPlan, reduced_checkpoint
+from .request import ReductionRequest, WidthPlan, merging_as_planned, reduced_checkpoint
 
 
 def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:

@@ -28,9 +28,8 @@ from .merge_curves import MergeCurves, merge_curves
 from .merge_prices import Prices, measure_merge_latencies, prices_by_latencies, prices_in_macs
 from .probe import Probe
 from .probe_split import IMAGES, few_of
-from .request import ReductionRequest, merging_of_schedule
+from .request import ReductionRequest, WidthPlan, merging_of_schedule
 from .schedule import Schedule, best_schedule, shaped_schedule, shapes
-from .width_plan import WidthPlan
 
 GRID = 0.05
 TRIED = 2
@@ -196,8 +195,7 @@ def joint_planner(
     curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, unfitted.inputs)
     if currency == "latency":
         assert where is not None, currency
-        latencies = measure_merge_latencies(dense, probe.method, losses, where)
-        prices = prices_by_latencies(dense, curves, losses, latencies)
+        prices = prices_by_latencies(dense, curves, losses, measure_merge_latencies(dense, probe.method, losses, where))
     else:
         where, prices = None, prices_in_macs(probe.model, curves, losses)
     return JointPlanner(

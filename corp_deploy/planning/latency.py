@@ -25,7 +25,6 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.traced.models.parts import STREAM, part_of, tokens_that_enter
-from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.token_merging import TokenMerge
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
@@ -97,18 +96,14 @@ class Grids:
     where: LatencyTarget
     scratch: Path
 
-    def _sizes(self, site: Site) -> tuple[int, ...]:
-        return tuple(kind_of(site).offers(site, self.method))
-
     @cached_property
     def shapes(self) -> dict[str, str]:
         """By site, the same for those that take as long as each other; none for a constant, and where a site stays."""
         shapes, names = dict[str, str](), dict[str, str]()
         for site in sites_of(self.model).every:
-            if len(self._sizes(site)) > 1:
+            if len(kind_of(site).offers(site, self.method)) > 1:
                 outline = part_of(self.model, site, site.width).cost_signature
-                name = f"{site.cost_signature}, as in {site.name}"
-                shapes[site.name] = names.setdefault(outline, name)
+                shapes[site.name] = names.setdefault(outline, f"{site.cost_signature}, as in {site.name}")
         return shapes
 
     def of_site(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
@@ -124,7 +119,7 @@ class Grids:
             identity=part.cost_signature,
             open_width=open_width,
             inputs=part.inputs,
-            widths=spread(self._sizes(own), points),
+            widths=spread(tuple(kind_of(own).offers(own, self.method)), points),
             batches=self.where.batches,
         )
 

@@ -16,7 +16,7 @@ from perf.stats.decision import samples_for_interval, samples_for_share, share_i
 
 from .budget_planner import Planner
 from .judging import Judge, Judgement, Judging
-from .width_plan import WidthPlan
+from .request import WidthPlan
 
 # Budgets are hundredths of the dense cost: finer steps are below what a hundred images can tell apart.
 STEPS = 100

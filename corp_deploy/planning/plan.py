@@ -1,36 +1,24 @@
 """Settle what a reduction does before it is done: the widths of a budget, the geometry of the heads."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
-from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.values import TracedValues
 from ground.effort import Stopwatch
 from ground.errors import BadInput
 
-from .budget import Allocation, allocate, dense_cost, uniform
+from .budget import allocate, dense_cost, uniform
 from .budget_planner import Planner, budget_planner, probe_of, probed
 from .curves import cost_curves
 from .joint_planner import joint_planner
 from .probe import Probe
-from .request import ReductionRequest
-from .width_plan import WidthPlan
+from .request import ReductionRequest, WidthPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadChoice:
-    """The geometry taken, its widths, the sentence that says why, and what every geometry would have been given."""
-
-    method: Method
-    allocated: Allocation
-    reason: str
-    ways: tuple[Allocation, ...]
-
-
-def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
+def choose_heads(probe: Probe, share: float | None) -> WidthPlan:
     """Spend the same MACs on padded and on square heads and take the one whose curves predict less logit error.
 
     `share` of the dense MACs is the budget; None takes what the method's uniform sparsities leave with padded heads, or
@@ -51,7 +39,14 @@ def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
         f"heads: {method.geometry}, because at {share:.1%} of the dense MACs its predicted logit error is "
         f"{better.predicted_error:.4f}, that of {worse.name} {worse.predicted_error:.4f}"
     )
-    return HeadChoice(method=method, allocated=better, reason=reason, ways=tuple(way for _, way in ways))
+    return WidthPlan(
+        method=method,
+        widths=better.widths,
+        decisions=(reason,),
+        ways=probed(probe, [way for _, way in ways]),
+        eliminations=probe.eliminations,
+        metrics=probe.moments.metrics,
+    )
 
 
 def planner_of(
@@ -97,15 +92,6 @@ def plan(
     if options.auto_heads:
         if share is not None and request.priced_in != "macs":
             raise BadInput("--heads auto compares at equal MACs; expected --macs, or no budget")
-        probe = probe_of(dense, moments, request.method, images, watch=watch)
-        choice = choose_heads(probe, share)
-        return WidthPlan(
-            method=choice.method,
-            widths=choice.allocated.widths,
-            decisions=(choice.reason,),
-            ways=probed(probe, choice.ways),
-            eliminations=probe.eliminations,
-            metrics=probe.moments.metrics,
-        )
+        return choose_heads(probe_of(dense, moments, request.method, images, watch=watch), share)
     assert share is not None, request
     return planner_of(dense, moments, request, images, watch).tried_at(share)

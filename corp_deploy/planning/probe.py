@@ -85,8 +85,7 @@ def effects_of_new_tensors(
             known = {
                 each: change.get(str(each.target), whole.kept.get(each)) for each in program.nodes if each not in nodes
             }
-            again = fx.Interpreter(program.graph)
-            outputs = as_tuple(again.run(initial_env=known, enable_io_processing=False))
+            outputs = as_tuple(fx.Interpreter(program.graph).run(initial_env=known, enable_io_processing=False))
             for number, (output, exact) in enumerate(zip(outputs, dense_of_piece, strict=True)):
                 moved[place, number] += float((output.double() - exact).square().sum())
         start += len(given[0])
@@ -97,13 +96,6 @@ def effects_of_new_tensors(
 
 FEW = 8  # inputs
 Trial = tuple[str, Width]
-
-
-def _change(outputs: Sequence[Tensor], dense: Sequence[Tensor]) -> float:
-    """Squared relative change, the mean of several outputs."""
-    exact = [each.double() for each in dense]
-    lost = [(output.double() - each).square().sum() for output, each in zip(outputs, exact, strict=True)]
-    return sum(float(own / each.square().sum()) for own, each in zip(lost, exact, strict=True)) / len(dense)
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that the outputs can be kept
@@ -132,7 +124,9 @@ class Probe:
     def effect_of(self, reduced: nn.Module) -> float:
         """Squared relative change of the outputs with this model in place of the dense one."""
         with torch.inference_mode():
-            return _change(as_tuple(run_model(reduced, self.inputs)), self.outputs)
+            pairs = zip(as_tuple(run_model(reduced, self.inputs)), map(Tensor.double, self.outputs), strict=True)
+            moved = [float((each.double() - exact).square().sum() / exact.square().sum()) for each, exact in pairs]
+            return sum(moved) / len(moved)
 
     @cached_property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -170,7 +164,7 @@ class Probe:
 
     def linear_effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """`effects` to first order where layers that read a site change alone, at the cost of a few passes however many
-        trials there are (see program_effects.py); exact, on fewer inputs, where rows that write it are mixed too.
+        trials there are (see curvature.py); exact, on fewer inputs, where rows that write it are mixed too.
         """
         program, new = tracing(self.model).program, self._reduced(trials)
         tensors = {

@@ -148,8 +148,7 @@ def as_merged(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint,
     """
     auto = request.options.auto_merging
     dense = dense if auto else merging_checkpoint(dense, request.options)
-    merging = traced_model.merging_of(dense.model)
-    if auto or merging is not None:  # tokens merge behind attentions
+    if auto or traced_model.merging_of(dense.model) is not None:  # tokens merge behind attentions
         request = replace(request, method=replace(request.method, empties=False))
     return dense, request
 

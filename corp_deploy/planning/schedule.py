@@ -1,5 +1,5 @@
-"""How many tokens each block should merge away: what it loses (merge_curves.py) against what it saves, in
-multiply-adds, or in time as layers at fewer tokens and merges take alone.
+"""How many tokens each block should merge away: what it loses (merge_curves.py) against what it saves: multiply-adds,
+or the time that layers at fewer tokens and merges take alone.
 
 Tokens that are merged stay merged: a block that brings the count from R to R' adds e(R') - e(R), e being that block's
 own curve, and later blocks, whose merging has less of the model before it, add less. The best schedule of such sums is

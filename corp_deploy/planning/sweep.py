@@ -34,10 +34,10 @@ from .budget_planner import BudgetPlanner, budget_planner
 from .carried_out import as_planned
 from .curves import eliminations
 from .judging import Scored, worst_agreement
+from .request import WidthPlan, reduced_checkpoint
 from .sweep_points import SweepPoint, with_fronts
 from .sweep_speed import Bench
 from .sweep_trials import Scores, SweepRequest, TrialFolder, key_of
-from .width_plan import WidthPlan, reduced_checkpoint
 
 Done = Callable[[str, int], None]
 TRIALS = "trials"
@@ -89,17 +89,13 @@ class SweepCache:
             self.loaded = {place: load_moments(self.swept.moments[place])}  # one at a time: they are large
         return self.loaded[place]
 
-    def _eliminations(self, request: SweepRequest, watch: Stopwatch | None) -> dict[str, Elimination]:
-        method, at = request.method, (request.moments, request.method.ridge_rel)
-        if method.mlp_selection == "obs" and at not in self.elimination_cache:
-            with measured(watch, "select"):
-                self.elimination_cache[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
-        return self.elimination_cache.get(at, {})
-
     def _planned(self, request: SweepRequest, watch: Stopwatch | None) -> WidthPlan:
-        method = request.method
+        method, at, known = request.method, (request.moments, request.method.ridge_rel), self.elimination_cache
         if request.budget is None:
-            return WidthPlan(method=method, widths=None, decisions=(), eliminations=self._eliminations(request, watch))
+            if method.mlp_selection == "obs" and at not in known:
+                with measured(watch, "select"):
+                    known[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
+            return WidthPlan(method=method, widths=None, decisions=(), eliminations=known.get(at, {}))
         key = key_of(method=asdict(method), moments=request.moments)
         if key not in self.planners:
             moments, source = self.moments(request.moments), self.swept.calibration or self.swept.source
@@ -155,11 +151,7 @@ class SweepRun:
     ranks: Ranks = ALONE
     keep_models: bool = False
     command: tuple[str, ...] = ()
-    on_progress: Done | None = None
-
-    def report_progress(self, phase: str, count: int) -> None:
-        if self.on_progress is not None:
-            self.on_progress(phase, count)
+    on_progress: Done = lambda phase, count: None
 
 
 def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
@@ -167,28 +159,21 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
     run = run or SweepRun()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) if run.folder is None else run.folder / TRIALS
-        folders = _folders(swept, requests, root)
+        identity, digests, folders = swept.identity, [sha256_of_file(path) for path in swept.moments], []
+        for each in requests:
+            key = key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
+            folders.append(TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key))
         bench = Bench(swept.dense, Path(scratch), run.speed, keep_plans=run.keep_models)
         _reduce_all(swept, requests, folders, bench, run)
         run.ranks.all_gather(None)  # nobody times while another computes
         _time_all(folders, bench, run)
-        points = [_whole(folder, bench, at) for folder, at in zip(folders, requests, strict=True)]
         # Machines need no common disk: what one of them has read, all have.
-        every = run.ranks.all_gather(points)
+        every = run.ranks.all_gather([_whole(folder, bench, at) for folder, at in zip(folders, requests, strict=True)])
         if not run.keep_models and run.ranks.rank == 0:
             for folder in folders:
                 folder.drop_reduced()
     found = [next(filter(None, column), None) for column in zip(*every, strict=True)]
     return with_fronts([point for point in found if point is not None])
-
-
-def _folders(swept: SweepContext, requests: Sequence[SweepRequest], root: Path) -> list[TrialFolder]:
-    identity, digests = swept.identity, [sha256_of_file(path) for path in swept.moments]
-    folders = []
-    for each in requests:
-        key = key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
-        folders.append(TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key))
-    return folders
 
 
 def _reduce_all(
@@ -205,10 +190,10 @@ def _reduce_all(
     # Every process reads the same list, and has its share of it.
     everywhere = run.ranks.all_gather(left)
     shared = [place for place in everywhere[0] if all(place in one for one in everywhere)]
-    run.report_progress("reducing", len(folders) - len(left))
+    run.on_progress("reducing", len(folders) - len(left))
     for count, place in enumerate(shared[run.ranks.rank :: run.ranks.size], start=1):
         _reduce_one(work, requests[place], folders[place], bench)
-        run.report_progress("reducing", len(folders) - len(left) + count)
+        run.on_progress("reducing", len(folders) - len(left) + count)
 
 
 def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, bench: Bench) -> None:
@@ -235,27 +220,22 @@ def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, be
 
 
 def _time_all(folders: Sequence[TrialFolder], bench: Bench, run: SweepRun) -> None:
-    """Time the trials of this machine, which are those that its processes made."""
+    """Time the trials of this machine: of torchrun's machines that see a trial's model one does, by its first process,
+    as several of a machine would time each other.
+    """
     if run.speed.bench is None:
         return
     left = [place for place, folder in enumerate(folders) if bench.wants_timing(folder) and folder.has_reduced()]
-    run.report_progress("timing", len(folders) - len(left))
-    for count, place in enumerate(_of_machine(left, run.ranks), start=1):
-        bench.time(folders[place], command=run.command)
-        run.report_progress("timing", len(folders) - len(left) + count)
-
-
-def _of_machine(left: Sequence[int], ranks: Ranks) -> list[int]:
-    """Those that this process times: of torchrun's machines that see a trial's model one, by its first process, as
-    several of a machine would time each other.
-    """
+    run.on_progress("timing", len(folders) - len(left))
     own, mine = int(os.environ.get("GROUP_RANK", "0")), []
-    everywhere = ranks.all_gather((own, list(left)))
+    everywhere = run.ranks.all_gather((own, left))
     for place in left if os.environ.get("LOCAL_RANK", "0") == "0" else ():
         machines = sorted({machine for machine, places in everywhere if place in places})
         if machines[place % len(machines)] == own:
             mine.append(place)
-    return mine
+    for count, place in enumerate(mine, start=1):
+        bench.time(folders[place], command=run.command)
+        run.on_progress("timing", len(folders) - len(left) + count)
 
 
 def _whole(folder: TrialFolder, bench: Bench, request: SweepRequest) -> SweepPoint | None:

@@ -1,7 +1,7 @@
 """The steps of a parity chain: model directories, typed graphs, engines; each with how it is run and what it claims."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +11,11 @@ import numpy as np
 
 from calib.fingerprints import Fingerprints
 from corp_deploy.families.family import input_ports, output_ports
+from corp_deploy.families.timm_images import ImageSpec
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.store.checkpoint import Checkpoint, fitted_of_lineage
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.onnx_file import facts_of_onnx
+from corp_deploy.store.onnx_file import facts_of_onnx, port_of
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, checked_outputs, feeds_of_ports, rows_of
@@ -28,7 +29,7 @@ from perf.runners.onnx_session import Provider
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
 
 from .engine_trust import record_of_trusted_plan
-from .inputs import NO_PIXELS, Pixels, pixels_of, take_pixels
+from .inputs import fed_to_ports, images_taken, take_pixels
 
 Run = Callable[[Feeds], Outputs]
 FP32 = "fp32"
@@ -44,8 +45,8 @@ class Candidate:
     `shown` is its path as a printed command names it, where that is another. `rest`: of a quantised graph the precision
     of all else, where it tells, `weight_bits` how many bits its weights use. `sha256`: of an engine, whose bytes are
     held to it. `runtime`: what runs a graph where that is not ONNX Runtime, `provider` where that does; `as_typed`:
-    whether it keeps its kernels of INT8 away. `inputs`: of a graph or an engine what it takes, `pixels` what images are
-    made of, for one that takes those. `fitted`: the inputs that it was fitted to, where it tells.
+    whether it keeps its kernels of INT8 away. `inputs`: of a graph or an engine what it takes, `images`: how they are
+    made of pixels, for one that takes those. `fitted`: the inputs that it was fitted to, where it tells.
     """
 
     label: str
@@ -64,7 +65,7 @@ class Candidate:
     provider: Provider = "cpu"
     as_typed: bool = False
     inputs: tuple[Port, ...] = ()
-    pixels: Pixels = NO_PIXELS
+    images: ImageSpec | None = None
     fitted: Fingerprints | None = None
 
     @property
@@ -121,7 +122,7 @@ class Candidate:
 
     def fed(self, feeds: Feeds, ports: Sequence[Port] = ()) -> Feeds:
         """Feeds of the dense model as this step takes them; `ports` where a runner tells them."""
-        return self.pixels.fed(feeds, ports or self.inputs, where=self.label)
+        return fed_to_ports(feeds, ports or self.inputs, self.images, where=self.label)
 
     def _runner(self, scratch: Path) -> ModuleRunner | OnnxRunner | OpenVinoRunner | EngineRunner:
         if self.form == "torch":
@@ -178,7 +179,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
         float_type=type_by_name(record.precision),
         backend=record.backend,
         sha256=record.plan_sha256,
-        inputs=ports_of(record.inputs),
+        inputs=tuple(map(port_of, record.inputs)),
     )
 
 
@@ -239,18 +240,6 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
     )
 
 
-def ports_of(values: Iterable[GraphPort]) -> tuple[Port, ...]:
-    """A size that is open is -1."""
-    return tuple(
-        Port(
-            name=value.name,
-            shape=tuple(size if isinstance(size, int) else -1 for size in value.shape[1:]),
-            dtype=value.dtype,
-        )
-        for value in values
-    )
-
-
 def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") -> tuple[Port, ...]:
     """Raises BadInput for sizes that are open."""
     for value in values:
@@ -259,10 +248,10 @@ def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") ->
                 f"{path}: its input {value.name} is {list(value.shape)}, expected [batch, ...] with fixed sizes behind "
                 f"the batch{remedy}"
             )
-    return ports_of(values)
+    return tuple(map(port_of, values))
 
 
 def of_model(candidates: Sequence[Candidate], dense: Checkpoint) -> list[Candidate]:
     """The same, held against this model: each is fed what the model's images are made of, where it takes that."""
-    pixels = pixels_of(dense)
-    return [replace(each, pixels=pixels) for each in candidates]
+    images = images_taken(dense)
+    return [replace(each, images=images) for each in candidates]

@@ -29,7 +29,7 @@ from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, of_model, outputs_at
 from .heads import Heads, opened_heads
-from .inputs import ProofInputs
+from .inputs import ProofInputs, require_pixels
 from .link_rules import LinkRules, ParityLimits, Reference, link_rules, with_reasons
 from .locate import located, worst_inputs
 from .own_noise import DENSE, Merges, merges_of
@@ -96,8 +96,12 @@ class Chain:
                 before = Reference(label=single.candidate.label, answers=single.answers, merges=merges)
             previous = None if single is None else single.candidate
             step = self._step(candidate, before)
-            room = _headroom(previous, candidate, self.feeds)
-            step = replace(step, findings=(*step.findings, *room), located=self._located(step, before, previous))
+            step = replace(step, located=self._located(step, before, previous))
+            is_fp16 = candidate.float_type is FLOAT16 and candidate.runtime is None and candidate.form == "graph"
+            if is_fp16 and previous is not None and previous.form == "graph":  # how near it comes to float16's end
+                few = previous.fed(rows_of(self.feeds, slice(HEADROOM_INPUTS)))
+                room = headroom(candidate.label, previous.path, candidate.path, few)
+                step = replace(step, findings=(*step.findings, room))
             merges = merges if candidate.checkpoint is None else step.merges
             single = single if candidate.rounds or candidate.runtime is not None else step
             steps.append(step)
@@ -136,8 +140,7 @@ class Chain:
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Run]:
         """With the maps that heads make of its outputs."""
-        ports = [rule.port for rule in self.rules if rule.port not in self.heads.ports]
-        with candidate.opened(ports) as backbone:
+        with candidate.opened([rule.port for rule in self.rules if rule.port not in self.heads.ports]) as backbone:
             yield self.heads.behind(backbone, max(self.batches))
 
     def _by_batch(self, candidate: Candidate, run: Run) -> dict[int, Outputs]:
@@ -161,14 +164,6 @@ class Chain:
         return located(failing.name, step.candidate, previous, self.dense, worst, self.rules[0].products)
 
 
-def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[StructuralTest]:
-    """How near an FP16 graph comes to the end of float16, computed by the FP32 graph before it; nothing of others."""
-    is_fp16 = fp16.float_type is FLOAT16 and fp16.runtime is None and fp16.form == "graph"
-    if single is None or single.form != "graph" or not is_fp16:
-        return []
-    return [headroom(fp16.label, single.path, fp16.path, single.fed(rows_of(feeds, slice(HEADROOM_INPUTS))))]
-
-
 def prove(
     dense: Checkpoint,
     candidates: Sequence[Candidate],
@@ -177,8 +172,8 @@ def prove(
     batches: Sequence[int],
     limits: ParityLimits,
     moments: Moments | None = None,
-    on_progress: Callable[[int], None] | None = None,
-    answered: Callable[[str, Outputs], None] | None = None,
+    on_progress: Callable[[int], None] = lambda finished: None,
+    answered: Callable[[str, Outputs], None] = lambda label, outputs: None,
 ) -> Proof:
     """Compare every candidate with its predecessor and the last one with the dense model.
 
@@ -198,20 +193,17 @@ def prove(
     feeds = checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}")
     candidates = of_model(candidates, dense)
     for candidate in candidates:
-        candidate.pixels.require(feeds, candidate.inputs, where=candidate.label)
+        require_pixels(feeds, candidate.inputs, candidate.images, where=candidate.label)
     halves = tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
 
     def finished(steps: Sequence[Step]) -> None:
-        if answered is not None:
-            answered(steps[-1].candidate.label, steps[-1].answers)
-        if on_progress is not None:
-            on_progress(len(steps))
+        answered(steps[-1].candidate.label, steps[-1].answers)
+        on_progress(len(steps))
 
     with opened_heads(limits.heads, ports, threshold=limits.map_threshold) as heads:
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
             answers = outputs_at(heads.behind(runner, max(batches)), feeds, max(batches))
-        if answered is not None:
-            answered(DENSE, answers)
+        answered(DENSE, answers)
         rules = link_rules(dense, feeds, answers, max(batches), limits, heads, halves)
         chain = Chain(
             dense=dense, answers=answers, feeds=feeds, batches=batches, rules=rules, heads=heads, halves=halves

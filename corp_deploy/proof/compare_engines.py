@@ -159,15 +159,14 @@ def compare(
     batches: Sequence[int],
     limits: ParityLimits,
     elsewhere: str,
-    on_progress: Callable[[int], None] | None = None,
-    answered: Callable[[str, Outputs], None] | None = None,
+    on_progress: Callable[[int], None] = lambda finished: None,
+    answered: Callable[[str, Outputs], None] = lambda label, outputs: None,
 ) -> Proof:
     """Every candidate against the golden answers, a link an output, as `prove` does; raises BadInput for others."""
     links, findings = [], []
     arrays: dict[str, NDArray[np.generic]] = {}
     output_limits, several = limits.of_outputs(), len(golden.outputs) > 1
-    if answered is not None:
-        answered(golden.source.label, golden.answers)
+    answered(golden.source.label, golden.answers)
     for place, each in enumerate(candidates):
         own, expected = ([port.name for port in outputs] for outputs in (each.outputs, golden.outputs))
         if sorted(own) != sorted(expected):
@@ -178,8 +177,7 @@ def compare(
         with each.opened(elsewhere) as run:
             by_batch = {size: outputs_at(run, feeds, size) for size in each.sizes(batches)}
         answers = by_batch[max(by_batch)]
-        if answered is not None:
-            answered(each.source.label, answers)
+        answered(each.source.label, answers)
         findings += structure.outputs(each.source.label, answers, noun=golden.images.kind)
         own_name = each.candidate.name.lstrip("-")  # of a file right here
         name = own_name if len(candidates) == 1 else f"{place + 1} {own_name}"
@@ -199,8 +197,7 @@ def compare(
             )
             found = figures(golden.answers[port.name], {name: answers[port.name]}, role=port.role)
             arrays |= {f"{port.name}.{key}" if several else key: np.asarray(array) for key, array in found.items()}
-        if on_progress is not None:
-            on_progress(place + 1)
+        on_progress(place + 1)
     sources = (golden.source, *(each.source for each in candidates))
     parity = Parity(images=golden.images, links=tuple(links), structure=tuple(findings), sources=sources)
     return Proof(parity=parity, figures=arrays)

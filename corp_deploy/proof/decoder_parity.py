@@ -22,6 +22,7 @@ from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder, facts_
 from corp_deploy.store.transformers_directory import decoder_arguments
 from ground.errors import BadInput
 from ground.files import sha256_of_file
+from ground.records import json_from_record
 from perf.bench.bench import Subject, bench
 from perf.parity.measures import measures
 from perf.record.decoders import DecoderBench, Prefill
@@ -126,10 +127,8 @@ def verify_decoder(
 
 
 def _link(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32], bound: float | None) -> Link:
-    """A figure that is not finite is null in a record."""
-    found = asdict(measures(expected, actual, role="token logits"))
-    endless = [key for key, value in found.items() if isinstance(value, float) and not np.isfinite(value)]
-    return Link(name=name, measures=found | dict.fromkeys(endless), bound=bound)
+    found = json_from_record(measures(expected, actual, role="token logits"))  # null for what isn't finite
+    return Link(name=name, measures=found, bound=bound)
 
 
 NAMES = ("dense", "reduced")

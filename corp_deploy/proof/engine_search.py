@@ -20,12 +20,11 @@ from ground.feeds import Feeds, Outputs, batch_size
 from ground.gpu import require_cuda
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
-from ground.precision import FloatType
 from perf.parity.block_outputs import site_of
 from perf.parity.measures import Measures, measures
 from perf.parity.tolerance import Tolerance, judge
 
-from .candidates import Candidate, candidate_from_path, outputs_at
+from .candidates import candidate_from_path, outputs_at
 
 BATCH = 16
 Answers = Callable[[Path], Outputs]
@@ -34,12 +33,10 @@ Write = Callable[[Path, Sequence[str], Sequence[str]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """Where fusion is broken, which sites are kept in more bits, the error then, and how many engines were built."""
+    """Where fusion is broken, and which sites are kept in more bits."""
 
     breaks: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    relative_error: float | None = None
-    engines: int = 0
 
 
 def fewest(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...] | None:
@@ -134,24 +131,12 @@ def mended(trials: Trials) -> RepairResult:
             f"no set of fusion breaks, and no set of blocks in more bits, mends this engine: it is still off by "
             f"{trials.error(kept=blocks):.2g}; export fp32, or build with another version"
         )
-    error = trials.error(breaks, kept)
-    return RepairResult(breaks=breaks, kept=kept, relative_error=error, engines=len(trials.measured))
+    return RepairResult(breaks=breaks, kept=kept)
 
 
-def graph_answers(
-    path: Path,
-    float_type: FloatType,
-    feeds: Feeds,
-    ports: Sequence[OutputPort],
-    *,
-    rest: str | None = None,
-    batch: int | None = None,
-) -> Outputs:
-    """What ONNX Runtime says of a graph, rounding as it is typed; `rest` and `batch` as a candidate has them."""
-    step = Candidate(
-        label=path.name, name=path.name, form="graph", path=path, float_type=float_type, rest=rest, batch=batch
-    )
-    with step.opened(ports) as run:
+def graph_answers(path: Path, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
+    """What ONNX Runtime says of a graph, rounding as it is typed."""
+    with candidate_from_path(path).opened(ports) as run:
         return outputs_at(run, feeds, BATCH)
 
 

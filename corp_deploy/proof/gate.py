@@ -1,6 +1,5 @@
 """The gate on files: evidence read, judged beside an older record, verdicts written."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,11 +34,6 @@ def write_trend(trend: Trend, directory: Path) -> None:
     """history.json, which `report` shows, and history.svg."""
     save_trend(trend, directory / TREND)
     write_text(directory / PLOT, trend_drawing(trend).standalone)
-
-
-def trend_beside(outputs: Sequence[Path]) -> Path | None:
-    """Where the trend goes: beside gate.json; None where none is written."""
-    return next((path.parent for path in outputs if path.suffix == ".json"), None)
 
 
 def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
@@ -83,11 +77,6 @@ def judged_rows(
 ) -> tuple[JudgedRule, ...]:
     """Every rule beside the older records; with `starting`, those that ask for one where there is none wait for it."""
     return judge(rules, now, older, starting=starting).rules if rules else ()
-
-
-def gate_as_json(gate: Gate) -> str:
-    """The gate's record as text."""
-    return json.dumps({"verdict": gate.verdict, "exit_code": gate.exit_code, **asdict(gate)})
 
 
 def write_gate(gate: Gate, path: Path) -> None:

@@ -86,17 +86,14 @@ class Graphs:
             for name in options.mixed
         }
 
-    def _left(self, precision: str) -> RepairResult:
-        """The sites that are not quantised because they are too sensitive, and where an engine's fusion is broken."""
-        if not self._options.auto:
-            return RepairResult()
-        bounds, by = bounds_of(self._dense, precision, self._feeds), self._judged_by(self._fed)
-        how = self._checkpoint, self._made_of, precision, self._chosen, self._fed, bounds
-        return sites_to_leave(*how, batch=self._options.batch, **by)
+    @property
+    def _idle(self) -> dict[str, str]:
+        """The pure precisions that stand in place of mixed ones with nothing to keep, by those."""
+        return {name: PRECISIONS[name].pure for name, found in self.found.items() if not found.kept}
 
     def paths(self, output: Path) -> dict[str, Path]:
         """Where each graph goes: a pure one in place of a mixed one with nothing to keep."""
-        idle = {name: PRECISIONS[name].pure for name, found in self.found.items() if not found.kept}
+        idle = self._idle
         if len(self._options.precisions) == 1:
             (only,) = self._options.precisions
             return {idle.get(only, only): output}
@@ -107,12 +104,17 @@ class Graphs:
         """Write one of these graphs; the modules that it keeps in more bits."""
         options = self._options
         if name in QUANTISED:
-            found = self._left(name)
+            found = RepairResult()
+            if options.auto:  # sites too sensitive to be quantised, and where an engine's fusion is broken
+                bounds, by = bounds_of(self._dense, name, self._feeds), self._judged_by(self._fed)
+                made_of, chosen = self._made_of, self._chosen
+                found = sites_to_leave(self._checkpoint, made_of, name, chosen, self._fed, bounds, **by)
             chosen = replace(self._chosen, keep_rest=(*self._chosen.keep_rest, *found.kept))
             breaks = (*options.breaks, *found.breaks)
             export_quantised(self._made_of, path, precision=name, chosen=chosen, breaks=breaks)
             return chosen.keep_rest
-        found = self._mended(name)
+        mixed = next((mixed for mixed, pure in self._idle.items() if pure == name), name)
+        found = self.found.get(mixed, RepairResult())
         export_checkpoint(
             self._checkpoint,
             path,
@@ -125,8 +127,3 @@ class Graphs:
             graph_input=options.graph_input,
         )
         return found.kept
-
-    def _mended(self, name: str) -> RepairResult:
-        """What was found for a precision, or for the mixed one in whose place it is written."""
-        idle = {PRECISIONS[mixed].pure: found for mixed, found in self.found.items() if not found.kept}
-        return self.found.get(name) or idle.get(name, RepairResult())

@@ -89,8 +89,7 @@ def opened_heads(
     BadInput for one that doesn't read the model's outputs, or whose maps have the name of another output.
     """
     with ExitStack() as stack:
-        every = tuple(_opened(stack, Path(path), outputs) for path in paths)
-        heads = Heads(every=every, threshold=threshold)
+        heads = Heads(every=tuple(_opened(stack, Path(path), outputs) for path in paths), threshold=threshold)
         names = [port.name for port in (*outputs, *heads.ports)]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise BadInput(

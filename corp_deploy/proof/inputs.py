@@ -17,8 +17,7 @@ from torch import Tensor
 from calib.fingerprints import Fingerprints
 from calib.images import ARRAYS, open_images
 from calib.inputs import Batch, Inputs, InputSet, tensors_by_name
-from calib.sources import Normalise
-from calib.sources import Pixels as PixelsOfPictures
+from calib.sources import Normalise, Pixels
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec, input_ports
 from corp_deploy.families.timm_images import ImageSpec
@@ -39,46 +38,38 @@ def take_pixels(ports: Sequence[Port]) -> bool:
     return len(ports) == 1 and ports[0].dtype == PIXEL
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pixels:
-    """What images are made of: pixels as the images of `spec` are normalised; None of no model of images."""
-
-    spec: ImageSpec | None = None
-
-    def fed(self, feeds: Feeds, ports: Sequence[Port], *, where: str) -> Feeds:
-        """The feeds for these ports: pixels where they take those, else as they are."""
-        if not take_pixels(ports) or single_array(feeds).dtype == PIXEL:
-            return feeds
-        return {ports[0].name: self.normalisation(where).pixels(single_array(feeds))}
-
-    def require(self, feeds: Feeds, ports: Sequence[Port], *, where: str) -> None:
-        """Raises BadInput where ports take pixels and the images were not made of any."""
-        if take_pixels(ports) and single_array(feeds).dtype != PIXEL:
-            self.normalisation(where).require_pixels(single_array(feeds), where=where)
-
-    def normalisation(self, where: str) -> Normalisation:
-        """Raises BadInput for a model of no images, and for one that is not known to normalise them."""
-        if self.spec is None:
-            raise BadInput(f"{where}: takes uint8 images, the dense model takes none; export it from that model")
-        self.spec.require_normalisation(where=where, instead="take a graph that takes float32")
-        return self.spec.normalisation
+def _normalisation(spec: ImageSpec | None, where: str) -> Normalisation:
+    """Raises BadInput for a model of no images, and for one that is not known to normalise them."""
+    if spec is None:
+        raise BadInput(f"{where}: takes uint8 images, the dense model takes none; export it from that model")
+    spec.require_normalisation(where=where, instead="take a graph that takes float32")
+    return spec.normalisation
 
 
-NO_PIXELS = Pixels()
+def fed_to_ports(feeds: Feeds, ports: Sequence[Port], spec: ImageSpec | None, *, where: str) -> Feeds:
+    """The feeds for these ports, of images as they are told of: pixels where the ports take those, else as they are."""
+    if not take_pixels(ports) or single_array(feeds).dtype == PIXEL:
+        return feeds
+    return {ports[0].name: _normalisation(spec, where).pixels(single_array(feeds))}
 
 
-def pixels_of(checkpoint: Checkpoint) -> Pixels:
-    """Those that the images of a model are made of."""
-    model = checkpoint.model
-    of_images = traced_model.input_spec(model).medium == "images"
-    return Pixels(spec=image_spec(model) if of_images else None)
+def require_pixels(feeds: Feeds, ports: Sequence[Port], spec: ImageSpec | None, *, where: str) -> None:
+    """Raises BadInput where ports take pixels and the images were not made of any."""
+    if take_pixels(ports) and single_array(feeds).dtype != PIXEL:
+        _normalisation(spec, where).require_pixels(single_array(feeds), where=where)
+
+
+def images_taken(checkpoint: Checkpoint) -> ImageSpec | None:
+    """How images become a model's input; None of a model that takes none."""
+    of_images = traced_model.input_spec(checkpoint.model).medium == "images"
+    return image_spec(checkpoint.model) if of_images else None
 
 
 def fed_to_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) -> Feeds:
     """Feeds of the model as a graph of it takes them. Raises BadInput for images that were not made of pixels."""
-    pixels, ports, where = pixels_of(checkpoint), graph_ports(checkpoint, graph_input), f"input {graph_input}"
-    pixels.require(feeds, ports, where=where)
-    return pixels.fed(feeds, ports, where=where)
+    spec, ports, where = images_taken(checkpoint), graph_ports(checkpoint, graph_input), f"input {graph_input}"
+    require_pixels(feeds, ports, spec, where=where)
+    return fed_to_ports(feeds, ports, spec, where=where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +136,10 @@ def random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = Fa
     BadInput for a model whose inputs are no floats: which of them mean something only real ones show.
     """
     ports = input_ports(dense.model)
-    made_of = pixels_of(dense)
-    if not pixels or made_of.spec is None:
+    spec = images_taken(dense)
+    if not pixels or spec is None:
         return noise_inputs(ports, count, seed)
-    normalisation = made_of.normalisation("random pixels")
+    normalisation = _normalisation(spec, "random pixels")
     noise = noise_inputs([replace(port, dtype=PIXEL) for port in ports], count, seed)
     return replace(noise, feeds={name: normalisation.images(each) for name, each in noise.feeds.items()})
 
@@ -167,8 +158,7 @@ def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
         raise BadInput(
             f"random inputs: expected inputs of float32 or uint8, this model takes {', '.join(other)}; give real ones"
         )
-    feeds = random_feeds(ports, count, seed=seed)
-    return ProofInputs(feeds=feeds, digest=f"random seed {seed}", kind="random")
+    return ProofInputs(feeds=random_feeds(ports, count, seed=seed), digest=f"random seed {seed}", kind="random")
 
 
 def listed(ports: Sequence[Port]) -> str:
@@ -208,7 +198,7 @@ def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[
     (port,) = ports
     channels, height, width = port.shape
     directory = next((each for each in models if each.is_dir()), None)
-    pixels: PixelsOfPictures | None = None
+    pixels: Pixels | None = None
     if port.dtype == PIXEL:
         pixels = unnormalised
     elif directory is not None:

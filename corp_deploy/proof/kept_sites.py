@@ -23,7 +23,7 @@ from export.graph.quantiser import Quantiser
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, feeds_of_ports
 from ground.onnx_file import read_onnx
-from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_with_float32, type_by_name
+from ground.precision import FLOAT16, FloatType, mixed_with_float32, type_by_name
 from perf.parity import tolerance
 from perf.parity.block_outputs import locate_in_half, site_of
 from perf.parity.locate import FaultLocation, keep_until_it_passes
@@ -73,8 +73,8 @@ def sites_to_keep(
         export_checkpoint(checkpoint, fp32, precision="fp32", opset=opset, geometry=geometry)
         trials = Trials(
             write=write,
-            answers=engines or (lambda path: graph_answers(path, float_type, feeds, ports)),
-            reference=graph_answers(fp32, FLOAT32, feeds, ports),
+            answers=engines or (lambda path: graph_answers(path, feeds, ports)),
+            reference=graph_answers(fp32, feeds, ports),
             ports=ports,
             bounds=_bounds(dense, float_type, Path(scratch), feeds, opset),
             graph=Path(scratch) / "half.onnx",
@@ -95,7 +95,7 @@ def sites_to_keep(
         kept, left = keep_until_it_passes(attempt)
         if left is not None:
             raise BadInput(f"no set of blocks in FP32 mends this graph; still {left.reason}; export fp32")
-        return RepairResult(kept=kept, relative_error=trials.error(kept=kept))
+        return RepairResult(kept=kept)
 
 
 def _bounds(
@@ -104,8 +104,7 @@ def _bounds(
     fp32, half, ports = scratch / "dense.onnx", scratch / "dense16.onnx", output_ports(dense.model)
     export_checkpoint(dense, fp32, precision="fp32", opset=opset)
     export_checkpoint(dense, half, precision=mixed_with_float32(float_type).pure, opset=opset)
-    exact, rounded = graph_answers(fp32, FLOAT32, feeds, ports), graph_answers(half, float_type, feeds, ports)
-    noise = measured(ports, exact, rounded)
+    noise = measured(ports, graph_answers(fp32, feeds, ports), graph_answers(half, feeds, ports))
     return {name: tolerance.half(each, float_type=float_type, factor=FACTOR) for name, each in noise.items()}
 
 
@@ -117,7 +116,6 @@ def sites_to_leave(
     feeds: Feeds,
     bounds: Mapping[str, Tolerance],
     *,
-    batch: int | None,
     engines: Answers | None = None,
     breaks: Sequence[str] = (),
 ) -> RepairResult:
@@ -128,7 +126,7 @@ def sites_to_leave(
     Judged by what `engines` of the graphs say, where they are given: fusion breaks are tried before sites are left as
     they are, beside `breaks`, which are there in any case. Raises BadInput when not even one quantised site passes.
     """
-    ports, float_type = output_ports(checkpoint.model), type_by_name(precision)
+    ports = output_ports(checkpoint.model)
     modules = {layer.module: site_of(layer.node) for layer in layers(made_of.fp32_graph)}
 
     def is_left(module: str, left: Sequence[str]) -> bool:
@@ -141,16 +139,13 @@ def sites_to_leave(
         keeping = replace(chosen, keep_rest=keep)
         export_quantised(made_of, path, precision=precision, chosen=keeping, breaks=(*breaks, *sites))
 
-    def answers(path: Path) -> Outputs:
-        return graph_answers(path, float_type, feeds, ports, rest=made_of.rest_precision, batch=batch)
-
     with tempfile.TemporaryDirectory() as scratch:
         single = Path(scratch) / "single.onnx"
         onnx.save(made_of.fp32_graph, str(single))
         trials = Trials(
             write=write,
-            answers=engines or answers,
-            reference=graph_answers(single, FLOAT32, feeds, ports),
+            answers=engines or (lambda path: graph_answers(path, feeds, ports)),
+            reference=graph_answers(single, feeds, ports),
             ports=ports,
             bounds=bounds,
             graph=Path(scratch) / "tried.onnx",
@@ -161,7 +156,7 @@ def sites_to_leave(
 
 def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str, rest: str) -> RepairResult:
     if trials.failing() is None:
-        return RepairResult(relative_error=trials.error())
+        return RepairResult()
     sites = tuple(dict.fromkeys(sites_of_layers))
     alone = {site: trials.error(kept=[each for each in sites if each != site]) for site in sites}
     order = sorted(alone, key=lambda site: (-alone[site], site))
@@ -177,7 +172,7 @@ def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str,
             f"still off by {alone[least]:.2g}; export {rest}"
         )
     kept = tuple(order[: 1 + bisect_left(range(1, most), True, key=passes)])  # more pass where fewer do
-    return RepairResult(kept=kept, relative_error=trials.error(kept=kept))
+    return RepairResult(kept=kept)
 
 
 def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:

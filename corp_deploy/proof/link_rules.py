@@ -182,8 +182,7 @@ def link_rules(
 ) -> list[LinkRules]:
     """Of each output of the dense model and each map of its heads; `halves`: types that candidates are held in."""
     ports = output_ports(dense.model)
-    types = dict.fromkeys((FLOAT16, *halves))
-    noises = {each: own_noise(dense, each, feeds, answers, batch, heads) for each in types}
+    noises = {each: own_noise(dense, each, feeds, answers, batch, heads) for each in dict.fromkeys((FLOAT16, *halves))}
     noise, products = noises[FLOAT16], counted(dense.model).chain
 
     def rules(port: OutputPort, **own: Any) -> LinkRules:

@@ -112,7 +112,7 @@ def perplexities(
     limits: LanguageLimits,
     *,
     batch: int = 1,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda finished: None,
 ) -> LanguageProof:
     """The dense decoder and every candidate on the same sequences. `on_progress` hears how many sequences are finished.
     Raises BadInput for a model that is no decoder, and for a candidate of other outputs.
@@ -146,7 +146,7 @@ def perplexities(
 
 
 def _found(
-    runs: Mapping[str, Run], sequences: InputSet, batch: int, output: str, on_progress: Callable[[int], None] | None
+    runs: Mapping[str, Run], sequences: InputSet, batch: int, output: str, on_progress: Callable[[int], None]
 ) -> dict[str, list[SequenceMeasures]]:
     found: dict[str, list[SequenceMeasures]] = {label: [] for label in runs}
     finished = 0
@@ -158,6 +158,5 @@ def _found(
         for label, own_BTV in answers.items():
             found[label] += map(sequence_measures, answers[DENSE], own_BTV, ids_BT)
         finished += len(ids_BT)
-        if on_progress is not None:
-            on_progress(finished)
+        on_progress(finished)
     return found

@@ -77,9 +77,8 @@ def _effect_lines(path: Path) -> Any:
     return json_from_record(record_from_file(path, _Effects, kind=EFFECTS_KIND, remedy=again).rows)
 
 
-def _size_lines(path: Path) -> dict[str, Any]:
-    size = record_from_file(path, _Size, kind=SIZE_KIND, remedy=SIZE_AGAIN)
-    return {"sentence": size.sentence, "points": list(size.points)}
+def _size_lines(path: Path) -> Any:
+    return json_from_record(record_from_file(path, _Size, kind=SIZE_KIND, remedy=SIZE_AGAIN))
 
 
 def _site_line(site: SiteReport) -> dict[str, Any]:
@@ -146,8 +145,7 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
     files = {name: entry for name, entry in every.items() if not entry.made_by.startswith(REPORTS)}
     lineage = lineage_of_model(reduced) if reduced else {}
     if manifest is not None:
-        digests = {name: entry.sha256 for name, entry in files.items()}
-        lineage |= {"versions": manifest.versions, "files": digests}
+        lineage |= {"versions": manifest.versions, "files": {name: entry.sha256 for name, entry in files.items()}}
     return {
         "title": title or f"{directory.resolve().name}: dense against reduced",
         "bench": bench and json_of_file(directory / "bench.json", "bench"),

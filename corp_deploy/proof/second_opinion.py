@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from export.graph.ports import ports_of_graph
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds, Outputs, batch_size, rows_of
 from ground.files import replacing, write_text
@@ -80,12 +81,6 @@ def _run(model: str, inputs: str, golden: str) -> list[str]:
     return ["polygraphy", "run", model, "--onnxrt", *files, "--check-error-stat", "mean", "--rtol", "0", "--atol"]
 
 
-def _names(path: Path) -> tuple[list[str], list[str]]:
-    graph = read_onnx(path, weights=False).graph
-    weights = {each.name for each in graph.initializer}
-    return [each.name for each in graph.input if each.name not in weights], [each.name for each in graph.output]
-
-
 def _renamed(arrays: Feeds | Outputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Under the graph's names; one array alone may have another."""
     if len(arrays) == 1 and len(names) == 1:
@@ -142,7 +137,8 @@ def _written(
     from polygraphy.logger import G_LOGGER
 
     candidate = graphs[place]
-    own_inputs, own_outputs = _names(candidate.path)
+    ports = ports_of_graph(read_onnx(candidate.path, weights=False))
+    own_inputs, own_outputs = ([port.name for port in each] for each in ports)
     links = [each for each in proof.parity.links if each.candidate == candidate.label and each.kind != "whole"]
     reference = links[0].reference
     golden = proof.answers[reference]

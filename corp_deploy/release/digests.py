@@ -2,6 +2,7 @@
 finished stages, which hold those of all that they had read and left. Imports no torch.
 """
 
+import contextlib
 import re
 import time
 from pathlib import Path
@@ -43,14 +44,10 @@ class Digests:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._entries = self._read()
+        self._entries: dict[str, tuple[int, int, str]] = {}
+        with contextlib.suppress(BadInput):
+            self._entries = record_from_file(file, KnownDigests).files
         self._saved = dict(self._entries)
-
-    def _read(self) -> dict[str, tuple[int, int, str]]:
-        try:
-            return record_from_file(self._file, KnownDigests).files
-        except BadInput:
-            return {}
 
     def save(self) -> None:
         """Write what is new; nothing when nothing is."""

@@ -122,8 +122,7 @@ def read_inputs(
             fitted_ids = calibration.fitted.ids
         else:
             fitted_ids = load_moments(root / MOMENTS).image_ids if (root / MOMENTS).is_file() else no_ids()
-        same = int(torch.isin(proving.ids, fitted_ids).sum())
-        fitted = FittedInputs(judging=proving.count, same=same)
+        fitted = FittedInputs(judging=proving.count, same=int(torch.isin(proving.ids, fitted_ids).sum()))
         if fitted.has_overlap:
             warn(f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it")
     if any(label.startswith("parity.head") for label in labels):

@@ -23,21 +23,8 @@ from ground.errors import BadInput
 from ground.quantity import quoted
 from perf.gate.rule import Rule
 
+from . import recipe_tables as tables
 from .recipe_record import Table, keys_alone, record_of, table_of, told_at
-from .recipe_tables import (
-    BenchTable,
-    CalibrationTable,
-    ExportTable,
-    GateTable,
-    HeldOutTable,
-    LicencesTable,
-    ModelTable,
-    PackageTable,
-    ReduceTable,
-    ReleaseTable,
-    SamplesTable,
-    TargetTable,
-)
 from .targets import ON_CPU, Target, rules_of, target_of
 
 FILES = keys_alone(
@@ -99,20 +86,20 @@ def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
 class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A checked recipe, defaults filled in and paths absolute. The first target is the one that the gate asks about."""
 
-    release: ReleaseTable
-    model: ModelTable
-    calibration: CalibrationTable
-    held_out: HeldOutTable
-    reduce: ReduceTable
-    export: ExportTable = ExportTable()
+    release: tables.ReleaseTable
+    model: tables.ModelTable
+    calibration: tables.CalibrationTable
+    held_out: tables.HeldOutTable
+    reduce: tables.ReduceTable
+    export: tables.ExportTable = tables.ExportTable()
     parity: ParityTable = ParityTable()
-    bench: BenchTable = BenchTable()
-    gate: GateTable = GateTable()
-    samples: SamplesTable = SamplesTable()
-    package: PackageTable = PackageTable()
-    licences: LicencesTable = LicencesTable()
-    target_tables: dict[TargetName, TargetTable] = msgspec.field(
-        default_factory=lambda: {"onnxruntime-cpu": TargetTable()}, name="targets"
+    bench: tables.BenchTable = tables.BenchTable()
+    gate: tables.GateTable = tables.GateTable()
+    samples: tables.SamplesTable = tables.SamplesTable()
+    package: tables.PackageTable = tables.PackageTable()
+    licences: tables.LicencesTable = tables.LicencesTable()
+    target_tables: dict[TargetName, tables.TargetTable] = msgspec.field(
+        default_factory=lambda: {"onnxruntime-cpu": tables.TargetTable()}, name="targets"
     )
 
     def __post_init__(self) -> None:

@@ -119,8 +119,7 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], start
         if target == recipe.targets[0]:
             # Samples are arrays made of held-out images: whether those were fitted to, the chain of the whole tells.
             assert now.parity is not None, dirs.root
-            fitted = load_parity(dirs.root / names.PARITY).fitted
-            now = replace(now, parity=replace(now.parity, fitted=fitted))
+            now = replace(now, parity=replace(now.parity, fitted=load_parity(dirs.root / names.PARITY).fitted))
             rows += judged_rows(with_fitted_rule(recipe.rules, now), now, before, starting=starting)
         own = judged_rows(target.rules, now, None, starting=False)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]

@@ -77,16 +77,6 @@ class _Moments(msgspec.Struct, frozen=True, kw_only=True):
     images: Natural
 
 
-def _datasets(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> list[dict[str, Any]]:
-    fitted = record_from_file(root / SUMMARY, _Moments, kind=SUMMARY_KIND, remedy=AGAIN).images
-    own = recipe.licences
-    proof_licence = own.calibration if recipe.proves_on_own else own.held_out
-    return [
-        _data(CALIBRATION, "calibration images", config.lineage["images"], fitted, own.calibration),
-        _data(HELD_OUT, "held-out images", parity.images.digest, parity.images.count, proof_licence),
-    ]
-
-
 def _interval(low: float, high: float) -> dict[str, Any]:
     return {"confidenceInterval": {"lowerBound": f"{low:.6g}", "upperBound": f"{high:.6g}"}}
 
@@ -190,7 +180,12 @@ def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
     configs = {subject: load_model_config(root / subject) for subject in SUBJECTS}
     parity, reduced = load_parity(root / PARITY), configs["reduced"]
     dense, subject = (_model(root, recipe, each, configs[each]) for each in SUBJECTS)
-    parts = [dense, *_datasets(root, recipe, reduced, parity), TOOL]
+    fitted = record_from_file(root / SUMMARY, _Moments, kind=SUMMARY_KIND, remedy=AGAIN).images
+    images, own = parity.images, recipe.licences
+    proof_licence = own.calibration if recipe.proves_on_own else own.held_out
+    calibration = _data(CALIBRATION, "calibration images", reduced.lineage["images"], fitted, own.calibration)
+    held_out = _data(HELD_OUT, "held-out images", images.digest, images.count, proof_licence)
+    parts = [dense, calibration, held_out, TOOL]
     needs = {MODEL.format("reduced"): [MODEL.format("dense"), CALIBRATION, HELD_OUT, NAME]}
     return _sbom(subject | {"modelCard": _card(root, recipe, reduced, parity)}, parts, installed(), needs)
 
@@ -216,7 +211,6 @@ def _named(name: str, sha256: str) -> dict[str, Any]:
 
 
 def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, Any]:
-    outside = sorted(_read_outside(root, stages).items())
     return {
         "buildType": BUILD_TYPE,
         "externalParameters": {
@@ -226,7 +220,7 @@ def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str
         "internalParameters": {"commands": [stage.command for stage in stages]},
         "resolvedDependencies": [
             _named(label, digest) | ({} if path.is_file() else {"annotations": {"digest": _OF_FOLDER}})
-            for label, (path, digest) in outside
+            for label, (path, digest) in sorted(_read_outside(root, stages).items())
         ],
     }
 

@@ -43,10 +43,9 @@ class ToShip:
     def tables(self) -> dict[str, dict[str, Any]]:
         """The keys of a recipe that this settles, by their tables."""
         held_out, labels, tables = self.options.held_out, self.options.labels, self.budget.latency_tables
-        images = self.options.images.resolve()
         return {
             "model": msgspec.structs.asdict(model_table(self.source)),
-            "calibration": {"images": images, **self.drawn.drawn, "device": self.run.device},
+            "calibration": {"images": self.options.images.resolve(), **self.drawn.drawn, "device": self.run.device},
             "held_out": {"images": held_out and held_out.resolve(), "labels": labels and labels.resolve()},
             "reduce": {
                 "macs": MACS if self.budget.currency is None else self.budget.macs,

@@ -89,8 +89,7 @@ class KeySigner:
             return
         if self.password is not None:
             raise BadInput("--sign-password: with a certificate the library takes keys without a password alone")
-        own = certificates_from_file(self.certificate)[0]
-        if own.public_key() != key.public_key():
+        if certificates_from_file(self.certificate)[0].public_key() != key.public_key():
             raise BadInput(f"{self.certificate}: the certificate is of another key than {self.key}")
         for each in self.chain:
             certificates_from_file(each)
@@ -111,8 +110,7 @@ class KeySigner:
         """Whether a signature of this signer's holds for what lies there."""
         if self.certificate is not None:
             names = names_in_certificate(certificates_from_file(self.certificate)[0])
-            roots = (*self.chain, self.certificate)
-            return bool(names) and _holds(Certified(identity=names[0], roots=roots), folder)
+            return bool(names) and _holds(Certified(identity=names[0], roots=(*self.chain, self.certificate)), folder)
         public = scratch / "key.pub.pem"
         public.write_text(_public_text(_private_key(self.key, self.password)), encoding="utf-8")
         return _holds(PublicKey(path=public), folder)

@@ -23,9 +23,9 @@ from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, FedOptions
 from corp_deploy.planning.calibration_size import calibration_size
+from corp_deploy.planning.carried_out import Polishing
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import Judges, scored_inputs
-from corp_deploy.planning.polishing import Polishing
 from corp_deploy.planning.request import merging_checkpoint, request_of
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove, save_proof
@@ -51,10 +51,10 @@ from perf.record.runs import Bench, save_bench
 from perf.report.render import html
 
 from . import names
+from .check import REPLAY_ERROR, GraphAnswers, SamplesRecord, load_samples, of_release, opened_graph, replayed
 from .incremental import StageDirs
 from .recipe import Recipe, trusted_metrics
 from .recipe_tables import require_more
-from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, load_samples, of_release, opened_graph, replayed
 from .serving import package_of_directory
 
 

@@ -102,8 +102,7 @@ LIBRARY = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
 def _missing_library(target: Target) -> str | None:
-    name = LIBRARY[target.name]
-    return None if importlib.util.find_spec(name) else f"{target.name} is not installed here"
+    return None if importlib.util.find_spec(LIBRARY[target.name]) else f"{target.name} is not installed here"
 
 
 def missing_to_build(target: Target) -> str | None:

@@ -205,7 +205,7 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         precision=carried.get("export.precision") or onnx_precision(path),
         opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
         batch=min(batches, default=None),
-        inputs=tuple(map(_port, inputs)),
+        inputs=tuple(map(port_of, inputs)),
         macs=_integer(carried, "macs", path),
         parameters=_integer(carried, "parameters", path),
         rest=carried.get("export.rest"),
@@ -217,7 +217,8 @@ def facts_of_onnx(path: Path) -> GraphFacts:
     )
 
 
-def _port(port: GraphPort) -> Port:
+def port_of(port: GraphPort) -> Port:
+    """A size that is open is -1."""
     sizes = tuple(size if isinstance(size, int) else -1 for size in port.shape[1:])
     return Port(name=port.name, shape=sizes, dtype=port.dtype)
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from calib.redundancy import ChannelRedundancy, HeadRedundancy
 from corp_deploy.families.inspection import merging_record
-from corp_deploy.planning.width_plan import WidthPlan
+from corp_deploy.planning.request import WidthPlan
 from corp_deploy.polish.parts import Progress
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.overfitting import Overfitting

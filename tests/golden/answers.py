@@ -19,10 +19,9 @@ from corp_deploy.polish.parts import StateFile
 from corp_deploy.proof.compare_engines import read_golden
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.release.card import _calibrated
-from corp_deploy.release.check import check
+from corp_deploy.release.check import check, samples_of_release
 from corp_deploy.release.digests import read_stamp
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.release.samples import samples_of_release
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.manifest import load_effort, load_manifest
 from corp_deploy.store.model_config import load_model_config
