@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from corp_deploy.algebra import scores as select
-from corp_deploy.algebra.coupled import eliminate_coupled
+from corp_deploy.algebra.block_obs import eliminate_coupled
 from corp_deploy.algebra.obs import Elimination, obs
 from corp_deploy.algebra.swap import swap
 from tests.test_corp_patch_elimination import blocks_of, covariance_of, ridge_loss

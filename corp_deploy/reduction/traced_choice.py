@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from corp_deploy.algebra import channels, patches, scores
-from corp_deploy.algebra.block_obs import eliminate_blocks
+from corp_deploy.algebra.block_obs import eliminate_blocks, eliminate_coupled
 from corp_deploy.algebra.channels import ChannelRecovery
-from corp_deploy.algebra.coupled import eliminate_coupled
 from corp_deploy.algebra.obs import Elimination, interleaved, others_first
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.quadratic import mean_from_kept, output_error
