@@ -92,11 +92,10 @@ def merge(a: Moments, b: Moments) -> Moments:
     lineage, fingerprints = _merge_lineage(a.lineage, b.lineage), _merge_images(a, b)
     groups, half = _merge_groups(a, b, fingerprints.ids)
     sites = {name: added(name, a.sites[name], b.sites[name]) for name in a.sites}
-    images = a.images + b.images
     return Moments(
         sites=sites,
         lineage=lineage,
-        images=images,
+        images=a.images + b.images,
         image_ids=fingerprints.ids,
         image_hashes=fingerprints.hashes_M2,
         group_ids=groups,

@@ -134,8 +134,7 @@ def _add_gram_on_cpu_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel) -> None:
         x_Fn = x_nF.T.contiguous() if kernel == "onednn" else x_nF.T
         for start in range(0, len(total_FF), CPU_ROWS):
             stop = start + CPU_ROWS
-            by_blas = kernel == "blas"
-            product_RF = x_Fn[start:stop] @ x_nF[:, start:] if by_blas else _product_by_onednn(x_Fn, start)
+            product_RF = x_Fn[start:stop] @ x_nF[:, start:] if kernel == "blas" else _product_by_onednn(x_Fn, start)
             total_FF[start:stop, start:].add_(product_RF)
 
 

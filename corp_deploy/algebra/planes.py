@@ -118,8 +118,7 @@ def image_loss(system: ImageSystem) -> PlaneLoss:
     first_HSS, second_HSS = system.target_HSS[:, :planes], system.target_HSS[:, planes:]
     real_HP = first_HSS[:, :, :planes].diagonal(dim1=1, dim2=2) + second_HSS[:, :, planes:].diagonal(dim1=1, dim2=2)
     other_HP = first_HSS[:, :, planes:].diagonal(dim1=1, dim2=2) - second_HSS[:, :, :planes].diagonal(dim1=1, dim2=2)
-    cross_HX = torch.cat((real_HP, other_HP), dim=1)
-    return replace(exact_loss(_gram(product)), cross_HX=cross_HX)
+    return replace(exact_loss(_gram(product)), cross_HX=torch.cat((real_HP, other_HP), dim=1))
 
 
 def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> tuple[Tensor, float, float]:
@@ -259,8 +258,7 @@ def eliminated_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, group
     fitted, dims = _fitted(loss, kept_HK, ridge_rel), gram_HXX.shape[1]
     own_HP = loss.gram_HXX.diagonal(dim1=1, dim2=2)[:, : dims // 2]
     plain_HK = kept_from_scores(shared_by_groups(own_HP, grouped), planes)
-    residual = partial(residual_exact, loss.gram_HXX)
-    return _recovered(fitted, kept_HK, plain_HK, dims, grouped, residual)
+    return _recovered(fitted, kept_HK, plain_HK, dims, grouped, partial(residual_exact, loss.gram_HXX))
 
 
 def logit_v1(
@@ -276,5 +274,4 @@ def logit(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: in
     """
     inside_HK = torch.searchsorted(covered_planes(system).contiguous(), kept_HK.contiguous())
     fitted = _fitted(image_loss(system), inside_HK, ridge_rel)
-    residual = partial(residual_per_image, system)
-    return _recovered(fitted, kept_HK, kept_HK, system.head_dim, grouped, residual)
+    return _recovered(fitted, kept_HK, kept_HK, system.head_dim, grouped, partial(residual_per_image, system))

@@ -51,8 +51,7 @@ class Objective:
     @cached_property
     def right_OK(self) -> Tensor:
         """T."""
-        cross_OK = self.regression.centred_OK if self.fits_bias else self.regression.cross_OK
-        return cross_OK + self.ridge * self.dense_OK
+        return (self.regression.centred_OK if self.fits_bias else self.regression.cross_OK) + self.ridge * self.dense_OK
 
     def bias_of(self, weight_OK: Tensor) -> Tensor:
         """The best for these weights."""

@@ -66,8 +66,7 @@ def recovered(
 
     ridge = ridge_rel * mean diagonal of the matrix that it is added to.
     """
-    width = weight_OC.shape[1] // map_MH.shape[1]
-    eye_VV = torch.eye(width, dtype=torch.float64, device=weight_OC.device)
+    eye_VV = torch.eye(weight_OC.shape[1] // map_MH.shape[1], dtype=torch.float64, device=weight_OC.device)
     map_KC = torch.kron(map_MH.contiguous(), eye_VV)
     covariance_CC = second_CC - torch.outer(mean_C, mean_C)
     old_O = weight_OC.new_zeros(len(weight_OC)) if bias_O is None else bias_O

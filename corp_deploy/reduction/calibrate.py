@@ -53,8 +53,7 @@ def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
             continue
         if columns_GM.shape == (layer.in_channels, 1):
             taps, groups = PatchTaps(name=every[0].name, output=layer), layer.groups
-            weight_GPCT = every[0].gained_weight.flatten(2).unflatten(0, (groups, -1))
-            read_GC = weight_GPCT.square().sum(dim=(1, 3)).sqrt()
+            read_GC = every[0].gained_weight.flatten(2).unflatten(0, (groups, -1)).square().sum(dim=(1, 3)).sqrt()
             written_F = torch.empty(layer.in_channels, dtype=read_GC.dtype, device=read_GC.device)
             written_F[torch.from_numpy(columns_GM[:, 0]).to(read_GC.device)] = site.writing_GX().norm(dim=1)
             yield taps, read_GC * written_F.view(groups, -1)
@@ -165,8 +164,7 @@ def kept_widths(
     for name, width in (pair for widths in everywhere for pair in widths.items()):
         if name in queries and name in names:
             # Dimensions of a head, of what widths count.
-            dims = width // len(queries[name].groups_HP) * queries[name].both.joined
-            widths[name] = max(dims, widths.get(name, 0))
+            widths[name] = max(width // len(queries[name].groups_HP) * queries[name].both.joined, widths.get(name, 0))
     if not widths:
         raise BadInput("a system of kept dimensions: none of the sites to calibrate may lose query and key dimensions")
     return widths

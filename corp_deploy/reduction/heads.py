@@ -157,8 +157,7 @@ class HeadOutputs:
     def judged(self, weight_OC: Tensor, bias_O: Tensor) -> HeldOut:
         """E||y - y'||^2 of another projection, beside the output's variance."""
         change_OC, change_O = self.weight_OC - weight_OC, self.bias_O - bias_O
-        error = output_error(self.z_mean_C, self.z_second_CC, change_OC, change_O)
-        return HeldOut(energy=self.energy, error=error)
+        return HeldOut(energy=self.energy, error=output_error(self.z_mean_C, self.z_second_CC, change_OC, change_O))
 
     def at(self, kept_K: Tensor, recovery: ChannelRecovery) -> "HeadOutputs":
         """Of these columns, which the projection reads as recovered."""

@@ -87,8 +87,7 @@ class TracedPairsKind:
         if repair.mixing == "none":
             # The places of most score, as they are.
             method = replace(method, qk_recovery="select")
-            by_place_HP = scores_HD.unflatten(1, (site.both.joined, -1)).sum(1)
-            kept_HK = scores.kept_from_scores(by_place_HP, places)
+            kept_HK = scores.kept_from_scores(scores_HD.unflatten(1, (site.both.joined, -1)).sum(1), places)
             seconds = {"q_second_HDD": moments.q_second_HDD, "k_second_HDD": moments.k_centred_HDD}
             recovery = queries_keys.select(_dims_at(site, kept_HK), **seconds)
             report = qk_report(site.name, site.dims, recovery, moments, method, held_out)
@@ -131,8 +130,7 @@ def _groups(site: TracedPairs, dims: int) -> int:
 
 def _kept(site: TracedPairs, kept_HK: Tensor) -> Tensor:
     """The site's groups at these places of heads."""
-    groups_HP = site.groups_HP.to(kept_HK.device)
-    return groups_HP.gather(1, kept_HK[:: site.both.shared]).flatten().sort().values
+    return site.groups_HP.to(kept_HK.device).gather(1, kept_HK[:: site.both.shared]).flatten().sort().values
 
 
 def _dims_at(site: TracedPairs, kept_HK: Tensor) -> Tensor:
