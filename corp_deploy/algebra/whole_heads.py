@@ -43,11 +43,6 @@ def eliminated(covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_re
     return eliminate_blocks(covariance_CC, weight_OC, weight_OC.shape[1] // heads, ridge_rel=ridge_rel)
 
 
-def selection(kept_M: Tensor, heads: int) -> Tensor:
-    """[M, H]: rows that pick a head."""
-    return torch.nn.functional.one_hot(kept_M, heads).to(torch.float64)
-
-
 def recovered(
     mean_C: Tensor,
     second_CC: Tensor,

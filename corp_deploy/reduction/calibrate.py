@@ -71,7 +71,7 @@ def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -
     fewer = dict[str, Site]()
     for name, count in counts.items():
         own, strength_GC = places[name]
-        fewer[name] = own.with_patches_of(strength_GC.topk(count, dim=1).indices.sort(dim=1).values)
+        fewer[name] = replace(own, channels_GR=strength_GC.topk(count, dim=1).indices.sort(dim=1).values)
     return [fewer.get(tap.name, tap) for tap in taps]
 
 

@@ -19,7 +19,7 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
-from corp_deploy.algebra.scores import kept_from_scores
+from corp_deploy.algebra.scores import kept_from_scores, selection
 from corp_deploy.algebra.values import ValueRecovery
 from ground.errors import BadInput
 
@@ -215,7 +215,7 @@ def projected(
     """
     how = method.heads_recovery
     assert how != "keep", method
-    map_MH = whole_heads.selection(kept_M, heads)
+    map_MH = selection(kept_M, heads)
     eye_VV = torch.eye(own.weight_OC.shape[1] // heads, dtype=torch.float64, device=map_MH.device)
 
     def fit(of: HeadOutputs, strength: float) -> ChannelRecovery:
