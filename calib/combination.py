@@ -128,7 +128,6 @@ def difference(total: Moments, part: Moments) -> Moments:
 
 
 def _without_system(site: SiteMoments) -> SiteMoments:
-    """Without a per-image system."""
     systems = {"system_HTT", "kept_HK", "target_HKK", "target_energy_H"} & {each.name for each in fields(site)}
     cleared: dict[str, Any] = dict.fromkeys(systems)
     return replace(site, **cleared)

@@ -75,7 +75,6 @@ class _Surgeon:
             self._apply()
 
     def _mark(self, pick: int, b_Tm: Tensor, u_Tm: Tensor) -> None:
-        """Bring the diagonal blocks up to date."""
         u_MTT = u_Tm.view(self.size, -1, self.size).transpose(0, 1)
         bu_MTT = b_Tm.view(self.size, -1, self.size).permute(1, 2, 0) @ u_MTT
         self.h_MTT.baddbmm_(u_MTT.mT, u_MTT, alpha=-1.0)

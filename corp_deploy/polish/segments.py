@@ -140,7 +140,6 @@ def _axis(node: fx.Node) -> int:
 
 
 def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
-    """Rows as a layer gives them."""
     axis = _axis(node)
     return rows_XR.reshape(like.movedim(axis, -1).shape).movedim(-1, axis)
 

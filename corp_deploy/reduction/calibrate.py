@@ -145,7 +145,6 @@ def memory_needed(
 
 
 def _queries(model: nn.Module) -> dict[str, TracedPairs]:
-    """Sites whose queries and keys may go, by name."""
     pairs = [site for site in sites_of(model).every if isinstance(site, TracedPairs)]
     return {site.name: site for site in pairs if site.repair.mixing != "none"}
 

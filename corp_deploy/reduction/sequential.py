@@ -82,7 +82,6 @@ class _Part:
 def _block(
     layers: DecoderLayers, index: int, where: str, site_names: Collection[str]
 ) -> tuple[TracedModule, list[Site]]:
-    """With its sites of these names."""
     block = traced_block(index, layers.block(index).to(where), layers.arguments)
     return block, [site for site in calibration_taps(block, sites_of(block)) if site.name in site_names]
 

@@ -140,7 +140,6 @@ def _dims_at(site: TracedPairs, kept_HK: Tensor) -> Tensor:
 
 
 def _scores(site: TracedPairs, moments: HeadMoments, method: Method) -> Tensor:
-    """What ranks dimensions [H,D]."""
     if method.qk_selection == "energy":
         own_HD = scores.logit_energy(moments.energy_HD, moments.images)
     elif site.repair.sides:

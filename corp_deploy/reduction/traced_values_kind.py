@@ -220,7 +220,6 @@ def beside_heads(site: Site, kept_M: Tensor) -> dict[str, Index]:
 
 
 def _head_stats(site: TracedValues, reads: Reads) -> HeadOutputs:
-    """Head by head."""
     (read,) = reads
     order_C = columns(site.groups_HV.flatten(), read.columns).to(read.weight_OU.device)
     return HeadOutputs(
