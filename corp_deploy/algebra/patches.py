@@ -11,8 +11,6 @@ X = O T.
 """
 
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -92,9 +90,6 @@ def recovered(
         old_O + at_taps.bias_O.view(outputs, taps).sum(dim=1),
         RidgeSolution(solution_OK=at_taps.weight_OK, condition=at_taps.condition, ridge=at_taps.ridge),
     )
-
-
-RECOVERIES = MappingProxyType({form: partial(recovered, form) for form in (*_ON_COLUMNS, *_ON_MAP)})
 
 
 def rescaled_outputs(

@@ -156,16 +156,11 @@ def choose(objective: Objective, sparsity: Sparsity, rule: Rule) -> Tensor:
 def sparse_layer(
     objective: Objective, dense_bias_O: Tensor, sparsity: Sparsity, rule: Rule, *, refits: bool = True
 ) -> Sparse:
-    """The pattern by a rule, then the exact refit on it; never worse than the dense weights that stay. Without `refits`
-    those are left as they are.
+    """The pattern by a rule, then the refit on it, exact: with its penalty it is least, and the penalty of the dense
+    weights that stay is least of all, so that the error alone is never above theirs. Without `refits` those stay as
+    they are.
     """
-    return refitted(objective, dense_bias_O, choose(objective, sparsity, rule), refits=refits)
-
-
-def refitted(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, *, refits: bool = True) -> Sparse:
-    """The refit on these supports. Exact, so that with its penalty it is least; the penalty of the dense weights that
-    stay is least of all, so that the error alone is never above theirs either.
-    """
+    mask_OK = choose(objective, sparsity, rule)
     masked_OK, error = objective.dense_OK * mask_OK, objective.regression.error
     weight_OK, bias_O = masked_OK, dense_bias_O
     if refits:
