@@ -51,7 +51,8 @@ class Objective:
     @cached_property
     def right_OK(self) -> Tensor:
         """T."""
-        return (self.regression.centred_OK if self.fits_bias else self.regression.cross_OK) + self.ridge * self.dense_OK
+        cross_OK = self.regression.centred_OK if self.fits_bias else self.regression.cross_OK
+        return cross_OK + self.ridge * self.dense_OK
 
     def bias_of(self, weight_OK: Tensor) -> Tensor:
         """The best for these weights."""
@@ -156,11 +157,16 @@ def choose(objective: Objective, sparsity: Sparsity, rule: Rule) -> Tensor:
 def sparse_layer(
     objective: Objective, dense_bias_O: Tensor, sparsity: Sparsity, rule: Rule, *, refits: bool = True
 ) -> Sparse:
-    """The pattern by a rule, then the refit on it, exact: with its penalty it is least, and the penalty of the dense
-    weights that stay is least of all, so that the error alone is never above theirs. Without `refits` those stay as
-    they are.
+    """The pattern by a rule, then the exact refit on it; never worse than the dense weights that stay. Without `refits`
+    those are left as they are.
     """
-    mask_OK = choose(objective, sparsity, rule)
+    return refitted(objective, dense_bias_O, choose(objective, sparsity, rule), refits=refits)
+
+
+def refitted(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, *, refits: bool = True) -> Sparse:
+    """The refit on these supports. Exact, so that with its penalty it is least; the penalty of the dense weights that
+    stay is least of all, so that the error alone is never above theirs either.
+    """
     masked_OK, error = objective.dense_OK * mask_OK, objective.regression.error
     weight_OK, bias_O = masked_OK, dense_bias_O
     if refits:
