@@ -92,16 +92,8 @@ def merge(a: Moments, b: Moments) -> Moments:
     lineage, fingerprints = _merge_lineage(a.lineage, b.lineage), _merge_images(a, b)
     groups, half = _merge_groups(a, b, fingerprints.ids)
     sites = {name: added(name, a.sites[name], b.sites[name]) for name in a.sites}
-    images = a.images + b.images
-    return Moments(
-        sites=sites,
-        lineage=lineage,
-        images=images,
-        image_ids=fingerprints.ids,
-        image_hashes=fingerprints.hashes_M2,
-        group_ids=groups,
-        half=half,
-    )
+    merged = Moments(sites=sites, lineage=lineage, images=a.images + b.images).with_fingerprints(fingerprints)
+    return replace(merged, group_ids=groups, half=half)
 
 
 def subtracted(site: OneKind, half: OneKind) -> OneKind:
@@ -131,18 +123,11 @@ def difference(total: Moments, part: Moments) -> Moments:
     }
     groups = total.group_ids[remaining_N] if len(total.group_ids) else total.group_ids
     fingerprints = total.fingerprints.select(remaining_N)
-    return Moments(
-        sites=sites,
-        lineage=total.lineage,
-        images=len(fingerprints),
-        image_ids=fingerprints.ids,
-        image_hashes=fingerprints.hashes_M2,
-        group_ids=groups,
-    )
+    left = Moments(sites=sites, lineage=total.lineage, images=len(fingerprints), group_ids=groups)
+    return left.with_fingerprints(fingerprints)
 
 
 def _without_system(site: SiteMoments) -> SiteMoments:
-    """Without a per-image system."""
     systems = {"system_HTT", "kept_HK", "target_HKK", "target_energy_H"} & {each.name for each in fields(site)}
     cleared: dict[str, Any] = dict.fromkeys(systems)
     return replace(site, **cleared)

@@ -161,13 +161,11 @@ def split_of(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed:
     """`hold_out` of the inputs, drawn by `seed`, are held out; with `groups` (see group_ids) whole groups are, until
     they have as many. Raises BadInput where nothing is left on a side, and for groups that the inputs don't have.
     """
-    if groups is None:
-        if hold_out is None:
-            return Split(fitted=inputs)
-        fitted, held_out = held_out_split(inputs, hold_out, seed=seed)
-        return Split(fitted=fitted, held_out=held_out)
-    groups_B = group_ids(inputs, groups)
+    groups_B = None if groups is None else group_ids(inputs, groups)
     if hold_out is None:
         return Split(fitted=inputs, groups_B=groups_B)
-    fitted, held_out, groups_B = held_out_groups(inputs, groups_B, hold_out, seed=seed)
+    if groups_B is None:
+        fitted, held_out = held_out_split(inputs, hold_out, seed=seed)
+    else:
+        fitted, held_out, groups_B = held_out_groups(inputs, groups_B, hold_out, seed=seed)
     return Split(fitted=fitted, groups_B=groups_B, held_out=held_out)

@@ -8,7 +8,7 @@ out, H rows, W columns, G groups, R channels of a group.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -83,7 +83,6 @@ class ChannelTaps:
 
     kind: ClassVar[SiteKind] = "mlp"
     by_token: ClassVar[bool] = True
-    slots_WN: ClassVar[Tensor | None] = None
     name: str
     output: nn.Linear
     merge: nn.Module | None = None
@@ -131,15 +130,10 @@ class PatchTaps:
 
     kind: ClassVar[SiteKind] = "convolution"
     by_token: ClassVar[bool] = False
-    slots_WN: ClassVar[Tensor | None] = None
     merge: ClassVar[nn.Module | None] = None
     name: str
     output: nn.Conv2d
     channels_GR: Tensor | None = None
-
-    def with_patches_of(self, channels_GR: Tensor) -> "PatchTaps":
-        """The same with patches of these channels of each group alone."""
-        return replace(self, channels_GR=channels_GR)
 
     def __post_init__(self) -> None:
         if self.output.padding_mode != "zeros":

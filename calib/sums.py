@@ -230,7 +230,6 @@ class HeadSums(RunningSums[HeadMoments]):
         self.allocate({"H": heads, "D": dim, "X": dim, "K": width, "T": triangle(width)}, x_BHND.device)
 
     def _join(self, qq_BHDD: Tensor, kk_BHDD: Tensor) -> None:
-        """Of both Grams of the same images."""
         norms_BHD = qq_BHDD.diagonal(dim1=-2, dim2=-1) * kk_BHDD.diagonal(dim1=-2, dim2=-1)
         self.totals["energy_HD"].add_(norms_BHD.sum(0))
         if self.kept_HK is not None:

@@ -83,7 +83,6 @@ def exclusive_access(directory: Path) -> Iterator[None]:
 
 
 def _install(directory: Path, moves: Mapping[str, Path], removed: Sequence[str]) -> None:
-    """Each to its place, all or none."""
     journal = directory / f"{FORMER}-{secrets.token_hex(4)}"
     try:
         _write_journal(journal, directory, (*moves, *removed))

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from corp_deploy.algebra import scores as select
-from corp_deploy.algebra.block_obs import eliminate_blocks
-from corp_deploy.algebra.coupled import eliminate_coupled
+from corp_deploy.algebra.block_obs import eliminate_blocks, eliminate_coupled
 from corp_deploy.algebra.obs import Elimination, interleaved, obs
 from corp_deploy.algebra.swap import swap
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from calib.store import save as save_moments
 from corp_deploy.algebra import whole_heads
 from corp_deploy.algebra.fold import averages, cluster_rows
-from corp_deploy.algebra.scores import kept_from_scores
+from corp_deploy.algebra.scores import kept_from_scores, selection
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.method_choice import RIDGE_OF_BEST
@@ -218,7 +218,7 @@ def fewer(z_XC: Tensor, map_MH: Tensor) -> Tensor:
 
 
 MAPS = {
-    "picked": whole_heads.selection(torch.tensor([0, 2]), HEADS),
+    "picked": selection(torch.tensor([0, 2]), HEADS),
     "averaged": averages(torch.tensor([0, 1, 0, 1]), 2),
     "whole groups": torch.block_diag(torch.eye(2, dtype=torch.float64), torch.zeros(0, 2, dtype=torch.float64)),
     "of each group": torch.block_diag(*[torch.full((1, 2), 0.5, dtype=torch.float64)] * 2),
@@ -264,7 +264,7 @@ def test_grails_projection_is_ridge_regression_over_the_samples(name: str, kind:
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_heads_are_the_projection_as_it_is(kind: str) -> None:
     z_XC, (weight, bias) = samples(kind), projection()
-    whole = whole_heads.selection(torch.arange(HEADS), HEADS)
+    whole = selection(torch.arange(HEADS), HEADS)
     for form in ("none", "affine"):
         got = whole_heads.recovered(*moments_of(z_XC), weight, bias, whole, form, ridge_rel=1e-2)
         torch.testing.assert_close(got.weight_OK, weight, rtol=0.0, atol=0.0)
@@ -293,9 +293,9 @@ def test_heads_that_are_there_twice_are_recovered(form: whole_heads.Form) -> Non
     kept = order[2:].sort().values
     assert sorted(int(head) % 2 for head in kept) == [0, 1]
     got = whole_heads.recovered(
-        mean, second, weight, bias, whole_heads.selection(kept, 4), form, ridge_rel=1e-12
+        mean, second, weight, bias, selection(kept, 4), form, ridge_rel=1e-12
     )  # fmt: skip
-    small = fewer(twice_XC, whole_heads.selection(kept, 4))
+    small = fewer(twice_XC, selection(kept, 4))
     torch.testing.assert_close(small @ got.weight_OK.T + got.bias_O, twice_XC @ weight.T + bias, rtol=1e-6, atol=1e-6)
     rows_HX = torch.randn(2, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[[0, 1, 0, 1]]
     clusters = averages(cluster_rows(rows_HX, 2, seed=0), 2)
@@ -306,7 +306,7 @@ def test_heads_that_are_there_twice_are_recovered(form: whole_heads.Form) -> Non
 
 def lost_without(z_XC: Tensor, weight: Tensor, kept: tuple[int, ...]) -> float:
     """The least that any refit over these heads loses."""
-    map_MH = whole_heads.selection(torch.tensor(kept), weight.shape[1] // WIDTH)
+    map_MH = selection(torch.tensor(kept), weight.shape[1] // WIDTH)
     centred = z_XC - z_XC.mean(0)
     small, y = fewer(centred, map_MH), centred @ weight.T
     return float((small @ torch.linalg.lstsq(small, y, driver="gelsd").solution - y).square().sum(1).mean())

@@ -1,4 +1,5 @@
-"""Backward elimination of inputs that leave in blocks of columns, a convolution's channels: obs.py, several at a time.
+"""Backward elimination of inputs that leave in blocks of columns, a convolution's channels: obs.py, several at a time;
+and of channels that several layers read, each by its own statistics.
 
 With A = covariance + ridge * I, S the columns still there, H = A_SS^-1 and W the best weights on S, removing block g
 costs tr(W_g (H_gg)^-1 W_g'): the optimal brain surgeon's loss, by which OSSCAR removes channels. With N = W'W that is
@@ -7,17 +8,23 @@ leaves
 
     H - U'U  and  N - B'U - U'B  with  U = L^-1 H_g:,  B = L^-1 N_g: - (L^-1 N_gg L'^-1) U / 2.
 
-U and B of late removals are kept as rows; only the block at hand is formed, and the matrices take many at once.
+U and B of late removals are kept as rows; only the block at hand is formed, and the matrices take many at once. What a
+channel costs that several layers read is summed over them, each one's loss as a share of the variance of what it gives,
+with one inverse a reader.
 
-Legend: C blocks, T columns of a block, U = C T columns, O outputs, M blocks in the matrices, m = M T, J kept rows.
+Legend: C blocks or channels, T columns of one, U = C T columns, O outputs, M blocks in the matrices, m = M T, J kept
+rows; R readers of as many columns a channel, X rows of a reader (outputs, of each place of a kernel).
 """
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .obs import Elimination, RegularisedCovariance, obs, shifted_covariance, without_cost
+from .obs import Elimination, obs, shifted_covariance, without_cost
 from .patches import columns
-from .quadratic import diagonal_blocks
+from .quadratic import diagonal_blocks, variance
 
 _STILL_VARIANCE_REL = 1e-12  # of the mean variance: below it a column is a constant, and the bias takes it
 _ROWS = 128
@@ -48,8 +55,9 @@ class _Surgeon:
         cost_M = solved_MTT.diagonal(dim1=1, dim2=2).sum(dim=1).clamp_min(0.0)
         return cost_M.masked_fill(self.gone_M, torch.inf)
 
-    def remove(self, pick: int) -> None:
-        """Take this block out."""
+    def remove_(self, place: Tensor) -> None:
+        """Take the block at this position out."""
+        pick = int(place)
         here = slice(pick * self.size, (pick + 1) * self.size)
         past_J2m = self.b_u_J2m[: self.rows]
         b_u_J2T = past_J2m[:, :, here]
@@ -67,7 +75,6 @@ class _Surgeon:
             self._apply()
 
     def _mark(self, pick: int, b_Tm: Tensor, u_Tm: Tensor) -> None:
-        """Bring the diagonal blocks up to date."""
         u_MTT = u_Tm.view(self.size, -1, self.size).transpose(0, 1)
         bu_MTT = b_Tm.view(self.size, -1, self.size).permute(1, 2, 0) @ u_MTT
         self.h_MTT.baddbmm_(u_MTT.mT, u_MTT, alpha=-1.0)
@@ -89,31 +96,99 @@ class _Surgeon:
         self._clear()
 
 
-def _remove_all(
-    shifted: RegularisedCovariance, weight_OU: Tensor, size: int, group_of_C: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Blocks in order and what each costs; formed anew at each halving, so that rounding stays small."""
-    count, groups = group_of_C.numel(), int(group_of_C.max()) + 1
-    target_OU = weight_OU @ shifted.matrix_FF
-    surgeon = _Surgeon(torch.arange(count, device=weight_OU.device), shifted.factor_FF, weight_OU)
-    done_G = torch.zeros(groups, dtype=torch.bool, device=weight_OU.device)
-    order: list[Tensor] = []
-    costs: list[Tensor] = []
-    until = count // 2
-    for left in range(count, 0, -1):
-        if left == until:
-            here_M, until = surgeon.here_M[~surgeon.gone_M], until // 2
-            here_m = columns(here_M, size)
-            factor_mm = torch.linalg.cholesky(shifted.matrix_FF[here_m[:, None], here_m])
-            surgeon = _Surgeon(here_M, factor_mm, torch.cholesky_solve(target_OU[:, here_m].T, factor_mm).T)
-        cost_M = surgeon.costs().masked_fill(done_G[group_of_C[surgeon.here_M]], torch.inf)
-        pick = int(cost_M.argmin())
-        order.append(surgeon.here_M[pick])
-        costs.append(cost_M[pick])
-        surgeon.remove(pick)
-        done_G[group_of_C[order[-1]]] = True
-        if len(order) % groups == 0:
-            done_G.zero_()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alike:
+    """Readers of T columns a channel: inverses and Grams of the best weights on what is left."""
+
+    inverses_RUU: Tensor
+    norms_RUU: Tensor
+    taps: int
+
+    def costs(self) -> Tensor:
+        """tr((H_gg)^-1 N_gg) of every channel [M], summed over readers; of those gone 0."""
+        if self.taps == 1:
+            inverse_RM, norm_RM = (each.diagonal(dim1=1, dim2=2) for each in (self.inverses_RUU, self.norms_RUU))
+            cost_M: Tensor = (norm_RM.clamp_min(0.0) / inverse_RM).sum(dim=0)
+            return cost_M
+        solved_RMTT: Tensor = torch.linalg.solve(self._blocks(self.inverses_RUU), self._blocks(self.norms_RUU))
+        return solved_RMTT.diagonal(dim1=2, dim2=3).sum(dim=2).clamp_min(0.0).sum(dim=0)
+
+    def _blocks(self, matrix_RUU: Tensor) -> Tensor:
+        apart: Tensor = matrix_RUU.unflatten(2, (-1, self.taps)).unflatten(1, (-1, self.taps))
+        return apart.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
+    def remove_(self, pick: Tensor) -> None:
+        """Take a channel out: its inverse becomes the identity, all else of it 0."""
+        at_T = pick * self.taps + torch.arange(self.taps, device=pick.device)
+        h_RTU, n_RTU = self.inverses_RUU[:, at_T], self.norms_RUU[:, at_T]
+        k_RTU = torch.linalg.solve(h_RTU[:, :, at_T], h_RTU)
+        left_RTU = n_RTU - 0.5 * n_RTU[:, :, at_T] @ k_RTU
+        self.inverses_RUU.baddbmm_(h_RTU.mT, k_RTU, alpha=-1.0)
+        self.norms_RUU.baddbmm_(left_RTU.mT, k_RTU, alpha=-1.0)
+        self.norms_RUU.baddbmm_(k_RTU.mT, left_RTU, alpha=-1.0)
+        for matrix_RUU in (self.inverses_RUU, self.norms_RUU):
+            matrix_RUU[:, at_T] = 0.0
+            matrix_RUU[:, :, at_T] = 0.0
+        self.inverses_RUU[:, at_T, at_T] = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """A shifted covariance [U,U], what the best weights meet [X,U], and by what its losses are shares."""
+
+    shifted_UU: Tensor
+    target_XU: Tensor
+    share: float
+    taps: int
+
+    def formed(self, here_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Inverse and Gram of the best weights on the channels that are left."""
+        here_U = columns(here_M, self.taps)
+        inverse_UU = torch.cholesky_inverse(torch.linalg.cholesky(self.shifted_UU[here_U[:, None], here_U]))
+        weight_XU = self.target_XU[:, here_U] @ inverse_UU
+        return inverse_UU, weight_XU.T @ weight_XU * self.share
+
+
+class _Readers:
+    """Inverses and Grams of several layers over some channels; see _Surgeon."""
+
+    def __init__(self, readers: Sequence[_Reader], here_M: Tensor) -> None:
+        self.here_M, self.gone_M = here_M, torch.zeros_like(here_M, dtype=torch.bool)
+        by_taps: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for reader in readers:
+            by_taps.setdefault(reader.taps, []).append(reader.formed(here_M))
+        stacked = {taps: [torch.stack(each) for each in zip(*formed, strict=True)] for taps, formed in by_taps.items()}
+        self.alike = [_Alike(inverses_RUU=both[0], norms_RUU=both[1], taps=taps) for taps, both in stacked.items()]
+
+    def costs(self) -> Tensor:
+        cost_M = torch.stack([each.costs() for each in self.alike]).sum(dim=0)
+        return cost_M.masked_fill(self.gone_M, torch.inf)
+
+    def remove_(self, place: Tensor) -> None:
+        for each in self.alike:
+            each.remove_(place)
+        self.gone_M[place] = True
+
+
+def _in_order(form: Callable[[Tensor], _Surgeon | _Readers], part_C: Tensor) -> tuple[Tensor, Tensor]:
+    """What leaves in turn and what each costs; formed anew at each halving, so that rounding never piles up. One of
+    every part leaves in a round.
+    """
+    order, costs, parts = list[Tensor](), list[Tensor](), int(part_C.max()) + 1
+    here_M = torch.arange(len(part_C), device=part_C.device)
+    done_P = torch.zeros(parts, dtype=torch.bool, device=part_C.device)
+    while len(here_M):
+        formed = form(here_M)
+        for _ in range(max(len(here_M) - len(here_M) // 2, 1)):
+            cost_M = formed.costs().masked_fill(done_P[part_C[formed.here_M]], torch.inf)
+            place = cost_M.argmin()
+            order.append(formed.here_M[place])
+            costs.append(cost_M[place])
+            formed.remove_(place)
+            done_P[part_C[order[-1]]] = True
+            if len(order) % parts == 0:
+                done_P.zero_()
+        here_M = formed.here_M[~formed.gone_M]
     return torch.stack(order), torch.stack(costs)
 
 
@@ -130,16 +205,58 @@ def eliminate_blocks(
     """
     if size == 1 and group_of_C is None:
         return obs(covariance_UU, weight_OU, ridge_rel=ridge_rel)
-    group_of_C = (
-        weight_OU.new_zeros(weight_OU.shape[1] // size, dtype=torch.int64) if group_of_C is None else group_of_C
-    )
-    count_G = group_of_C.bincount()
-    counts = count_G.unique().tolist()
+    if group_of_C is None:
+        group_of_C = weight_OU.new_zeros(weight_OU.shape[1] // size, dtype=torch.int64)
+    counts, blocks = group_of_C.bincount().unique().tolist(), len(group_of_C)
     assert len(counts) == 1, counts
     variance_U = covariance_UU.diagonal()
     read_OU = weight_OU * (variance_U > _STILL_VARIANCE_REL * variance_U.mean())
     if not bool(read_OU.any()):
         return without_cost(group_of_C)
     shifted = shifted_covariance(covariance_UU, ridge_rel)
-    order_C, cost_C = _remove_all(shifted, read_OU, size, group_of_C)
+    target_OU = read_OU @ shifted.matrix_FF
+
+    def surgeon(here_M: Tensor) -> _Surgeon:
+        if len(here_M) == blocks:
+            return _Surgeon(here_M, shifted.factor_FF, read_OU)
+        here_m = columns(here_M, size)
+        factor_mm = torch.linalg.cholesky(shifted.matrix_FF[here_m[:, None], here_m])
+        return _Surgeon(here_M, factor_mm, torch.cholesky_solve(target_OU[:, here_m].T, factor_mm).T)
+
+    order_C, cost_C = _in_order(surgeon, group_of_C)
     return Elimination(order_F=order_C, error_F=cost_C.cumsum(0), ridge=shifted.ridge)
+
+
+def eliminate_coupled(
+    covariances: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *,
+    ridge_rel: float,
+    taps: Sequence[int] | None = None,
+    part_C: Tensor | None = None,
+) -> Elimination:
+    """Order all channels by greedy backward elimination; errors are sums of shares lost.
+
+    covariances: of each reader, float64 [U,U]; weights: of each reader, float64 [X,U]; ridge_rel: relative to each
+    covariance's mean diagonal; taps: how many columns a channel is of each reader, one unless given. part_C: equally
+    many channels each, numbered from 0; channels then leave in rounds, one of every part.
+    """
+    taps = [1] * len(weights) if taps is None else taps
+    channels, where = weights[0].shape[1] // taps[0], weights[0].device
+    part_C = torch.zeros(channels, dtype=torch.int64, device=where) if part_C is None else part_C
+    varying_readers = [place for place, each in enumerate(covariances) if float(each.diagonal().sum()) > 0.0]
+    if not varying_readers:  # no channel varies for any reader: biases take them all
+        return without_cost(part_C)
+    shifted = {place: shifted_covariance(covariances[place], ridge_rel) for place in varying_readers}
+    energies = {place: variance(weights[place], covariances[place]) for place in varying_readers}
+    readers = [
+        _Reader(
+            shifted_UU=shifted[place].matrix_FF,
+            target_XU=weights[place] @ shifted[place].matrix_FF,
+            share=1.0 / energies[place] if energies[place] > 0.0 else 0.0,
+            taps=taps[place],
+        )
+        for place in varying_readers
+    ]
+    order_C, cost_C = _in_order(lambda here_M: _Readers(readers, here_M), part_C)
+    return Elimination(order_F=order_C, error_F=cost_C.cumsum(0), ridge=max(each.ridge for each in shifted.values()))

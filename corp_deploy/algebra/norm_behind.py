@@ -44,8 +44,7 @@ class NormBehind:
         unit_BNC = (given_BNC - given_BNC.mean(dim=-1, keepdim=True)) / sigma
         drift_BNC = added_BNC - self.gain_C * unit_BNC
         weight_C = 1.0 / (square_C + DAMPING * square_C.mean()).clamp_min(torch.finfo(square_C.dtype).tiny)
-        change_BNC = _tangent(self.gain_C * drift_BNC, unit_BNC, weight_C)
-        return self.gain_C * (given_BNC + sigma * change_BNC)
+        return self.gain_C * (given_BNC + sigma * _tangent(self.gain_C * drift_BNC, unit_BNC, weight_C))
 
 
 def _tangent(wanted_BNC: Tensor, unit_BNC: Tensor, weight_C: Tensor) -> Tensor:

@@ -11,8 +11,6 @@ X = O T.
 """
 
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -76,8 +74,7 @@ def recovered(
     """
     taps, kept_k = stats.taps, columns(kept_K, stats.taps)
     if form in _ON_COLUMNS:
-        recover = _ON_COLUMNS[form]
-        return recover(stats.mean_U, stats.second_UU, weight_OU, bias_O, kept_k, ridge_rel=ridge_rel)
+        return _ON_COLUMNS[form](stats.mean_U, stats.second_UU, weight_OU, bias_O, kept_k, ridge_rel=ridge_rel)
     outputs = len(weight_OU)
     # [O, C T] -> [O T, C]: each tap as a linear layer of its own, and back.
     weight_XC = weight_OU.unflatten(1, (-1, taps)).transpose(1, 2).flatten(0, 1)
@@ -95,9 +92,6 @@ def recovered(
     )
 
 
-RECOVERIES = MappingProxyType({form: partial(recovered, form) for form in (*_ON_COLUMNS, *_ON_MAP)})
-
-
 def rescaled_outputs(
     weight_OU: Tensor,
     bias_O: Tensor,
@@ -111,7 +105,6 @@ def rescaled_outputs(
     REPAIR (Jordan et al. 2022, arXiv 2211.08403), GRAIL's re-estimated BatchNorm, folded into the convolution: the mean
     and variance given are the dense outputs'. An output that doesn't vary keeps its weights and meets the mean.
     """
-    whole_O = torch.maximum(own_mean_O.square(), variance_O)
-    is_still_O = own_variance_O <= _STILL_VARIANCE_REL * whole_O
+    is_still_O = own_variance_O <= _STILL_VARIANCE_REL * torch.maximum(own_mean_O.square(), variance_O)
     scale_O = torch.where(is_still_O, 1.0, (variance_O / own_variance_O.masked_fill(is_still_O, 1.0)).sqrt())
     return scale_O[:, None] * weight_OU, mean_O - scale_O * (own_mean_O - bias_O)

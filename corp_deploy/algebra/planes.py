@@ -25,7 +25,7 @@ from torch import Tensor
 from .image_system import ImageSystem, pair_index
 from .quadratic import solve_ridge
 from .queries_keys import QkRecovery, explained, judged, residual_aggregated, residual_per_image
-from .scores import kept_from_scores, shared_by_groups
+from .scores import kept_from_scores, selection, shared_by_groups
 
 # A factor's part as (row, column, sign) within a plane: the identity, and [[0, 1], [-1, 0]].
 _PARTS = (((0, 0, 1.0), (1, 1, 1.0)), ((0, 1, 1.0), (1, 0, -1.0)))
@@ -118,8 +118,7 @@ def image_loss(system: ImageSystem) -> PlaneLoss:
     first_HSS, second_HSS = system.target_HSS[:, :planes], system.target_HSS[:, planes:]
     real_HP = first_HSS[:, :, :planes].diagonal(dim1=1, dim2=2) + second_HSS[:, :, planes:].diagonal(dim1=1, dim2=2)
     other_HP = first_HSS[:, :, planes:].diagonal(dim1=1, dim2=2) - second_HSS[:, :, :planes].diagonal(dim1=1, dim2=2)
-    cross_HX = torch.cat((real_HP, other_HP), dim=1)
-    return replace(exact_loss(_gram(product)), cross_HX=cross_HX)
+    return replace(exact_loss(_gram(product)), cross_HX=torch.cat((real_HP, other_HP), dim=1))
 
 
 def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> tuple[Tensor, float, float]:
@@ -199,11 +198,6 @@ def _left(order_HP: Tensor, planes: int) -> Tensor:
     return order_HP[:, order_HP.shape[1] - planes :].sort(dim=1).values
 
 
-def _kept_whole(planes_HK: Tensor, dims: int) -> Tensor:
-    """The map [H,2K,D] that selects planes."""
-    return torch.nn.functional.one_hot(dims_of_planes(planes_HK, dims), dims).to(torch.float64)
-
-
 def _recovered(
     fitted: tuple[Tensor, float, float],
     kept_HK: Tensor,
@@ -214,7 +208,7 @@ def _recovered(
 ) -> QkRecovery:
     """Planes with fitted factors beside planes without, by the residual of maps of q and of k."""
     factor_HK2, condition, ridge = fitted
-    maps, plain = _maps(factor_HK2, kept_HK, dims, grouped), _kept_whole(plain_HK, dims)
+    maps, plain = _maps(factor_HK2, kept_HK, dims, grouped), selection(dims_of_planes(plain_HK, dims), dims)
     own = judged(maps, residual(*maps), residual(plain, plain), condition=condition, ridge=ridge)
     return replace(own, planes_HK=kept_HK)
 
@@ -228,7 +222,7 @@ def _aggregated(
     dims, residual = q_second_HDD.shape[1], partial(residual_aggregated, q_second_HDD, k_second_HDD)
     fitted = _fitted(aggregated_loss(q_second_HDD, k_second_HDD), kept_HK, ridge_rel)
     own = _recovered(fitted, kept_HK, plain_HK, dims, grouped, residual)
-    plain, plain_H = _kept_whole(plain_HK, dims), own.residual_uncompensated_H
+    plain, plain_H = selection(dims_of_planes(plain_HK, dims), dims), own.residual_uncompensated_H
     worse_H = shared_by_groups((own.residual_H - plain_H).unsqueeze(1), grouped).squeeze(1) > 0.0
     residual_H = torch.where(worse_H, plain_H, own.residual_H)
     return replace(
@@ -259,8 +253,7 @@ def eliminated_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, group
     fitted, dims = _fitted(loss, kept_HK, ridge_rel), gram_HXX.shape[1]
     own_HP = loss.gram_HXX.diagonal(dim1=1, dim2=2)[:, : dims // 2]
     plain_HK = kept_from_scores(shared_by_groups(own_HP, grouped), planes)
-    residual = partial(residual_exact, loss.gram_HXX)
-    return _recovered(fitted, kept_HK, plain_HK, dims, grouped, residual)
+    return _recovered(fitted, kept_HK, plain_HK, dims, grouped, partial(residual_exact, loss.gram_HXX))
 
 
 def logit_v1(
@@ -276,5 +269,4 @@ def logit(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: in
     """
     inside_HK = torch.searchsorted(covered_planes(system).contiguous(), kept_HK.contiguous())
     fitted = _fitted(image_loss(system), inside_HK, ridge_rel)
-    residual = partial(residual_per_image, system)
-    return _recovered(fitted, kept_HK, kept_HK, system.head_dim, grouped, residual)
+    return _recovered(fitted, kept_HK, kept_HK, system.head_dim, grouped, partial(residual_per_image, system))

@@ -78,8 +78,7 @@ def variance(weight_OF: Tensor, covariance_FF: Tensor) -> float:
 def output_error(mean_F: Tensor, second_FF: Tensor, change_OF: Tensor, bias_change_O: Tensor) -> float:
     """E||D x + d||^2 = tr(D C D') + ||D mu + d||^2 for weights that change by D and a bias by d."""
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)
-    shift_O = change_OF @ mean_F + bias_change_O
-    return variance(change_OF, covariance_FF) + float(shift_O.square().sum())
+    return variance(change_OF, covariance_FF) + float((change_OF @ mean_F + bias_change_O).square().sum())
 
 
 def floored_roots(moment_HVV: Tensor, floor_rel: float) -> tuple[Tensor, Tensor]:

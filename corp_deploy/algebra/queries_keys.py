@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .image_system import ImageSystem, logit_system, lost_per_image
 from .quadratic import floored_roots, solve_ridge
-from .scores import kept_from_scores
+from .scores import kept_from_scores, selection
 
 MOST_APART = 1e8
 
@@ -65,10 +65,6 @@ def judged(
     )
 
 
-def _selection(kept_HR: Tensor, head_dim: int) -> Tensor:
-    return torch.nn.functional.one_hot(kept_HR, head_dim).to(torch.float64)
-
-
 def _identity(like_HDD: Tensor) -> Tensor:
     return torch.eye(like_HDD.shape[-1], dtype=torch.float64, device=like_HDD.device)
 
@@ -93,7 +89,7 @@ def residual_per_image(system: ImageSystem, q_map_HRD: Tensor, k_map_HRD: Tensor
 
 def select(kept_HR: Tensor, *, q_second_HDD: Tensor, k_second_HDD: Tensor) -> QkRecovery:
     """Keep those dimensions as they are. Judged on the second moments."""
-    map_HRD = _selection(kept_HR, q_second_HDD.shape[-1])
+    map_HRD = selection(kept_HR, q_second_HDD.shape[-1])
     residual_H = residual_aggregated(q_second_HDD, k_second_HDD, map_HRD, map_HRD)
     return replace(judged((map_HRD, map_HRD), residual_H, residual_H.clone(), condition=1.0, ridge=0.0), r2=0.0)
 
@@ -102,7 +98,7 @@ def _folded(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, Tens
     """I + M = U S V': q_map = (U S^1/2)' on the kept rows, k_map = (V S^1/2)' (eq. 16)."""
     u_HRR, s_HR, vt_HRR = torch.linalg.svd(_identity(m_HRR) + m_HRR)
     root_HR1 = s_HR.sqrt().unsqueeze(-1)
-    rows_HRD = _selection(kept_HR, head_dim)
+    rows_HRD = selection(kept_HR, head_dim)
     return (root_HR1 * u_HRR.mT) @ rows_HRD, (root_HR1 * vt_HRR) @ rows_HRD
 
 
@@ -134,7 +130,7 @@ def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, rid
     are left out of M.
     """
     head_dim = q_second_HDD.shape[-1]
-    rows_HRD = _selection(kept_HR, head_dim)
+    rows_HRD = selection(kept_HR, head_dim)
     pruned_HDD = _identity(rows_HRD) - rows_HRD.mT @ rows_HRD
     q_HRR, k_HRR = (rows_HRD @ each @ rows_HRD.mT for each in (q_second_HDD, k_second_HDD))
     cross_HRR = rows_HRD @ q_second_HDD @ pruned_HDD @ k_second_HDD @ rows_HRD.mT
@@ -183,7 +179,7 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
     residual_H = residual_aggregated(q_second_HDD, k_second_HDD, q_map_HRD, k_map_HRD)
 
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
-    plain_HRD = _selection(kept_from_scores(energy_HD, width), energy_HD.shape[1])
+    plain_HRD = selection(kept_from_scores(energy_HD, width), energy_HD.shape[1])
     plain_H = residual_aggregated(q_second_HDD, k_second_HDD, plain_HRD, plain_HRD)
     worse_H11 = (residual_H >= plain_H)[:, None, None]
     maps = torch.where(worse_H11, plain_HRD, q_map_HRD), torch.where(worse_H11, plain_HRD, k_map_HRD)

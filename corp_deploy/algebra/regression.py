@@ -209,12 +209,11 @@ class RegressionSums:
     def less(self, weight_OK: Tensor, bias_O: Tensor) -> "RegressionSums":
         """With what this map makes of the inputs taken off the targets."""
         mapped_OK = weight_OK @ self.x.gram_KK + torch.outer(bias_O, self.x.sum_K)
-        left = self.regression().error(weight_OK, bias_O) * self.x.tokens
         return RegressionSums(
             x=self.x,
             t_O=self.t_O - weight_OK @ self.x.sum_K - bias_O * self.x.tokens,
             tx_OK=self.tx_OK - mapped_OK,
-            tt=torch.full_like(self.tt, left),
+            tt=torch.full_like(self.tt, self.regression().error(weight_OK, bias_O) * self.x.tokens),
         )
 
     def regression(self) -> Regression:

@@ -18,8 +18,7 @@ def rotatable(width: int) -> bool:
 
 def hadamard(width: int, device: torch.device | None = None) -> Tensor:
     """Sylvester's Hadamard matrix over its root in float64 [R, R]: orthogonal and symmetric."""
-    is_power = rotatable(width)
-    assert is_power, width
+    assert rotatable(width), width
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device=device)
     whole = two
     while len(whole) < width:

@@ -64,3 +64,8 @@ def kept_from_scores(score_F: Tensor, width: int) -> Tensor:
     assert 0 < width <= score_F.shape[-1], (width, tuple(score_F.shape))
     order = torch.sort(score_F, dim=-1, descending=True, stable=True).indices
     return order[..., :width].sort(dim=-1).values
+
+
+def selection(kept_K: Tensor, count: int) -> Tensor:
+    """Rows that pick one of so many each [...,K,count], float64."""
+    return torch.nn.functional.one_hot(kept_K, count).to(torch.float64)

@@ -78,10 +78,8 @@ def _cheapest(weight_On: Tensor, inverse_nn: Tensor, patterns_PD: Tensor) -> tup
     blocks_PDD = inverse_nn[patterns_PD[:, :, None], patterns_PD[:, None, :]]
     w_POD = weight_On[:, patterns_PD].transpose(0, 1)
     solved_POD = torch.linalg.solve(blocks_PDD, w_POD.mT).mT
-    cost_PO = (w_POD * solved_POD).sum(dim=-1)
-    best_O = cost_PO.argmin(dim=0)
-    rows_O = torch.arange(len(weight_On), device=weight_On.device)
-    return patterns_PD[best_O], solved_POD[best_O, rows_O]
+    best_O = (w_POD * solved_POD).sum(dim=-1).argmin(dim=0)
+    return patterns_PD[best_O], solved_POD[best_O, torch.arange(len(weight_On), device=weight_On.device)]
 
 
 def obs_mask(weight_OK: Tensor, hessian_KK: Tensor, sparsity: Sparsity) -> Tensor:

@@ -102,8 +102,7 @@ class _Swept:
         t_BF = past_B2F[:, 1]
         self.t_FF.addmm_(t_BF.T, self.pivots_B[: self.count, None] * t_BF, alpha=-1.0)
         self.t_FF.diagonal().sub_(self.fixed_F)
-        flat_BF = past_B2F.flatten(0, 1)
-        self.n_FF.addmm_(flat_BF.T, past_B2F.flip(1).flatten(0, 1), alpha=-1.0)
+        self.n_FF.addmm_(past_B2F.flatten(0, 1).T, past_B2F.flip(1).flatten(0, 1), alpha=-1.0)
         there = torch.tensor(self.exchanged, device=self.channel_F.device).T.flatten()
         here = there.roll(len(self.exchanged))
         self.channel_F[here], self.weight_OF[:, here] = self.channel_F[there], self.weight_OF[:, there]

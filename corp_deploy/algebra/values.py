@@ -52,8 +52,7 @@ def head_slices(weight_OC: Tensor, heads: int) -> Tensor:
 
 def _dropped(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int) -> float:
     """E||y - y'||^2 when the least coordinates of every head are dropped and nothing is fitted."""
-    score_C = second_CC.diagonal() * weight_OC.square().sum(dim=0)
-    kept_HR = kept_from_scores(score_C.view(heads, -1), width)
+    kept_HR = kept_from_scores((second_CC.diagonal() * weight_OC.square().sum(dim=0)).view(heads, -1), width)
     change_HOV = head_slices(weight_OC, heads).clone()
     change_HOV.scatter_(2, kept_HR.unsqueeze(1).expand(-1, weight_OC.shape[0], -1), 0.0)
     return variance(change_HOV.transpose(0, 1).flatten(1), second_CC)

@@ -43,11 +43,6 @@ def eliminated(covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_re
     return eliminate_blocks(covariance_CC, weight_OC, weight_OC.shape[1] // heads, ridge_rel=ridge_rel)
 
 
-def selection(kept_M: Tensor, heads: int) -> Tensor:
-    """[M, H]: rows that pick a head."""
-    return torch.nn.functional.one_hot(kept_M, heads).to(torch.float64)
-
-
 def recovered(
     mean_C: Tensor,
     second_CC: Tensor,
@@ -66,8 +61,7 @@ def recovered(
 
     ridge = ridge_rel * mean diagonal of the matrix that it is added to.
     """
-    width = weight_OC.shape[1] // map_MH.shape[1]
-    eye_VV = torch.eye(width, dtype=torch.float64, device=weight_OC.device)
+    eye_VV = torch.eye(weight_OC.shape[1] // map_MH.shape[1], dtype=torch.float64, device=weight_OC.device)
     map_KC = torch.kron(map_MH.contiguous(), eye_VV)
     covariance_CC = second_CC - torch.outer(mean_C, mean_C)
     old_O = weight_OC.new_zeros(len(weight_OC)) if bias_O is None else bias_O

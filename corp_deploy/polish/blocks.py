@@ -129,8 +129,7 @@ def polish_blocks_(subject: Subject, parts: Parts) -> None:
             descent = Descent(problem, matrices, options, parts.pace(len(reduced)), subject.ranks)
             parts.fit_(block.name, descent, of=len(reduced))
 
-    pairs = pairs_of(subject.dense, subject.inputs.fitted, subject.inputs.held_out)
-    walk(subject.dense, model, singles(pairs), fit)
+    walk(subject.dense, model, singles(pairs_of(subject.dense, subject.inputs.fitted, subject.inputs.held_out)), fit)
 
 
 def reduced_sites(dense: nn.Module, model: nn.Module) -> list[str]:

@@ -156,8 +156,7 @@ class Position:
         )
 
 
-def ignored(_: Position) -> None:
-    """Nobody is told."""
+Hear = Callable[[Position], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +197,7 @@ class Fit:
         """Nothing done yet, judged once."""
         raise NotImplementedError
 
-    def run(
-        self, position: Position, save: Callable[[Position], None] = ignored, hear: Callable[[Position], None] = ignored
-    ) -> None:
+    def run(self, position: Position, save: Hear = lambda _: None, hear: Hear = lambda _: None) -> None:
         """Go on to the end of the way, and leave the matrices at the best that was met."""
         raise NotImplementedError
 
@@ -240,9 +237,7 @@ class Descent(Fit):
         error, averaged = errors
         position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=averaged),)
 
-    def run(
-        self, position: Position, save: Callable[[Position], None] = ignored, hear: Callable[[Position], None] = ignored
-    ) -> None:
+    def run(self, position: Position, save: Hear = lambda _: None, hear: Hear = lambda _: None) -> None:
         count = self.options.batch_size * self.ranks.size
         adam = Adam(self.matrices, position.means, position.squares)
         self.set_(position.values)

@@ -21,7 +21,7 @@ from corp_deploy.algebra.gauss_newton import Residuals, gauss_newton
 from corp_deploy.reduction.streams import StreamEnergy
 from corp_deploy.traced.models.steps import SegmentStep
 
-from .descent import Fit, Position, StepBudget, ignored
+from .descent import Fit, Hear, Position, StepBudget
 from .matrices import Matrix
 from .report import Judged
 from .walk import StreamPair
@@ -171,9 +171,7 @@ class AlternatingFit(Fit):
         return self.fitted[sweep % stride :: stride]
 
     @torch.no_grad()
-    def run(
-        self, position: Position, save: Callable[[Position], None] = ignored, hear: Callable[[Position], None] = ignored
-    ) -> None:
+    def run(self, position: Position, save: Hear = lambda _: None, hear: Hear = lambda _: None) -> None:
         self.set_(position.values)
         before, began, gained = position.seconds, time.monotonic(), True
         while gained and self.pace.way(position.step, position.seconds) < 1.0:

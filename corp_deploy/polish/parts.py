@@ -155,11 +155,10 @@ class Parts:
     def _hear(self, part: str, fit: Fit, position: Position, of: int) -> None:
         if self.on_progress is not None:
             last, first = position.curve[-1], position.curve[0]
-            within = fit.pace.way(position.step, position.seconds)
             self.on_progress(
                 Progress(
                     part=part,
-                    share=(len(self.reports) + within) / of,
+                    share=(len(self.reports) + fit.pace.way(position.step, position.seconds)) / of,
                     error_before=first.error,
                     error=min(last.error, last.averaged),
                 )

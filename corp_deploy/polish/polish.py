@@ -106,7 +106,8 @@ def _refuse(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> Non
     site to be fitted stands in no segment, and where the segments are others than the dense model's; where a layer's
     step would have to be solved through convolutions of several places.
     """
-    widths, of_reduced = ({site.name: site.width for site in _streams(model)} for model in (dense, reduced))
+    every = (sites_of(model).every for model in (dense, reduced))
+    widths, of_reduced = ({site.name: site.width for site in own if isinstance(site, TracedStream)} for own in every)
     if thinner := [name for name, width in of_reduced.items() if widths.get(name) != width]:
         raise BadInput(
             f"polish: the streams that {', '.join(thinner[:4])} write have fewer channels than the dense model's, to "
@@ -131,10 +132,6 @@ def _refuse(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> Non
             f"polish layer: {', '.join(unsolved[:4])} have convolutions of several places, through which no step is "
             "solved; polish block or model"
         )
-
-
-def _streams(model: nn.Module) -> list[TracedStream]:
-    return [site for site in sites_of(model).every if isinstance(site, TracedStream)]
 
 
 def polished(

@@ -88,8 +88,7 @@ def _is_linear(program: Program, layer: Called) -> bool:
 
 def _read(own: Tracing, segment: Segment, module: TokenRows) -> Tensor | None:
     """The tokens behind the segment that go anywhere, None for all."""
-    is_last_axis = module.leaving.axis == len(module.leaving.sizes)
-    gone = unread_queries(own.program, segment.cut) if is_last_axis else None
+    gone = unread_queries(own.program, segment.cut) if module.leaving.axis == len(module.leaving.sizes) else None
     read_N = None if gone is None else ~gone.flatten()
     if own.merged is not None:
         read_N = own.merged.read_of(segment.after, read_N)
@@ -141,7 +140,6 @@ def _axis(node: fx.Node) -> int:
 
 
 def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
-    """Rows as a layer gives them."""
     axis = _axis(node)
     return rows_XR.reshape(like.movedim(axis, -1).shape).movedim(-1, axis)
 

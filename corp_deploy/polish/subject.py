@@ -50,8 +50,7 @@ def parted(
     groups = list(dict.fromkeys(groups_B.tolist()))
     judging = set(groups[every - 1 :: every] or groups[-1:])  # the last one where there are fewer groups
     rows = [position for position, group in enumerate(groups_B.tolist()) if group in judging]
-    aside = torch.isin(images.ids, images.ids[rows])
-    fitted = (~aside).nonzero().squeeze(1).tolist()
+    fitted = (~torch.isin(images.ids, images.ids[rows])).nonzero().squeeze(1).tolist()
     if not rows or not fitted:
         raise BadInput(
             f"polish: {images.count} {images.noun} in {len(groups_B.unique())} different groups; expected two or more, "

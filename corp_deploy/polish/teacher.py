@@ -191,8 +191,7 @@ def stream_error(reduced: Tokens, dense_BMC: Tensor, *, read: Tensor | None = No
     By token, because what reads a stream normalises each token, and a few of them can be far longer than the rest.
     """
     reduced_BNC, weights_BN, sources_BM = reduced
-    count = reduced_BNC.shape[1]
-    dense_BNC = dense_BMC if sources_BM is None else mean_of_sources(dense_BMC, sources_BM, count)
+    dense_BNC = dense_BMC if sources_BM is None else mean_of_sources(dense_BMC, sources_BM, reduced_BNC.shape[1])
     if read is not None:
         reduced_BNC, dense_BNC = reduced_BNC[:, read], dense_BNC[:, read]
         weights_BN = None if weights_BN is None else weights_BN[:, read]

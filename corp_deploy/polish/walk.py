@@ -32,7 +32,6 @@ class Block:
         return site in named_sites if named_sites else f"{site}.".startswith(f"{self.name}.")
 
     def __call__(self, walk: StreamState) -> StreamState:
-        """Behind all of them."""
         for step in self.steps:
             walk = walk.behind(step)
         return walk

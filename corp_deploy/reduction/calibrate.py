@@ -61,8 +61,7 @@ def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
             continue
         if columns_GM.shape == (layer.in_channels, 1):
             taps, groups = PatchTaps(name=every[0].name, output=layer), layer.groups
-            weight_GPCT = every[0].gained_weight.flatten(2).unflatten(0, (groups, -1))
-            read_GC = weight_GPCT.square().sum(dim=(1, 3)).sqrt()
+            read_GC = every[0].gained_weight.flatten(2).unflatten(0, (groups, -1)).square().sum(dim=(1, 3)).sqrt()
             written_F = torch.empty(layer.in_channels, dtype=read_GC.dtype, device=read_GC.device)
             written_F[torch.from_numpy(columns_GM[:, 0]).to(read_GC.device)] = site.writing_GX().norm(dim=1)
             yield taps, read_GC * written_F.view(groups, -1)
@@ -80,7 +79,7 @@ def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -
     fewer = dict[str, Site]()
     for name, count in counts.items():
         own, strength_GC = places[name]
-        fewer[name] = own.with_patches_of(strength_GC.topk(count, dim=1).indices.sort(dim=1).values)
+        fewer[name] = replace(own, channels_GR=strength_GC.topk(count, dim=1).indices.sort(dim=1).values)
     return [fewer.get(tap.name, tap) for tap in taps]
 
 
@@ -154,7 +153,6 @@ def memory_needed(
 
 
 def _queries(model: nn.Module) -> dict[str, TracedPairs]:
-    """Sites whose queries and keys may go, by name."""
     pairs = [site for site in sites_of(model).every if isinstance(site, TracedPairs)]
     return {site.name: site for site in pairs if site.repair.mixing != "none"}
 
@@ -173,8 +171,7 @@ def kept_widths(
     for name, width in (pair for widths in everywhere for pair in widths.items()):
         if name in queries and name in names:
             # Dimensions of a head, of what widths count.
-            dims = width // len(queries[name].groups_HP) * queries[name].both.joined
-            widths[name] = max(dims, widths.get(name, 0))
+            widths[name] = max(width // len(queries[name].groups_HP) * queries[name].both.joined, widths.get(name, 0))
     if not widths:
         raise BadInput("a system of kept dimensions: none of the sites to calibrate may lose query and key dimensions")
     return widths

@@ -96,8 +96,7 @@ def grouped(program: Program, layer: Called) -> Grouped:
 
 
 def _columns(student: Student, layer: Called, weight_GPK: Tensor) -> list[Tensor]:
-    """Of each group the columns that are left."""
-    keep = student.kept_inputs(layer.node)
+    keep = next((keep for _, _, keep in student.masks.get(layer.node, ())), None)
     groups, _, columns = weight_GPK.shape
     if keep is None:
         return [torch.arange(columns, device=weight_GPK.device)] * groups

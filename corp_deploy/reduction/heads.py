@@ -19,7 +19,7 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
-from corp_deploy.algebra.scores import kept_from_scores
+from corp_deploy.algebra.scores import kept_from_scores, selection
 from corp_deploy.algebra.values import ValueRecovery
 from ground.errors import BadInput
 
@@ -157,8 +157,7 @@ class HeadOutputs:
     def judged(self, weight_OC: Tensor, bias_O: Tensor) -> HeldOut:
         """E||y - y'||^2 of another projection, beside the output's variance."""
         change_OC, change_O = self.weight_OC - weight_OC, self.bias_O - bias_O
-        error = output_error(self.z_mean_C, self.z_second_CC, change_OC, change_O)
-        return HeldOut(energy=self.energy, error=error)
+        return HeldOut(energy=self.energy, error=output_error(self.z_mean_C, self.z_second_CC, change_OC, change_O))
 
     def at(self, kept_K: Tensor, recovery: ChannelRecovery) -> "HeadOutputs":
         """Of these columns, which the projection reads as recovered."""
@@ -216,7 +215,7 @@ def projected(
     """
     how = method.heads_recovery
     assert how != "keep", method
-    map_MH = whole_heads.selection(kept_M, heads)
+    map_MH = selection(kept_M, heads)
     eye_VV = torch.eye(own.weight_OC.shape[1] // heads, dtype=torch.float64, device=map_MH.device)
 
     def fit(of: HeadOutputs, strength: float) -> ChannelRecovery:

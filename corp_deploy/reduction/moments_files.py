@@ -121,8 +121,7 @@ class CalibrationRun:
     def copies(self, request: CalibrationRequest, images: InputSet) -> int:
         """How many times what one pass sums is held at once."""
         inside = any(count % request.batch_size and count < images.count for count in self.snapshots)
-        splits = request.groups is not None and request.device == "cpu"
-        return (SUMS_HELD if splits else 1) + inside
+        return (SUMS_HELD if request.groups is not None and request.device == "cpu" else 1) + inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

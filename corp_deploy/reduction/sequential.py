@@ -82,7 +82,6 @@ class _Part:
 def _block(
     layers: DecoderLayers, index: int, where: str, site_names: Collection[str]
 ) -> tuple[TracedModule, list[Site]]:
-    """With its sites of these names."""
     block = traced_block(index, layers.block(index).to(where), layers.arguments)
     return block, [site for site in calibration_taps(block, sites_of(block)) if site.name in site_names]
 
@@ -128,8 +127,7 @@ def _refuse_memory(layers: DecoderLayers, parts: list[_Part], site_names: Collec
     """By the first block: all are alike."""
     own = {name for name in site_names if name.startswith("blocks.0.")}
     block, sites = _block(layers, 0, run.device, own or {f"blocks.0.{name.split('.', 2)[2]}" for name in site_names})
-    example = parts[0].streams[0][:1]
-    shapes = shapes_of_sites(listened(block), sites, example=example, device=run.device)
+    shapes = shapes_of_sites(listened(block), sites, example=parts[0].streams[0][:1], device=run.device)
     required_bytes = bytes_needed(shapes, attention_system=run.statistics.attention_system, kept={})
     streams = sum(x_BNC.nbytes for part in parts for x_BNC in part.streams)
     run.on_bytes_needed(sum(required_bytes.values()) + streams + sum(each.nbytes for each in block.parameters()))

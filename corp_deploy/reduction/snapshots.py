@@ -30,8 +30,7 @@ def of_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moment
     merged = merge(first, second)
     group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
     groups = torch.tensor([group_of[each] for each in merged.image_ids.tolist()], dtype=torch.int64)
-    lineage = {**merged.lineage, "images": images.digest}
-    return replace(merged, lineage=lineage, group_ids=groups, half=second)
+    return replace(merged, lineage={**merged.lineage, "images": images.digest}, group_ids=groups, half=second)
 
 
 def in_splits(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int) -> Moments:

@@ -244,8 +244,7 @@ def sparsified(
     if traced_model.merging_of(reduced) is not None:
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
-        weights = partial(traced_model.token_weights, reduced)
-        pairs = list(pairs_of(before, inputs, batch_size, weights))
+        pairs = list(pairs_of(before, inputs, batch_size, partial(traced_model.token_weights, reduced)))
         places, left = _chosen(every, how, pairs[0].sparse, own)
         count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()
         waiting = {place.name: place for place in places if place.name not in left}
@@ -254,8 +253,7 @@ def sparsified(
             for name in calls(parts[1], pairs[0].sparse, layers)[0]:
                 place = waiting.pop(name)
                 target = before.get_submodule(place.path) if how.target == "reduced" else None
-                sums = _sums(place, target, parts, pairs)
-                reports[name], order_K = _made_sparse_(place, sums, how, count)
+                reports[name], order_K = _made_sparse_(place, _sums(place, target, parts, pairs), how, count)
                 if order_K is not None and place.site is not None:
                     orders.append((place.site, order_K))
                 if on_progress is not None:

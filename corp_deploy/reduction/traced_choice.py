@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from corp_deploy.algebra import channels, patches, scores
-from corp_deploy.algebra.block_obs import eliminate_blocks
+from corp_deploy.algebra.block_obs import eliminate_blocks, eliminate_coupled
 from corp_deploy.algebra.channels import ChannelRecovery
-from corp_deploy.algebra.coupled import eliminate_coupled
 from corp_deploy.algebra.obs import Elimination, interleaved, others_first
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.quadratic import mean_from_kept, output_error
@@ -41,8 +40,7 @@ def _stacked(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
     """
     stacked: dict[Any, list[ReaderStats]] = {}
     for read in of_places(reads):
-        inputs = read.portion.number, read.portion.columns_CM.tobytes()
-        stacked.setdefault((read.sees, inputs), []).append(read)
+        stacked.setdefault((read.sees, (read.portion.number, read.portion.columns_CM.tobytes())), []).append(read)
     return [
         replace(each[0], weight_OU=torch.cat([read.weighed_OU for read in each]), metric_OO=None)
         for each in stacked.values()
@@ -167,8 +165,7 @@ def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) 
     if read.has_all_patches(kept_K):
         return channels.unchanged(read.weight_OU[:, kept_U], read.bias_O)
     if recovery != "im2col" or len(kept_U) * parts != len(kept_K) * read.columns:
-        every = len(read.reading.columns_GM)
-        raise without_patches(len(read.groups_C) * parts, every, len(kept_K), recovery)
+        raise without_patches(len(read.groups_C) * parts, len(read.reading.columns_GM), len(kept_K), recovery)
     weight_OK, target = read.weight_OU[:, kept_U], read.target.of(kept_U)
     refit = refit_toward(weight_OK, target, strength=ridge_rel)
     return ChannelRecovery(
@@ -184,10 +181,8 @@ def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) 
 
 def mean_of_kept(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
     """Of a mean over all groups that they are divided by, told of those that stay alone."""
-    kept_k = read.kept_k(kept_K)
-    weight_K = mean_from_kept(read.stats.second_UU, read.weight_OU[0], kept_k)
-    own = recovered(read, "none", kept_K, ridge_rel=0.0)
-    return replace(own, weight_OK=weight_K[None], bias_O=read.bias_O)
+    weight_K = mean_from_kept(read.stats.second_UU, read.weight_OU[0], read.kept_k(kept_K))
+    return replace(recovered(read, "none", kept_K, ridge_rel=0.0), weight_OK=weight_K[None], bias_O=read.bias_O)
 
 
 def error_of(recovery: ChannelRecovery, kept_K: Tensor, other: ReaderStats) -> float:

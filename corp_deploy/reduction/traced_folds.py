@@ -40,8 +40,7 @@ class ShownInputs:
     def of(cls, images: InputSet, moments: Moments, held_out: Moments | None) -> "ShownInputs":
         """Raises BadInput unless some are of each kind that is there."""
         held_out_ids = images.ids[:0] if held_out is None else held_out.image_ids
-        rest = images.ids[~torch.isin(images.ids, held_out_ids)]
-        fit_ids = moments.image_ids if len(moments.image_ids) else rest
+        fit_ids = moments.image_ids if len(moments.image_ids) else images.ids[~torch.isin(images.ids, held_out_ids)]
         shown = cls(images=images, fit_ids=fit_ids, held_out_ids=held_out_ids)
         shown._refuse_none("calibration", shown.fit_ids)
         if held_out is not None:

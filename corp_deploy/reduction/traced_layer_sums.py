@@ -68,8 +68,7 @@ class _OfRows:
         else:
             there_X = _both(there_X, lacking.counts)
             fitted_X = _both(there_X, lacking.read)
-            lacking_XO = lacking.residual.flatten(0, -2)
-            self.sums.add(_at(x_XK, fitted_X), _at(lacking_XO, fitted_X), counted(fitted_X))
+            self.sums.add(_at(x_XK, fitted_X), _at(lacking.residual.flatten(0, -2), fitted_X), counted(fitted_X))
             if lacking.read is not None:
                 self.unread = self.unread or Gram.empty(x_XK.shape[1], x.device)
                 unread_X = _both(there_X, ~lacking.read)

@@ -178,8 +178,7 @@ class _Making:
         targets: dict[Called, Target | None] = dict.fromkeys(readers)
         if loop is not None:
             for layer in readers:
-                target = target_of(layer.node, self.constants)
-                targets[layer] = replace(target, read_P=self._read(segment, layer))
+                targets[layer] = replace(target_of(layer.node, self.constants), read_P=self._read(segment, layer))
         sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
         before = {layer: grouped(self.student.program, layer) for layer in readers}
         new = self._reduced(segment, step, sums)

@@ -87,8 +87,7 @@ class TracedPairsKind:
         if repair.mixing == "none":
             # The places of most score, as they are.
             method = replace(method, qk_recovery="select")
-            by_place_HP = scores_HD.unflatten(1, (site.both.joined, -1)).sum(1)
-            kept_HK = scores.kept_from_scores(by_place_HP, places)
+            kept_HK = scores.kept_from_scores(scores_HD.unflatten(1, (site.both.joined, -1)).sum(1), places)
             seconds = {"q_second_HDD": moments.q_second_HDD, "k_second_HDD": moments.k_centred_HDD}
             recovery = queries_keys.select(_dims_at(site, kept_HK), **seconds)
             report = qk_report(site.name, site.dims, recovery, moments, method, held_out)
@@ -131,8 +130,7 @@ def _groups(site: TracedPairs, dims: int) -> int:
 
 def _kept(site: TracedPairs, kept_HK: Tensor) -> Tensor:
     """The site's groups at these places of heads."""
-    groups_HP = site.groups_HP.to(kept_HK.device)
-    return groups_HP.gather(1, kept_HK[:: site.both.shared]).flatten().sort().values
+    return site.groups_HP.to(kept_HK.device).gather(1, kept_HK[:: site.both.shared]).flatten().sort().values
 
 
 def _dims_at(site: TracedPairs, kept_HK: Tensor) -> Tensor:
@@ -142,7 +140,6 @@ def _dims_at(site: TracedPairs, kept_HK: Tensor) -> Tensor:
 
 
 def _scores(site: TracedPairs, moments: HeadMoments, method: Method) -> Tensor:
-    """What ranks dimensions [H,D]."""
     if method.qk_selection == "energy":
         own_HD = scores.logit_energy(moments.energy_HD, moments.images)
     elif site.repair.sides:

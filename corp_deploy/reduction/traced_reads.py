@@ -159,13 +159,12 @@ def _target_of(
     """
     assert moments.cross_GPU is not None, "there are patches of all channels"
     index_U = columns(places_F, moments.taps)
-    square_P = moments.target_square_O[portion.rows] / moments.tokens
     return Regression(
         mean_K=stats.mean_U,
         second_KK=stats.second_UU,
         mean_O=moments.target_mean_O[portion.rows] * gain_P,
         cross_OK=moments.cross_GPU[portion.number][:, index_U] / moments.tokens * gain_P[:, None],
-        target_square=float((square_P * gain_P.square()).sum()),
+        target_square=float((moments.target_square_O[portion.rows] / moments.tokens * gain_P.square()).sum()),
     )
 
 

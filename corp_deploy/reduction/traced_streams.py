@@ -194,10 +194,6 @@ class Student:
         tensors = {name: self.program.tensor(name) for name in sorted(self.owned)}
         return {name: tensor for name, tensor in tensors.items() if not torch.equal(tensor, dense.tensor(name))}
 
-    def kept_inputs(self, layer: fx.Node) -> Tensor | None:
-        """Which channels of what a layer reads are left, bool; None for all."""
-        return next((keep for _, _, keep in self.masks.get(layer, ())), None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:

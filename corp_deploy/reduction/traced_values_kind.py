@@ -80,8 +80,7 @@ class _Heads:
         """With the layer behind them as recovered on the first groups of every head, head by head."""
         each = recovery.weight_OK.shape[1] // (len(self.groups_HV) * self.taps)
         order_K = columns(self.groups_HV[:, :each].flatten().argsort(), self.taps).to(recovery.weight_OK.device)
-        in_order = replace(recovery, weight_OK=recovery.weight_OK[:, order_K])
-        change = Change(read=self.read, recovery=in_order)
+        change = Change(read=self.read, recovery=replace(recovery, weight_OK=recovery.weight_OK[:, order_K]))
         return TracedReduced(reports=reports, kept_K=self.kept_K(each), changes=(change,), mapped=mapped)
 
 
@@ -221,7 +220,6 @@ def beside_heads(site: Site, kept_M: Tensor) -> dict[str, Index]:
 
 
 def _head_stats(site: TracedValues, reads: Reads) -> HeadOutputs:
-    """Head by head."""
     (read,) = reads
     order_C = columns(site.groups_HV.flatten(), read.columns).to(read.weight_OU.device)
     return HeadOutputs(
