@@ -184,7 +184,10 @@ def _number(output: Output, layers: _Layers) -> int | None:
     """Of a stream, None of the head's output. Raises BadInput for what the model hasn't."""
     number, reason = None, ""
     if output.part is not None:
-        number = _place(output.layer, layers.names) if output.layer else -1
+        word, _, digits = output.layer.partition("s.")
+        accepted = (f"{word}{digits}", *(f"{each}{digits}" for each in _STAGES if word in ("stage", "layer")))
+        names = {**_names(layers.names), **{f"feature{place}": place for place in range(len(layers.names))}}
+        number = next((names[name] for name in accepted if name in names), None) if output.layer else -1
         reason = _refusal(output, number, layers)
     elif output.name == "logits" and not layers.classes:
         reason = "the model has no classifier; its head gives pooled"
@@ -193,13 +196,6 @@ def _number(output: Output, layers: _Layers) -> int | None:
     if reason:
         raise BadInput(f"outputs: {output.name}: {reason}")
     return number
-
-
-def _place(layer: str, layers: Sequence[str]) -> int | None:
-    names = {**_names(layers), **{f"feature{number}": number for number in range(len(layers))}}
-    word, _, digits = layer.partition("s.")
-    accepted = (f"{word}{digits}", *(f"{each}{digits}" for each in _STAGES if word in ("stage", "layer")))
-    return next((names[name] for name in accepted if name in names), None)
 
 
 def _refusal(output: Output, number: int | None, layers: _Layers) -> str:
