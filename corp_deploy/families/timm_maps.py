@@ -27,12 +27,6 @@ _STAGES = ("stage", "layer", "s")  # what some call stages others call layers, l
 _KINDS = {"class": "class", "registers": "register"}
 
 
-def map_from_tokens(x_BNC: Tensor, grid: tuple[int, int]) -> Tensor:
-    """[B,N,C] -> [B,C,H,W]; an error unless N is H * W."""
-    height, width = grid
-    return x_BNC.reshape(x_BNC.shape[0], height, width, x_BNC.shape[-1]).permute(0, 3, 1, 2)
-
-
 def tokens_from_map(x_BCHW: Tensor) -> Tensor:
     """[B,C,H,W] -> [B,N,C]."""
     assert x_BCHW.ndim == 4, x_BCHW.shape
@@ -100,7 +94,8 @@ def _last_stream(features: Tensor, like_BCHW: Tensor) -> _Stream:
     grid = like_BCHW.shape[2], like_BCHW.shape[3]
     if features.dim() == 3:
         front = features.shape[1] - grid[0] * grid[1]
-        return _Stream(features[:, :front] if front else None, map_from_tokens(features[:, front:], grid))
+        map_BCHW = features[:, front:].unflatten(1, grid).permute(0, 3, 1, 2)
+        return _Stream(features[:, :front] if front else None, map_BCHW)
     is_last = features.shape[1:] == (*grid, like_BCHW.shape[1])
     return _Stream(None, features.permute(0, 3, 1, 2) if is_last else features)
 
