@@ -368,7 +368,7 @@ def test_a_closed_loop_errs_less_at_the_output_than_an_open_one(tmp_path: Path) 
     assert errors["symmetric"] < 1.2 * errors["open"], errors
     widths = {"layers.0.ffn": 48, "layers.1.ffn": 96}
     part = reduce_traced(model, inputs, method, widths=widths, loop=Loop()).model
-    assert {name: site.size for name, site in sites_of(part).by_name.items() if name in widths} == widths
+    assert {name: site.width for name, site in sites_of(part).by_name.items() if name in widths} == widths
     told: list[tuple[int, int]] = []
     alone = named(net(), mlps={"layers.1.ffn": ("0", "2")}, attentions={})
     one = reduce_traced(alone, inputs, method, on_progress=lambda *each: told.append(each), loop=Loop())
@@ -397,4 +397,4 @@ def test_the_command_has_every_lever_for_own_modules(tmp_path: Path) -> None:
     assert "polished in 2 blocks" in " ".join(result.output.split())
     merged = corp_deploy.load(tmp_path / "merged", trust_code=True)
     assert traced_model.merging_of(merged) is not None
-    assert [site.size for site in sites_of(merged).every if site.name.endswith("ffn")] == [48, 48]
+    assert [site.width for site in sites_of(merged).every if site.name.endswith("ffn")] == [48, 48]

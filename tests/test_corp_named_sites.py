@@ -249,7 +249,7 @@ def test_what_the_program_shows_is_found_and_exact(case: str, tmp_path: Path) ->
         for name, (*_, last) in mlps.items():
             model.get_parameter(f"{name}.{last}.weight".removeprefix("."))[:, ::2] = 0.0
     reduced = halved(model, tmp_path).model
-    assert [each.size for each in sites_of(reduced).every] == [site.size // 2]
+    assert [each.width for each in sites_of(reduced).every] == [site.width // 2]
     torch.testing.assert_close(outputs(reduced), outputs(model), rtol=1e-4, atol=1e-4)
 
 

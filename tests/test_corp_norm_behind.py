@@ -115,8 +115,8 @@ def test_a_budget_is_kept_in_the_closed_loop(form: str) -> None:
         ReduceOptions(macs=0.75, heads="square", align={"mlp": 8, "head": 8}, closed_loop="asymmetric")
     )
     reduction, _ = reduce_as_asked(dense, moments, request, images=images)
-    widths = {site.name: site.size for site in sites_of(reduction.model).every}
-    assert any(widths[site.name] < site.size for site in sites_of(model).every)
+    widths = {site.name: site.width for site in sites_of(reduction.model).every}
+    assert any(widths[site.name] < site.width for site in sites_of(model).every)
     assert macs(reduction.model) / dense_cost(model, "macs") <= 0.75
     assert all(report.loop is not None for report in reduction.sites if report.part != "qk")
 

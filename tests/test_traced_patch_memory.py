@@ -105,7 +105,7 @@ def vars_of(site: PatchMoments) -> Mapping[str, Any]:
 
 
 def site_of(own: Checkpoint) -> Site:
-    (site,) = [each for each in sites_of(own.model).every if each.size == CHANNELS]
+    (site,) = [each for each in sites_of(own.model).every if each.width == CHANNELS]
     return site
 
 

@@ -45,7 +45,7 @@ class SiteCosts:
     def saved(self, sites: Iterable[Site], widths: Widths) -> float:
         """By these widths, exactly."""
         found = [site for site in sites if site.name in widths]
-        left = {site.groups.key: widths[site.name] / site.size for site in found}
+        left = {site.groups.key: widths[site.name] / site.width for site in found}
         added = {each.bias for site in found if left[site.groups.key] < 1.0 for each in site.readings}
         return self.layers.saved(left) - sum(self.biases.get(name, 0) for name in added)
 
