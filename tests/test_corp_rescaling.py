@@ -151,7 +151,7 @@ def test_what_is_lost_in_scale_alone_is_restored(how: str, tmp_path: Path) -> No
     source = tiny.opened(tmp_path / "images.npy", images(24, seed=1), dense.model)
     unseen = torch.from_numpy(images(8, seed=2))
     dropping = replace(method("none", 0.5), align_conv=1, conv_selection="producer-l2")
-    widths = {site.name: 4 for site in sites_of(dense.model).every if site.size == 8}
+    widths = {site.name: 4 for site in sites_of(dense.model).every if site.width == 8}
     taken = calibrate(dense, source, batch_size=16)
 
     def reduced(asked: Method) -> Reduction:

@@ -262,7 +262,7 @@ def test_the_written_model_is_sparse_and_says_so(home: Path, widths: tuple[Any, 
     for name in config["sparsity"]:
         assert int(groups(weight_of(loaded.model, name)).max()) <= 2, name
     assert told["macs_of_zeros"] * 2 == told["sparse_macs"] == sum(each["macs"] for each in told["layers"])
-    narrower = sites_of(loaded.model).by_name["blocks.0.mlp"].size < 192
+    narrower = sites_of(loaded.model).by_name["blocks.0.mlp"].width < 192
     assert narrower == bool(widths)
 
 

@@ -184,7 +184,7 @@ def test_half_of_it_has_whole_planes(form: str) -> None:
     for name, site in after.items():
         if not name.startswith("blocks."):
             continue  # heads of 6
-        assert site.size == before[name].size // 2
+        assert site.width == before[name].width // 2
         if isinstance(site, TracedPairs):
             assert site.repair.mixing == before[name].repair.mixing  # type: ignore[attr-defined]
 
@@ -229,7 +229,7 @@ def _parts(site: Site) -> Tensor:
         return site.groups_HP
     if isinstance(site, TracedValues):
         return site.groups_HV
-    part_G = torch.zeros(site.size) if site.groups.part_G is None else torch.as_tensor(site.groups.part_G)
+    part_G = torch.zeros(site.width) if site.groups.part_G is None else torch.as_tensor(site.groups.part_G)
     return part_G.argsort(stable=True).view(site.parts, -1)
 
 

@@ -256,5 +256,5 @@ def test_every_site_saves_what_is_counted() -> None:
     model = dense_from_architecture(PVT)
     found, costs = sites_of(model).every, site_costs(model, "macs")
     for site in found:
-        widths = {site.name: site.size // 2}
+        widths = {site.name: site.width // 2}
         assert costs.saved(found, widths) == macs(model) - macs(at_widths(model, widths)), site.name

@@ -139,7 +139,7 @@ def test_saved_loaded_exported_and_reduced_again_it_is_the_same(tmp_path: Path) 
 
 @pytest.mark.parametrize("loop", [Loop(), None])
 def test_loops_leave_constants_too(loop: Loop | None) -> None:
-    rest = {site.name: site.size // 2 for site in sites_of(dense().model).every if site.name.endswith("mlp")}
+    rest = {site.name: site.width // 2 for site in sites_of(dense().model).every if site.name.endswith("mlp")}
     widths = {**rest, **EMPTIED}
     looped = reduce_traced(dense().model, opened(), method(), widths=widths, loop=loop).model
     plain = reduce(dense().model, moments(), method(), widths=widths).model

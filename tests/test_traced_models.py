@@ -79,7 +79,7 @@ def test_the_sites_are_those_that_the_module_has(name: str) -> None:
     _, found = found_of(name)
     assert [(site.kind, site.size, site.parts) for site in found.sites] == MODELS[name][2]
     assert len({site.key for site in found.sites}) == len(found.sites)
-    assert not found.unknown
+    assert not found.flow.unknown
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -159,8 +159,7 @@ def test_what_a_site_costs_and_where_it_is_heard() -> None:
         ("down.weight", (1,), list(range(24)))
     ]
     assert [(span.reader, span.axes) for span in site.listening] == [("linear_2", (2,))]
-    assert site.macs == 3 * own.TOKENS * own.D
-    assert (found.macs, found.macs_within) == (24 * site.macs, 24 * site.macs)
+    assert sum(found.costs.values()) == 24 * 3 * own.TOKENS * own.D
 
 
 def test_a_model_on_meta_has_the_same_sites() -> None:

@@ -100,7 +100,7 @@ def size_of(taken: Moments) -> int:
 
 
 def site_of(own: Checkpoint) -> Site:
-    (site,) = [each for each in sites_of(own.model).every if each.size == CHANNELS]
+    (site,) = [each for each in sites_of(own.model).every if each.width == CHANNELS]
     return site
 
 

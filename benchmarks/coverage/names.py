@@ -31,6 +31,7 @@ from ground.errors import BadInput
 from ground.files import write_text
 
 from .alone import Row, alone
+from .classes import share_within
 
 KIND = "benchmarks/coverage-names"
 MOST_S, MOST_BYTES = 120, 12 * 2**30
@@ -72,11 +73,11 @@ def measured(name: str) -> Row:
     except BadInput as error:
         return row | {"said": str(error)[:200]}
     row |= {"trace_s": round(traced - began, 2), "find_s": round(time.process_time() - traced, 2)}
-    row |= {"grown_mib": round((peak() - before) / MIB), "share": round(found.macs_within / max(found.macs, 1), 3)}
+    row |= {"grown_mib": round((peak() - before) / MIB), "share": round(share_within(found), 3)}
     offered = sites_of(model)
     refused = Counter(each.reason for each in offered.refused)
     kinds = Counter(each.groups.kind for each in offered.every)
-    return row | {"sites": kinds, "refused": refused, "unknown": found.unknown}
+    return row | {"sites": kinds, "refused": refused, "unknown": dict(found.flow.unknown)}
 
 
 def resident() -> int:

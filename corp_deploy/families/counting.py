@@ -20,6 +20,8 @@ from corp_deploy.traced.finding.shares import Layers
 from corp_deploy.traced.models.module import parameters as parameters
 from corp_deploy.traced.models.sites import Currency, Site
 from corp_deploy.traced.programs.program import twin
+from corp_deploy.traced.programs.recording import stacked
+from corp_deploy.traced.programs.sizes import sizes_key
 from ground.ports import Port
 
 from . import traced_model
@@ -45,7 +47,7 @@ class SiteCosts:
     def saved(self, sites: Iterable[Site], widths: Widths) -> float:
         """By these widths, exactly."""
         found = [site for site in sites if site.name in widths]
-        left = {site.groups.key: widths[site.name] / site.size for site in found}
+        left = {site.groups.key: widths[site.name] / site.width for site in found}
         added = {each.bias for site in found if left[site.groups.key] < 1.0 for each in site.readings}
         return self.layers.saved(left) - sum(self.biases.get(name, 0) for name in added)
 
@@ -98,7 +100,7 @@ class MacCounts:
 class _Counting(TorchDispatchMode):
     """Adds up the products that run, by the module on top of `running`, and how many stand in a row."""
 
-    def __init__(self, running: list[str]) -> None:
+    def __init__(self, running: list[tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.running = running
         self.by_module: Counter[str] = Counter()
@@ -108,7 +110,7 @@ class _Counting(TorchDispatchMode):
         out = _outcome(func, args, kwargs or {})
         product = PRODUCTS.get(func.overloadpacket)
         if product is not None:
-            self.by_module[self.running[-1]] += product(args, out)
+            self.by_module[self.running[-1][0]] += product(args, out)
         before = max((self.chain_to.get(leaf, 0) for leaf in _tensors((args, kwargs))), default=0)
         self.chain_to |= dict.fromkeys(_tensors(out), before + (product is not None))
         return out
@@ -126,8 +128,7 @@ def _outcome(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     """
     if func._schema.is_mutable:
         return func(*args, **kwargs)
-    leaves, structure = tree_flatten((args, kwargs))
-    key = func, structure, *(_kind(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+    key = func, sizes_key((args, dict(kwargs)))
     cached = _OUTCOMES.get(key)
     if cached is not None:
         kinds, shape = cached
@@ -150,19 +151,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _names_of_running(model: nn.Module) -> list[str]:
-    """Outermost first; the model is a copy, which keeps the hooks."""
-    running: list[str] = []
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
-        module.register_forward_hook(leave)
-    return running
-
-
 def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
     """Run one input through a copy of the model that has no memory, and count.
 
@@ -172,7 +160,7 @@ def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
     with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         counted = twin(model, lambda each: each.detach().to("meta", as_inputs.get(each.dtype, each.dtype))).eval()
         inputs = [torch.empty(1, *port.shape, dtype=getattr(torch, port.dtype), device="meta") for port in ports]
-        with _Counting(_names_of_running(counted)) as counting:
+        with stacked(counted) as running, _Counting(running) as counting:
             out = counted(*inputs)
         chain = max(counting.chain_to.get(leaf, 0) for leaf in _tensors(out))
     shapes = tuple(tuple(leaf.shape[1:]) for leaf in _tensors(out))

@@ -24,10 +24,10 @@ from corp_deploy.traced.models.array_inputs import (
     Calling,
     InputSpec,
     batch_of_ports,
-    declared_ports,
     listed,
     outputs_of,
     parameters_of,
+    ports_of,
     takes_by_place,
 )
 from corp_deploy.traced.models.module import (
@@ -68,8 +68,10 @@ def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
     SIDES that it runs with. Its outputs as it says them (`outputs`), else all. Raises BadInput where these can't be
     told, or it can't be run on them.
     """
-    ports = declared_ports(model)
-    return facts_of_images(model, None, preprocessing) if ports is None else _facts_of_arrays(model, ports)
+    declared = getattr(model, "inputs", None)
+    if isinstance(declared, Mapping) and declared:
+        return _facts_of_arrays(model, ports_of(model, declared))
+    return facts_of_images(model, None, preprocessing)
 
 
 def _facts_of_arrays(model: nn.Module, ports: tuple[Port, ...]) -> Facts:

@@ -7,7 +7,6 @@ place in timm's VisionTransformer or Eva is refused.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -35,7 +34,7 @@ ACTIVATIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """A model_type: timm's name of such a model, the model's own name in its tensors, its class's defaults, the same
     tower by itself, and whether its attention reads `head_dim` from the configuration.
@@ -44,13 +43,15 @@ class Kind:
     timm: str
     prefix: str
     defaults: Mapping[str, Any]
-    inside: str = ""
     base: str
+    inside: str = ""
     reads_head_dim: bool = False
 
 
-_VIT = {"intermediate_size": 3072, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "image_size": 224, "patch_size": 16}
-_DINOV2 = {"mlp_ratio": 4, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "image_size": 224, "patch_size": 14}
+_SIZE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+_GELU = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "image_size": 224, "patch_size": 16}
+_VIT = _SIZE | {"intermediate_size": 3072} | _GELU
+_DINOV2 = _SIZE | {"mlp_ratio": 4} | _GELU | {"layer_norm_eps": 1e-6, "patch_size": 14}
 _CLIP = _VIT | {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "patch_size": 32, "projection_dim": 512}
 _SIGLIP = _VIT | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 _DINOV3 = _VIT | {
@@ -60,29 +61,22 @@ _DINOV3 = _VIT | {
     "layer_norm_eps": 1e-5,
     "rope_theta": 100.0,
 }
-_SIZE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
-
-
-def _kind(timm: str, prefix: str, defaults: Mapping[str, Any], base: str, **more: Any) -> Kind:
-    return Kind(timm=timm, prefix=prefix, defaults=MappingProxyType({**_SIZE, **defaults}), base=base, **more)
-
-
 KINDS: Mapping[str, Kind] = {
-    "vit": _kind("vit_base_patch16_224", "vit.", _VIT, "ViTModel", reads_head_dim=True),
-    "deit": _kind("vit_base_patch16_224", "deit.", _VIT, "DeiTModel", reads_head_dim=True),
-    "dinov2": _kind("vit_base_patch14_dinov2", "dinov2.", _DINOV2, "Dinov2Model", reads_head_dim=True),
-    "dinov2_with_registers": _kind(
+    "vit": Kind("vit_base_patch16_224", "vit.", _VIT, "ViTModel", reads_head_dim=True),
+    "deit": Kind("vit_base_patch16_224", "deit.", _VIT, "DeiTModel", reads_head_dim=True),
+    "dinov2": Kind("vit_base_patch14_dinov2", "dinov2.", _DINOV2, "Dinov2Model", reads_head_dim=True),
+    "dinov2_with_registers": Kind(
         "vit_base_patch14_reg4_dinov2",
         "dinov2_with_registers.",
         _DINOV2 | {"patch_size": 16, "num_register_tokens": 4},
         "Dinov2WithRegistersModel",
         reads_head_dim=True,
     ),
-    "dinov3_vit": _kind("vit_base_patch16_dinov3", "dinov3_vit.", _DINOV3, "DINOv3ViTModel"),
-    "clip_vision_model": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel"),
-    "clip": _kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel", inside="vision_config"),
-    "siglip_vision_model": _kind("vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel"),
-    "siglip": _kind(
+    "dinov3_vit": Kind("vit_base_patch16_dinov3", "dinov3_vit.", _DINOV3, "DINOv3ViTModel"),
+    "clip_vision_model": Kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel"),
+    "clip": Kind("vit_base_patch16_clip_224", "vision_model.", _CLIP, "CLIPVisionModel", inside="vision_config"),
+    "siglip_vision_model": Kind("vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel"),
+    "siglip": Kind(
         "vit_base_patch16_siglip_224", "vision_model.", _SIGLIP, "SiglipVisionModel", inside="vision_config"
     ),
 }

@@ -27,12 +27,6 @@ _STAGES = ("stage", "layer", "s")  # what some call stages others call layers, l
 _KINDS = {"class": "class", "registers": "register"}
 
 
-def map_from_tokens(x_BNC: Tensor, grid: tuple[int, int]) -> Tensor:
-    """[B,N,C] -> [B,C,H,W]; an error unless N is H * W."""
-    height, width = grid
-    return x_BNC.reshape(x_BNC.shape[0], height, width, x_BNC.shape[-1]).permute(0, 3, 1, 2)
-
-
 def tokens_from_map(x_BCHW: Tensor) -> Tensor:
     """[B,C,H,W] -> [B,N,C]."""
     assert x_BCHW.ndim == 4, x_BCHW.shape
@@ -100,7 +94,8 @@ def _last_stream(features: Tensor, like_BCHW: Tensor) -> _Stream:
     grid = like_BCHW.shape[2], like_BCHW.shape[3]
     if features.dim() == 3:
         front = features.shape[1] - grid[0] * grid[1]
-        return _Stream(features[:, :front] if front else None, map_from_tokens(features[:, front:], grid))
+        map_BCHW = features[:, front:].unflatten(1, grid).permute(0, 3, 1, 2)
+        return _Stream(features[:, :front] if front else None, map_BCHW)
     is_last = features.shape[1:] == (*grid, like_BCHW.shape[1])
     return _Stream(None, features.permute(0, 3, 1, 2) if is_last else features)
 
@@ -184,7 +179,10 @@ def _number(output: Output, layers: _Layers) -> int | None:
     """Of a stream, None of the head's output. Raises BadInput for what the model hasn't."""
     number, reason = None, ""
     if output.part is not None:
-        number = _place(output.layer, layers.names) if output.layer else -1
+        word, _, digits = output.layer.partition("s.")
+        accepted = (f"{word}{digits}", *(f"{each}{digits}" for each in _STAGES if word in ("stage", "layer")))
+        names = {**_names(layers.names), **{f"feature{place}": place for place in range(len(layers.names))}}
+        number = next((names[name] for name in accepted if name in names), None) if output.layer else -1
         reason = _refusal(output, number, layers)
     elif output.name == "logits" and not layers.classes:
         reason = "the model has no classifier; its head gives pooled"
@@ -193,13 +191,6 @@ def _number(output: Output, layers: _Layers) -> int | None:
     if reason:
         raise BadInput(f"outputs: {output.name}: {reason}")
     return number
-
-
-def _place(layer: str, layers: Sequence[str]) -> int | None:
-    names = {**_names(layers), **{f"feature{number}": number for number in range(len(layers))}}
-    word, _, digits = layer.partition("s.")
-    accepted = (f"{word}{digits}", *(f"{each}{digits}" for each in _STAGES if word in ("stage", "layer")))
-    return next((names[name] for name in accepted if name in names), None)
 
 
 def _refusal(output: Output, number: int | None, layers: _Layers) -> str:

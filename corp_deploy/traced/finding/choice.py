@@ -30,7 +30,8 @@ def gone(analysis: Found, kept: Kept) -> Tensor:
             raise BadInput(f"{key}: no such site; there are {', '.join(by_key) or 'none'}")
         site = by_key[key]
         of_site = goes if len(groups) else folded_to_constant
-        of_site[labels_of(flow, site)[np.setdiff1d(np.arange(site.size), _checked(site, groups))]] = True
+        removed = np.setdiff1d(np.arange(site.size), _checked(site, groups))
+        of_site[labels_of(flow, site)[torch.from_numpy(removed)]] = True
     return _taken_along(flow, goes) | folded_to_constant
 
 

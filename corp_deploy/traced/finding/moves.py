@@ -163,12 +163,6 @@ def carried(numbers: Tensor, way: Iterable[fx.Node]) -> dict[fx.Node, Any]:
     return values
 
 
-def numbered(shape: tuple[int, ...], dim: int) -> Tensor:
-    """Of a shape, each element its place along one axis."""
-    sizes = [-1 if each == dim else 1 for each in range(len(shape))]
-    return torch.arange(shape[dim]).view(sizes).expand(shape)
-
-
 def along(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
     """The places along one axis of a shape that moved numbers stand at, where moves changed nothing but their order."""
     others = [size for place, size in enumerate(shape) if place != dim]

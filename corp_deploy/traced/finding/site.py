@@ -28,8 +28,7 @@ class Site:
     """What can be removed group by group: `writers` lose rows, `readers` columns, `between` what stands channelwise.
 
     `listening`: the tensors that are summed over, both sides for queries and keys. `part_G`: the head, or another
-    part, that each group is of; as many are kept in each. None where groups are free. `macs`: of one input,
-    that go with a group.
+    part, that each group is of; as many are kept in each. None where groups are free.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Site:
     between: tuple[Span, ...]
     listening: tuple[Span, ...]
     part_G: Index | None
-    macs: int
 
     @property
     def key(self) -> str:

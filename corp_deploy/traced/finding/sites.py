@@ -69,22 +69,13 @@ def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Found:
-    """`sites` in order of the program, what `stays` and why, ops that are `unknown` with how often they were met,
-    multiply-adds of one input by node, and how many of them are of what can be removed.
-    """
+    """`sites` in order of the program, what `stays` and why, and multiply-adds of one input by node."""
 
     program: Program
     flow: Flow
     sites: tuple[Site, ...]
     stays: tuple[FixedElements, ...]
-    unknown: dict[str, int]
     costs: Mapping[fx.Node, int]
-    macs_within: int
-
-    @property
-    def macs(self) -> int:
-        """All of one input."""
-        return sum(self.costs.values())
 
 
 def find(program: Program, *, keeps_all: bool = False) -> Found:
@@ -95,11 +86,9 @@ def find(program: Program, *, keeps_all: bool = False) -> Found:
     return Found(
         program=program,
         flow=flow,
-        sites=tuple(_named(_site(flow, met, parts, costs, each) for each in _alike(flow, units))),
+        sites=tuple(_named(_site(flow, met, parts, each) for each in _alike(flow, units))),
         stays=tuple(_stays(flow, units)),
-        unknown=dict(flow.unknown),
         costs=costs,
-        macs_within=_within(flow, units, costs),
     )
 
 
@@ -131,16 +120,16 @@ def _met(flow: Flow) -> Met:
     return met
 
 
-def _site(flow: Flow, met: Met, parts: Tensor, costs: Mapping[fx.Node, int], each: _Alike) -> Site:
+def _site(flow: Flow, met: Met, parts: Tensor, each: _Alike) -> Site:
     spans: dict[Role, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
     for use, index_GM in zip(each.uses, each.index, strict=True):
         reader = "" if use.is_of_constant else use.node.name
         span = Span(name=use.name, axes=use.axes, index_GM=index_GM, reader=reader)
         spans[use.role].setdefault((use.name, use.axes, reader), span)
-    nodes, part_of_groups = list(dict.fromkeys(use.node for use in each.uses)), parts[each.group_G].tolist()
+    part_of_groups = parts[each.group_G].tolist()
     number = {part: place for place, part in enumerate(dict.fromkeys(part_of_groups))}
     return Site(
-        name=common_path(nodes),
+        name=common_path(list(dict.fromkeys(use.node for use in each.uses))),
         kind=_kind(flow, met, each),
         size=len(each.group_G),
         writers=tuple(spans["writes"].values()),
@@ -148,7 +137,6 @@ def _site(flow: Flow, met: Met, parts: Tensor, costs: Mapping[fx.Node, int], eac
         between=tuple(spans["between"].values()),
         listening=(*spans["sums"].values(), *spans["pairs"].values()),
         part_G=None if len(number) == 1 else np.array([number[part] for part in part_of_groups]),
-        macs=sum(costs[node] for node in nodes) // len(each.group_G),
     )
 
 
@@ -245,11 +233,3 @@ def _stays(flow: Flow, units: Tensor) -> Iterator[FixedElements]:
             why = "it goes with the head or part that it is of" if bool(holds[stays].any()) else "nothing reads it"
             reason = flow.groups.reasons[int(reasons[reasons > 0][0])] if bool(reasons.any()) else why
             yield FixedElements(name=name, count=len(stays), reason=reason)
-
-
-def _within(flow: Flow, units: Tensor, costs: Mapping[fx.Node, int]) -> int:
-    """Multiply-adds that go when all that can be removed is: by the share of rows or columns of each."""
-    share: dict[fx.Node, float] = defaultdict(float)
-    for use in flow.every_use:
-        share[use.node] = max(share[use.node], float(units[_of(flow, use.labels)].sum() / use.labels.numel()))
-    return round(sum(costs[node] * of_node for node, of_node in share.items()))

@@ -66,16 +66,10 @@ def listed(ports: Sequence[Port]) -> str:
     return ", ".join(f"{port.name} [{', '.join(map(str, port.shape))}] {port.dtype}" for port in ports)
 
 
-def declared_ports(model: nn.Module) -> tuple[Port, ...] | None:
-    """What a module says that it takes, as `inputs`; None where it says nothing. Raises BadInput for what is no shape
-    and no tensor, and for what forward has not.
-    """
-    declared = getattr(model, "inputs", None)
-    return ports_of(model, declared) if isinstance(declared, Mapping) and declared else None
-
-
 def ports_of(model: nn.Module, declared: Mapping[Any, Any]) -> tuple[Port, ...]:
-    """What a module takes by these. Raises BadInput as declared_ports does."""
+    """What a module takes by these. Raises BadInput for what is no shape and no tensor, and for what forward has
+    not.
+    """
     name, parameters = type(model).__name__, parameters_of(model)
     missing = [each for each, needed in parameters.items() if needed and each not in declared]
     unknown = [each for each in declared if each not in parameters and "**" not in parameters]

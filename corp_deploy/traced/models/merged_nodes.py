@@ -4,8 +4,9 @@ Legend: B inputs, N tokens.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any
 
 import torch
@@ -248,8 +249,12 @@ def _resized(
     old: tuple[int, ...], new: tuple[int, ...], shape: tuple[int, ...], unit: tuple[int, int]
 ) -> list[int] | None:
     """What a reshaping from sizes, which are others now, gives now; None where it takes tokens apart."""
-    result = list(shape)
-    for entering, leaving in _alike(old, shape):
+    result, ways = list(shape), [list(accumulate(sizes, mul, initial=1)) for sizes in (old, shape)]
+    # Axes of the same elements, as few at a time as have the same product.
+    for start, end in pairwise(sorted(set(ways[0]) & set(ways[1]))):
+        entering, leaving = (
+            [at for at, (low, high) in enumerate(pairwise(way)) if start <= low < high <= end] for way in ways
+        )
         before, now = (math.prod(sizes[at] for at in entering) for sizes in (old, new))
         if before == now:
             continue
@@ -258,17 +263,3 @@ def _resized(
             return None
         result[multiples[0]] = shape[multiples[0]] // unit[0] * unit[1]
     return result
-
-
-def _alike(old: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-    """Axes of two shapes of the same elements, as few at a time as have the same product."""
-    one, other = 0, 0
-    while one < len(old) or other < len(shape):
-        entering, leaving = list(range(one, min(one + 1, len(old)))), list(range(other, min(other + 1, len(shape))))
-        while (left := math.prod(old[at] for at in entering)) != (right := math.prod(shape[at] for at in leaving)):
-            if left < right:
-                entering.append(one + len(entering))
-            else:
-                leaving.append(other + len(leaving))
-        one, other = one + len(entering), other + len(leaving)
-        yield entering, leaving

@@ -17,10 +17,9 @@ from calib.sites import HeadTaps
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.programs.subprogram import Subprogram, between
 
-from .heads import BothHeads, Heads, both_heads
+from .heads import BothHeads, Heads, both_heads, taps_of
 from .module import Tracing
 from .sites import Site
-from .taps import taps_of
 
 Mixing = Literal["free", "planes", "none"]
 _EXACT = 1e-5

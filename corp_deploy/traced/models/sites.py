@@ -119,10 +119,6 @@ class Site:
         return self.groups.size
 
     @property
-    def size(self) -> int:
-        return self.groups.size
-
-    @property
     def parts(self) -> int:
         """Of which each keeps as many groups."""
         return self.groups.parts

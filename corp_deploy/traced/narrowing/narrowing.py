@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.flow import Call, Flow, call_of
 from corp_deploy.traced.finding.labels import LabelTensor, Uneven, compact, compacted, kept, loses, placed, selected
-from corp_deploy.traced.finding.moves import along, carried, is_move, numbered, way_to
+from corp_deploy.traced.finding.moves import along, carried, is_move, way_to
 from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
 
@@ -147,7 +147,9 @@ class _Narrowing:
         if not is_move(node) or not isinstance(value, LabelTensor) or value.labels is None or len(value.dims) != 1:
             raise Refused(node, "an uneven part of it would be left")
         (dim,) = value.dims
-        numbers = carried(numbered(value.shape, dim), way)
+        # Each element its place along the axis.
+        sizes = [-1 if each == dim else 1 for each in range(len(value.shape))]
+        numbers = carried(torch.arange(value.shape[dim]).view(sizes).expand(value.shape), way)
         if not isinstance(numbers[node], Tensor):
             raise Uneven("of several tensors")
         order = along(numbers[node], value.shape, dim)

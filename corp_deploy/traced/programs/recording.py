@@ -76,12 +76,12 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
         named_leaves |= {name if len(leaves) == 1 else f"{name}_{place}": leaf for place, leaf in enumerate(leaves)}
     tensors = {name: each for name, each in named_leaves.items() if isinstance(each, Tensor)}
     own = {f".{name}": each for name, each in _tensors(running)}
-    stack = list[tuple[str, str]]()
     on_meta = bool(own) and all(each.is_meta for _, each in _tensors(model))
-    recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
-    # Models leave checks of numbers out where torch says that it exports them.
-    with torch.no_grad(), exporting(), _stacked(running, stack), Numbers(), enable_python_dispatcher(), recorder:
-        gives = running(*args, **kwargs)
+    with stacked(running) as stack:
+        recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
+        # Models leave checks of numbers out where torch says that it exports them.
+        with torch.no_grad(), exporting(), Numbers(), enable_python_dispatcher(), recorder:
+            gives = running(*args, **kwargs)
     return _Recorded(
         calls=recorder.calls,
         constants=recorder.constants,
@@ -97,7 +97,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
+def stacked(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """The modules that are running, outermost first: the path and the class."""
+    stack = list[tuple[str, str]]()
     paths = {id(module): path for path, module in model.named_modules()}
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -110,7 +112,7 @@ def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
             stack.pop()
 
     with hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave):
-        yield
+        yield stack
 
 
 def _free(name: str) -> str:
