@@ -159,9 +159,8 @@ def test_a_machine_without_it_is_told_what_to_install(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("batch", ["batch", 3])
 def test_a_file_tells_the_same_borders_as_a_session(tmp_path: Path, held: int, batch: str | int) -> None:
     path = onnx_file(tmp_path / "m.onnx", held=held, batch=batch)
-    borders = io_of_onnx(path)
     with OnnxRunner(path) as runner:
-        assert (borders.inputs, borders.outputs, borders.batch) == (runner.inputs, runner.outputs, runner.fixed_batch)
+        assert io_of_onnx(path) == (runner.inputs, runner.outputs, runner.fixed_batch)
 
 
 TOLD = CompiledSettings(products=("fp32",), hint="fp32", execution_mode="ACCURACY", threads=2, streams=1, pinning=False)

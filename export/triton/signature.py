@@ -11,39 +11,25 @@ from export.graph.ports import GraphPort, ports_of_graph, roles_of_graph
 from ground.errors import BadInput
 from ground.ports import LOGITS, Role
 
-_SERVED_TYPES = {
+SERVED_TYPES = {
     **{f"float{bits}": f"TYPE_FP{bits}" for bits in (16, 32, 64)},
     **{f"{kind}{bits}": f"TYPE_{kind.upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
     **{"bfloat16": "TYPE_BF16", "bool": "TYPE_BOOL", "string": "TYPE_STRING"},
 }
-FLOATING = ("TYPE_FP32", "TYPE_FP16", "TYPE_FP64", "TYPE_BF16")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
-    """One input or output, batch first, a symbolic size as its name; `role`: what an output is for, None for others."""
-
-    name: str
-    data_type: str
-    shape: tuple[int | str, ...]
-    role: Role | None = None
-
-    def dims(self, *, batched: bool) -> tuple[int, ...]:
-        """As a server writes them: without the batch when it batches, -1 for what is open."""
-        return tuple(size if isinstance(size, int) else -1 for size in self.shape[int(batched) :])
+FLOATING = ("float32", "float16", "float64", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """`profiles` are the batch ranges of a plan, `opset` and `ir` the versions of a graph; 0 where there is none.
-
-    `fusion_breaks` are outputs of a plan that nobody asks for.
+    """`roles`: what each output is for; `profiles` are the batch ranges of a plan, `opset` and `ir` the versions of a
+    graph; 0 where there is none. `fusion_breaks` are outputs of a plan that nobody asks for.
     """
 
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[GraphPort, ...]
+    outputs: tuple[GraphPort, ...]
+    roles: Mapping[str, Role]
     profiles: tuple[BatchProfile, ...] = ()
-    fusion_breaks: tuple[Tensor, ...] = ()
+    fusion_breaks: tuple[GraphPort, ...] = ()
     opset: int = 0
     ir: int = 0
 
@@ -98,16 +84,10 @@ def _signature(
     roles: Mapping[str, Role],
     where: Path | str,
 ) -> Signature:
-    return Signature(
-        inputs=tuple(_tensor(port, None, where) for port in inputs),
-        outputs=tuple(_tensor(port, roles.get(port.name, LOGITS.role), where) for port in outputs),
-        fusion_breaks=tuple(_tensor(port, None, where) for port in breaks),
-    )
-
-
-def _tensor(port: GraphPort, role: Role | None, where: Path | str) -> Tensor:
-    if port.dtype not in _SERVED_TYPES:
-        raise BadInput(
-            f"{where}: {port.name} is {port.dtype}, which has no inference server type; export it as float32"
-        )
-    return Tensor(name=port.name, data_type=_SERVED_TYPES[port.dtype], shape=port.shape, role=role)
+    for port in (*inputs, *outputs, *breaks):
+        if port.dtype not in SERVED_TYPES:
+            raise BadInput(
+                f"{where}: {port.name} is {port.dtype}, which has no inference server type; export it as float32"
+            )
+    known = {port.name: roles.get(port.name, LOGITS.role) for port in outputs}
+    return Signature(inputs=tuple(inputs), outputs=tuple(outputs), fusion_breaks=tuple(breaks), roles=known)

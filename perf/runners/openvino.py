@@ -59,8 +59,7 @@ class OpenVinoRunner:
 
     def __enter__(self) -> Self:
         openvino, core = require_openvino(), shared_core()
-        io = io_of_onnx(self.path)
-        self.inputs, self.outputs, self.fixed_batch = io.inputs, io.outputs, io.batch
+        self.inputs, self.outputs, self.fixed_batch = io_of_onnx(self.path)
         if reason := checker_error(self.path):  # which may end the process there
             raise BadInput(f"{self.path}: OpenVINO cannot load it: not valid: {reason}; export it again")
         asked: dict[str, Any] = {
