@@ -107,7 +107,7 @@ def config_text(variant: Variant, serving: Serving, version: int, *, labelled: b
     # The server loads no plan of which an output is not described; nobody asks for these, so none is sent.
     breaks = variant.signature.fusion_breaks if variant.backend == "tensorrt" else ()
     fields["output"] = [
-        _tensor(tensor, batched) | (label_file if variant.signature.roles.get(tensor.name) == "logits" else {})
+        _tensor(tensor, batched) | (label_file if variant.signature.output_roles.get(tensor.name) == "logits" else {})
         for tensor in (*variant.signature.outputs, *breaks)
     ]
     fields["instance_group"] = {"kind": Name(variant.kind), "count": serving.instances}
@@ -245,7 +245,7 @@ def expected_entry(variant: Variant, version: int) -> dict[str, Any]:
         "measured_on": expected.measured_on if expected else None,
         "latencies": latencies,
         "top1_agreement": None if agreement is None else agreement.as_json(),
-        "outputs": dict(variant.signature.roles),
+        "outputs": variant.signature.output_roles,
         **({"fusion_breaks": breaks} if breaks else {}),
         "serve": f"tritonserver --model-repository=. --model-control-mode=explicit --load-model={variant.name}",
         "client": _client_commands(variant, version, batches or [max(1, variant.max_batch)]),

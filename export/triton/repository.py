@@ -76,7 +76,7 @@ def _refuse_contradictions(package: Package, variant: Variant) -> None:
                 f"{variant.name}: {what} {beyond[0]} is beyond the largest batch {variant.max_batch}; "
                 "measure within it, raise max_batch, or build the plan for a larger batch"
             )
-    roles = variant.signature.roles
+    roles = variant.signature.output_roles
     classes = [tensor.shape[-1] for tensor in variant.signature.outputs if roles[tensor.name] == "logits"]
     if package.labels and not classes:
         outputs = ", ".join(f"{name} ({role})" for name, role in roles.items())
@@ -142,10 +142,8 @@ def _warnings(
         if (fixed := variant.signature.fixed_batch) is not None:
             took = f"takes batches of {fixed} only"
             yield f"{variant.name}: it {took}, so it is served without batching; export with an open batch"
-    for variant in variants:
         if variant.backend == "openvino" and not package.serving.cpu_bf16:
             yield f"{variant.name}: {CHOOSES_BF16}"
-    for variant in variants:
         if (smallest := variant.signature.smallest_batch) > 1:
             yield f"{variant.name}: requests of fewer than {smallest} fail; build the profile from 1 on"
     if release is None:

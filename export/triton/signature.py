@@ -1,7 +1,7 @@
 """What an artefact takes and gives, read from the artefact itself, in the words of an inference server."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from export.engine.options import BatchProfile
@@ -21,8 +21,8 @@ FLOATING = ("float32", "float16", "float64", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """`roles`: what each output is for; `profiles` are the batch ranges of a plan, `opset` and `ir` the versions of a
-    graph; 0 where there is none. `fusion_breaks` are outputs of a plan that nobody asks for.
+    """`roles`: what outputs are for that are not logits; `profiles` are the batch ranges of a plan, `opset` and `ir`
+    the versions of a graph, 0 where there is none. `fusion_breaks` are outputs of a plan that nobody asks for.
     """
 
     inputs: tuple[GraphPort, ...]
@@ -32,6 +32,11 @@ class Signature:
     fusion_breaks: tuple[GraphPort, ...] = ()
     opset: int = 0
     ir: int = 0
+
+    @property
+    def output_roles(self) -> dict[str, Role]:
+        """What each output is for."""
+        return {port.name: self.roles.get(port.name, LOGITS.role) for port in self.outputs}
 
     @property
     def fixed_batch(self) -> int | None:
@@ -67,27 +72,34 @@ def signature_from_onnx(path: Path) -> Signature:
         raise BadInput(f"{path}: its inputs have different batches ({named}); export them with one that they share")
     opset = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     _, breaks = ports_of_graph(proto, breaks=True)
-    own = _signature(inputs, outputs, breaks, roles_of_graph(proto), path)
-    return replace(own, opset=opset, ir=proto.ir_version)
+    own = Signature(
+        inputs=inputs,
+        outputs=outputs,
+        fusion_breaks=breaks,
+        roles=roles_of_graph(proto),
+        opset=opset,
+        ir=proto.ir_version,
+    )
+    return _served(own, path)
 
 
 def signature_from_record(record: EngineRecord) -> Signature:
     """What the plan of this record takes and gives."""
-    own = _signature(record.inputs, record.outputs, record.fusion_breaks, record.roles, "engine record")
-    return replace(own, profiles=tuple(map(BatchProfile.from_text, record.profiles)))
+    own = Signature(
+        inputs=record.inputs,
+        outputs=record.outputs,
+        fusion_breaks=record.fusion_breaks,
+        roles=record.roles,
+        profiles=tuple(map(BatchProfile.from_text, record.profiles)),
+    )
+    return _served(own, "engine record")
 
 
-def _signature(
-    inputs: Sequence[GraphPort],
-    outputs: Sequence[GraphPort],
-    breaks: Sequence[GraphPort],
-    roles: Mapping[str, Role],
-    where: Path | str,
-) -> Signature:
-    for port in (*inputs, *outputs, *breaks):
+def _served(own: Signature, where: Path | str) -> Signature:
+    """The same. Raises BadInput for a port of a type that no inference server has."""
+    for port in (*own.inputs, *own.outputs, *own.fusion_breaks):
         if port.dtype not in SERVED_TYPES:
             raise BadInput(
                 f"{where}: {port.name} is {port.dtype}, which has no inference server type; export it as float32"
             )
-    known = {port.name: roles.get(port.name, LOGITS.role) for port in outputs}
-    return Signature(inputs=tuple(inputs), outputs=tuple(outputs), fusion_breaks=tuple(breaks), roles=known)
+    return own

@@ -93,11 +93,9 @@ def logit_measures(
     images, agreeing = len(agrees_N), int(agrees_N.sum())
     return LogitMeasures(
         **_common(rows, *of_rows, margin_noise),
-        images=images,
         **bounded_share("top1_agreement", agreeing / images, images),
         top5_overlap=float(top5_overlap(rows).mean()),
         decisive_images=int((margin_N > margin_noise).sum()),
-        nonfinite_images=images - int(rows.finite_N.sum()),
     )
 
 
@@ -110,12 +108,11 @@ def token_logit_measures(
     of_rows = _, margin_N, agrees_N = classified(rows)
     images = len(reference_NTC)
     return TokenLogitMeasures(
-        **_common(rows, *of_rows, margin_noise),
-        images=images,
+        **_common(rows, *of_rows, margin_noise)
+        | {"images": images, "nonfinite_images": images - int(by_input.finite_N.sum())},
         tokens=len(agrees_N),
         **bounded_share("token_agreement", float(agrees_N.mean()), images),
         decisive_tokens=int((margin_N > margin_noise).sum()),
-        nonfinite_images=images - int(by_input.finite_N.sum()),
     )
 
 

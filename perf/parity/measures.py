@@ -110,10 +110,8 @@ def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray
     images = len(rows.finite_N)
     drawn = drawn_rows(images)
     return EmbeddingMeasures(
-        images=images,
         **rows.figures(),
         **bounded_share("neighbour_agreement", None if agrees_N is None else float(agrees_N.mean()), images),
-        nonfinite_images=images - int(rows.finite_N.sum()),
         linear_cka=linear_cka(rows.reference_NF[drawn], rows.candidate_NF[drawn]),
     )
 
@@ -124,9 +122,7 @@ def feature_map_measures(reference: NDArray[np.floating], candidate: NDArray[np.
     images = len(rows.finite_N)
     tokens = token_figures(reference, candidate, rows.finite_N)
     return FeatureMapMeasures(
-        images=images,
         **rows.figures(),
-        nonfinite_images=images - int(rows.finite_N.sum()),
         **tokens | bounded_share("neighbour_agreement", tokens.get("neighbour_agreement"), images),
     )
 
