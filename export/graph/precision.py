@@ -115,5 +115,5 @@ def _cast_at_border_(module: nn.Module, *, inner: torch.dtype, outer: torch.dtyp
     def cast(values: Any, dtype: torch.dtype) -> Any:
         return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values)
 
-    module.register_forward_pre_hook(lambda _, *given: cast(given, inner), with_kwargs=True)
+    module.register_forward_pre_hook(lambda _, *arguments: cast(arguments, inner), with_kwargs=True)
     module.register_forward_hook(lambda _, __, output: cast(output, outer))

@@ -69,10 +69,10 @@ PARAMETERS = {
 
 def openvino_limits(config: Message) -> Iterator[LintFinding]:
     """Where it would not load, would fail at a request, or would not do what the config seems to ask."""
-    parameters = {
-        entry.text("key"): (entry, entry.inner("value").text("string_value")) for entry in config.messages("parameters")
-    }
-    for key, (entry, value) in parameters.items():
+    parameters = {}
+    for entry in config.messages("parameters"):
+        key, value = entry.text("key"), entry.inner("value").text("string_value")
+        parameters[key] = value
         if key not in PARAMETERS:
             fault = f"parameter {key!r} is none that the OpenVINO backend reads: it is ignored"
             yield warning(entry.line, fault, f"known are {', '.join(PARAMETERS)}")
@@ -89,7 +89,7 @@ def openvino_limits(config: Message) -> Iterator[LintFinding]:
         yield warning(config.line_of("instance_group"), fault, "write kind: KIND_CPU")
     limit, line = config.number("max_batch_size"), config.line_of("max_batch_size")
     remedy = "write max_batch_size: 0 and -1 in front of the dims"
-    if limit > 1 and parameters.get("ENABLE_BATCH_PADDING", (config, ""))[1].lower() == "yes":
+    if limit > 1 and parameters.get("ENABLE_BATCH_PADDING", "").lower() == "yes":
         yield warning(line, f"every request is computed as one of {limit}, which smaller ones are filled up to", remedy)
     elif limit > 1:
         fault = f"requests of fewer than {limit} fail: the OpenVINO backend fixes the batch at max_batch_size"

@@ -62,7 +62,7 @@ class OpenVinoRunner:
         self.inputs, self.outputs, self.fixed_batch = io_of_onnx(self.path)
         if reason := checker_error(self.path):  # which may end the process there
             raise BadInput(f"{self.path}: OpenVINO cannot load it: not valid: {reason}; export it again")
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": HINTS[self.arithmetic or "fp32"],
             "EXECUTION_MODE_HINT": "ACCURACY",
             "PERFORMANCE_HINT": "LATENCY",
@@ -70,7 +70,7 @@ class OpenVinoRunner:
             "ENABLE_CPU_PINNING": False,  # as cores are the other one's of a comparison too
             **({} if self.threads is None else {"INFERENCE_NUM_THREADS": self.threads}),
         }
-        self._compiled = self._or_bad_input(lambda: core.compile_model(str(self.path), "CPU", asked), "load it")
+        self._compiled = self._or_bad_input(lambda: core.compile_model(str(self.path), "CPU", options), "load it")
         settings, precision = CompiledSettings.of_model(self._compiled), onnx_precision(self.path)
         settings.require("fp32" if self.arithmetic is None and precision == "fp32" else self.arithmetic, self.threads)
         self._describe = {
