@@ -47,7 +47,7 @@ class ServerRelease:
 class _Table(msgspec.Struct, frozen=True):
     """By version of ONNX Runtime what it reads, and by month what a release has, but TensorRT by flavour."""
 
-    onnxruntime: dict[str, dict[str, int]]
+    onnxruntime: dict[str, dict[str, Any]]
     releases: dict[str, dict[str, Any]]
 
 
