@@ -12,8 +12,7 @@ from corp_deploy.views.parity import gate_shown
 from corp_deploy.views.speed import noise_told
 from perf.gate.gate import Gate, JudgedRule
 from perf.report import tables
-from perf.report.content import content_from_record
-from perf.report.headline import verdicts
+from perf.report.content import content_from_record, verdicts
 
 LONG = "100 % (80.64 % to 100 % at 95 % confidence), limit 98 %: the interval straddles the limit; about 189 decide"
 RULES = (

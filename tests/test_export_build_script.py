@@ -10,9 +10,9 @@ from jinja2 import UndefinedError
 
 from export.engine.options import BatchProfile
 from export.triton.server_releases import PENDING_NAME, SCRIPT_NAME, _environment, build_script
-from export.triton.signature import Tensor
 from tests.doubles import some
 from tests.export_served import run_script
+from tests.test_export_tensorrt import Tensor
 
 HOSTILE = (
     "plain",

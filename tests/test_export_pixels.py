@@ -100,8 +100,8 @@ def test_photographs_as_pixels_give_what_normalised_ones_give(tmp_path: Path, pr
 def test_the_first_convolution_is_folded_by_the_formula() -> None:
     model = tiny.checkpoint(depth=1).model
     spec = image_spec(model)
-    made = takes_pixels(model, spec.shape, spec.normalisation)
-    own, new = (whole.get_submodule("patch_embed.proj").state_dict() for whole in (model, made.model))
+    made, _ = takes_pixels(model, spec.shape, spec.normalisation)
+    own, new = (whole.get_submodule("patch_embed.proj").state_dict() for whole in (model, made))
     config = spec.as_json()
     weight, bias = own["weight"].double().numpy(), own["bias"].double().numpy()
     expected_weight, expected_bias = np.empty_like(weight), bias.copy()
@@ -120,12 +120,12 @@ def test_a_reduced_model_is_folded_in_its_program(pre_norm: bool) -> None:
     spec = image_spec(model)
     program = traced_model.exportable(model)
     assert isinstance(program, Called)
-    made = takes_pixels(program, spec.shape, spec.normalisation)
-    assert made.folded_into == "patch_embed.proj"
+    made, folded_into = takes_pixels(program, spec.shape, spec.normalisation)
+    assert folded_into == "patch_embed.proj"
     pixels = photographs()
     with torch.no_grad():
         expected = model(torch.from_numpy(by_hand(model, pixels)))
-        torch.testing.assert_close(made.model(torch.from_numpy(pixels)), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(made(torch.from_numpy(pixels)), expected, rtol=1e-5, atol=1e-5)
 
 
 class Standardised(nn.Conv2d):
@@ -193,9 +193,9 @@ def test_only_a_plain_convolution_that_alone_reads_images_is_folded(
     with torch.no_grad():
         expected = model(torch.from_numpy(normalisation.images(pixels)))
         for asked in (True, False):
-            made = takes_pixels(model, (3, SIZE, SIZE), normalisation, folded=asked)
-            assert made.folded_into == ("first" if asked and folded else "")
-            torch.testing.assert_close(made.model(torch.from_numpy(pixels)), expected, rtol=1e-5, atol=1e-6)
+            made, folded_into = takes_pixels(model, (3, SIZE, SIZE), normalisation, folded=asked)
+            assert folded_into == ("first" if asked and folded else "")
+            torch.testing.assert_close(made(torch.from_numpy(pixels)), expected, rtol=1e-5, atol=1e-6)
     assert model.first.bias is None or model.first.bias.dtype == torch.float32, "the caller's model is left as it is"
 
 

@@ -34,7 +34,7 @@ from export.triton.lint import lint_repository
 from export.triton.pbtxt import parse
 from export.triton.repository import write_repository
 from export.triton.server_releases import build_script
-from export.triton.signature import Signature, Tensor
+from export.triton.signature import Signature
 from export.triton.variants import Package
 from ground.text import csv_cell, markdown_line, one_line, printable
 from perf.gate.gate import Gate, JudgedRule
@@ -45,6 +45,7 @@ from perf.stats.compare import compare, markdown_from_comparison
 from tests.export_served import write_onnx
 from tests.refusals import rejects
 from tests.test_corp_sweep_trials import point
+from tests.test_export_tensorrt import Tensor
 from tests.test_perf_gate import plain as bench_of_times
 from tests.test_perf_report_hostile import HOSTILE, TAG, cells, elements, hostile_record, whole_record
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from perf.gate.history import change_text, history_rows, load_trend, save_trend, standing_rise
-from perf.record.history import History, Release, add_release, load_history, release_of_file
 from perf.record.runs import Bench, save_bench
 from perf.report.curves import history_table, trend_drawing
 from perf.stats.changes import (
@@ -26,7 +25,7 @@ from perf.stats.changes import (
     normal_from_t,
 )
 from perf.stats.stats import Interval
-from perf.stats.trend import Series, Trend, trend_of
+from perf.stats.trend import History, Release, Series, Trend, add_release, load_history, release_of_file, trend_of
 from tests.histories import bench_of_release
 from tests.refusals import rejects
 

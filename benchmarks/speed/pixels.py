@@ -59,9 +59,9 @@ def _crops(checkpoint: Checkpoint, count: int) -> NDArray[np.uint8]:
 def _write_folded(checkpoint: Checkpoint, path: Path, precision: str) -> None:
     """Folded in whatever type."""
     model, spec = checkpoint.model, image_spec(checkpoint.model)
-    made = takes_pixels(traced_model.exportable(model), spec.shape, spec.normalisation)
+    made, _ = takes_pixels(traced_model.exportable(model), spec.shape, spec.normalisation)
     port = Port(name=input_ports(model)[0].name, shape=spec.shape, dtype="uint8")
-    proto = onnx_from_model(made.model, (port,), output_ports(model), precision=precision, metadata={}, norms=NORMS)
+    proto = onnx_from_model(made, (port,), output_ports(model), precision=precision, metadata={}, norms=NORMS)
     onnx.save(proto, str(path))
 
 

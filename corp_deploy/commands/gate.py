@@ -49,7 +49,7 @@ def gate(
     from perf.gate.gate import Gate
     from perf.gate.history import history_rows
     from perf.gate.rule import rule_from_text
-    from perf.record.history import add_release
+    from perf.stats.trend import add_release
 
     for path in output:
         if path.suffix not in (".json", ".md", ".xml"):

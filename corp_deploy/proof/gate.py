@@ -14,13 +14,12 @@ from perf.gate.history import save_trend
 from perf.gate.rule import FITTED, Rule, rule_from_text
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
 from perf.parity.parity import load_parity
-from perf.record.history import load_history, release_of_file
 from perf.record.runs import load_bench
 from perf.report.curves import trend_drawing
 from perf.stats.compare import Comparison
 from perf.stats.stats import DEFAULT_CONFIDENCE
 from perf.stats.summary import summarise
-from perf.stats.trend import Trend, trend_of
+from perf.stats.trend import Trend, load_history, release_of_file, trend_of
 
 TREND, PLOT = "history.json", "history.svg"
 

@@ -12,7 +12,7 @@ from corp_deploy.families.timm_names import require_local_name
 from corp_deploy.proof.custom_metrics import require_runnable
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput
-from perf.record.history import require_directory
+from perf.stats.trend import require_directory
 
 from . import incremental
 from .baseline import Baseline

@@ -7,7 +7,7 @@ from typing import Any
 from corp_deploy.machine import versions
 from ground.files import write_text
 from ground.gpu import missing_gpu
-from perf.record.history import release_of_file
+from perf.stats.trend import release_of_file
 
 from . import calls, names
 from .baseline import Baseline

@@ -8,7 +8,7 @@ from typing import Literal
 from ground.errors import BadInput, Missing
 from ground.files import write_text
 from perf.gate.verdicts import load_gate
-from perf.record.history import add_release
+from perf.stats.trend import add_release
 
 from . import calls, incremental
 from .baseline import Baseline

@@ -102,9 +102,9 @@ def export_form(
     if graph_input == "float32":
         return ExportForm(model=model, inputs=ports)
     normalisation = image_spec(checkpoint.model).normalisation
-    with_pixels = takes_pixels(model, ports[0].shape, normalisation, folded=precision == "fp32" and not quantised)
-    inside = {"mean": normalisation.mean, "std": normalisation.std, "in": with_pixels.folded_into or AHEAD}
-    return ExportForm(model=with_pixels.model, inputs=ports, notes={NORMALISED: json.dumps(inside, sort_keys=True)})
+    own, folded_into = takes_pixels(model, ports[0].shape, normalisation, folded=precision == "fp32" and not quantised)
+    inside = {"mean": normalisation.mean, "std": normalisation.std, "in": folded_into or AHEAD}
+    return ExportForm(model=own, inputs=ports, notes={NORMALISED: json.dumps(inside, sort_keys=True)})
 
 
 def paths_by_precision(path: Path, precisions: Sequence[str]) -> dict[str, Path]:

@@ -206,7 +206,7 @@ def _norm_reasons(proto: ModelProto) -> Iterator[str]:
         return
     types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
     for float_type in HALVES:
-        spelled_out = [root for root, mean in _decomposed_norms(proto) if types.get(mean.input[0]) == float_type.onnx]
+        spelled_out = [root for root, mean in decomposed_norms(proto) if types.get(mean.input[0]) == float_type.onnx]
         if spelled_out:
             yield (
                 f"{len(spelled_out)} {SPELLED_OUT} {float_type.name} (ReduceMean, Sqrt; first at "
@@ -215,13 +215,8 @@ def _norm_reasons(proto: ModelProto) -> Iterator[str]:
             )
 
 
-def has_decomposed_norms(proto: ModelProto) -> bool:
-    """Whether a norm is not one operator but roots of means, in whatever type."""
-    return any(True for _ in _decomposed_norms(proto))
-
-
-def _decomposed_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Each root that is taken of a mean, with that mean."""
+def decomposed_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]]:
+    """Norms that are not one operator, in whatever type: each root that is taken of a mean, with that mean."""
     producers = {name: node for node in proto.graph.node for name in node.output}
     for node in proto.graph.node:
         if node.op_type == "Sqrt" and (mean := _mean_below(node, producers)) is not None:

@@ -87,15 +87,13 @@ class Histogram:
             raise BadInput(f"{where}: the model gives NaN or Inf on these inputs, so that no range can be taken")
         self.largest = max(self.largest, largest)
         if self.largest >= self.end:
-            self._widen(2.0 ** (math.frexp(self.largest)[1] if self.largest else 0))
+            end = 2.0 ** (math.frexp(self.largest)[1] if self.largest else 0)
+            while self.end and self.end < end and self.counts.any():
+                joined = self.counts.reshape(-1, 2).sum(axis=1)
+                self.counts = np.concatenate([joined, np.zeros_like(joined)])
+                self.end *= 2
+            self.end = max(end, self.end)
         self.counts += np.bincount((sizes * np.float32(BINS / self.end)).astype(np.int64), minlength=BINS)
-
-    def _widen(self, end: float) -> None:
-        while self.end and self.end < end and self.counts.any():
-            joined = self.counts.reshape(-1, 2).sum(axis=1)
-            self.counts = np.concatenate([joined, np.zeros_like(joined)])
-            self.end *= 2
-        self.end = max(end, self.end)
 
     @property
     def centres(self) -> NDArray[np.float64]:

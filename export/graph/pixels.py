@@ -32,20 +32,11 @@ class PixelEntry(nn.Module):
         return images if self.shift is None or self.scale is None else (images - self.shift) * self.scale
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PixelModel:
-    """What takes uint8 where the model took float32; `folded_into`: the convolution that normalises, empty where
-    operators ahead of the model do.
-    """
-
-    model: nn.Module
-    folded_into: str
-
-
 def takes_pixels(
     model: nn.Module, shape: tuple[int, ...], normalisation: Normalisation, *, folded: bool = True
-) -> PixelModel:
-    """A copy of a model of one input that takes uint8 pixels [B,*shape] in place of normalised images.
+) -> tuple[nn.Module, str]:
+    """A copy of a model of one input that takes uint8 pixels [B,*shape] in place of normalised images, and the
+    convolution that normalises them, empty where operators ahead of the model do.
 
     `folded`: the first convolution reads pixels as they are, by W/(255 std) and b - sum(W mean/std), unless something
     else reads the images than one plain convolution that does not pad. That is for float32: sixteen bits round those
@@ -57,7 +48,7 @@ def takes_pixels(
     if convolution is not None:
         own.set_submodule(path, _folded(convolution, -mean / std, 1 / std))
     _prepend_(own, PixelEntry(_column(mean), _column(1 / std)) if convolution is None else PixelEntry())
-    return PixelModel(model=own, folded_into=path)
+    return own, path
 
 
 def _real(shares: tuple[float, ...]) -> Tensor:

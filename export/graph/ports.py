@@ -30,6 +30,10 @@ class GraphPort:
     dtype: str
     shape: Annotated[tuple[Positive | str, ...], msgspec.Meta(min_length=1)]
 
+    def dims(self, *, batched: bool) -> tuple[int, ...]:
+        """As a server writes them: without the batch when it batches, -1 for what is open."""
+        return tuple(size if isinstance(size, int) else -1 for size in self.shape[int(batched) :])
+
 
 def graph_inputs(proto: ModelProto) -> list[ValueInfoProto]:
     """Inputs that a caller fills: weights may be listed among a graph's inputs too."""

@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ground.errors import BadInput
 from ground.precision import FLOAT32, MIXED, FloatType, Precision, mixed_with_float32, precision_by_name
@@ -111,21 +112,8 @@ def _has_ancestor(name: str, names: set[str]) -> bool:
 def _cast_at_border_(module: nn.Module, *, inner: torch.dtype, outer: torch.dtype) -> None:
     """Casts floating tensors to `inner` on the way in, to `outer` on the way out; module paths stay as they were."""
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return _cast(args, inner), _cast(kwargs, inner)
+    def cast(values: Any, dtype: torch.dtype) -> Any:
+        return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values)
 
-    def leave(_: nn.Module, __: tuple[Any, ...], output: object) -> Any:
-        return _cast(output, outer)
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        return type(value)(_cast(item, dtype) for item in value)
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return value
+    module.register_forward_pre_hook(lambda _, *arguments: cast(arguments, inner), with_kwargs=True)
+    module.register_forward_hook(lambda _, __, output: cast(output, outer))

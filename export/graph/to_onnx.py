@@ -21,7 +21,7 @@ from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
 from . import tidy
-from .check import MAX_BYTES, SPELLED_OUT, check_onnx, has_decomposed_norms, unsupported_nodes
+from .check import MAX_BYTES, SPELLED_OUT, check_onnx, decomposed_norms, unsupported_nodes
 from .ports import port_notes
 from .precision import NORMS, Norms, typed_copy
 
@@ -150,7 +150,7 @@ def onnx_from_model(
     if opset is None and (newer_ones := [first for _, first in unsupported_nodes(proto) if first is not None]):
         proto, reasons = exported(max(newer_ones))
     refused = any(SPELLED_OUT in reason for reason in reasons)
-    if opset != OPSETS[-1] and (refused or (opset is None and has_decomposed_norms(proto))):
+    if opset != OPSETS[-1] and (refused or (opset is None and any(decomposed_norms(proto)))):
         newer, remaining = exported(OPSETS[-1])
         has_operators = any(node.op_type == "RMSNormalization" for node in newer.graph.node)
         if opset is None and not remaining and (refused or has_operators):

@@ -4,17 +4,18 @@ written beside it with the command lines of the perf client that check it.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.records import record_from_file
 
 from .pbtxt import Name, Plain, pbtxt_from
-from .signature import FLOATING, Signature, Tensor
+from .signature import FLOATING, SERVED_TYPES, Signature
 
 LABELS_NAME = "labels.txt"
 DEFAULT_MAX_BATCH = 8
@@ -69,7 +70,10 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One served model: its name, what runs it, and the files that Triton does not find by their default name."""
+    """One served model: its name, what runs it, and the files that Triton does not find by their default name. `files`:
+    by name in the version directory, either a path to copy or the text itself; `pending` is the plan that a script
+    among them will build, and whose config waits beside it.
+    """
 
     name: str
     backend: str
@@ -79,6 +83,9 @@ class Variant:
     cc_filenames: Mapping[str, str]
     graph_batches: tuple[int, ...] = ()
     threads: int | None = None
+    files: Mapping[str, Path | str] = field(default_factory=dict)
+    expected: "Expected | None" = None
+    pending: "Variant | None" = None
 
 
 def config_text(variant: Variant, serving: Serving, version: int, *, labelled: bool) -> str:
@@ -100,7 +107,7 @@ def config_text(variant: Variant, serving: Serving, version: int, *, labelled: b
     # The server loads no plan of which an output is not described; nobody asks for these, so none is sent.
     breaks = variant.signature.fusion_breaks if variant.backend == "tensorrt" else ()
     fields["output"] = [
-        _tensor(tensor, batched) | (label_file if tensor.role == "logits" else {})
+        _tensor(tensor, batched) | (label_file if variant.signature.output_roles.get(tensor.name) == "logits" else {})
         for tensor in (*variant.signature.outputs, *breaks)
     ]
     fields["instance_group"] = {"kind": Name(variant.kind), "count": serving.instances}
@@ -139,15 +146,19 @@ def _warmup_batches(variant: Variant, serving: Serving) -> list[int]:
     return sorted(size for size in sizes if size <= variant.max_batch) if variant.max_batch > 0 else [1]
 
 
-def _tensor(tensor: Tensor, batched: bool) -> dict[str, Plain]:
-    return {"name": tensor.name, "data_type": Name(tensor.data_type), "dims": list(tensor.dims(batched=batched))}
+def _tensor(tensor: GraphPort, batched: bool) -> dict[str, Plain]:
+    return {
+        "name": tensor.name,
+        "data_type": Name(SERVED_TYPES[tensor.dtype]),
+        "dims": list(tensor.dims(batched=batched)),
+    }
 
 
 def _warmup(variant: Variant, size: int) -> Plain:
     inputs: list[Plain] = []
     for tensor in variant.signature.inputs:
         dims = [max(each, 1) for each in tensor.dims(batched=variant.max_batch > 0)]
-        value: dict[str, Plain] = {"data_type": Name(tensor.data_type), "dims": dims, "zero_data": True}
+        value: dict[str, Plain] = {"data_type": Name(SERVED_TYPES[tensor.dtype]), "dims": dims, "zero_data": True}
         inputs.append({"key": tensor.name, "value": value})
     return {"name": f"batch_{size}", "batch_size": size, "inputs": inputs}
 
@@ -222,8 +233,9 @@ def expected_text(models: Mapping[str, Any]) -> str:
     return json.dumps({"version": VERSION, "kind": KIND, "models": models}, indent=2) + "\n"
 
 
-def expected_entry(variant: Variant, version: int, expected: Expected | None) -> dict[str, Any]:
+def expected_entry(variant: Variant, version: int) -> dict[str, Any]:
     """One model's entry: figures (none were given: null), what its outputs are for, how to start and to measure it."""
+    expected = variant.expected
     latencies = None if expected is None else [each.as_json() for each in expected.latencies]
     agreement = None if expected is None else expected.top1_agreement
     batches = [each.batch for each in expected.latencies] if expected else []
@@ -233,7 +245,7 @@ def expected_entry(variant: Variant, version: int, expected: Expected | None) ->
         "measured_on": expected.measured_on if expected else None,
         "latencies": latencies,
         "top1_agreement": None if agreement is None else agreement.as_json(),
-        "outputs": {tensor.name: tensor.role for tensor in variant.signature.outputs},
+        "outputs": variant.signature.output_roles,
         **({"fusion_breaks": breaks} if breaks else {}),
         "serve": f"tritonserver --model-repository=. --model-control-mode=explicit --load-model={variant.name}",
         "client": _client_commands(variant, version, batches or [max(1, variant.max_batch)]),
@@ -247,7 +259,7 @@ def _client_commands(variant: Variant, version: int, batches: list[int]) -> list
     inputs = variant.signature.inputs
     shapes = [f"--shape {each.name}:{','.join(map(str, each.dims(batched=batched)))}" for each in inputs]
     # Random whole numbers would lie far outside an embedding's rows; of pixels any will do.
-    floating = all(tensor.data_type in (*FLOATING, "TYPE_UINT8") for tensor in inputs)
+    floating = all(tensor.dtype in (*FLOATING, "uint8") for tensor in inputs)
     head = f"perf_analyzer -m {variant.name} -x {version} -i grpc -u localhost:8001"
     tail = "--concurrency-range 1 --percentile=50 --measurement-mode count_windows --measurement-request-count 662"
     return [" ".join((head, *size, *shapes, *([] if floating else ["--input-data zero"]), tail)) for size in sizes]

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from export.graph.ports import GraphPort
+
 from .pbtxt import Message
-from .signature import Signature, Tensor
+from .signature import SERVED_TYPES, Signature
 
 ERROR = "error"
 WARNING = "warning"
@@ -67,10 +69,10 @@ PARAMETERS = {
 
 def openvino_limits(config: Message) -> Iterator[LintFinding]:
     """Where it would not load, would fail at a request, or would not do what the config seems to ask."""
-    parameters = {
-        entry.text("key"): (entry, entry.inner("value").text("string_value")) for entry in config.messages("parameters")
-    }
-    for key, (entry, value) in parameters.items():
+    parameters = {}
+    for entry in config.messages("parameters"):
+        key, value = entry.text("key"), entry.inner("value").text("string_value")
+        parameters[key] = value
         if key not in PARAMETERS:
             fault = f"parameter {key!r} is none that the OpenVINO backend reads: it is ignored"
             yield warning(entry.line, fault, f"known are {', '.join(PARAMETERS)}")
@@ -87,7 +89,7 @@ def openvino_limits(config: Message) -> Iterator[LintFinding]:
         yield warning(config.line_of("instance_group"), fault, "write kind: KIND_CPU")
     limit, line = config.number("max_batch_size"), config.line_of("max_batch_size")
     remedy = "write max_batch_size: 0 and -1 in front of the dims"
-    if limit > 1 and parameters.get("ENABLE_BATCH_PADDING", (config, ""))[1].lower() == "yes":
+    if limit > 1 and parameters.get("ENABLE_BATCH_PADDING", "").lower() == "yes":
         yield warning(line, f"every request is computed as one of {limit}, which smaller ones are filled up to", remedy)
     elif limit > 1:
         fault = f"requests of fewer than {limit} fail: the OpenVINO backend fixes the batch at max_batch_size"
@@ -126,7 +128,7 @@ def own_limits(config: Message) -> Iterator[LintFinding]:
 
 
 def _port_faults(
-    config: Message, field: str, tensors: tuple[Tensor, ...], batched: bool, source: str
+    config: Message, field: str, tensors: tuple[GraphPort, ...], batched: bool, source: str
 ) -> Iterator[LintFinding]:
     described = {message.text("name"): message for message in config.messages(field)}
     tensors_by_name = {tensor.name: tensor for tensor in tensors}
@@ -136,17 +138,17 @@ def _port_faults(
             yield error(message.line, f"{source} has no {field} {name!r}, only {have}", "name it as the artefact does")
             continue
         tensor = tensors_by_name[name]
-        if message.text("data_type") != tensor.data_type:
+        if message.text("data_type") != (served := SERVED_TYPES[tensor.dtype]):
             line, received = message.line_of("data_type"), message.text("data_type") or "nothing"
-            fault = f"{field} {name} is {tensor.data_type} in {source}, got {received}"
-            yield error(line, fault, f"write data_type: {tensor.data_type}")
+            fault = f"{field} {name} is {served} in {source}, got {received}"
+            yield error(line, fault, f"write data_type: {served}")
         yield from _dims(message, tensor, field, batched, source)
     for name in tensors_by_name.keys() - described.keys():
         line = config.line_of(field)
         yield error(line, f"{field} {name!r} of {source} is not described", f"add an entry for {name!r} to {field}")
 
 
-def _dims(message: Message, tensor: Tensor, field: str, batched: bool, source: str) -> Iterator[LintFinding]:
+def _dims(message: Message, tensor: GraphPort, field: str, batched: bool, source: str) -> Iterator[LintFinding]:
     if message.one("reshape") is not None:
         return  # the dims are then those of the request, not of the artefact
     received, dims = message.numbers("dims"), tensor.dims(batched=batched)
@@ -199,7 +201,7 @@ def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[L
         yield warning(config.line_of("model_warmup"), fault, "add a model_warmup entry for each")
 
 
-def _warmup_inputs(sample: Message, inputs: dict[str, Tensor], batched: bool) -> Iterator[LintFinding]:
+def _warmup_inputs(sample: Message, inputs: dict[str, GraphPort], batched: bool) -> Iterator[LintFinding]:
     filled = {entry.text("key"): entry for entry in sample.messages("inputs")}
     where = f"warm-up {sample.text('name')!r}"
     for name in sorted(filled.keys() ^ inputs.keys()):
@@ -212,8 +214,8 @@ def _warmup_inputs(sample: Message, inputs: dict[str, Tensor], batched: bool) ->
         if len(received) != len(dims) or any(w not in (-1, g) or g < 1 for g, w in zip(received, dims, strict=True)):
             fault = f"{where} gives {name} dims {list(received)}, it takes {list(dims)}"
             yield error(value.line_of("dims"), fault, f"write dims: {list(dims)}")
-        if value.text("data_type") != inputs[name].data_type:
-            fault = f"{where} gives {name} as {value.text('data_type') or 'nothing'}, it takes {inputs[name].data_type}"
-            yield error(value.line_of("data_type"), fault, f"write data_type: {inputs[name].data_type}")
+        if value.text("data_type") != (served := SERVED_TYPES[inputs[name].dtype]):
+            fault = f"{where} gives {name} as {value.text('data_type') or 'nothing'}, it takes {served}"
+            yield error(value.line_of("data_type"), fault, f"write data_type: {served}")
         if not any(value.one(source) for source in ("zero_data", "random_data", "input_data_file")):
             yield error(value.line, f"{where} has no data for {name}", "add zero_data: true")

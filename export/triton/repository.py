@@ -12,7 +12,7 @@ from ground.transaction import exclusive_access, install_files, roll_back_interr
 
 from .config import EXPECTED_NAME, LABELS_NAME, Variant, config_text, expected_entry, expected_text, read_expected
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release, vulnerability_warnings
-from .variants import Model, Package, checked_record, models_of
+from .variants import Package, checked_record, models_of
 from .versions import config_path, install_text, model_names, staging_folder, versions_of
 
 CHOOSES_BF16 = (
@@ -40,23 +40,19 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
     _refuse_existing(package, repository)
     records = tuple(map(checked_record, package.plans))
     models = models_of(package, records, release)
-    for model in models:
-        for variant in (model.variant, model.pending):
-            if variant is not None:
-                _refuse_contradictions(package, variant)
+    for variant in (*models, *(model.pending for model in models if model.pending is not None)):
+        _refuse_contradictions(package, variant)
     with staging_folder(repository) as folder, exclusive_access(repository.resolve().parent):
         _refuse_existing(package, repository)  # by now another process may have written it
         entries = read_expected(repository / EXPECTED_NAME)
         moves = {EXPECTED_NAME: folder / EXPECTED_NAME}
         for model in models:
-            entry = expected_entry(model.variant, package.version, model.expected)
-            entries.setdefault(model.variant.name, {})[str(package.version)] = entry
-            moves |= _written(package, model, repository, folder / model.variant.name)
+            entries.setdefault(model.name, {})[str(package.version)] = expected_entry(model, package.version)
+            moves |= _written(package, model, repository, folder / model.name)
         (folder / EXPECTED_NAME).write_text(expected_text(entries))
         _install(repository, moves)
-    variants = [model.variant for model in models]
-    warnings = dict.fromkeys(_warnings(package, variants, records, release, repository))
-    return AddedVersion(models=tuple(each.name for each in variants), warnings=tuple(warnings))
+    warnings = dict.fromkeys(_warnings(package, models, records, release, repository))
+    return AddedVersion(models=tuple(model.name for model in models), warnings=tuple(warnings))
 
 
 def _refuse_existing(package: Package, repository: Path) -> None:
@@ -80,9 +76,10 @@ def _refuse_contradictions(package: Package, variant: Variant) -> None:
                 f"{variant.name}: {what} {beyond[0]} is beyond the largest batch {variant.max_batch}; "
                 "measure within it, raise max_batch, or build the plan for a larger batch"
             )
-    classes = [tensor.shape[-1] for tensor in variant.signature.outputs if tensor.role == "logits"]
+    roles = variant.signature.output_roles
+    classes = [tensor.shape[-1] for tensor in variant.signature.outputs if roles[tensor.name] == "logits"]
     if package.labels and not classes:
-        outputs = ", ".join(f"{tensor.name} ({tensor.role})" for tensor in variant.signature.outputs)
+        outputs = ", ".join(f"{name} ({role})" for name, role in roles.items())
         raise BadInput(f"{variant.name}: labels name classes, and its outputs are {outputs}; leave them out")
     if package.labels and any(count != len(package.labels) for count in classes):
         raise BadInput(f"{variant.name}: {len(package.labels)} labels for {classes[0]} outputs; give one per class")
@@ -101,9 +98,9 @@ def _install(repository: Path, moves: Mapping[str, Path]) -> None:
         raise
 
 
-def _written(package: Package, model: Model, repository: Path, staging: Path) -> dict[str, Path]:
+def _written(package: Package, model: Variant, repository: Path, staging: Path) -> dict[str, Path]:
     """One model written into `staging`, and what of it goes where in the repository."""
-    version, name = str(package.version), model.variant.name
+    version, name = str(package.version), model.name
     folder = staging / version
     folder.mkdir(parents=True)
     for file, content in model.files.items():
@@ -114,8 +111,8 @@ def _written(package: Package, model: Model, repository: Path, staging: Path) ->
     if package.labels:
         (folder / LABELS_NAME).write_text("".join(f"{label}\n" for label in package.labels))
     labelled, target = bool(package.labels), repository / name
-    text = config_text(model.variant, package.serving, package.version, labelled=labelled)
-    pinned = config_text(model.variant, replace(package.serving, policy="specific"), package.version, labelled=labelled)
+    text = config_text(model, package.serving, package.version, labelled=labelled)
+    pinned = config_text(model, replace(package.serving, policy="specific"), package.version, labelled=labelled)
     install_text(pinned, config_path(staging, package.version))
     install_text(text, staging / "config.pbtxt")
     if not target.exists():
@@ -145,10 +142,8 @@ def _warnings(
         if (fixed := variant.signature.fixed_batch) is not None:
             took = f"takes batches of {fixed} only"
             yield f"{variant.name}: it {took}, so it is served without batching; export with an open batch"
-    for variant in variants:
         if variant.backend == "openvino" and not package.serving.cpu_bf16:
             yield f"{variant.name}: {CHOOSES_BF16}"
-    for variant in variants:
         if (smallest := variant.signature.smallest_batch) > 1:
             yield f"{variant.name}: requests of fewer than {smallest} fail; build the profile from 1 on"
     if release is None:

@@ -104,18 +104,13 @@ class TritonServer:
             with opener.open(request, timeout=self.timeout_s) as response:
                 text = response.read(MOST_BYTES)
         except urllib.error.HTTPError as error:
-            raise ServerError(_reason(error)) from None
+            said = error.read(10_000).decode("utf-8", "replace")
+            with suppress(ValueError, KeyError, TypeError):
+                said = str(json.loads(said)["error"])
+            raise ServerError(printable(f"{error.code} {error.reason}: {said[:500]}")) from None
         except (OSError, ValueError) as error:
             raise ServerError(f"no answer within {self.timeout_s:g} s or no connection ({error})") from None
         try:
             return json.loads(text) if text else None
         except ValueError:
             raise ServerError("its answer is no JSON") from None
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    """What the server says, in one line."""
-    text = error.read(10_000).decode("utf-8", "replace")
-    with suppress(ValueError, KeyError, TypeError):
-        text = str(json.loads(text)["error"])
-    return printable(f"{error.code} {error.reason}: {text[:500]}")

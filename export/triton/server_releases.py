@@ -13,13 +13,12 @@ import msgspec
 from jinja2 import Environment
 
 from export.engine.options import BatchProfile
+from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.records import record_from_file
 from ground.templates import templates_of
 from ground.text import one_line
 from ground.vulnerabilities import SERVER, described, vulnerabilities_of
-
-from .signature import Tensor
 
 TABLE_PATH = Path(__file__).with_name("server_releases.json")
 IMAGE = "tritonserver"
@@ -48,7 +47,7 @@ class ServerRelease:
 class _Table(msgspec.Struct, frozen=True):
     """By version of ONNX Runtime what it reads, and by month what a release has, but TensorRT by flavour."""
 
-    onnxruntime: dict[str, dict[str, int]]
+    onnxruntime: dict[str, dict[str, Any]]
     releases: dict[str, dict[str, Any]]
 
 
@@ -121,7 +120,7 @@ def build_script(
     *,
     name: str,
     version: int,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[GraphPort],
     profiles: Sequence[BatchProfile],
     onnx_sha256: str,
     cc_filenames: Mapping[str, str],
@@ -154,7 +153,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _shapes(inputs: Sequence[Tensor], profile: BatchProfile) -> Iterator[str]:
+def _shapes(inputs: Sequence[GraphPort], profile: BatchProfile) -> Iterator[str]:
     """trtexec's options for one profile, such as --minShapes=images:1x3x32x32."""
     for kind, size in (("min", profile.smallest), ("opt", profile.tuned), ("max", profile.largest)):
         shapes = (f"{tensor.name}:{'x'.join(map(str, (size, *tensor.dims(batched=True))))}" for tensor in inputs)

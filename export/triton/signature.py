@@ -1,7 +1,7 @@
 """What an artefact takes and gives, read from the artefact itself, in the words of an inference server."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from export.engine.options import BatchProfile
@@ -11,41 +11,32 @@ from export.graph.ports import GraphPort, ports_of_graph, roles_of_graph
 from ground.errors import BadInput
 from ground.ports import LOGITS, Role
 
-_SERVED_TYPES = {
+SERVED_TYPES = {
     **{f"float{bits}": f"TYPE_FP{bits}" for bits in (16, 32, 64)},
     **{f"{kind}{bits}": f"TYPE_{kind.upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
     **{"bfloat16": "TYPE_BF16", "bool": "TYPE_BOOL", "string": "TYPE_STRING"},
 }
-FLOATING = ("TYPE_FP32", "TYPE_FP16", "TYPE_FP64", "TYPE_BF16")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
-    """One input or output, batch first, a symbolic size as its name; `role`: what an output is for, None for others."""
-
-    name: str
-    data_type: str
-    shape: tuple[int | str, ...]
-    role: Role | None = None
-
-    def dims(self, *, batched: bool) -> tuple[int, ...]:
-        """As a server writes them: without the batch when it batches, -1 for what is open."""
-        return tuple(size if isinstance(size, int) else -1 for size in self.shape[int(batched) :])
+FLOATING = ("float32", "float16", "float64", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """`profiles` are the batch ranges of a plan, `opset` and `ir` the versions of a graph; 0 where there is none.
-
-    `fusion_breaks` are outputs of a plan that nobody asks for.
+    """`roles`: what outputs are for that are not logits; `profiles` are the batch ranges of a plan, `opset` and `ir`
+    the versions of a graph, 0 where there is none. `fusion_breaks` are outputs of a plan that nobody asks for.
     """
 
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[GraphPort, ...]
+    outputs: tuple[GraphPort, ...]
+    roles: Mapping[str, Role]
     profiles: tuple[BatchProfile, ...] = ()
-    fusion_breaks: tuple[Tensor, ...] = ()
+    fusion_breaks: tuple[GraphPort, ...] = ()
     opset: int = 0
     ir: int = 0
+
+    @property
+    def output_roles(self) -> dict[str, Role]:
+        """What each output is for."""
+        return {port.name: self.roles.get(port.name, LOGITS.role) for port in self.outputs}
 
     @property
     def fixed_batch(self) -> int | None:
@@ -81,33 +72,34 @@ def signature_from_onnx(path: Path) -> Signature:
         raise BadInput(f"{path}: its inputs have different batches ({named}); export them with one that they share")
     opset = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     _, breaks = ports_of_graph(proto, breaks=True)
-    own = _signature(inputs, outputs, breaks, roles_of_graph(proto), path)
-    return replace(own, opset=opset, ir=proto.ir_version)
+    own = Signature(
+        inputs=inputs,
+        outputs=outputs,
+        fusion_breaks=breaks,
+        roles=roles_of_graph(proto),
+        opset=opset,
+        ir=proto.ir_version,
+    )
+    return _served(own, path)
 
 
 def signature_from_record(record: EngineRecord) -> Signature:
     """What the plan of this record takes and gives."""
-    own = _signature(record.inputs, record.outputs, record.fusion_breaks, record.roles, "engine record")
-    return replace(own, profiles=tuple(map(BatchProfile.from_text, record.profiles)))
-
-
-def _signature(
-    inputs: Sequence[GraphPort],
-    outputs: Sequence[GraphPort],
-    breaks: Sequence[GraphPort],
-    roles: Mapping[str, Role],
-    where: Path | str,
-) -> Signature:
-    return Signature(
-        inputs=tuple(_tensor(port, None, where) for port in inputs),
-        outputs=tuple(_tensor(port, roles.get(port.name, LOGITS.role), where) for port in outputs),
-        fusion_breaks=tuple(_tensor(port, None, where) for port in breaks),
+    own = Signature(
+        inputs=record.inputs,
+        outputs=record.outputs,
+        fusion_breaks=record.fusion_breaks,
+        roles=record.roles,
+        profiles=tuple(map(BatchProfile.from_text, record.profiles)),
     )
+    return _served(own, "engine record")
 
 
-def _tensor(port: GraphPort, role: Role | None, where: Path | str) -> Tensor:
-    if port.dtype not in _SERVED_TYPES:
-        raise BadInput(
-            f"{where}: {port.name} is {port.dtype}, which has no inference server type; export it as float32"
-        )
-    return Tensor(name=port.name, data_type=_SERVED_TYPES[port.dtype], shape=port.shape, role=role)
+def _served(own: Signature, where: Path | str) -> Signature:
+    """The same. Raises BadInput for a port of a type that no inference server has."""
+    for port in (*own.inputs, *own.outputs, *own.fusion_breaks):
+        if port.dtype not in SERVED_TYPES:
+            raise BadInput(
+                f"{where}: {port.name} is {port.dtype}, which has no inference server type; export it as float32"
+            )
+    return own

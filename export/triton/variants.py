@@ -69,19 +69,6 @@ class Package:
 BACKEND_MODEL = Path(__file__).with_name("python_backend_model.py")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A variant with its files: by name in the version directory, either a path to copy or the text itself.
-
-    `pending` is the plan that a script among the files will build, and whose config waits beside it.
-    """
-
-    variant: Variant
-    files: Mapping[str, Path | str]
-    expected: Expected | None
-    pending: Variant | None = None
-
-
 def checked_record(plan: Path) -> EngineRecord:
     path = record_path(plan)
     if not plan.is_file() or not path.is_file():
@@ -97,7 +84,7 @@ def checked_record(plan: Path) -> EngineRecord:
     return record
 
 
-def _plan_model(package: Package, records: tuple[EngineRecord, ...]) -> Model:
+def _plan_model(package: Package, records: tuple[EngineRecord, ...]) -> Variant:
     signature = signature_from_record(records[0])
     for plan, record in zip(package.plans, records, strict=True):
         if signature_from_record(record) != signature:
@@ -106,7 +93,7 @@ def _plan_model(package: Package, records: tuple[EngineRecord, ...]) -> Model:
     names = _cc_filenames(package.plans, records)
     for plan, name in zip(package.plans, names.values() or ["model.plan"], strict=True):
         files |= {name: plan, record_path(Path(name)).name: record_path(plan)}
-    return Model(variant=_plan_variant(package, signature, names), files=files, expected=package.expected.get("plan"))
+    return replace(_plan_variant(package, signature, names), files=files, expected=package.expected.get("plan"))
 
 
 def _plan_variant(package: Package, signature: Signature, names: Mapping[str, str]) -> Variant:
@@ -139,7 +126,7 @@ def _cc_filenames(plans: tuple[Path, ...], records: tuple[EngineRecord, ...]) ->
 
 def _onnx_model(
     package: Package, graph: Path, records: tuple[EngineRecord, ...], release: ServerRelease | None, limit: int | None
-) -> Model:
+) -> Variant:
     """With the script that builds its plan, and that plan's config while there is none."""
     variant = _graph_variant(package, graph, "onnx", limit)
     profiles = _profiles_to_build(package, graph, variant.signature, records)
@@ -157,7 +144,7 @@ def _onnx_model(
     files: dict[str, Path | str] = {"model.onnx": graph, SCRIPT_NAME: script}
     if pending is not None:
         files[PENDING_NAME] = config_text(pending, package.serving, package.version, labelled=bool(package.labels))
-    return Model(variant=variant, files=files, expected=package.expected.get("onnx"), pending=pending)
+    return replace(variant, files=files, expected=package.expected.get("onnx"), pending=pending)
 
 
 def _graph_variant(package: Package, path: Path, suffix: str, limit: int | None) -> Variant:
@@ -197,7 +184,7 @@ def _profiles_to_build(
     return package.profiles or (BatchProfile(smallest=1, tuned=tuned, largest=largest),)
 
 
-def models_of(package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None) -> list[Model]:
+def models_of(package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None) -> list[Variant]:
     """The plan model, the ONNX model and the CPU model, those whose artefacts were given."""
     models = [_plan_model(package, records)] if records else []
     limit = package.serving.max_batch or (signature_from_record(records[0]).largest_batch if records else None)
@@ -207,5 +194,5 @@ def models_of(package: Package, records: tuple[EngineRecord, ...], release: Serv
         code = {"model.py": BACKEND_MODEL} if package.serving.cpu_backend == "python" else {}
         variant = _graph_variant(package, package.cpu_onnx, "cpu", limit)
         files = {"model.onnx": package.cpu_onnx, **code}
-        models.append(Model(variant=variant, files=files, expected=package.expected.get("cpu")))
+        models.append(replace(variant, files=files, expected=package.expected.get("cpu")))
     return models

@@ -207,8 +207,15 @@ def _data_needed(rule: Rule, value: Reading, bound: Reading, confidence: float) 
         return _too_few(value, confidence)
     if value.unit is None:
         return STRADDLES
-    if value.share is not None:
-        return _images_needed(rule, value.share, bound, value, confidence)
+    if (share := value.share) is not None:
+
+        def decides(count: int) -> bool:
+            """A bound that is an older record's share is one of the same images."""
+            older = None if bound.share is None else share_interval(bound.share, count, confidence)
+            end = limit if older is None else _scaled(rule, older)
+            return _compared(rule, share_interval(share, count, confidence), end) != "INCONCLUSIVE"
+
+        return samples_for_share(decides, value.count, value.unit)
     low, high = _gap(mine, limit)
     gap = mine.value - limit.value
     times = data_factor(gap, gap - low if gap > 0 else high - gap)
@@ -216,18 +223,6 @@ def _data_needed(rule: Rule, value: Reading, bound: Reading, confidence: float) 
         return f"the figure lies on the limit; {value.count} {value.unit} were measured and many more would not decide"
     blocks = BLOCKS_IN_ROUND * math.ceil(max(value.count * (times - 1), 1))
     return f"{STRADDLES}; about {blocks} more blocks would decide"
-
-
-def _images_needed(rule: Rule, share: float, bound: Reading, value: Reading, confidence: float) -> str:
-    """A bound that is an older record's share is one of the same images."""
-
-    def decides(count: int) -> bool:
-        limit = bound.interval if bound.share is None else _scaled(rule, share_interval(bound.share, count, confidence))
-        assert limit is not None, rule
-        return _compared(rule, share_interval(share, count, confidence), limit) != "INCONCLUSIVE"
-
-    assert value.unit is not None, rule
-    return samples_for_share(decides, value.count, value.unit)
 
 
 def _too_few(value: Reading, confidence: float) -> str:

@@ -29,15 +29,6 @@ TOKEN_LOGITS = OutputKind(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerRow:
-    """One figure per row of classes. Where the candidate gives NaN or Inf, nothing agrees."""
-
-    kl_N: Floats
-    margin_N: Floats
-    agrees_N: Bools
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LogitMeasures(CommonMeasures):
     """Errors of a whole set of images.
 
@@ -98,15 +89,13 @@ def logit_measures(
     image, or the reference itself is not finite.
     """
     rows = LOGITS.rows(reference_NC, candidate_NC)
-    each = classified(rows)
-    images, agreeing = len(each.agrees_N), int(each.agrees_N.sum())
+    of_rows = _, margin_N, agrees_N = classified(rows)
+    images, agreeing = len(agrees_N), int(agrees_N.sum())
     return LogitMeasures(
-        **_common(rows, each, margin_noise),
-        images=images,
+        **_common(rows, *of_rows, margin_noise),
         **bounded_share("top1_agreement", agreeing / images, images),
         top5_overlap=float(top5_overlap(rows).mean()),
-        decisive_images=int((each.margin_N > margin_noise).sum()),
-        nonfinite_images=images - int(rows.finite_N.sum()),
+        decisive_images=int((margin_N > margin_noise).sum()),
     )
 
 
@@ -116,15 +105,14 @@ def token_logit_measures(
     """The errors of a candidate over all tokens; see TokenLogitMeasures. Raises BadInput as logit_measures does."""
     by_input = TOKEN_LOGITS.rows(reference_NTC, candidate_NTC)
     rows = _rows_of_tokens(reference_NTC, candidate_NTC)
-    each = classified(rows)
+    of_rows = _, margin_N, agrees_N = classified(rows)
     images = len(reference_NTC)
     return TokenLogitMeasures(
-        **_common(rows, each, margin_noise),
-        images=images,
-        tokens=len(each.agrees_N),
-        **bounded_share("token_agreement", float(each.agrees_N.mean()), images),
-        decisive_tokens=int((each.margin_N > margin_noise).sum()),
-        nonfinite_images=images - int(by_input.finite_N.sum()),
+        **_common(rows, *of_rows, margin_noise)
+        | {"images": images, "nonfinite_images": images - int(by_input.finite_N.sum())},
+        tokens=len(agrees_N),
+        **bounded_share("token_agreement", float(agrees_N.mean()), images),
+        decisive_tokens=int((margin_N > margin_noise).sum()),
     )
 
 
@@ -142,14 +130,14 @@ def tokens_agreeing(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[
     return np.asarray(_agrees(rows).reshape(reference_NTC.shape[:2]).mean(axis=1), dtype=np.float64)
 
 
-def _common(rows: Rows, each: PerRow, margin_noise: float) -> dict[str, Any]:
+def _common(rows: Rows, kl_N: Floats, margin_N: Floats, agrees_N: Bools, margin_noise: float) -> dict[str, Any]:
     assert margin_noise >= 0, margin_noise
     return rows.figures() | {
-        "kl_mean": float(each.kl_N.mean()),
-        "kl_max": float(each.kl_N.max()),
-        "flips": int((~each.agrees_N).sum()),
+        "kl_mean": float(kl_N.mean()),
+        "kl_max": float(kl_N.max()),
+        "flips": int((~agrees_N).sum()),
         "margin_noise": margin_noise,
-        "decisive_flips": int(((each.margin_N > margin_noise) & ~each.agrees_N).sum()),
+        "decisive_flips": int(((margin_N > margin_noise) & ~agrees_N).sum()),
     }
 
 
@@ -159,15 +147,13 @@ def _rows_of_tokens(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[
     return LOGITS.rows(*flat)
 
 
-def classified(rows: Rows) -> PerRow:
-    """Figures of each row, whose columns are classes; KL is infinite where the candidate is not finite."""
+def classified(rows: Rows) -> tuple[Floats, Floats, Bools]:
+    """Of each row, whose columns are classes, KL, the reference's margin, and whether both agree. Where the candidate
+    gives NaN or Inf, KL is infinite and nothing agrees.
+    """
     log_p_NC, log_q_NC = log_softmax(rows.reference_NF), log_softmax(rows.candidate_NF)
     kl_N = np.maximum((np.exp(log_p_NC) * (log_p_NC - log_q_NC)).sum(axis=1), 0.0)
-    return PerRow(
-        kl_N=rows.filled_where_nonfinite(kl_N, np.inf),
-        margin_N=margins(rows.reference_NF),
-        agrees_N=_agrees(rows),
-    )
+    return rows.filled_where_nonfinite(kl_N, np.inf), margins(rows.reference_NF), _agrees(rows)
 
 
 def top5_overlap(rows: Rows) -> Floats:

@@ -110,10 +110,8 @@ def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray
     images = len(rows.finite_N)
     drawn = drawn_rows(images)
     return EmbeddingMeasures(
-        images=images,
         **rows.figures(),
         **bounded_share("neighbour_agreement", None if agrees_N is None else float(agrees_N.mean()), images),
-        nonfinite_images=images - int(rows.finite_N.sum()),
         linear_cka=linear_cka(rows.reference_NF[drawn], rows.candidate_NF[drawn]),
     )
 
@@ -124,9 +122,7 @@ def feature_map_measures(reference: NDArray[np.floating], candidate: NDArray[np.
     images = len(rows.finite_N)
     tokens = token_figures(reference, candidate, rows.finite_N)
     return FeatureMapMeasures(
-        images=images,
         **rows.figures(),
-        nonfinite_images=images - int(rows.finite_N.sum()),
         **tokens | bounded_share("neighbour_agreement", tokens.get("neighbour_agreement"), images),
     )
 
@@ -209,29 +205,21 @@ def figures(
     """One figure per input and candidate, for the side file: arrays [N] named `<candidate>.kl` and so on."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, candidate in candidates.items():
-        own = _figures(reference, candidate, role, threshold)
-        arrays |= {key if key == "margin" else f"{name}.{key}": values for key, values in own.items()}
+        own: dict[str, NDArray[np.generic] | None] = {}
+        each: RowErrors
+        if role == "score map":
+            each = place = per_map(reference, candidate, threshold=threshold)
+            own = {"iou": place.iou_N, "pixel_agreement": place.agreement_N}
+        else:
+            rows = MEASURES[role].output_kind.rows(reference, candidate)
+            each = rows.errors()
+            if role == "logits":
+                kl_N, arrays["margin"], agrees_N = classified(rows)
+                own = {"kl": kl_N, "top5_overlap": top5_overlap(rows), "agrees": agrees_N}
+            elif role == "token logits":
+                own = {"token_agreement": tokens_agreeing(reference, candidate)}
+            elif role == "embedding":
+                own = {"agrees": same_neighbour(rows.reference_NF, rows.candidate_NF, rows.finite_N)}
+        own |= {"relative_error": each.relative_error_N, "max_abs": each.max_abs_N, "cosine": each.cosine_N}
+        arrays |= {f"{name}.{key}": values for key, values in own.items() if values is not None}
     return arrays
-
-
-def _figures(reference: Array, candidate: Array, role: Role, threshold: float) -> dict[str, NDArray[np.generic]]:
-    first: dict[str, NDArray[np.generic]] = {}
-    own: dict[str, NDArray[np.generic]] = {}
-    each: RowErrors
-    if role == "score map":
-        each = place = per_map(reference, candidate, threshold=threshold)
-        own = {"iou": place.iou_N, "pixel_agreement": place.agreement_N}
-    else:
-        rows = MEASURES[role].output_kind.rows(reference, candidate)
-        each = rows.errors()
-        if role == "logits":
-            classes = classified(rows)
-            first = {"margin": classes.margin_N}
-            own = {"kl": classes.kl_N, "top5_overlap": top5_overlap(rows), "agrees": classes.agrees_N}
-        elif role == "token logits":
-            own = {"token_agreement": tokens_agreeing(reference, candidate)}
-        elif role == "embedding":
-            agrees_N = same_neighbour(rows.reference_NF, rows.candidate_NF, rows.finite_N)
-            own = {} if agrees_N is None else {"agrees": agrees_N}
-    common = {"relative_error": each.relative_error_N, "max_abs": each.max_abs_N, "cosine": each.cosine_N}
-    return first | common | own

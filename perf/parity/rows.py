@@ -54,25 +54,19 @@ class Rows:
             return np.inf
         return share(np.linalg.norm(self.candidate_NF - self.reference_NF), np.linalg.norm(self.reference_NF))
 
-    def spread_ratio(self) -> float:
-        """How much the candidate's finite rows vary over the inputs, relative to the reference's; 0 is a constant
-        output, 1 stands where fewer than two inputs can tell.
-        """
-        ref_NF, cand_NF = self.reference_NF[self.finite_N], self.candidate_NF[self.finite_N]
-        if len(ref_NF) < 2:
-            return 1.0
-        candidate, reference = (np.linalg.norm(rows - rows.mean(axis=0)) for rows in (cand_NF, ref_NF))
-        return share(candidate, reference, at_zero=1.0)
-
     def figures(self) -> dict[str, Any]:
-        """What measures of any role have, of all inputs, by their fields' names."""
-        errors = self.errors()
+        """What measures of any role have, of all inputs, by their fields' names; see CommonMeasures."""
+        errors, finite_N = self.errors(), self.finite_N
+        sides = self.candidate_NF[finite_N], self.reference_NF[finite_N]
+        spreads = [np.linalg.norm(rows - rows.mean(axis=0)) for rows in sides if len(rows) > 1] or [1.0, 1.0]
         return {
+            "images": len(finite_N),
+            "nonfinite_images": int((~finite_N).sum()),
             "relative_error": self.relative_error(),
             "max_abs": float(errors.max_abs_N.max()),
             "cosine_mean": float(errors.cosine_N.mean()),
             "cosine_min": float(errors.cosine_N.min()),
-            "spread_ratio": self.spread_ratio(),
+            "spread_ratio": share(*spreads, at_zero=1.0),
         }
 
     def filled_where_nonfinite(self, values_N: Floats, worst: float) -> Floats:
@@ -166,8 +160,8 @@ class AnyMeasures:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonMeasures(AnyMeasures):
     """What is measured in every role. relative_error is ||candidate - reference||_F / ||reference||_F of the answers as
-    they are (not centred); spread_ratio is how much the candidate's vary over the inputs, relative to the reference's;
-    0 is a constant output.
+    they are (not centred), inf where one is not finite; spread_ratio is how much the candidate's finite ones vary over
+    the inputs, relative to the reference's; 0 is a constant output, 1 stands where fewer than two inputs can tell.
     """
 
     images: int

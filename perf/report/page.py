@@ -15,9 +15,8 @@ from perf.stats.stats import Interval
 from perf.stats.summary import Side, SummaryRow
 
 from . import plots
-from .content import Content
+from .content import Content, lead, tiles, verdicts, where
 from .curves import history_figures, images_figure
-from .headline import lead, tiles, verdicts, where
 from .numbers import Table
 from .plots import Series
 from .svg import Figure

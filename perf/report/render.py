@@ -14,8 +14,7 @@ from ground.text import csv_text, markdown_line
 from perf.stats.stats import Interval, Percentile
 from perf.stats.summary import SummaryRow
 
-from .content import Content, content_from_record
-from .headline import lead, verdicts
+from .content import Content, content_from_record, lead, verdicts
 from .numbers import Table
 from .page import html_from_content
 from .tables import MEASURES, tables

@@ -144,7 +144,7 @@ class EngineRunner:
                 beyond.append(f"takes {name} from {list(least)} to {list(most)}, got {list(shape)}")
         if beyond:
             raise BadInput(f"{self.path}: {'; '.join(beyond)}; build it with a profile that includes this batch")
-        config = []
+        config: list[Any] = []
         if self.backend == "tensorrt_rtx":  # else kernels are specialised at some call later than the first
             config = [self._engine.create_runtime_config()]
             eager = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER

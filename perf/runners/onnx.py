@@ -172,8 +172,7 @@ class OnnxRunner:
             for nodes in (self._session.get_inputs(), self._session.get_outputs())
         )
         note = self._session.get_modelmeta().custom_metadata_map.get(OUTPUTS_NOTE, "[]")
-        io = graph_io(self.path, inputs, outputs, note)
-        self.inputs, self.outputs, self.fixed_batch = io.inputs, io.outputs, io.batch
+        self.inputs, self.outputs, self.fixed_batch = graph_io(self.path, inputs, outputs, note)
 
     def _staged(self, feeds: Feeds) -> tuple[Staging, Callable[[], None]]:
         """Fixed device addresses bound to the session, which enqueues on its own stream without waiting."""

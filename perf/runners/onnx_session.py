@@ -3,7 +3,6 @@ file says of its inputs and outputs, read without any runtime.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,18 +22,11 @@ READ = (*FED, "float16", "float64", "int8", "int16", "uint16", "uint32", "uint64
 
 Value = tuple[str, str, tuple[int, ...]]
 """A name, numpy's name of its type, and sizes with the batch in front, -1 where open."""
+Borders = tuple[tuple[Port, ...], tuple[OutputPort, ...], int | None]
+"""Inputs and outputs in their order, sizes behind the batch (-1 where open), and the batch that a graph fixes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphIO:
-    """Its inputs and outputs in their order, sizes behind the batch (-1 where open), and the batch that it fixes."""
-
-    inputs: tuple[Port, ...]
-    outputs: tuple[OutputPort, ...]
-    batch: int | None
-
-
-def io_of_onnx(path: Path) -> GraphIO:
+def io_of_onnx(path: Path) -> Borders:
     """Raises BadInput for what is no graph, for inputs of types that nothing here feeds, and for no outputs or those of
     types that nothing here reads.
     """
@@ -48,7 +40,7 @@ def io_of_onnx(path: Path) -> GraphIO:
     return graph_io(path, [each for each in inputs if each[0] not in initializers], outputs, note)
 
 
-def graph_io(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], note: str) -> GraphIO:
+def graph_io(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], note: str) -> Borders:
     """Of what a file or a runtime tells, with the note on its outputs. Raises BadInput as io_of_onnx does, and for a
     note that can't be read.
     """
@@ -63,12 +55,11 @@ def graph_io(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], note
     where = f"{path}: its note {OUTPUTS_NOTE} can't be read"
     ports = record_from_text(note, list[OutputPort], where=where, remedy=AGAIN)
     roles = {port.name: port.role for port in ports}
-    return GraphIO(
-        inputs=tuple(Port(name=name, shape=sizes[1:], dtype=dtype) for name, dtype, sizes in inputs),
-        outputs=tuple(
-            OutputPort(name=name, role=roles.get(name, role_of_rank(len(sizes)))) for name, _, sizes in answers
-        ),
-        batch=min((sizes[0] for _, _, sizes in inputs if sizes[0] >= 0), default=None),
+    batch = min((sizes[0] for _, _, sizes in inputs if sizes[0] >= 0), default=None)
+    return (
+        tuple(Port(name=name, shape=sizes[1:], dtype=dtype) for name, dtype, sizes in inputs),
+        tuple(OutputPort(name=name, role=roles.get(name, role_of_rank(len(sizes)))) for name, _, sizes in answers),
+        batch,
     )
 
 

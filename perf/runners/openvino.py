@@ -59,13 +59,18 @@ class OpenVinoRunner:
 
     def __enter__(self) -> Self:
         openvino, core = require_openvino(), shared_core()
-        io = io_of_onnx(self.path)
-        self.inputs, self.outputs, self.fixed_batch = io.inputs, io.outputs, io.batch
+        self.inputs, self.outputs, self.fixed_batch = io_of_onnx(self.path)
         if reason := checker_error(self.path):  # which may end the process there
             raise BadInput(f"{self.path}: OpenVINO cannot load it: not valid: {reason}; export it again")
-        self._compiled = self._or_bad_input(
-            lambda: core.compile_model(str(self.path), "CPU", self._settings()), "load it"
-        )
+        options: dict[str, Any] = {
+            "INFERENCE_PRECISION_HINT": HINTS[self.arithmetic or "fp32"],
+            "EXECUTION_MODE_HINT": "ACCURACY",
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": 1,  # as the caller has streams of its own
+            "ENABLE_CPU_PINNING": False,  # as cores are the other one's of a comparison too
+            **({} if self.threads is None else {"INFERENCE_NUM_THREADS": self.threads}),
+        }
+        self._compiled = self._or_bad_input(lambda: core.compile_model(str(self.path), "CPU", options), "load it")
         settings, precision = CompiledSettings.of_model(self._compiled), onnx_precision(self.path)
         settings.require("fp32" if self.arithmetic is None and precision == "fp32" else self.arithmetic, self.threads)
         self._describe = {
@@ -86,20 +91,6 @@ class OpenVinoRunner:
             "model": self.path.name,
         }
         return self
-
-    def _settings(self) -> dict[str, Any]:
-        """One stream, as the caller has streams of its own; threads that are not tied to cores, which the other one of
-        a comparison has as well.
-        """
-        threads = {} if self.threads is None else {"INFERENCE_NUM_THREADS": self.threads}
-        return {
-            "INFERENCE_PRECISION_HINT": HINTS[self.arithmetic or "fp32"],
-            "EXECUTION_MODE_HINT": "ACCURACY",
-            "PERFORMANCE_HINT": "LATENCY",
-            "NUM_STREAMS": 1,
-            "ENABLE_CPU_PINNING": False,
-            **threads,
-        }
 
     def __exit__(self, *_: object) -> None:
         self._compiled = None

@@ -94,7 +94,10 @@ def markdown_from_comparison(comparison: Comparison) -> str:
         "| batch | subject | p50 before (ms) | p50 after (ms) | after / before | change |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [_line(row) for row in comparison.rows]
+    for row in comparison.rows:
+        ratio = "-" if row.ratio is None else row.ratio.describe(".3f")
+        figures = f"{_p50(row.before)} | {_p50(row.after)} | {ratio}"
+        lines.append(f"| {row.batch} | {markdown_line(row.subject)} | {figures} | {row.change} |")
     return "\n".join(lines) + "\n"
 
 
@@ -117,12 +120,6 @@ def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
 def _side(summary: Summary, batch: int, name: str) -> Side | None:
     row = summary.row(batch)
     return None if row is None else row.sides[name]
-
-
-def _line(row: ComparedRow) -> str:
-    ratio = "-" if row.ratio is None else row.ratio.describe(".3f")
-    figures = f"{_p50(row.before)} | {_p50(row.after)} | {ratio}"
-    return f"| {row.batch} | {markdown_line(row.subject)} | {figures} | {row.change} |"
 
 
 def _p50(side: Side | None) -> str:
