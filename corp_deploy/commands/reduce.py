@@ -17,8 +17,7 @@ from corp_deploy.invocation.values import ListOf
 from corp_deploy.views.console import Output
 from ground.quantity import BATCH, THREADS
 
-from .command import command, some
-from .model_choice import ModelChoice
+from .command import ModelChoice, command, some
 from .options import DIRECTORY
 
 LOOKED_AT = some(

@@ -24,7 +24,7 @@ from ground.transaction import replacing_files
 
 from .checkpoint import WEIGHTS, Checkpoint
 from .hub_snapshot import CONFIG, ORIGIN
-from .transformers_vision import PREPROCESSOR
+from .transformers_directory import PREPROCESSOR
 from .weights import first_names
 
 AGAIN = "write the model again"
