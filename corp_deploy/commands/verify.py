@@ -1,7 +1,6 @@
 """corp-deploy verify, bench and bench compare."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,17 +18,7 @@ from .options import ANY_PATH, FILE, explicit_options, trust_engine_option, trus
 from .verify_run import ProofInputChoice, VerifyRun, keep_proof
 
 if TYPE_CHECKING:
-    from corp_deploy.proof.candidates import Candidate
-
-
-def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[int]) -> None:
-    """Raise UsageError where the batch sizes that were asked for leave out the only one that a candidate takes."""
-    for candidate in candidates:
-        if candidate.batch not in (None, *batches):
-            raise click.UsageError(
-                f"{candidate.label}: its batch is fixed at {candidate.batch}, and --batch "
-                f"{','.join(map(str, batches))} leaves that out; add {candidate.batch}, or leave --batch out"
-            )
+    pass
 
 
 @command(first="weights images random labels samples output batch min-agreement max-error hold-out")
@@ -98,8 +87,12 @@ def verify(
     steps = of_model(with_runtimes([candidate_from_path(path) for path in candidates], options.runtimes), dense)
     if options.polygraphy is not None:
         require_second_opinion(steps)
-    if "batch" in explicit_options():
-        _refuse_other_batches(steps, options.batches)
+    for step in steps:
+        if "batch" in explicit_options() and step.batch not in (None, *options.batches):
+            raise click.UsageError(
+                f"{step.label}: its batch is fixed at {step.batch}, and --batch "
+                f"{','.join(map(str, options.batches))} leaves that out; add {step.batch}, or leave --batch out"
+            )
     proof_inputs = inputs.of_model(dense, pixels=any(step.takes_pixels for step in steps))
     for sentence in limits.unreachable(proof_inputs.images):
         out.warn(sentence)

@@ -202,7 +202,7 @@ def _notes(read: _Read, beside: State, file: Path) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _read(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing | None) -> _Read:
+def _read(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> _Read:
     takes = "a vision model of transformers takes img_size, and num_classes 0 for the tower without its head"
     changes, config = changes_of(kwargs, _VisionChanges, takes), config_of_transformers(directory)
     model = vision_model(config, where=str(directory / CONFIG), without_head=changes.num_classes == 0)
@@ -211,7 +211,7 @@ def _read(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessi
     takes_any = model.config.model_type.startswith(("dinov2", "dinov3")) and bool(content)
     own = preparation.sides if takes_any else model.config.sides
     sides = own if changes.img_size is None else both(changes.img_size)
-    settings = (preprocessing or Preprocessing()).for_channels(model.config.num_channels).settings
+    settings = preprocessing.for_channels(model.config.num_channels).settings
     architecture = Architecture(
         name=timm_name(model),
         kwargs=timm_arguments(model, sides),
@@ -228,16 +228,12 @@ def _read(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessi
     )
 
 
-def vision_architecture(
-    directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing | None
-) -> Architecture:
+def vision_architecture(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
     """Of a directory with or without weights. Raises BadInput as load_vision does."""
     return _read(directory, kwargs, preprocessing).architecture
 
 
-def load_vision(
-    directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({}), preprocessing: Preprocessing | None = None
-) -> Checkpoint:
+def load_vision(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
     """The vision tower in a directory. Nothing is executed, nothing looked for on a network.
 
     `kwargs`: img_size, and num_classes 0 for a tower without its head; `preprocessing` goes before the directory's.
