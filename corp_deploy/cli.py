@@ -22,20 +22,17 @@ from ground.errors import (
 from ground.signals import Terminated, raising_on_signals
 from ground.text import message_line
 
-from .commands.bench import bench, compare
-from .commands.calibrate import calibrate, merge_moments
+from .commands.calibrate import calibrate, inspect, merge_moments, redundancy
 from .commands.decoder import export_decoder_command, perplexity
-from .commands.demo import demo
-from .commands.doctor import completion, doctor, print_versions
+from .commands.doctor import completion, demo, doctor, print_versions
 from .commands.export import audit, build, export_command
 from .commands.gate import gate, report
-from .commands.inspect import inspect, redundancy
 from .commands.package import lint_repo, package, serve_version
 from .commands.reduce import latency_table, reduce_command
 from .commands.release import check, release
 from .commands.ship import ship
 from .commands.sweep import sweep_command
-from .commands.verify import verify
+from .commands.verify import bench, compare, verify
 
 
 class Failure(click.ClickException):

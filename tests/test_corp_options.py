@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 
 from corp_deploy.cli import main
-from corp_deploy.commands.model_choice import ModelChoice
+from corp_deploy.commands.command import ModelChoice
 from corp_deploy.commands.options import typed_name
 from corp_deploy.invocation import reduction_table
 from corp_deploy.invocation import table as option_table

@@ -70,14 +70,8 @@ def _argument(options: Mapping[str, Option], name: str, text: str) -> tuple[str,
     return (option.name, text) if value is None else (f"{option.name}={value}", "")
 
 
-def _of_call(name: str, argument: str) -> str:
-    return f"`{name}({argument if '=' in argument else f'{argument}=...'})`"
-
-
-def _called(found: re.Match[str]) -> str:
-    """A command with its options."""
-    every = re.findall(r"`([^`]+)`", found[2])
-    return f"`{found[1]}({', '.join(each if '=' in each else f'{each}=...' for each in every)})`"
+def _called(name: str, *arguments: str) -> str:
+    return f"`{name}({', '.join(each if '=' in each else f'{each}=...' for each in arguments)})`"
 
 
 def _spelled(name: str, text: str, own: Mapping[str, Option], parameters: Collection[str]) -> tuple[str, str]:
@@ -91,13 +85,13 @@ def _spelled(name: str, text: str, own: Mapping[str, Option], parameters: Collec
     parameter = name.replace("-", "_")
     if name.startswith("trust-"):
         trust = f"{parameter}=True"
-        return (f"`{trust}`" if parameter in parameters else _of_call("Source", trust)), text
+        return (f"`{trust}`" if parameter in parameters else _called("Source", trust)), text
     if parameter in parameters:
         return f"`{parameter}`", text
     functions: dict[str, tuple[type[Record], ...]] = {"Source": (Source,), **FUNCTIONS}
     for function, records in functions.items():
         if found := _argument(_typed(records), name, text):
-            return _of_call(function, found[0]), found[1]
+            return _called(function, found[0]), found[1]
     return f"the commands' option {parameter!r}", text
 
 
@@ -112,7 +106,7 @@ def in_python(message: str, *records: type[Record], parameters: Collection[str] 
         text, left = _spelled(found[1], following.removesuffix(end), own, parameters)
         return f"{text} {left}{end}" if left else text + end
 
-    text = _CALL.sub(_called, _OPTION.sub(option, message))
+    text = _CALL.sub(lambda found: _called(found[1], *re.findall(r"`([^`]+)`", found[2])), _OPTION.sub(option, message))
     text = _NAMED.sub(r"`Source(\1, ", re.sub(r" \(recipes: [^)]*\)", "", text))
     while _AGAIN.search(text):
         text = _AGAIN.sub("`inputs`", text)

@@ -16,8 +16,7 @@ from ground.errors import EXIT_FAILED
 from ground.files import write_json
 from ground.quantity import BATCH
 
-from .command import command, some
-from .model_choice import ModelChoice
+from .command import ModelChoice, command, some
 from .options import ANY_PATH, DIRECTORY, FILE, Value
 from .verify_run import ProofInputChoice, VerifyRun
 

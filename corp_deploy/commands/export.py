@@ -14,8 +14,7 @@ from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
 from ground.precision import PRECISIONS, QUANTISED
 
-from .command import command, some
-from .model_choice import ModelChoice
+from .command import ModelChoice, command, some
 from .options import FILE, command_line
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from corp_deploy.invocation.values import ListOf
 from corp_deploy.views.console import Output
 from ground.quantity import BATCH, THREADS
 
-from .command import command, some
-from .model_choice import ModelChoice
+from .command import ModelChoice, command, some
 from .options import DIRECTORY
 
 LOOKED_AT = some(
@@ -57,7 +56,7 @@ def reduce_command(
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.store.checkpoint import on_device
     from corp_deploy.store.manifest import path_beside, timed_on, write_effort
-    from corp_deploy.views.reduction import polishing_shown, reduction_shown, speedup_line
+    from corp_deploy.views.reduction import polishing_shown, reduction_shown
     from ground.gpu import require_device
 
     require_device(reduction.device)
@@ -102,7 +101,8 @@ def reduce_command(
         with out.progress("measuring the result", None):
             speed = measured_speedup(dense, output, reduction.batch or 1)
         record |= {"predicted_speedup": plan.predicted_speedup, "measured_speedup": speed}
-        measured.append(speedup_line(plan.predicted_speedup, speed))
+        off = plan.predicted_speedup / speed - 1.0
+        measured.append(f"speed-up predicted {plan.predicted_speedup:.3f}, measured {speed:.3f}: {off:+.1%} off")
     others = ["tokens merged"] * ("merging" in record) + ["weights sparse"] * ("sparsity" in record)
     done_words = others + [result.coverage.verdict] * (bool(result.coverage.reduced) or not others)
     written = f"{output}: reduced model written, {', '.join(done_words)}"

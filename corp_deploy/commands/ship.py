@@ -14,8 +14,7 @@ from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 
-from .command import command, some
-from .model_choice import ModelChoice
+from .command import ModelChoice, command, some
 from .options import DIRECTORY, trust_engine_option
 from .release import make
 

@@ -15,8 +15,7 @@ from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.views.console import Output
 from ground.errors import BadInput, Missing
 
-from .command import command, some
-from .model_choice import ModelChoice
+from .command import ModelChoice, command, some
 from .options import DIRECTORY, FILE, Paths, explicit_options, usage_errors, words_again
 from .sweep_choice import SweepChoice, TrialsChoice
 

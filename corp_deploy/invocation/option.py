@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
 from ground.errors import BadInput
 
 from .option_support import spelled, words_of
-from .values import FLAG, TEXT, ListOf, OneOf, Repeated, Values
+from .values import FLAG, ListOf, OneOf, Repeated, Values
 
 PathLike: TypeAlias = str | os.PathLike[str]
 NEEDED = MISSING
@@ -61,7 +61,7 @@ def _read(of: Values, value: Any) -> Any:
     if of.holds(value):
         return value
     if isinstance(value, tuple) and isinstance(of, ListOf | Repeated):
-        return tuple(_read(of.each or TEXT, one) for one in value)
+        return tuple(_read(of.each, one) for one in value)
     return of.from_text(os.fspath(value) if isinstance(value, os.PathLike) else str(value))
 
 

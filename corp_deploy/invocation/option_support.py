@@ -61,27 +61,24 @@ class Axis:
         for option, value in options.items():
             failing = [(what, each) for what, each in working if not each.supports(option, value)]
             ignored = failing and (option not in self.picks or len(failing) == len(working))
-            if ignored and option in self.options:
-                self._refuse_option(option, value, *failing[0])
-
-    def _refuse_option(self, option: str, value: object, what: str, variant: Variant) -> None:
-        able = [f"{each.label} ({each.how})" for each in self.variants.values() if each.supports(option, value)]
-        supporting_text = f"it is honoured by {', '.join(able)}" if able else "nothing honours it"
-        hint = f"; {variant.instead[option]}" if option in variant.instead else ""
-        spelled = " ".join(spelling(option, value) or spelling(f"no_{option}", value is False))
-        where = f" ({what})" if what else ""
-        raise BadInput(f"{spelled} is not honoured by {variant.label}{where}; {supporting_text}{hint}")
+            if not ignored or option not in self.options:
+                continue
+            what, variant = failing[0]
+            able = [f"{each.label} ({each.how})" for each in self.variants.values() if each.supports(option, value)]
+            supporting_text = f"it is honoured by {', '.join(able)}" if able else "nothing honours it"
+            hint = f"; {variant.instead[option]}" if option in variant.instead else ""
+            spelled = " ".join(spelling(option, value) or spelling(f"no_{option}", value is False))
+            where = f" ({what})" if what else ""
+            raise BadInput(f"{spelled} is not honoured by {variant.label}{where}; {supporting_text}{hint}")
 
     def help(self, option: str) -> str:
         """Who honours an option, for its help text: value by value where the ways take different ones."""
         values = tuple(
             dict.fromkeys(value for variant in self.variants.values() for value in variant.supported.get(option) or ())
         )
-        if not values:
-            return f"For {self._supporters(option, None)}."
-        supporters = {value: self._supporters(option, value) for value in values}
+        supporters = {value: self._supporters(option, value) for value in values or (None,)}
         if len(set(supporters.values())) == 1:
-            return f"For {supporters[values[0]]}."
+            return f"For {next(iter(supporters.values()))}."
         return "; ".join(f"{value}: {words}" for value, words in supporters.items()) + "."
 
     def _supporters(self, option: str, value: str | None) -> str:

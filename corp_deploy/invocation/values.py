@@ -79,28 +79,6 @@ def _no_flag(text: str) -> bool:
     raise BadInput(f"{quoted(text)}: expected true or false")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repeated:
-    """Any number of texts, or of other values: the option over again."""
-
-    each: Values | None = None
-
-    def __str__(self) -> str:
-        return f"a list of {self.each or 'texts'}"
-
-    @property
-    def span(self) -> str:
-        return self.each.span if self.each else "TEXT"
-
-    def holds(self, value: object) -> bool:
-        return isinstance(value, tuple) and all(
-            self.each.holds(one) if self.each else isinstance(one, str) for one in value
-        )
-
-    def from_text(self, text: str) -> tuple[Any, ...]:
-        return (self.each.from_text(text) if self.each else text,)
-
-
 def text_of(span: str) -> ParsedText:
     """Any text, which help calls by this name."""
     return ParsedText(span=span, expected="a text that is not empty", kind=str, read=str)
@@ -127,6 +105,26 @@ LICENCE = ParsedText(
     read=str,
     pattern=r"\A(?=.{1,500}\Z)\(*[A-Za-z0-9][A-Za-z0-9.+-]*\)*(?: (?:AND|OR|WITH) \(*[A-Za-z0-9][A-Za-z0-9.+-]*\)*)*\Z",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Any number of texts, or of other values: the option over again."""
+
+    each: Values = TEXT
+
+    def __str__(self) -> str:
+        return f"a list of {'texts' if self.each is TEXT else self.each}"
+
+    @property
+    def span(self) -> str:
+        return self.each.span
+
+    def holds(self, value: object) -> bool:
+        return isinstance(value, tuple) and all(map(self.each.holds, value))
+
+    def from_text(self, text: str) -> tuple[Any, ...]:
+        return (self.each.from_text(text),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def type_of(values: Values) -> Any:
             such = [each.from_text(word) for word in example.split(",")]
             return _list_of(type_of(each), f"such as {such}, each {each}", least=1, different=different)
         case Repeated(each=each):
-            return _list_of(type_of(each or TEXT), f"each {each or TEXT}")
+            return _list_of(type_of(each), f"each {each}")
         case ParsedText(kind=kind) if kind is tuple:
             return _list_of(type_of(TEXT), str(values), least=1)
         case ParsedText(kind=kind) if kind in (bool, Path) or values is TABLE:

@@ -37,8 +37,14 @@ from .hub_snapshot import (
     weights_of_snapshot,
 )
 from .library_model import load_class, load_from_code, load_library_model
-from .transformers_directory import decoder_arguments, encoder_arguments, load_decoder, load_transformers
-from .transformers_vision import load_vision, vision_architecture
+from .transformers_directory import (
+    decoder_arguments,
+    encoder_arguments,
+    load_decoder,
+    load_transformers,
+    load_vision,
+    vision_architecture,
+)
 from .weight_fit import fitted
 from .weights import KINDS, Weights, read_weights
 

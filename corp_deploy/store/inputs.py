@@ -90,7 +90,14 @@ def no_picture(picture: object) -> Tensor:
 
 def _transform_of_folder(spec: ImageSpec, path: Path) -> Callable[[Any], Tensor]:
     """Raises BadInput for a model that takes no RGB, or is not known to normalise it."""
-    _refuse_rgb(path, spec)
+    channels, height, width = spec.shape
+    refusal = spec.normalisation_refusal
+    pixels = f"; pixels can't be normalised: {refusal}" if refusal else ", or uint8"
+    if channels != 3:
+        raise BadInput(
+            f"{path}: folders and tar shards give RGB, the model takes {channels} channel{'s'[: channels > 1]}; give "
+            f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, preprocessed{pixels}"
+        )
     spec.require_normalisation(where=str(path))
     return spec.transform()
 
@@ -156,17 +163,6 @@ def inputs_for_model(
             return texts_for_model(model, path, samples=samples, seed=seed)
         case "arrays":
             return arrays_for_model(model, path, samples=samples, seed=seed)
-
-
-def _refuse_rgb(path: Path, spec: ImageSpec) -> None:
-    channels, height, width = spec.shape
-    refusal = spec.normalisation_refusal
-    pixels = f"; pixels can't be normalised: {refusal}" if refusal else ", or uint8"
-    if channels != 3:
-        raise BadInput(
-            f"{path}: folders and tar shards give RGB, the model takes {channels} channel{'s'[: channels > 1]}; give "
-            f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, preprocessed{pixels}"
-        )
 
 
 def preprocessing_text(model: nn.Module) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import asdict
-from torch import nn
 
 from corp_deploy.families import hf_classes, torchvision_models
 from corp_deploy.families.architecture import Preprocessing
@@ -92,17 +91,6 @@ def _code(text: str) -> Code:
         raise BadInput(f"{path}: not UTF-8, expected Python's source") from None
 
 
-def _refuse_unfit(model: nn.Module, preprocessing: Preprocessing, text: str) -> None:
-    """Raise BadInput for a mean or a std of other channels, and for any of a model that takes no images."""
-    if (images := images_of(model)) is not None:
-        preprocessing.for_channels(images.shape[0])
-    elif preprocessing.settings:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in preprocessing.settings)
-        raise BadInput(
-            f"--model {text:.200}: the function gives a model that takes no images, or a decoder; drop {options}"
-        )
-
-
 def load_from_code(
     text: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
 ) -> Checkpoint:
@@ -113,7 +101,13 @@ def load_from_code(
     code = _code(text)
     architecture = architecture_of(code, kwargs, preprocessing)
     model = dense_from_architecture(architecture)
-    _refuse_unfit(model, preprocessing, text)
+    if (images := images_of(model)) is not None:
+        preprocessing.for_channels(images.shape[0])
+    elif preprocessing.settings:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in preprocessing.settings)
+        raise BadInput(
+            f"--model {text:.200}: the function gives a model that takes no images, or a decoder; drop {options}"
+        )
     notes: tuple[str, ...] = (f"{code.file}: {code.function}() was run to make the model",)
     if weights is not None:
         read = read_weights(weights, ema=ema)

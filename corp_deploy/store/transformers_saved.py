@@ -24,7 +24,7 @@ from ground.transaction import replacing_files
 
 from .checkpoint import WEIGHTS, Checkpoint
 from .hub_snapshot import CONFIG, ORIGIN
-from .transformers_vision import PREPROCESSOR
+from .transformers_directory import PREPROCESSOR
 from .weights import first_names
 
 AGAIN = "write the model again"
@@ -93,23 +93,6 @@ of the other sites, that the configuration can't say; `saved`, the model as that
 """
 
 
-def _decoder(origin: Mapping[str, Any], where: str) -> Decoder:
-    decoder = record_from_value(dict(origin), Decoder, where=where, remedy=AGAIN)
-    require_decoder_files(decoder.files)
-    return decoder
-
-
-def _encoder(origin: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> Encoder:
-    encoder = record_from_value(dict(origin), Encoder, where=where, remedy=AGAIN)
-    require_sentence_files(encoder.files)
-    if lost := [name for name in encoder.beside if name not in checkpoint.unread]:
-        raise BadInput(
-            f"--save-as hf: the class has {first_names(lost)} too, which are only in the transformers directory "
-            "that the encoder was read from; give --model hf:DIR for that one"
-        )
-    return encoder
-
-
 def origin_of(checkpoint: Checkpoint) -> Origin:
     """Raises BadInput for a model of no directory of transformers, or whose class has tensors that aren't at hand."""
     origin = dict(checkpoint.lineage.get("source", {})).get(ORIGIN)
@@ -120,9 +103,18 @@ def origin_of(checkpoint: Checkpoint) -> Origin:
         )
     config, where = origin["config"], f"{CONFIG}: lineage: source"
     if config.get("model_type") in MODEL_TYPES:
-        return _encoder(origin, checkpoint, where)
+        encoder = record_from_value(dict(origin), Encoder, where=where, remedy=AGAIN)
+        require_sentence_files(encoder.files)
+        if lost := [name for name in encoder.beside if name not in checkpoint.unread]:
+            raise BadInput(
+                f"--save-as hf: the class has {first_names(lost)} too, which are only in the transformers directory "
+                "that the encoder was read from; give --model hf:DIR for that one"
+            )
+        return encoder
     if config.get("model_type") in decoder.MODEL_TYPES:
-        return _decoder(origin, where)
+        text_decoder = record_from_value(dict(origin), Decoder, where=where, remedy=AGAIN)
+        require_decoder_files(text_decoder.files)
+        return text_decoder
     return Tower(model=vision_model(config, where=where), config=config, preprocessor=origin.get("preprocessor") or {})
 
 

@@ -131,22 +131,18 @@ def _shards(index: Path) -> dict[str, list[str]]:
     return files
 
 
-def _from_index(index: Path) -> State:
-    state: dict[str, torch.Tensor] = {}
-    for file, names in _shards(index).items():
-        shard = _content(index.parent / file)
-        absent = [name for name in names if not isinstance(shard, Mapping) or name not in shard]
-        if absent:
-            raise BadInput(f"{index.parent / file}: no {first_names(absent)}, which {index.name} says is here")
-        state |= {name: shard[name] for name in names}
-    return state
-
-
 def _content(path: Path) -> Any:
     if not path.is_file():
         raise BadInput(f"{path}: no such file, expected weights ({KINDS})")
     if path.name.endswith(_INDEX):
-        return _from_index(path)
+        state: dict[str, torch.Tensor] = {}
+        for file, names in _shards(path).items():
+            shard = _content(path.parent / file)
+            absent = [name for name in names if not isinstance(shard, Mapping) or name not in shard]
+            if absent:
+                raise BadInput(f"{path.parent / file}: no {first_names(absent)}, which {path.name} says is here")
+            state |= {name: shard[name] for name in names}
+        return state
     if path.suffix == ".safetensors":
         with _as_safetensors(path):
             return load_file(path)

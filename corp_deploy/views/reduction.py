@@ -73,11 +73,6 @@ def polishing_shown(progress: Progress) -> tuple[str, int, int, str]:
     return f"polishing {progress.part}, {errors}", round(100.0 * progress.share), 100, "%"
 
 
-def speedup_line(predicted: float, measured: float) -> str:
-    """A predicted speed-up beside the one that was measured."""
-    return f"speed-up predicted {predicted:.3f}, measured {measured:.3f}: {predicted / measured - 1.0:+.1%} off"
-
-
 Entry = ChannelRedundancy | HeadRedundancy
 
 

@@ -39,12 +39,11 @@ def _figure(
     return Figure(caption=HOLLOW, drawing=scatter(clouds, title=title, unit=unit, x_label=name, least=LEAST))
 
 
-def _disagreement(point: SweepPoint) -> float | None:
-    return None if point.agreement is None else 1.0 - point.agreement
-
-
 def _against(points: Sequence[SweepPoint], what: str, across: tuple[str, Across], filled: Front) -> list[Figure]:
-    values: dict[str, Across] = {"error": lambda point: point.relative_error, "share that disagrees": _disagreement}
+    values: dict[str, Across] = {
+        "error": lambda point: point.relative_error,
+        "share that disagrees": lambda point: None if point.agreement is None else 1.0 - point.agreement,
+    }
     figures = (_figure(points, what, across, unit, value, filled) for unit, value in values.items())
     return [figure for figure in figures if figure is not None]
 
@@ -58,11 +57,6 @@ def _against_latency(points: Sequence[SweepPoint], batch: int) -> list[Figure]:
     return _against(points, f"latency, batch {batch}", across, lambda point: batch in point.fronts)
 
 
-def _against_macs(points: Sequence[SweepPoint]) -> list[Figure]:
-    across = ("share of the MACs kept", lambda point: point.macs_share)
-    return _against(points, "MACs", across, lambda point: point.on_front)
-
-
 def _range(figure: Interval | None, digits: int) -> str:
     return "-" if figure is None else figure.describe(f".{digits}f", bounds="\n{} to {}")
 
@@ -71,7 +65,7 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
-def trials_table(points: Sequence[SweepPoint], *, key: str, title: str) -> Table:
+def trials_table(points: Sequence[SweepPoint]) -> Table:
     """What each costs and how near it is."""
     labelled = any(point.accuracy is not None for point in points)
     columns = ("Model", "Images", "MACs", "Parameters", "Error", "Agreement", *(("Top-1", "Top-5") if labelled else ()))
@@ -87,7 +81,7 @@ def trials_table(points: Sequence[SweepPoint], *, key: str, title: str) -> Table
         )
         for point in points
     )
-    return Table(key=key, title=title, columns=columns, rows=rows)
+    return Table(key="trials", title="All trials", columns=columns, rows=rows)
 
 
 def speed_table(points: Sequence[SweepPoint], batch: int) -> Table:
@@ -134,14 +128,6 @@ def _as_sentence(words: str) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
-def _lead(points: Sequence[SweepPoint], dense: DensePoint) -> str:
-    right = "" if dense.accuracy is None else f", Top-1 {_share(dense.accuracy)}"
-    return (
-        f"{len(points)} models beside the dense one ({dense.macs:,} MACs, {dense.parameters:,} parameters{right}), "
-        f"judged on {dense.inputs:,} inputs."
-    )
-
-
 def sweep_page(
     points: Sequence[SweepPoint],
     dense: DensePoint,
@@ -154,7 +140,7 @@ def sweep_page(
     remarks = (
         () if fitted is None or not fitted.has_overlap else (Remark(text=_as_sentence(fitted.warning), warns=True),)
     )
-    batches = batches_of(points)
+    batches, kept = batches_of(points), ("share of the MACs kept", lambda point: point.macs_share)
     sections = [
         Section(
             title="Speed and fidelity",
@@ -167,8 +153,8 @@ def sweep_page(
         Section(
             title="Size and fidelity",
             remarks=(Remark(text=_as_sentence(sentence_of_sweep(points))), *remarks),
-            figures=tuple(_against_macs(points)),
-            tables=(trials_table(points, key="trials", title="All trials"),),
+            figures=tuple(_against(points, "MACs", kept, lambda point: point.on_front)),
+            tables=(trials_table(points),),
         )
     )
     if (engines := engines_table(points)) is not None:
@@ -182,4 +168,9 @@ def sweep_page(
                 tables=(images_table(size.points, sentence=""),),
             )
         )
-    return html_from_sections(title, _lead(points, dense), sections)
+    right = "" if dense.accuracy is None else f", Top-1 {_share(dense.accuracy)}"
+    lead = (
+        f"{len(points)} models beside the dense one ({dense.macs:,} MACs, {dense.parameters:,} parameters{right}), "
+        f"judged on {dense.inputs:,} inputs."
+    )
+    return html_from_sections(title, lead, sections)
