@@ -51,7 +51,7 @@ def calls(home: Path) -> dict[str, tuple[list[object], int]]:
     """A call of every command, in an order in which each finds what it needs, and its exit code here."""
     dense, reduced, moments = home / "dense", home / "reduced", home / "m.safetensors"
     images, graph, bench = ["--images", home / "images.npy"], home / "reduced/model.onnx", home / "bench.json"
-    quick = ["--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1]
+    quick = ["--time-limit", 5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1]
     return {
         "doctor": (["doctor"], 0),
         "doctor completion": (["doctor", "completion", "bash"], 0),
