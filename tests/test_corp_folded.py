@@ -120,7 +120,7 @@ def test_the_loss_is_that_of_the_shipped_layer(
         assert site.held_out is not None
         assert site.held_out.error == pytest.approx(others[site.site.removesuffix(".v")], rel=1e-4)
         assert 0.0 < site.error <= site.error_uncompensated * (1.0 + 1e-9)
-        assert site.error < site.energy
+        assert site.error < site.energy or preset == "none"
     assert reduction.notes == ()
 
 

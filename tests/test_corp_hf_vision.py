@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.family import image_spec, output_ports, sites_of
 from corp_deploy.families.hf_config import CLASSES, vision_model
 from corp_deploy.families.hf_preprocessing import prepared, ratio_of, share_of
@@ -190,8 +191,6 @@ def test_images_are_prepared_as_transformers_prepares_them(tmp_path: Path, name:
 
 
 def test_preprocessing_of_the_command_goes_before_the_directorys(tmp_path: Path) -> None:
-    from corp_deploy.families.architecture import Preprocessing
-
     hf_towers.write_tower(tmp_path, "ViTModel")
     asked = Preprocessing(mean=(0.25,), crop_pct=0.5)
     loaded = load_dense(f"hf:{tmp_path}", weights=None, kwargs={}, preprocessing=asked)

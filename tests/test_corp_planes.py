@@ -85,24 +85,13 @@ def system_of(q: Tensor, k: Tensor) -> ImageSystem:
     return whole_system(total, DIMS)
 
 
-def features(q: Tensor, k: Tensor, plane: int) -> tuple[Tensor, Tensor]:
-    """What a plane gives to all logits of one image and head, by the real and by the imaginary part of its factor: the
-    logit of c q and k is the real part of c q conj(k).
+def least_squares(q_BND: Tensor, k_BND: Tensor, kept: list[int], is_seen_NN: Tensor) -> float:
+    """The sum of squares that the best factors leave of the logits that are seen, over all images of a head: the logit
+    of c q and k is the real part of c q conj(k).
     """
-    product_NN = complex_of(q)[:, None, plane] * complex_of(k)[None, :, plane].conj()
-    return product_NN.real.flatten(), -product_NN.imag.flatten()
-
-
-def least_squares(q: Tensor, k: Tensor, head: int, kept: list[int]) -> float:
-    """The sum of squares that the best factors leave, over all images at once."""
-    columns, target = [], torch.zeros(IMAGES * TOKENS * TOKENS, dtype=torch.float64)
-    for plane in range(PLANES):
-        of_images = [features(q[i, head], k[i, head], plane) for i in range(IMAGES)]
-        real, imaginary = (torch.cat(parts) for parts in zip(*of_images, strict=True))
-        target = target + real
-        if plane in kept:
-            columns += [real, imaginary]
-    rows = torch.stack(columns, dim=1)
+    product_XP = (complex_of(q_BND)[:, :, None] * complex_of(k_BND)[:, None].conj())[:, is_seen_NN].flatten(0, 1)
+    rows = torch.cat((product_XP[:, kept].real, product_XP[:, kept].imag), dim=1)
+    target = product_XP.real.sum(dim=1)
     solved = torch.linalg.lstsq(rows, target[:, None], driver="gelsd").solution
     return float((target - (rows @ solved)[:, 0]).square().sum())
 
@@ -114,7 +103,7 @@ def test_factors_are_least_squares_over_images(kind: str) -> None:
     recovery = planes.logit(system_of(q, k), kept_HK, ridge_rel=1e-14)
     dense, narrow = q @ k.mT, (q @ recovery.q_map_HRD.mT) @ (k @ recovery.k_map_HRD.mT).mT
     for head, kept in enumerate(kept_HK.tolist()):
-        left = least_squares(q, k, head, kept)
+        left = least_squares(q[:, head], k[:, head], kept, torch.ones(TOKENS, TOKENS, dtype=torch.bool))
         whole = float(dense[:, head].square().sum())
         assert float(recovery.residual_H[head]) == pytest.approx(left, rel=1e-6, abs=1e-9 * whole)
         by_hand = float((dense - narrow)[:, head].square().sum())
@@ -304,34 +293,19 @@ def require_shared(recovery: QkRecovery) -> None:
     assert torch.equal(recovery.k_map_HRD, torch.nn.functional.one_hot(dims_HR, DIMS).double())
 
 
-def visible(activations: tuple[Tensor, Tensor], head: int) -> list[tuple[Tensor, Tensor]]:
-    q, k = (x[:, head].double() for x in activations)
-    pairs = [(place, key) for place in range(PLACES) for key in range(place + 1)]
-    return [(q[own, place], k[own, key]) for own in range(len(q)) for place, key in pairs]
-
-
 def test_each_head_reaches_its_own_least_squares(activations: tuple[Tensor, Tensor], moments: HeadMoments) -> None:
     """A complex factor a plane and head, fitted over visible pairs by lstsq."""
     scores_HD = shared_by_groups(logit_energy(moments.energy_HD, moments.images), GROUPED)
     kept_HK = kept_from_scores(planes.plane_scores(scores_HD), KEPT)
     assert moments.system_HTT is not None
-    system = whole_system(moments.system_HTT, DIMS)
-    recovery = planes.logit(system, kept_HK, ridge_rel=1e-13, grouped=GROUPED)
+    recovery = planes.logit(whole_system(moments.system_HTT, DIMS), kept_HK, ridge_rel=1e-13, grouped=GROUPED)
     require_shared(recovery)
-    half = DIMS // 2
+    q, k = (x.double() for x in activations)
+    lost = q @ k.mT - (q @ recovery.q_map_HRD.mT) @ (k @ recovery.k_map_HRD.mT).mT
+    is_seen_NN = torch.ones(PLACES, PLACES, dtype=torch.bool).tril()
     for head in range(QUERY_HEADS):
-        rows, logits, got = [], [], []
-        for q, k in visible(activations, head):
-            of_planes = []
-            for plane in kept_HK[head].tolist():
-                one, other = [plane, plane + half], [plane + half, plane]
-                of_planes += [q[one] @ k[one], q[one] @ (k[other] * torch.tensor([1.0, -1.0]))]
-            rows.append(torch.stack(of_planes))
-            logits.append(q @ k)
-            got.append((recovery.q_map_HRD[head] @ q) @ (recovery.k_map_HRD[head] @ k))
-        a, b = torch.stack(rows), torch.stack(logits)
-        best = float((a @ torch.linalg.lstsq(a, b[:, None]).solution.squeeze(1) - b).square().sum())
-        assert float((torch.stack(got) - b).square().sum()) == pytest.approx(best, rel=1e-6)
+        best = least_squares(q[:, head], k[:, head], kept_HK[head].tolist(), is_seen_NN)
+        assert float(lost[:, head, is_seen_NN].square().sum()) == pytest.approx(best, rel=1e-6)
         assert float(recovery.residual_H[head]) == pytest.approx(best, rel=1e-6)
 
 

@@ -1,53 +1,42 @@
 """How many calibration images a release would have done with, beside reductions made by hand."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from calib.moments import Moments
 from corp_deploy import load
-from corp_deploy.cli import main
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.method_choice import RIDGE_OF_BEST
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.release.recipe_file import load_recipe
-from ground.errors import BadInput
 from tests import tiny
+from tests.command import invoked
+from tests.recipes import recipe
 from tests.refusals import rejects
 
-RECIPE = """
-[model]
-model = "dense"
-[calibration]
-images = "calibration.npy"
-batch_size = 5
-{calibration}
-[held_out]
-images = "held-out.npy"
-[reduce]
-{reduce}
-align_mlp = 8
-align_head = 8
-"""
+Table = Mapping[str, Any]
+MLP: Table = {"mlp": 0.5}
 STAGES = ("recipe", "dense", "moments", "reduce", "size")
 
 
-def recipe(root: Path, calibration: str, reduce: str = "mlp = 0.5") -> Path:
-    path = root / "recipe.toml"
-    path.write_text(RECIPE.format(calibration=calibration, reduce=reduce))
+def written(root: Path, calibration: Table, reduce: Table) -> Path:
+    path, aligned = root / "recipe.toml", {"align_mlp": 8, "align_head": 8}
+    path.write_text(recipe({"calibration": {"batch_size": 5, **calibration}, "reduce": {**aligned, **reduce}}))
     return path
 
 
-def sized(root: Path, calibration: str, reduce: str = "mlp = 0.5") -> Result:
-    words = ["release", recipe(root, calibration, reduce), "-o", root / "out"]
+def sized(root: Path, calibration: Table, reduce: Table, *, code: int = 0) -> Result:
     only = [word for stage in STAGES for word in ("--only", stage)]
-    return CliRunner().invoke(main, [str(word) for word in (*words, *only)])
+    return invoked("release", written(root, calibration, reduce), "-o", root / "out", *only, code=code)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +52,9 @@ def by_hand(root: Path, count: int) -> Moments:
 
 
 @pytest.mark.slow("models")
-@pytest.mark.parametrize("asked", ["mlp = 0.5\nattn = 0.25", "macs = 0.7"])
-def test_every_number_is_judged_at_the_widths_of_the_release(home: Path, asked: str) -> None:
-    done = sized(home, "snapshots = [3, 7]", asked)
-    assert done.exit_code == 0, done.output
+@pytest.mark.parametrize("asked", [{"mlp": 0.5, "attn": 0.25}, {"macs": 0.7}])
+def test_every_number_is_judged_at_the_widths_of_the_release(home: Path, asked: Table) -> None:
+    sized(home, {"snapshots": [3, 7]}, asked)
     size = json.loads((home / "out/calibration-size.json").read_text())
     dense, released = load(home / "out/dense"), load(home / "out/reduced")
     widths = {site.name: site.width for site in sites_of(released).every}
@@ -83,18 +71,20 @@ def test_every_number_is_judged_at_the_widths_of_the_release(home: Path, asked: 
 
 
 def test_too_many_images_are_refused_where_they_are_known(home: Path) -> None:
-    with pytest.raises(
-        BadInput, match=r"snapshots ends at 9, expected less than 9, .*without those of calibration.hold_out"
-    ):
-        load_recipe(recipe(home, "samples = 11\nhold_out = 2\nsnapshots = [4, 9]"))
-    done = sized(home, "snapshots = [4, 12]")
-    assert done.exit_code == 2
+    few = {"samples": 11, "hold_out": 2, "snapshots": [4, 9]}
+    said = "snapshots ends at 9, expected less than 9, .*without those of calibration.hold_out"
+    rejects(said, load_recipe, written(home, few, MLP))
+    done = sized(home, {"snapshots": [4, 12]}, MLP, code=2)
     assert "calibration.snapshots ends at 12, expected less than 12" in " ".join(done.stderr.split())
 
 
-def test_snapshots_ascend_and_are_of_fits_to_moments(home: Path) -> None:
-    rejects(r"calibration.snapshots is \[7, 3\], expected ascending", load_recipe, recipe(home, "snapshots = [7, 3]"))
-    with pytest.raises(BadInput, match=r"closed_loop fits to the images themselves"):
-        load_recipe(recipe(home, "snapshots = [3]", "mlp = 0.5\nclosed_loop = true"))
-    with pytest.raises(BadInput, match=r"reduce.effort fits to the images themselves"):
-        load_recipe(recipe(home, "snapshots = [3]", "mlp = 0.5\neffort = 'standard'"))
+@pytest.mark.parametrize(
+    ("snapshots", "asked", "said"),
+    [
+        ([7, 3], {}, r"calibration.snapshots is \[7, 3\], expected ascending"),
+        ([3], {"closed_loop": True}, "closed_loop fits to the images themselves"),
+        ([3], {"effort": "standard"}, r"reduce.effort fits to the images themselves"),
+    ],
+)
+def test_snapshots_ascend_and_are_of_fits_to_moments(snapshots: list[int], asked: Table, said: str, home: Path) -> None:
+    rejects(said, load_recipe, written(home, {"snapshots": snapshots}, {**MLP, **asked}))

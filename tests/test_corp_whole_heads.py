@@ -13,8 +13,8 @@ from torch import Tensor
 
 from calib.store import save as save_moments
 from corp_deploy.algebra import whole_heads
-from corp_deploy.algebra.fold import averages, cluster_rows
-from corp_deploy.algebra.scores import kept_from_scores, selection
+from corp_deploy.algebra.fold import averages
+from corp_deploy.algebra.scores import selection
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.method_choice import RIDGE_OF_BEST
@@ -283,27 +283,6 @@ def test_nothing_fitted_sums_the_columns_of_a_cluster() -> None:
     assert got.residual == pytest.approx(got.residual_uncompensated, rel=1e-12)
 
 
-@pytest.mark.parametrize("form", ["gram", "affine"])
-def test_heads_that_are_there_twice_are_recovered(form: whole_heads.Form) -> None:
-    """The projection splits between a head and its copies; any ranking leaves one of each, and nothing is lost."""
-    z_XC, (weight, bias) = samples("random", 2), projection(4)
-    twice_XC = z_XC.view(-1, 2, WIDTH)[:, [0, 1, 0, 1]].flatten(1)
-    mean, second = moments_of(twice_XC)
-    order = whole_heads.eliminated(second - torch.outer(mean, mean), weight, 4, ridge_rel=1e-9).order_F
-    kept = order[2:].sort().values
-    assert sorted(int(head) % 2 for head in kept) == [0, 1]
-    got = whole_heads.recovered(
-        mean, second, weight, bias, selection(kept, 4), form, ridge_rel=1e-12
-    )  # fmt: skip
-    small = fewer(twice_XC, selection(kept, 4))
-    torch.testing.assert_close(small @ got.weight_OK.T + got.bias_O, twice_XC @ weight.T + bias, rtol=1e-6, atol=1e-6)
-    rows_HX = torch.randn(2, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[[0, 1, 0, 1]]
-    clusters = averages(cluster_rows(rows_HX, 2, seed=0), 2)
-    folded = whole_heads.recovered(mean, second, weight, bias, clusters, "affine", ridge_rel=1e-12)
-    assert folded.residual_uncompensated == pytest.approx(0.0, abs=1e-9)
-    assert folded.residual == pytest.approx(0.0, abs=1e-9)
-
-
 def lost_without(z_XC: Tensor, weight: Tensor, kept: tuple[int, ...]) -> float:
     """The least that any refit over these heads loses."""
     map_MH = selection(torch.tensor(kept), weight.shape[1] // WIDTH)
@@ -339,19 +318,3 @@ def test_scores_are_those_of_every_head_alone() -> None:
         alone = (z_XC[:, own] @ weight[:, own].T).square().sum(1).mean()
         assert float(energy[head]) == pytest.approx(float(alone), rel=1e-10)
         assert float(size[head]) == pytest.approx(float(weight[:, own].square().sum()))
-
-
-def test_groups_go_whole_or_lose_equally_many_heads() -> None:
-    """Six query heads, two to a group of keys and values."""
-    score = torch.tensor([5.0, 1.0, 4.0, 3.0, 0.5, 6.0], dtype=torch.float64)
-    assert kept_from_scores(score, 3).tolist() == [0, 2, 5]
-    z_XC, (weight, _) = samples("random", 6), projection(6)
-    mean, second = moments_of(z_XC)
-    covariance = second - torch.outer(mean, mean)
-    whole = whole_heads.eliminated(covariance, weight, 3, ridge_rel=1e-11)
-    costs = []
-    for group in range(3):
-        kept = tuple(head for head in range(6) if head // 2 != group)
-        costs.append(lost_without(z_XC, weight, kept))
-    assert int(whole.order_F[0]) == min(range(3), key=costs.__getitem__)
-    assert float(whole.error_F[0]) == pytest.approx(min(costs), rel=1e-5)
