@@ -32,7 +32,7 @@ ONE, LOOP = "one pass over the moments", "the closed loop"
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tiny.written(tmp_path_factory.mktemp("effort"), 40, init_values=0.5, depth=1)
+    root = tiny.written(tmp_path_factory.mktemp("effort"), 40, init_values=0.5)
     (root / "labels.json").write_text(json.dumps([str(place // 4) for place in range(40)]))
     for name, more in (("m", ()), ("grouped", ("--groups", root / "labels.json"))):
         invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / name, *more)

@@ -28,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     The 4 that calibration left out judge, and 9 of another draw.
     """
     root = tmp_path_factory.mktemp("fitted")
-    save(tiny.checkpoint(depth=1), root / "dense")
+    save(tiny.checkpoint(), root / "dense")
     images, others = tiny.images(12), tiny.images(9, seed=1)
     np.save(root / "calibration.npy", images)
     np.save(root / "others.npy", others)

@@ -46,7 +46,7 @@ def record_of(backend: str) -> EngineRecord:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tiny.written(tmp_path_factory.mktemp("home"), 8, depth=1)
+    root = tiny.written(tmp_path_factory.mktemp("home"), 8)
     invoked("export", "--model", root / "dense", "-o", root / "dense.onnx")
     record_built_engine(sha256_of(b"plan"))
     for backend in ("tensorrt", "tensorrt-rtx", "onnxruntime"):
