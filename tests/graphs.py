@@ -23,7 +23,7 @@ needs_rtx = pytest.mark.skipif(
 )
 
 
-def graph_of(text: str, *, opset: int = 20, ir: int = 10, **weights: NDArray[Any]) -> onnx.ModelProto:
+def graph_of(text: str, *, opset: int = 20, ir: int = 10, **weights: Any) -> onnx.ModelProto:
     """A graph in ONNX's own text form, `(inputs) => (outputs) { nodes }`, that reads these weights."""
     graph = onnx.parser.parse_graph(f"graph {text}")
     graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in weights.items())

@@ -149,7 +149,8 @@ def test_the_file_gives_both_halves_back(tmp_path: Path) -> None:
 
 
 def require_same(got: SiteMoments, expected: ChannelMoments) -> None:
-    assert_equal(*(Moments(sites={"mlp": each}, lineage={}, images=1) for each in (got, expected)), 1e-12)
+    one, other = (Moments(sites={"mlp": each}, lineage={}, images=1) for each in (got, expected))
+    assert_equal(one, other, 1e-12)
 
 
 def merge_of(*numbers: int) -> ChannelMoments:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 import torch
 from click.testing import Result
@@ -371,3 +372,15 @@ def test_widths_are_multiples_of_128_unless_others_are_asked_for(align: dict[str
     model = traced_decoder(decoder, Tokenization(length=16, sha256="0" * 64))
     choice = MethodChoice(mlp=0.4, align=align or ALIGN)
     assert uniform_widths(model, choice.method) == {f"blocks.{index}.mlp": width for index in range(2)}
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("kind", ["opt", "gpt2"])
+def test_the_graph_of_a_prompt_gives_the_logits_of_the_reduced_decoder(home: Path, kind: str) -> None:
+    reduced(home, kind, f"{kind}-graph", "--mlp", 0.5, "--attn", 0.5)
+    graph = home / f"{kind}.onnx"
+    invoked("export", "--model", home / f"{kind}-graph", "-o", graph)
+    ids = decoders.ids(3)
+    (got,) = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, {"input_ids": ids.numpy()})
+    expected = logits_of(load(home / f"{kind}-graph"), ids)
+    torch.testing.assert_close(torch.from_numpy(np.asarray(got)), expected, rtol=1e-4, atol=1e-4)

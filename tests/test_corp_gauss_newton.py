@@ -39,7 +39,7 @@ def test_the_step_is_the_damped_least_squares_of_the_jacobian(kind: str, ridge_r
     weight_X = torch.arange(len(lacking_XO)).double() % 4
     pieces = [Residuals(tangent=tangent, residual_XO=lacking_XO, weight_X=weight_X)]
     step_RD = list(gauss_newton(pieces, ridge_rel=ridge_rel, iterations=400))[-1]
-    jacobian_YP = torch.autograd.functional.jacobian(outputs, first_RD).view(-1, first_RD.numel())  # type: ignore[no-untyped-call]
+    jacobian_YP = torch.autograd.functional.jacobian(outputs, first_RD).view(-1, first_RD.numel())
     root_Y = weight_X.repeat_interleave(OUTPUTS).sqrt() / weight_X.sum().sqrt()
     ridge = ridge_rel * ridge_scale(tangent, weight_X)
     rows = torch.cat((jacobian_YP * root_Y[:, None], ridge**0.5 * torch.eye(first_RD.numel(), dtype=torch.float64)))

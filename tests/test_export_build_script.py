@@ -9,10 +9,10 @@ import pytest
 from jinja2 import UndefinedError
 
 from export.engine.options import BatchProfile
+from export.graph.ports import GraphPort
 from export.triton.server_releases import PENDING_NAME, SCRIPT_NAME, _environment, build_script
 from tests.doubles import some
 from tests.export_served import run_script
-from tests.test_export_tensorrt import Tensor
 
 HOSTILE = (
     "plain",
@@ -39,8 +39,8 @@ def script_of(word: str, **changes: Any) -> str:
         "name": f"m{word}",
         "version": 3,
         "inputs": (
-            Tensor(name=f"i{word}", data_type="TYPE_FP32", shape=("batch", 3, 4, 4)),
-            Tensor(name="attention_mask", data_type="TYPE_INT64", shape=("batch", 7)),
+            GraphPort(name=f"i{word}", dtype="float32", shape=("batch", 3, 4, 4)),
+            GraphPort(name="attention_mask", dtype="int64", shape=("batch", 7)),
         ),
         "profiles": (BatchProfile(smallest=1, tuned=4, largest=8), BatchProfile(smallest=8, tuned=16, largest=32)),
         "onnx_sha256": hashlib.sha256(GRAPH).hexdigest(),

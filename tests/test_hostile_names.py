@@ -29,6 +29,7 @@ from corp_deploy.views.console import Output
 from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
 from corp_deploy.views.sweep_page import sweep_page
 from export.engine.options import BatchProfile
+from export.graph.ports import GraphPort
 from export.triton.config import Serving, Variant, config_text
 from export.triton.lint import lint_repository
 from export.triton.pbtxt import parse
@@ -45,7 +46,6 @@ from perf.stats.compare import compare, markdown_from_comparison
 from tests.export_served import write_onnx
 from tests.refusals import rejects
 from tests.test_corp_sweep_trials import point
-from tests.test_export_tensorrt import Tensor
 from tests.test_perf_gate import plain as bench_of_times
 from tests.test_perf_report_hostile import HOSTILE, TAG, cells, elements, hostile_record, whole_record
 
@@ -81,8 +81,8 @@ def swept(name: str) -> Any:
 
 
 def variant(name: str) -> Variant:
-    tensors = tuple(Tensor(name=name, data_type="TYPE_FP32", shape=("n", 3), role=role) for role in (None, "logits"))
-    signature = Signature(inputs=tensors[:1], outputs=tensors[1:])
+    ports = (GraphPort(name=name, dtype="float32", shape=("n", 3)),)
+    signature = Signature(inputs=ports, outputs=ports, roles={name: "logits"})
     return Variant(name=name, backend="onnxruntime", kind="KIND_CPU", signature=signature, max_batch=8,
                    cc_filenames={})  # fmt: skip
 

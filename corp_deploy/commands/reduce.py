@@ -127,7 +127,8 @@ def latency_table(model: ModelChoice, output: Path, options: LatencyOptions, out
 
     Example: corp-deploy latency-table --model dense --batch 1,8 -o tables
     """
-    from corp_deploy.planning.latency import LatencyTarget, measure_tables
+    from corp_deploy.planning.latency import measure_tables
+    from corp_deploy.planning.request import LatencyTarget
     from corp_deploy.views.speed import latency_rows, latency_view
 
     method = MethodChoice(heads=options.heads, align=options.align).method

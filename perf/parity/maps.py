@@ -132,7 +132,7 @@ def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHO
         pixels=int(np.prod(reference.shape[-2:])) * images,
         threshold=threshold if _is_of_one(reference[0]) else None,
         nonfinite_images=images - int(each.finite_N.sum()),
-        spread_ratio=share(*spreads, at_zero=1.0),
+        spread_ratio=share(spreads[0], spreads[1], 1.0),
     )
 
 

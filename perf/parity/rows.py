@@ -58,7 +58,7 @@ class Rows:
         """What measures of any role have, of all inputs, by their fields' names; see CommonMeasures."""
         errors, finite_N = self.errors(), self.finite_N
         sides = self.candidate_NF[finite_N], self.reference_NF[finite_N]
-        spreads = [np.linalg.norm(rows - rows.mean(axis=0)) for rows in sides if len(rows) > 1] or [1.0, 1.0]
+        own, theirs = (float(np.linalg.norm(rows - rows.mean(axis=0))) if len(rows) > 1 else 1.0 for rows in sides)
         return {
             "images": len(finite_N),
             "nonfinite_images": int((~finite_N).sum()),
@@ -66,7 +66,7 @@ class Rows:
             "max_abs": float(errors.max_abs_N.max()),
             "cosine_mean": float(errors.cosine_N.mean()),
             "cosine_min": float(errors.cosine_N.min()),
-            "spread_ratio": share(*spreads, at_zero=1.0),
+            "spread_ratio": share(own, theirs, 1.0),
         }
 
     def filled_where_nonfinite(self, values_N: Floats, worst: float) -> Floats:

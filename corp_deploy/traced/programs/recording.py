@@ -151,10 +151,10 @@ class _Graph:
             tell(node, value, self.other.inputs[name])
         used = tree_leaves([call.args for call in self.first.calls] + [self.first.gives])
         # What the model has, in front of all calls.
-        for name in dict.fromkeys(each.source for each in used if isinstance(each, Ref)):
-            if isinstance(name, str) and Ref(name) not in self.nodes:
-                target = _free(name[1:]) if name.startswith(".") else name
-                node = self.nodes[Ref(name)] = self.graph.get_attr(target)
+        for source in dict.fromkeys(each.source for each in used if isinstance(each, Ref)):
+            if isinstance(source, str) and Ref(source) not in self.nodes:
+                target = _free(source[1:]) if source.startswith(".") else source
+                node = self.nodes[Ref(source)] = self.graph.get_attr(target)
                 tell(node, self.root[target], self.root[target])
         for number, (one, other) in enumerate(zip(self.first.calls, self.other.calls, strict=True)):
             self._call(number, one, other)
