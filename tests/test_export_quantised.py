@@ -180,7 +180,7 @@ def test_kept_modules_stay_as_they_were() -> None:
 def test_layers_that_read_the_same_share_one_pair() -> None:
     text = '["a/MatMul"] ya = MatMul(x, a) ["b/MatMul"] yb = MatMul(x, b) y = Add(ya, yb)'
     proto = graph_of(
-        f"(float[batch,8] x) => (float[batch,8] y) {{ {text} }}", **dict.fromkeys("ab", np.eye(8, dtype="f"))
+        f"(float[batch,8] x) => (float[batch,8] y) {{ {text} }}", a=np.eye(8, dtype="f"), b=np.eye(8, dtype="f")
     )
     new = quantised(proto, FORMATS["int8"], {"a/MatMul": 2.0, "b/MatMul": 2.0}, layers(proto))
     kinds = [node.op_type for node in new.graph.node]
@@ -276,6 +276,6 @@ def test_strengths_are_the_papers() -> None:
 def test_a_layer_that_gives_one_number_stays_as_it_is() -> None:
     """As the mean does that a norm divides by."""
     text = '["one/MatMul"] y = MatMul(x, one) ["several/MatMul"] z = MatMul(x, several)'
-    weights = {name: np.ones((6, width), np.float32) for name, width in (("one", 1), ("several", 4))}
-    proto = graph_of(f"(float[2,6] x) => (float y, float z) {{ {text} }}", **weights)
+    one, several = (np.ones((6, width), np.float32) for width in (1, 4))
+    proto = graph_of(f"(float[2,6] x) => (float y, float z) {{ {text} }}", one=one, several=several)
     assert [each.module for each in layers(proto)] == ["several"]

@@ -113,8 +113,8 @@ def onnx_from_vit(
     batch = {0: "batch"}
     with warnings.catch_warnings():  # the older exporter takes milliseconds, and says that there is another
         warnings.simplefilter("ignore")
-        torchscript.export(
-            typed, (torch.zeros(2, 3, 8, 8),), file, opset_version=20, input_names=["images"], output_names=["logits"],
+        torchscript.export(  # it writes into files that are open too
+            typed, (torch.zeros(2, 3, 8, 8),), file, opset_version=20, input_names=["images"], output_names=["logits"],  # type: ignore[arg-type]
             dynamic_axes={"images": batch, "logits": batch},
         )  # fmt: skip
     proto = onnx.load_model_from_string(file.getvalue())
