@@ -12,7 +12,6 @@ from corp_deploy.invocation.option import Record, option
 from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.values import TEXT, Repeated
 from corp_deploy.release.baseline import Baseline
-from corp_deploy.release.pace import Pace
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_MISSING, BadInput
 
@@ -96,6 +95,7 @@ def release(
 
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
+    from corp_deploy.release.pace import Pace
     from corp_deploy.release.recipe_file import load_recipe
     from corp_deploy.release.run import Job
 
@@ -180,6 +180,7 @@ SIGNATURES = {
 def make(job: "Job", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
     from corp_deploy.release.names import GATE
+    from corp_deploy.release.pace import Pace
     from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate
 
