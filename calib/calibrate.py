@@ -24,7 +24,7 @@ from .moments import Moments
 from .sites import Site
 from .store import load, save
 
-STATE, VERSION = "calib.resume", 2
+STATE, VERSION = "calib.resume", 1
 _REMEDY = "remove the file to start afresh"
 
 

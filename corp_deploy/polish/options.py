@@ -27,7 +27,7 @@ class PolishOptions:
     that of a step relative to the matrix that it changes, and to the error before the polish (a model that lacks little
     is spoilt by what helps one that lacks much); it rises to this over `warm_up` of the way, then falls to nothing in a
     straight line. `averaged` is the half-life of the average of the weights, as a share of the way, that is judged
-    beside the weights themselves. `views`: half of the draws of an image are another view of it (see views.py). Every
+    beside the weights themselves. `views`: half of the draws of an image are another view of it (see teacher.py). Every
     `held_out_every`-th input, or group of inputs, judges and is not fitted to.
     """
 
