@@ -22,11 +22,14 @@ def staging_folder(repository: Path) -> Iterator[Path]:
     """
     beside = repository.resolve().parent
     beside.mkdir(parents=True, exist_ok=True)
-    # A rename never leaves a file system.
-    reached = repository.is_dir() and beside.stat().st_dev == repository.stat().st_dev and os.access(beside, os.W_OK)
-    inside = repository.is_dir() and not reached
+    inside = repository.is_dir() and not (_is_one_disk(beside, repository) and os.access(beside, os.W_OK))
     with tempfile.TemporaryDirectory(prefix=".staged-", dir=repository if inside else beside) as folder:
         yield Path(folder)
+
+
+def _is_one_disk(one: Path, other: Path) -> bool:
+    """A rename never leaves a file system."""
+    return one.stat().st_dev == other.stat().st_dev
 
 
 SUFFIXES = ("", "_onnx", "_cpu")
