@@ -21,6 +21,7 @@ from .fingerprints import Fingerprints
 from .inputs import Batch, Inputs, InputSet
 from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from .moments import Moments
+from .products import Kernel
 from .sites import Site
 from .store import load, save
 
@@ -39,12 +40,13 @@ def refuse_other_run(where: str, saved: Mapping[str, str], run: Mapping[str, str
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a calibration came: the next position of the images and those that could not be read; `run` holds all
-    that must be equal to go on.
+    """How far a calibration came: the next position of the images, the images that could not be read, and the kernel
+    whose rounding the rest is to have; `run` holds all that must be equal to go on.
     """
 
     position: int
     bad: tuple[str, ...]
+    kernel: Kernel
     run: Mapping[str, str]
 
 
@@ -147,7 +149,7 @@ class _Share:
         saved = self.checkpoint.load(run) if self.checkpoint else None
         if saved:
             moments, progress = saved
-            self.collector.resume_from(moments)
+            self.collector.resume_from(moments, progress.kernel)
             self.position, self.bad, self.fingerprints = progress.position, list(progress.bad), moments.fingerprints
             for count in self.snapshots.counts if self.snapshots else ():
                 if self.snapshots and count <= self.position and not self.snapshots.written(count):
@@ -167,7 +169,9 @@ class _Share:
             self.snapshots.write(self.position, self._moments(self.fingerprints))
         if self.checkpoint and self.checkpoint.due(before, self.collector.images):
             moments = self.collector.moments({}).with_fingerprints(self.fingerprints)
-            self.checkpoint.save(moments, Progress(position=self.position, bad=tuple(self.bad), run=run))
+            assert self.collector.kernel is not None
+            kernel = self.collector.kernel
+            self.checkpoint.save(moments, Progress(position=self.position, bad=tuple(self.bad), kernel=kernel, run=run))
 
     def _moments(self, fingerprints: Fingerprints) -> Moments:
         return self.collector.moments({}).with_fingerprints(fingerprints.sorted())

@@ -18,7 +18,7 @@ from ground.errors import BadInput
 
 from .moments import SiteMoments
 from .patch_moments import PatchMoments
-from .products import TERMS, Weights, add_gram_
+from .products import CPU_ROWS, TERMS, Kernel, Weights, add_gram_
 from .sites import PatchTaps, Role
 from .sums import RunningSums
 
@@ -85,16 +85,15 @@ def patches(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 PATCH_BYTES = 64 * 1024**2
-NARROW = 192
 FLOAT32_BYTES = 4
 
 
-def _add_grams_(total_GUU: Tensor, u_BNGU: Tensor) -> None:
+def _add_grams_(total_GUU: Tensor, u_BNGU: Tensor, kernel: Kernel) -> None:
     """Of each group: narrow ones all at once, others as wide activations are."""
     groups, width = total_GUU.shape[:2]
-    if groups == 1 or width > NARROW:
+    if groups == 1 or width > CPU_ROWS:
         for group in range(groups):
-            add_gram_(total_GUU[group], u_BNGU[:, :, group])
+            add_gram_(total_GUU[group], u_BNGU[:, :, group], kernel)
         return
     for u_GUn in u_BNGU.permute(2, 3, 0, 1).flatten(2).split(TERMS, dim=2):
         total_GUU.add_(torch.bmm(u_GUn, u_GUn.mT))
@@ -145,7 +144,7 @@ class PatchSums(RunningSums[PatchMoments]):
         above_BCHW = (x_BCHW.abs() > self.eps).float()
         self.totals["active_GC"].add_(_per_channel(above_BCHW).view(groups, -1))
         x_BNGC = x_BCHW.flatten(2).mT.unflatten(2, (groups, -1))
-        _add_grams_(self.totals["map_gram_GCC"], x_BNGC)
+        _add_grams_(self.totals["map_gram_GCC"], x_BNGC, self.kernel)
         self.counts["map_tokens"] += x_BNGC.shape[0] * x_BNGC.shape[1]
 
     def _add_outputs(self, y_BOHW: Tensor) -> None:
@@ -168,7 +167,7 @@ class PatchSums(RunningSums[PatchMoments]):
         for images, span in _portions(len(x_BCHW), rows, max(1, most // columns)):
             u_BNGU = patches_of_rows(x_BCHW[images], conv, span)
             self.totals["sum_GU"].add_(u_BNGU.sum(1).double().sum(0))
-            _add_grams_(self.totals["gram_GUU"], u_BNGU)
+            _add_grams_(self.totals["gram_GUU"], u_BNGU, self.kernel)
             if "cross_GPU" in self.totals:
                 self._add_cross(y_BOHW[images, :, span.start : span.stop], u_BNGU)
 

@@ -88,6 +88,11 @@ class ChannelTaps:
     merge: nn.Module | None = None
 
     @property
+    def summed_width(self) -> int:
+        """Channels of x, whose products are summed in one piece."""
+        return self.output.in_features
+
+    @property
     def taps(self) -> Mapping[Role, Tap]:
         """What one forward pass must bring, each exactly once."""
         return {"x": _entering(self.output)}
@@ -114,6 +119,11 @@ class HeadTaps:
     slots_WN: Tensor | None = None
     causal: bool = False
     plane_scale: float | None = None
+
+    @property
+    def summed_width(self) -> int:
+        """There is no x."""
+        return 0
 
     @property
     def taps(self) -> Mapping[Role, Tap]:

@@ -16,6 +16,7 @@ from .axes import SYMMETRIC, axes_of, shape_of, sums_of, triangle
 from .causal import add_system_, add_target_, centred_keys, gram_of_planes, inputs_apart, sums_of_pairs, weighted_keys
 from .moments import ChannelMoments, HeadMoments, OneKind, SiteMoments
 from .products import (
+    Kernel,
     Weights,
     add_active_,
     add_gram_,
@@ -41,6 +42,7 @@ class RunningSums(Generic[OneKind]):
     def __init__(self, kind: type[OneKind], counts: Iterable[str], telling: Iterable[str], *names: str) -> None:
         self._kind, self._names, self._telling = kind, (*sums_of(kind), *names), tuple(telling)
         self.counts: dict[str, float] = dict.fromkeys(counts, 0)
+        self.kernel: Kernel = "blas"
         self.totals: dict[str, Tensor] = {}
 
     @property
@@ -133,7 +135,7 @@ class ChannelSums(RunningSums[ChannelMoments]):
         self.allocate({"F": x_BNF.shape[-1]}, x_BNF.device)
         add_sum_(self.totals["sum_F"], weighted(x_BNF, weights))
         add_active_(self.totals["active_F"], x_BNF, self.eps, None if weights is None else weights.weight_BN)
-        add_gram_(self.totals["gram_FF"], weighted_by_root(x_BNF, weights))
+        add_gram_(self.totals["gram_FF"], weighted_by_root(x_BNF, weights), self.kernel)
         self.counts["tokens"] += token_count(x_BNF, weights)
 
     def beside(self) -> dict[str, Any]:
@@ -218,7 +220,7 @@ class HeadSums(RunningSums[HeadMoments]):
     def _add_outputs(self, z_BNC: Tensor, weights: Weights | None) -> None:
         self.allocate({"C": z_BNC.shape[-1]}, z_BNC.device)
         add_sum_(self.totals["z_sum_C"], weighted(z_BNC, weights))
-        add_gram_(self.totals["zz_CC"], weighted_by_root(z_BNC, weights))
+        add_gram_(self.totals["zz_CC"], weighted_by_root(z_BNC, weights), self.kernel)
         self.counts["images"] += z_BNC.shape[0]
         self.counts["tokens"] += token_count(z_BNC, weights)
 

@@ -93,6 +93,18 @@ def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(path: Path, tmp_pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["images.npy"]
 
 
+def test_a_resumed_run_goes_on_with_the_kernel_it_began_with(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=8)
+    monkeypatch.setattr("calib.collect.kernel_for", lambda width: "onednn")
+    uninterrupted = calibrated(path)
+    with pytest.raises(Interrupted):
+        calibrated(path, checkpoint=checkpoint, progress=interrupt_at(12))
+    monkeypatch.setattr("calib.collect.kernel_for", lambda width: "blas")
+    assert_equal(calibrated(path, checkpoint=checkpoint), uninterrupted, limit=0.0)
+
+
 def test_a_finished_checkpoint_is_not_counted_twice(path: Path, tmp_path: Path) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=1)
     calibrated(path, checkpoint=checkpoint)
@@ -132,7 +144,9 @@ def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
     rejects("holds moments, not a calibration's checkpoint", calibrated, path, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("state", ["", "[]", "{", '{"position": 8, "bad": "abacus", "run": {}}', "[" * 10**5])
+@pytest.mark.parametrize(
+    "state", ["", "[]", "{", '{"position": 8, "bad": [], "run": {}, "kernel": "abacus"}', "[" * 10**5]
+)
 def test_a_state_that_is_none_is_refused(path: Path, tmp_path: Path, state: str) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=4)
     save(replace(calibrated(path), lineage={STATE: state}), checkpoint.path)

@@ -1,5 +1,6 @@
-"""calib.collect: what changes no sum, how good products are, what is refused; loops are in test_calib_weights.py."""
+"""calib.collect: what changes no sum, which kernel makes it, what is refused; loops are in test_calib_weights.py."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,18 +110,44 @@ def test_merging_two_parts_equals_the_whole(cut: int) -> None:
             assert relative(value, sum(sums_of(part.sites[site])[name] for part in parts)) < 1e-15, name
 
 
+@pytest.mark.parametrize("kernel", ["blas", "onednn"])
 @pytest.mark.parametrize("shape", [(8, 197, 400), (2, 4000, 32), (3, 5, 8), (1, 1, 1)])
-def test_grams_are_good_to_two_millionths_of_their_scale(shape: tuple[int, int, int]) -> None:
-    """Wide and narrow, more tokens than a product may have, fewer than channels; activations with a mean."""
+def test_either_kernel_makes_the_gram(kernel: products.Kernel, shape: tuple[int, int, int]) -> None:
+    """Several block rows, more tokens than a product may have, fewer channels than a block; activations with a mean."""
     x_BNF = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3.0  # all terms of one sign: the worst
     total_FF = torch.zeros(shape[-1], shape[-1], dtype=torch.float64)
     for _ in range(2):
-        products.add_gram_(total_FF, x_BNF)
-    total_FF.add_(torch.ones_like(total_FF).tril(-1))  # as if a kernel rounded there otherwise
+        products.add_gram_(total_FF, x_BNF, kernel)
+    total_FF.add_(torch.ones_like(total_FF).tril(-1))  # as if the kernel rounded there otherwise
     products.mirror_(total_FF)
     assert torch.equal(total_FF, total_FF.mT)
     scale, x_nF = float(total_FF.diagonal().mean()), x_BNF.double().flatten(0, 1)
     assert float((total_FF - 2.0 * x_nF.T @ x_nF).abs().max()) < 2e-6 * scale
+
+
+def clock_of(*spans: float) -> Callable[[], float]:
+    """A clock by which consecutive trials take these times."""
+    now = [moment for span in spans for moment in (0.0, span)]
+    return iter(now).__next__
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ((2.0, 1.0) * 5, "onednn"),
+        ((1.0, 2.0) * 5, "blas"),
+        ((1.0, 0.95) * 5, "blas"),  # too close to choose by
+        ((9.0, 1.0) * 4 + (1.0, 1.0), "blas"),  # the least of each counts: the rest is noise
+    ],
+)
+def test_the_faster_kernel_is_taken(spans: tuple[float, ...], expected: str) -> None:
+    assert products.faster_kernel(clock_of(*spans)) == expected
+
+
+def test_narrow_grams_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "kernel_of_this_cpu", lambda: "onednn")
+    assert products.kernel_for(384) == "blas"
+    assert products.kernel_for(1536) == ("onednn" if torch.backends.mkldnn.is_available() else "blas")
 
 
 def test_model_is_left_as_it_was() -> None:

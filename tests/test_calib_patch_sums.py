@@ -58,7 +58,7 @@ def test_every_sum_equals_float64_loops(whole_numbers: bool, limit: float) -> No
 def test_narrow_and_wide_groups_are_summed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     images = images_of(9)
     narrow = collected(images, 9)
-    monkeypatch.setattr(patch_sums, "NARROW", 0)
+    monkeypatch.setattr(patch_sums, "CPU_ROWS", 0)
     assert_equal(collected(images, 9), narrow, 1e-6)
 
 
@@ -144,7 +144,7 @@ def test_going_on_from_moments_gives_the_same_bits() -> None:
     images, model = images_of(24), tiny_maps()
     first = collected(images[:8], 8)
     with Collector(model, taps_of(model), device="cpu") as collector:
-        collector.resume_from(first)
+        collector.resume_from(first, "blas")
         collector.add(images[8:])
         got = collector.moments({})
     assert_equal(got, collected(images, 8), 0.0)
@@ -154,7 +154,7 @@ def test_going_on_with_other_channels_is_refused() -> None:
     model = tiny_maps()
     sites = [replace(site, channels_GR=None) for site in taps_of(model)]
     with pytest.raises(BadInput, match=r"^some: the sums so far have patches of other channels"):
-        Collector(model, sites, device="cpu").resume_from(collected(images_of(2), 2))
+        Collector(model, sites, device="cpu").resume_from(collected(images_of(2), 2), "blas")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.speed.passes import BARE, PIECE, Samples, in_passes
+from calib import products
 from calib.axes import triangle
 from calib.collect import Collector, Options, collect
 from calib.memory import Shape, bytes_needed, shapes_of_sites
@@ -65,9 +66,10 @@ def bare(model: nn.Module, images: Tensor, batches: int, piece: int) -> Callable
 def calibration(
     heard: nn.Module, sites: list[Site], images: Tensor, batches: int, options: dict[str, Any]
 ) -> Callable[[], None]:
-    """A calibration as `calibrate` makes it: a collector opened, all batches, the moments."""
+    """A calibration as `calibrate` makes it: a collector opened, its kernel chosen, all batches, the moments."""
 
     def run() -> None:
+        products.kernel_of_this_cpu.cache_clear()
         collect(heard, sites, repeat(images, batches), device=images.device, options=Options(**options))
 
     return run
@@ -154,6 +156,7 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
         "samples": samples,
         "ratio_wall": in_passes(samples, "wall_s"),
         "ratio_cpu": None if gpu else in_passes(samples, "cpu_s"),
+        "kernel": None if gpu else products.kernel_for(max(site.output.in_features for site in mlps(sites))),
         "statistics_gflops": flops / extra_s / 1e9,
         "share_of_peak": flops / extra_s / 1e12 / arguments.peak_tflops if gpu and arguments.peak_tflops else None,
     }

@@ -16,7 +16,7 @@ from calib.combination import added
 from calib.moments import ChannelMoments, HeadMoments, SiteMoments, on_device
 from calib.patch_moments import PatchMoments
 from calib.patch_sums import PatchSums
-from calib.products import Weights, add_active_, weights_of
+from calib.products import Weights, add_active_, kernel_for, weights_of
 from calib.sites import PatchTaps, Role, listening
 from corp_deploy.algebra.regression import Gram, RegressionSums
 from corp_deploy.traced.models.pairs import TracedPairs
@@ -94,6 +94,7 @@ class _OfPatches:
         channels_GR = torch.arange(layer.in_channels // layer.groups).repeat(layer.groups, 1) if is_fitted else None
         taps = PatchTaps(name=name, output=layer, channels_GR=channels_GR)
         self.sums, self.where = PatchSums(taps, eps=ACTIVE_EPS), layer.weight.device
+        self.sums.kernel = kernel_for(taps.summed_width)
         self.layer = layer
 
     def add(self, x: Tensor, lacking: TargetResidual | None, weights_BN: Tensor | None) -> None:
