@@ -28,7 +28,8 @@ from corp_deploy.reduction.traced_change import TracedReduced, tensors_of
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import device
-from corp_deploy.traced.programs.program import Program, changes_in_place
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.sizes import changes_in_place
 
 from .curvature import effects_of_changes
 

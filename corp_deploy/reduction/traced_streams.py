@@ -19,8 +19,9 @@ from corp_deploy.traced.models.mergeable import Mergeable
 from corp_deploy.traced.models.merged_program import MergedProgram
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.narrowing.narrow import Mask, masks, zeroed
-from corp_deploy.traced.programs.program import Program, changes_in_place, number_of, operation
+from corp_deploy.traced.programs.program import Program, number_of, operation
 from corp_deploy.traced.programs.readers import every_layer, with_tensors
+from corp_deploy.traced.programs.sizes import changes_in_place
 from ground.errors import BadInput
 
 from .streams import mean_of_sources
@@ -197,12 +198,13 @@ class Student:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The program between two cuts, None for the inputs and the outputs."""
+    """The program between two cuts, None for the inputs and the outputs. `beside`: inputs that go on to every cut."""
 
     dense: Tracing
     student: Student
     before: fx.Node | None
     after: fx.Node | None
+    beside: tuple[fx.Node, ...]
 
     def up_to(self, ends: Collection[fx.Node]) -> list[fx.Node]:
         """What has to run for these nodes."""
@@ -210,7 +212,7 @@ class Segment:
 
     def _entering(self, tensors: tuple[Tensor, ...]) -> dict[fx.Node, Tensor]:
         inputs = [node for node in self.dense.program.nodes if node.op == "placeholder"]
-        nodes = inputs if self.before is None else [self.before, *along(self.dense.program)]
+        nodes = inputs if self.before is None else [self.before, *self.beside]
         return dict(zip(nodes, tensors, strict=True))
 
     def run_dense(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
@@ -273,7 +275,7 @@ class Segment:
         nodes = self.up_to([self.after])
         fewer, name = self.student.fewer, self.after.name
         extra = [] if fewer is None else [each[name] for each in (fewer.sizes_at, fewer.sources_at) if name in each]
-        others = slice(1, 1 + len(along(self.dense.program)))
+        others = slice(1, 1 + len(self.beside))
         for piece in pieces:
             values = self.run_student(piece, nodes)
             piece.merged = {node: values[node] for node in extra}
@@ -288,5 +290,6 @@ class Segment:
 
 def segments_of(dense: Tracing, student: Student) -> Iterator[Segment]:
     """From the inputs to the outputs, cut by cut."""
+    beside = along(dense.program)
     for before, after in pairwise([None, *(cut.node for cut in cuts(dense.analysis, beside_outputs=True)), None]):
-        yield Segment(dense=dense, student=student, before=before, after=after)
+        yield Segment(dense=dense, student=student, before=before, after=after, beside=beside)

@@ -97,8 +97,9 @@ def ways_out(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]:
 def along(program: Program) -> tuple[fx.Node, ...]:
     """Inputs behind the first that go on to every cut, masks: of whole numbers, of which nothing is contracted."""
     _, *others = (node for node in program.nodes if node.op == "placeholder")
-    is_apart = not any(macs(node) for node in without_values(program, others))
-    return tuple(others) if is_apart and not any(node.meta["val"].is_floating_point() for node in others) else ()
+    if not others or any(node.meta["val"].is_floating_point() for node in others):
+        return ()
+    return () if any(macs(node) for node in without_values(program, others)) else tuple(others)
 
 
 def without_values(program: Program, others: Sequence[fx.Node] = ()) -> set[fx.Node]:

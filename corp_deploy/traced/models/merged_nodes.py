@@ -30,6 +30,7 @@ from corp_deploy.traced.programs.program import (
     sizes_at_one,
     sizes_of_any_batch,
 )
+from corp_deploy.traced.programs.sizes import on_meta
 
 _ARRANGED, _REDUCED, _ALONG = (
     frozenset(ops.split())
@@ -123,10 +124,9 @@ class MergedNodes:
 
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         arguments = fx.map_arg((args, kwargs), self.value)
-        arguments = tree_map_only(torch.device, lambda _: torch.device("meta"), arguments)
         assert callable(node.target), node
         try:
-            return node.target(*arguments[0], **arguments[1])
+            return on_meta(node.target, *arguments)
         except RuntimeError:
             raise PositionDependent(
                 node, f"takes something with a place for every token, as positions are: {_ANY}"

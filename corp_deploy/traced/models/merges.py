@@ -15,7 +15,15 @@ from torch import Tensor, fx
 from corp_deploy.traced.finding.attentions import Attention, Block
 from corp_deploy.traced.finding.cuts import ways_out
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, scale_of
-from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, constant_names, operation, sizes_at_one
+from corp_deploy.traced.programs.program import (
+    IN_FRONT,
+    Program,
+    batch_of,
+    constant_names,
+    operation,
+    sizes_at_one,
+    without_dead_,
+)
 from corp_deploy.traced.programs.sizes import size_
 from ground.errors import BadInput
 
@@ -224,9 +232,8 @@ def sized(nodes: MergedNodes, merges: Mapping[str, TokenMerge], inputs: Sequence
     program = nodes.program
     nodes.graph.set_codegen(copy(program.graph.graph._codegen))
     root: dict[str, Any] = {name: program.tensor(name) for name in constant_names(nodes.graph.nodes)}
-    graph = fx.GraphModule({**merges, **root}, nodes.graph).eval()
     if not dead:
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
+        without_dead_(nodes.graph)
+    graph = fx.GraphModule({**merges, **root}, nodes.graph).eval()
     size_(graph, inputs, any_batch=True)
     return Program(graph=graph, model=program.model, any_batch=True, folded=program.folded)

@@ -73,7 +73,7 @@ _SCALED = frozenset(("div", "add", "clamp_min", "clamp")) | SAME
 
 
 def means_as_layers_(graph: fx.GraphModule) -> None:
-    """Linear layers of a constant weight [1, channels] in their place."""
+    """Linear layers of a constant weight [1, channels] in their place; the graph is to be compiled anew."""
     where = next((each.device for each in graph.parameters()), torch.device("cpu"))
     modules = dict(graph.named_modules())
     for count, (node, source, axis) in enumerate(list(_means(graph.graph))):
@@ -93,7 +93,6 @@ def means_as_layers_(graph: fx.GraphModule) -> None:
             mean = _moved(graph.graph, layer, [order.index(dim) for dim in range(value.dim())], node)
         node.replace_all_uses_with(mean)
         graph.graph.erase_node(node)
-    graph.recompile()
 
 
 def is_mean(weight: str) -> bool:

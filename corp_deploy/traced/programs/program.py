@@ -99,11 +99,15 @@ def delete_tensor_(module: nn.Module, name: str) -> None:
     delattr(module.get_submodule(owner), last)
 
 
+def without_dead_(graph: fx.Graph) -> None:
+    """Without nodes that nothing takes; what drops nothing in evaluation counts as random to torch, and goes too."""
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+
+
 def settle_(graph: fx.GraphModule) -> None:
     """Without what nothing needs any more, and the constants that it alone took."""
     before = constant_names(graph.graph.nodes)
-    # What drops nothing in evaluation counts as random, though.
-    graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    without_dead_(graph.graph)
     for name in before.keys() - constant_names(graph.graph.nodes).keys():
         delete_tensor_(graph, name)
     graph.recompile()
@@ -149,11 +153,6 @@ def module_of(node: fx.Node) -> tuple[str, str]:
     path, kind = stack[-1]
     kind = kind if isinstance(kind, str) else kind.__name__
     return str(path).split("@")[0], kind.rpartition(".")[2]
-
-
-def changes_in_place(node: fx.Node) -> bool:
-    """Whether a call changes its first argument."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def sizes_at_one(node: fx.Node) -> Any:

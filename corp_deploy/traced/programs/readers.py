@@ -132,12 +132,15 @@ def with_biases_(program: Program) -> tuple[str, ...]:
         bias.meta = {**layer.node.meta, "val": value, "sizes": tuple(value.shape)}
         layer.node.args = (*layer.node.args[:2], bias, *layer.node.args[3:])
         layer.node.kwargs = {key: each for key, each in layer.node.kwargs.items() if key != "bias"}
-    graph.recompile()
+    if added:
+        graph.recompile()
     return tuple(added)
 
 
 def without_biases_(graph: fx.GraphModule, names: Collection[str]) -> None:
     """Take biases of these names away from their layers."""
+    if not names:
+        return
     for node in list(graph.graph.nodes):
         if node.op == "get_attr" and str(node.target) in names:
             for user in list(node.users):

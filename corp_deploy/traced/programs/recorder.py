@@ -11,7 +11,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .sizes import BatchDependentProgram, sizes_key
+from .sizes import BatchDependentProgram, MetaCalls, sizes_key
 
 Stack = tuple[tuple[str, str], ...]
 """Of the modules that a call was made in, outermost first: the path and the class."""
@@ -45,6 +45,9 @@ _SCATTERS = {
 }
 
 
+_CALLS = MetaCalls()
+
+
 class Recorder(SchemaCheckMode):
     """Writes down calls where torch.export would, ahead of autograd and of what takes ops apart. Torch lets no other
     class than its own be there; this one has nothing of its base.
@@ -58,7 +61,6 @@ class Recorder(SchemaCheckMode):
         self._refs: dict[int, _Known] = {}
         self._by_place: dict[Any, _Known] = {}
         self._changes: Counter[int] = Counter()
-        self._gave: dict[Any, Any] = {}
         self._parts: dict[int, tuple[Tensor, Any, Any]] = {}
         self._alive: list[Tensor] = []
         for name, tensor in named.items():
@@ -106,15 +108,16 @@ class Recorder(SchemaCheckMode):
     def _storages_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
         """What it gives on meta; of the same sizes as the last time, where it was numbers of its own."""
         key = func, sizes_key(entering)
-        if key not in self._gave:
+        known = _CALLS.get(key)
+        if known is None:
             with torch._C._DisablePythonDispatcher():  # C++ knows what most ops give on meta
                 gives = func(*entering[0], **entering[1])
             before, own = set(map(_storage, tensors)), list[Tensor]()
             _mapped(gives, own.append)
             if own and not before.intersection(map(_storage, own)) and not func._schema.is_mutable:
-                self._gave[key] = gives
+                _CALLS.put(key, gives)
             return gives
-        return _mapped(self._gave[key], lambda each: each.new_empty_strided(each.shape, each.stride()))
+        return _mapped(known, lambda each: each.new_empty_strided(each.shape, each.stride()))
 
     def _know(self, tensor: Tensor, ref: Ref) -> None:
         record = _Known(ref, self._changes[_storage(tensor)])

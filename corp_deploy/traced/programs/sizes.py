@@ -1,6 +1,6 @@
 """Sizes that the batch counts, told apart from others by what two batches of different sizes give."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,22 +77,58 @@ def sizes_key(value: Any) -> Any:
     return tuple(map(sizes_key, value.items())) if isinstance(value, dict) else (type(value), value)
 
 
+def changes_in_place(node: fx.Node) -> bool:
+    """Whether a call changes its first argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+class MetaCalls:
+    """What calls gave on meta, by sizes_key of their arguments: torch takes a millisecond to tell of most, and models
+    have equal blocks and are looked at again. Forgotten all at once where they become too many.
+    """
+
+    def __init__(self, limit: int = 20_000) -> None:
+        self._gave, self._limit = dict[Any, Any](), limit
+
+    def get(self, key: Any) -> Any:
+        return self._gave.get(self._mode(key))
+
+    def put(self, key: Any, gives: Any) -> None:
+        if len(self._gave) >= self._limit:
+            self._gave.clear()
+        self._gave[self._mode(key)] = gives
+
+    def _mode(self, key: Any) -> Any:
+        return key, torch.get_default_dtype(), torch.is_inference_mode_enabled()
+
+
+_CALLS = MetaCalls()
+
+
+@torch.no_grad()
+def on_meta(target: Callable[..., Any], args: Any, kwargs: Any, calls: MetaCalls = _CALLS) -> Any:
+    """What a call gives, of which no number is computed."""
+    args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
+    key = target, sizes_key((args, kwargs))
+    gives = calls.get(key)
+    if gives is None:
+        gives = target(*args, **kwargs)
+        calls.put(key, gives)
+    return gives
+
+
 class _OnMeta(fx.Interpreter):
-    """A program of which no number is computed; equal calls, as those of equal blocks, are made once."""
+    """A program of which no number is computed. `calls`: its own where it changes tensors, which others have then."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self.calls = MetaCalls() if any(map(changes_in_place, graph.graph.nodes)) else _CALLS
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().get_attr(target, args, kwargs).to("meta")
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        arguments = [tree_map_only(torch.device, lambda _: torch.device("meta"), each) for each in (args, kwargs)]
-        key = target, sizes_key(arguments)
-        if key not in self.gave:
-            self.gave[key] = super().call_function(target, *arguments)
-        return self.gave[key]
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__(graph, garbage_collect_values=False)
-        self.gave: dict[Any, Any] = {}
+        return on_meta(target, args, kwargs, self.calls)
 
 
 def size_(graph: fx.GraphModule, inputs: Sequence[Tensor], *, any_batch: bool) -> None:

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 from ground.errors import BadInput
 
 from .folding import fold_, means_as_layers_
-from .program import Program, changes_in_place, operation, twin
+from .program import Program, operation, twin
 from .recording import recorded
-from .sizes import BatchAffineSize
+from .sizes import BatchAffineSize, changes_in_place
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
