@@ -144,7 +144,8 @@ def test_no_result_replaces_what_it_is_made_from(home: Path, tmp_path: Path) -> 
     write_onnx(tmp_path / "g.onnx")
     np.savez(tmp_path / "held.npz", images=tiny.images(2))
     (tmp_path / "p.json").write_text(json.dumps({"kind": "parity"}))
-    (tmp_path / "link.npy").symlink_to("images.npy")
+    for name in ("link", "n.held-out", "n.4"):
+        (tmp_path / f"{name}.npy").symlink_to("images.npy")
     at, model = tmp_path, ["--model", tmp_path / "dense"]
     before = tree(tmp_path)
     for words in (
@@ -153,6 +154,8 @@ def test_no_result_replaces_what_it_is_made_from(home: Path, tmp_path: Path) -> 
         ["calibrate", *model, "--images", at / "images.npy", "-o", at / "images.npy"],
         ["calibrate", *model, "--images", at / "images.npy", "-o", at / "link.npy"],
         ["calibrate", *model, "--images", at / "images.npy", "-o", at / "n.st", "--summary", at / "images.npy"],
+        ["calibrate", *model, "--images", at / "n.held-out.npy", "--hold-out", 2, "-o", at / "n.npy"],
+        ["calibrate", *model, "--images", at / "n.4.npy", "--snapshots", "2,4", "-o", at / "n.npy"],
         ["export", *model, "-o", at / "dense" / "model.safetensors"],
         ["build", at / "g.onnx", "--backend", "onnxruntime", "-o", at / "g.onnx"],
         ["bench", at / "g.onnx", at / "g.onnx", "-o", at / "g.onnx"],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import Result
 
+import corp_deploy
 from calib.store import load as load_moments
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import carried_out
@@ -23,7 +24,7 @@ from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from tests import tiny
-from tests.command import invoked
+from tests.command import invoked, refuses
 
 ALIGN = ("--align", "mlp=8,head=8")
 UNIFORM = ("--mlp", 0.5, "--attn", 0.5, *ALIGN, "--effort", "standard")
@@ -165,3 +166,12 @@ def test_images_that_the_moments_may_be_of_judge_nothing(home: Path) -> None:
     none = {name: getattr(apart.moments, name)[:0] for name in ("image_ids", "image_hashes")}
     unknown = replace(apart.moments, **none)
     assert carried_out._judges(replace(apart, moments=unknown), images) == 0
+
+
+@pytest.mark.parametrize("effort", ["standard", "thorough"])
+def test_without_images_it_is_refused(effort: Any, home: Path) -> None:
+    words = ("--model", home / "dense", "--moments", home / "m", "-o", home / "never", *ALIGN)
+    refuses("--effort", "reduce", *words, "--mlp", 0.5, "--effort", effort)
+    with pytest.raises(BadInput, match="images"):
+        corp_deploy.reduce(home / "dense", home / "m", home / "never", mlp=0.5, effort=effort)
+    assert not (home / "never").exists()

@@ -239,7 +239,10 @@ def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_pa
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "1,3"]
     invoked("verify", home / "dense", home / "dense", single, *words)
     result = invoked("verify", home / "dense", home / "dense", tmp_path / "bad.onnx", *words, "--json", code=1)
-    assert json.loads(result.stdout)["located"][0]["site"] == "blocks.1.mlp"
+    record = json.loads(result.stdout)
+    assert record["located"][0]["site"] == "blocks.1.mlp"
+    of_other = [link["status"] for link in record["links"] if "the graph is of another model" in link["reason"]]
+    assert of_other == ["FAIL"]
 
 
 def test_a_foreign_graph_fails_with_its_record_although_no_block_can_be_named(
@@ -254,6 +257,7 @@ def test_a_foreign_graph_fails_with_its_record_although_no_block_can_be_named(
     invoked("verify", tmp_path / "other", tmp_path / "other", tmp_path / "x.onnx", *words, code=1)
     record = json.loads((tmp_path / "p.json").read_text())
     assert (record["verdict"], record["located"]) == ("FAIL", [])
+    assert "export it again" in str(record["links"])
 
 
 def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 
 WRITTEN = ("output", "summary")
-BESIDE = {"verify": ".npz"}  # what is written beside the output, by its suffix
 IN_A_MODEL = ("config.json", "model.safetensors")
 
 
@@ -30,12 +29,20 @@ def _paths(context: click.Context, parameter: click.Parameter) -> Iterator[Path]
             yield Path(str(each).removeprefix(PREFIX))
 
 
+def _beside(context: click.Context, output: Path) -> Iterator[Path]:
+    """What else a command writes, named after its output."""
+    if context.command.name == "verify":
+        yield output.with_suffix(".npz")
+    elif context.command.name == "calibrate":
+        parts = [*(context.params["snapshots"] or ()), *["held-out"] * (context.params["hold_out"] is not None)]
+        yield from (output.with_name(f"{output.stem}.{part}{output.suffix}") for part in parts)
+
+
 def refuse_own_inputs(context: click.Context) -> None:
     """Raise UsageError where a result would stand in the place of something that it is made from."""
     parameters = context.command.params
     written = [path for each in parameters if each.name in WRITTEN for path in _paths(context, each)]
-    beside = BESIDE.get(context.command.name or "")
-    written += [path.with_suffix(beside) for path in written if beside]
+    written += [each for path in written for each in _beside(context, path)]
     if saved_as := context.params.get("save_as"):
         written += [path / saved_as for path in written]
     sources = [path for each in parameters if each.name not in WRITTEN for path in _paths(context, each)]

@@ -54,8 +54,8 @@ IMAGES = Axis(
         "none": variant("a reduction from the moments alone", "--mlp 0.5 --attn 0.5"),
         "images": variant(
             "what looks at images",
-            "a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, or what is merged "
-            "(presets grail-fold and fold, --select heads=fold)",
+            "a budget, --within, --heads auto, --closed-loop, --effort, --rescale, --polish, --sparse, or what is "
+            "merged (presets grail-fold and fold, --select heads=fold)",
             "images text arrays samples seed workers max_bad hold_out groups",
         ),
     },

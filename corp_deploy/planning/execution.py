@@ -32,6 +32,7 @@ from .refusals import (
     refuse_other_eps,
     refuse_outdated,
     refuse_partial,
+    require_images,
     require_sayable,
 )
 from .request import ReductionRequest, WidthPlan, merging_as_planned, reduced_checkpoint
@@ -117,6 +118,7 @@ def reduce_as_asked(
                 lambda planned: reduced(merging_as_planned(dense, planned.merging).model, planned, images=fitted),
                 on_progress=on_progress,
             )
+    require_images(request, images)
     if request.options.composes:
         assert images is not None, request
         planning = partial(_planned, dense, moments, images=images, watch=watch)

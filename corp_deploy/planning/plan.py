@@ -15,6 +15,7 @@ from .budget_planner import Planner, budget_planner, probe_of, probed
 from .curves import cost_curves
 from .joint_planner import joint_planner
 from .probe import Probe
+from .refusals import require_images
 from .request import ReductionRequest, WidthPlan
 
 
@@ -81,12 +82,7 @@ def plan(
             "--merge-tokens auto chooses for a budget what each block merges away; give --macs or --latency (without "
             "--heads auto) or --within, or say how many tokens: 12 in each block, grow:36"
         )
-    if options.needs_images and images is None:
-        raise BadInput(
-            "a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, heads that "
-            "are merged (--select heads=fold) and presets that merge channels (grail-fold, fold) look at the "
-            "calibration images; give them with --images, or --text for a text encoder"
-        )
+    require_images(request, images)
     if images is None or (share is None and not options.auto_heads):
         return WidthPlan(method=request.method, widths=None, decisions=())
     if options.auto_heads:

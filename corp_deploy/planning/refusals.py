@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from calib.active import ACTIVE_EPS
+from calib.inputs import InputSet
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
 from corp_deploy.families import traced_model
@@ -115,6 +116,16 @@ def refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:
         return
     assert options.share is not None, options
     refuse_far(model, request.method, currency, options.share, options.most_cut)
+
+
+def require_images(request: ReductionRequest, images: InputSet | None) -> None:
+    """Raise BadInput where a reduction looks at images and there are none."""
+    if request.options.needs_images and images is None:
+        raise BadInput(
+            "a budget, --within, --heads auto, --closed-loop, --effort, --rescale, --polish, --sparse, heads that "
+            "are merged (--select heads=fold) and presets that merge channels (grail-fold, fold) look at the "
+            "calibration images; give them with --images, or --text for a text encoder"
+        )
 
 
 def refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:

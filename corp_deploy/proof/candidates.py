@@ -67,6 +67,7 @@ class Candidate:
     inputs: tuple[Port, ...] = ()
     images: ImageSpec | None = None
     fitted: Fingerprints | None = None
+    model_sha256: str | None = None
 
     @property
     def takes_pixels(self) -> bool:
@@ -237,6 +238,7 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
         weight_bits=facts.weight_bits,
         inputs=facts.inputs,
         fitted=facts.fitted,
+        model_sha256=facts.model_sha256,
     )
 
 

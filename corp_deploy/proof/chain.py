@@ -30,7 +30,7 @@ from perf.runners.module import ModuleRunner
 from .candidates import Candidate, Run, of_model, outputs_at
 from .heads import Heads, opened_heads
 from .inputs import ProofInputs, require_pixels
-from .link_rules import LinkRules, ParityLimits, Reference, link_rules, with_reasons
+from .link_rules import LinkRules, ParityLimits, Reference, link_rules, with_origin, with_reasons
 from .locate import located, worst_inputs
 from .own_noise import DENSE, Merges, merges_of
 from .structural_tests import input_range, shift_of_inputs, structural_tests
@@ -87,6 +87,7 @@ class Chain:
         """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
         steps = list[Step]()
         single: Step | None = None
+        model = self.dense.model
         merges = self._merges_of(self.dense, self.answers, max(self.batches))
         for candidate in candidates:
             if candidate.form == "torch" or single is None:
@@ -95,8 +96,10 @@ class Chain:
             else:
                 before = Reference(label=single.candidate.label, answers=single.answers, merges=merges)
             previous = None if single is None else single.candidate
+            model = model if candidate.checkpoint is None else candidate.checkpoint.model
             step = self._step(candidate, before)
             step = replace(step, located=self._located(step, before, previous))
+            step = replace(step, links=with_origin(step.links, candidate, model))
             is_fp16 = candidate.float_type is FLOAT16 and candidate.runtime is None and candidate.form == "graph"
             if is_fp16 and previous is not None and previous.form == "graph":  # how near it comes to float16's end
                 few = previous.fed(rows_of(self.feeds, slice(HEADROOM_INPUTS)))

@@ -5,10 +5,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from corp_deploy.families.counting import counted
 from corp_deploy.families.family import output_ports
 from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import model_digest
 from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, QUANTISED, FloatType
@@ -225,6 +228,18 @@ def with_reasons(
         else link
         for link, other in zip(links, as_typed(), strict=True)
     )
+
+
+def with_origin(links: Sequence[Link], candidate: Candidate, model: nn.Module) -> tuple[Link, ...]:
+    """The links of a candidate. Of a failing graph of another model than it is held against the reason says so."""
+    own = candidate.model_sha256
+    if own is None or all(link.status != "FAIL" for link in links) or own == (expected := model_digest(model)):
+        return tuple(links)
+    origin = (
+        f"the graph is of another model (sha256 {own[:16]}, expected {expected[:16]} of the model in front of it): "
+        "export it again, or name its own model in front"
+    )
+    return tuple(replace(link, reason=f"{origin}; {link.reason}") if link.status == "FAIL" else link for link in links)
 
 
 def _cause(as_typed: Link, candidate: Candidate) -> str:

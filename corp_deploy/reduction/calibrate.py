@@ -124,7 +124,9 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     if statistics.residual:
         require_streams(sites, type(checkpoint.model).__name__)
     if not every:
-        reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in sites.refused)
+        reasons = (
+            "; ".join(f"{each.name}: {each.reason}" for each in sites.refused) or "no layer's output can be removed"
+        )
         raise BadInput(f"nothing to calibrate: no site of this model can be reduced ({reasons})")
     for pattern in statistics.patterns:
         if not any(fnmatchcase(site.name, pattern) for site in every):

@@ -113,6 +113,8 @@ def _why(error: Exception) -> str:
     words = " ".join(str(error).split())
     if words.startswith("Key mismatch"):
         return "made with another key"
+    if isinstance(error, KeyError | json.JSONDecodeError):
+        return f"does not hold: cut off, or no Sigstore bundle ({words[:300]}); copy it anew from who signed"
     return f"does not hold ({words[:300] or type(error).__name__})"
 
 

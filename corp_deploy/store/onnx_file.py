@@ -37,7 +37,7 @@ from .inputs import model_digest
 # Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
 CARRIED = ("dense", "moments", "images", "preset")
 GraphInput = Literal["float32", "uint8"]
-PREFIX, SPARSITY = "corp_deploy.", "sparsity"
+PREFIX, SPARSITY, DIGEST = "corp_deploy.", "sparsity", "model_sha256"
 NORMALISED = f"{PREFIX}normalised"
 AHEAD = "ahead of the model"
 
@@ -48,7 +48,7 @@ def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
     facts = {
         "version": __version__,
         "architecture": checkpoint.architecture.name,
-        "model_sha256": model_digest(checkpoint.model),
+        DIGEST: model_digest(checkpoint.model),
         "parameters": parameters(checkpoint.model),
         "macs": macs(checkpoint.model),
         "depth": traced_model.depth(checkpoint.model),
@@ -173,7 +173,7 @@ class GraphFacts:
     """What an ONNX file says about itself; costs are None for a graph that another tool wrote, a batch that is free is
     None too. `rest`: of a quantised graph the precision of all else, `scales` where its ranges end, `weight_bits` how
     many bits its weights use; `normalised`: of a graph that takes pixels, where it normalises them; `fitted`: what its
-    model was fitted to, where it tells.
+    model was fitted to, `model_sha256` the digest of that, where it tells.
     """
 
     precision: str
@@ -188,6 +188,7 @@ class GraphFacts:
     fusion_breaks: tuple[str, ...] = ()
     normalised: str | None = None
     fitted: Fingerprints | None = None
+    model_sha256: str | None = None
 
 
 def facts_of_onnx(path: Path) -> GraphFacts:
@@ -214,6 +215,7 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         fusion_breaks=tuple(carried.get(NOTE, "").split()),
         normalised=_where_normalised(carried),
         fitted=fitted_of_lineage(lineage, where=where),
+        model_sha256=carried.get(f"{PREFIX}{DIGEST}"),
     )
 
 
