@@ -168,8 +168,8 @@ class Collector:
             if not finite:
                 raise BadInput(
                     f"{name}: NaN or Inf in the activations within the first {self.images} inputs; (a) the weights "
-                    "or an input hold NaN or Inf, or (b) values or their squares overflow: are the inputs normalised as the "
-                    "model expects? Of a half-precision forward pass try float32"
+                    "or an input hold NaN or Inf, or (b) values or their squares overflow: are the inputs normalised "
+                    "as the model expects? Of a half-precision forward pass try float32"
                 )
 
     def moments(self, lineage: Mapping[str, str]) -> Moments:
