@@ -309,6 +309,40 @@ def test_a_module_of_no_library_goes_on_in_memory(tmp_path: Path) -> None:
         corp_deploy.verify(net, net, images)  # type: ignore[arg-type]
 
 
+class Tied(torch.nn.Module):
+    """Two MLPs of one first weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = torch.nn.Conv2d(3, 16, 4, stride=4), torch.nn.Linear(16, 5)
+        self.one, self.other = (
+            torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)) for _ in range(2)
+        )
+        self.other[0].weight = self.one[0].weight
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = self.stem(images).flatten(2).transpose(1, 2)
+        tokens = tokens + self.one(tokens)
+        return self.head((tokens + self.other(tokens)).mean(1))
+
+
+def test_a_weight_under_two_names_goes_on_in_memory(tmp_path: Path) -> None:
+    """Reduced it is two, that are loaded, exported and verified as any; of other code it isn't versions that differ."""
+    torch.manual_seed(0)
+    net, images = Tied(), torch.randn(40, 3, 16, 16)
+    calibration = corp_deploy.calibrate(net, images, tmp_path / "m.safetensors")
+    reduced = corp_deploy.reduce(net, calibration, tmp_path / "r", mlp=0.5, align={"mlp": 8})
+    assert net.one[0].weight is net.other[0].weight
+    again = corp_deploy.load(corp_deploy.Source(reduced.path, module=Tied()))
+    torch.testing.assert_close(again(images), reduced.model(images), rtol=0, atol=0)
+    corp_deploy.export(reduced, tmp_path / "m.onnx")
+    assert corp_deploy.verify(net, reduced, images, batches=(4,), max_error=0.3).verdict == "PASS"
+    other = Tied()
+    other.other[1] = torch.nn.Softmax(-1)
+    with pytest.raises(corp_deploy.BadInput, match=r"is traced otherwise now: its code or arguments are others"):
+        corp_deploy.load(corp_deploy.Source(reduced.path, module=other))
+
+
 def test_what_a_module_of_timms_was_made_with_is_read_off_it(tmp_path: Path) -> None:
     """Its directory needs nothing beside it; what it does not show may be said, and what is said has to hold."""
     torch.manual_seed(0)

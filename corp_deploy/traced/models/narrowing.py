@@ -196,12 +196,22 @@ def as_recorded(
     """The dense model narrowed as it was written, its weights yet to be set. Raises BadInput where it traces otherwise,
     or where what is kept can't be.
     """
+    if digest_of(tracing(model)) != program["digest"]:
+        # Weights that were set before it was traced are one for each name, where a model just built may share them.
+        model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
     own = tracing(model)
     if digest_of(own) != program["digest"]:
         was, now = program["versions"], {name: version(name) for name in VERSIONS}
+        reason, remedy = (
+            ("is traced otherwise now: its code or arguments are others", "give those that it was made with")
+            if was == now
+            else (
+                f"was written with {_words(was)} and traces otherwise with {_words(now)}",
+                "load it with the versions that it was written with",
+            )
+        )
         raise BadInput(
-            f"{where}: the model was written with {_words(was)} and traces otherwise with {_words(now)}, so the "
-            "kept channels can't be found; load it with the versions that it was written with, or reduce it again"
+            f"{where}: the model {reason}, so the kept channels can't be found; {remedy}, or reduce it again"
         )
     kept = {name: np.array(entry["kept"], dtype=np.int64) for name, entry in sites.items() if "kept" in entry}
     sizes = {name: groups.size for name, groups in names_of(own).items()}
