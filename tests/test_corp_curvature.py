@@ -115,6 +115,21 @@ def test_a_budget_looks_at_images_that_its_moments_leave_out(dense: Checkpoint, 
     assert every.moments is of_few
 
 
+@pytest.mark.parametrize(("then", "now"), [((), (2, 2)), ((2, 2), ()), ((2, 2), (1, 1))])
+def test_images_are_taken_off_as_tokens_were_merged_when_the_moments_were_taken(
+    dense: Checkpoint, images: Images, then: tuple[int, ...], now: tuple[int, ...]
+) -> None:
+    """Whatever merges now: sums over other tokens would leave what is no covariance."""
+    calibrated, asked = (
+        replace(dense, model=traced_model.with_merging(dense.model, Merging(schedule=each))) if each else dense
+        for each in (then, now)
+    )
+    apart = set_apart(asked, of(calibrated, images), images)
+    left = [place for place, image in enumerate(images.ids.tolist()) if image in set(apart.moments.image_ids.tolist())]
+    assert len(left) == 32
+    _assert_same(apart.moments, of(calibrated, images, left))
+
+
 def test_whole_groups_are_looked_at_where_they_are_known(dense: Checkpoint, images: Images) -> None:
     half, other = (of(dense, images, range(start, 40, 2)) for start in (0, 1))
     whole = merge(half, other)

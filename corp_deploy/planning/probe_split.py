@@ -11,8 +11,11 @@ import torch
 from calib.combination import difference
 from calib.inputs import Inputs, InputSet, to_device
 from calib.moments import Moments
+from corp_deploy.families import traced_model
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.moments import merging_note
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import merging_of_moments
 from corp_deploy.traced.models.module import device
 
 IMAGES = 32
@@ -57,11 +60,20 @@ def _of_groups(images: InputSet, moments: Moments) -> list[int]:
     return [place for place, group in enumerate(groups) if group in chosen]
 
 
+def _as_calibrated(dense: Checkpoint, moments: Moments) -> Checkpoint:
+    """The model with tokens merged as when the moments were taken: only sums over the same tokens can be taken off."""
+    if not merging_note(dense.model, moments):
+        return dense
+    return replace(dense, model=traced_model.with_merging(dense.model, merging_of_moments(moments.lineage)))
+
+
 def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
     """The moments without these images, and their half without those of them that are in it."""
     where, half = device(dense.model), moments.half
     in_half = torch.zeros(chosen.count, dtype=torch.bool) if half is None else torch.isin(chosen.ids, half.image_ids)
     left = moments
+    with torch.inference_mode(False), torch.no_grad():
+        dense = _as_calibrated(dense, moments)
     for is_half in (False, True):
         places = (torch.isin(chosen.ids, left.image_ids) & (in_half == is_half)).nonzero().squeeze(1).tolist()
         if places:
