@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.planning.probe_split import IN_LOOP, set_apart
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction import pool as site_pool
-from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
@@ -80,9 +81,9 @@ def images(dense: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Image
     return tiny.opened(tmp_path_factory.mktemp("curvature") / "images.npy", tiny.images(40), dense.model)
 
 
-def of(dense: Checkpoint, images: Images, places: Iterable[int] = range(40)) -> Moments:
+def of(dense: Checkpoint, images: Images, places: Iterable[int] = range(40), **statistics: Any) -> Moments:
     """The moments of some of the images."""
-    return calibrate(dense, images.subset(list(places)), batch_size=8)
+    return calibrate(dense, images.subset(list(places)), batch_size=8, statistics=Statistics(**statistics))
 
 
 def _assert_same(one: Moments, other: Moments) -> None:
@@ -128,6 +129,16 @@ def test_images_are_taken_off_as_tokens_were_merged_when_the_moments_were_taken(
     left = [place for place, image in enumerate(images.ids.tolist()) if image in set(apart.moments.image_ids.tolist())]
     assert len(left) == 32
     _assert_same(apart.moments, of(calibrated, images, left))
+
+
+@pytest.mark.parametrize("statistics", [{"patterns": ("blocks.0*",)}, {"attention": False}, {"active_eps": 0.5}])
+def test_what_is_taken_off_is_what_was_taken(dense: Checkpoint, images: Images, statistics: dict[str, Any]) -> None:
+    apart = set_apart(dense, of(dense, images, **statistics), images)
+    left = [place for place, image in enumerate(images.ids.tolist()) if image in set(apart.moments.image_ids.tolist())]
+    _assert_same(apart.moments, of(dense, images, left, **statistics))
+    asked = request_of(ReduceOptions(macs=0.7))
+    if "active_eps" not in statistics:
+        rejects("the moments hold no statistics", reduce_as_asked, dense, apart.moments, asked, images=images)
 
 
 def test_whole_groups_are_looked_at_where_they_are_known(dense: Checkpoint, images: Images) -> None:

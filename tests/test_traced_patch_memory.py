@@ -18,6 +18,7 @@ from calib.moments import Moments
 from calib.patch_moments import PatchMoments
 from corp_deploy.families.family import sites_of
 from corp_deploy.planning.curves import eliminations
+from corp_deploy.planning.probe_split import set_apart
 from corp_deploy.reduction.calibrate import Statistics, calibrate, chosen_sites, memory_needed
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
@@ -225,6 +226,22 @@ def test_streams_are_summed_where_they_are_asked_for_alone() -> None:
     assert eliminations(own.model, taken, BEST).keys() == {site.name for site in conv_sites(own.model)}
     with pytest.raises(BadInput, match="GB more than are available"):
         calibrate(own, source, batch_size=16, statistics=replace(limit, residual=True))
+
+
+def test_a_budget_takes_the_same_patches_off_that_were_taken(tmp_path: Path) -> None:
+    own, whole = pair(2), moments(2)
+    images = tiny.opened(tmp_path / "images.npy", noise(COUNT, 1).numpy(), own.model)
+    apart = set_apart(own, whole, images)
+    ids = set(apart.moments.image_ids.tolist())
+    left = images.subset([place for place, image in enumerate(images.ids.tolist()) if image in ids])
+    assert 0 < left.count < COUNT
+    sums, again = (
+        patches(each) for each in (apart.moments, calibrate(own, left, batch_size=16, statistics=limit_of(own, 0.4)))
+    )
+    assert sums.channels_GR is not None
+    assert again.channels_GR is not None
+    assert torch.equal(sums.channels_GR, again.channels_GR)
+    torch.testing.assert_close(sums.cross_GPU, again.cross_GPU, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.slow("models")

@@ -12,7 +12,7 @@ from calib.combination import difference
 from calib.inputs import Inputs, InputSet, to_device
 from calib.moments import Moments
 from corp_deploy.families import traced_model
-from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.calibrate import as_taken, calibrate
 from corp_deploy.reduction.moments import merging_note
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import merging_of_moments
@@ -78,7 +78,8 @@ def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
         places = (torch.isin(chosen.ids, left.image_ids) & (in_half == is_half)).nonzero().squeeze(1).tolist()
         if places:
             with torch.inference_mode(False), torch.no_grad():
-                part = calibrate(dense, chosen.subset(places), batch_size=16, device=where.type)
+                own = as_taken(left)
+                part = calibrate(dense, chosen.subset(places), batch_size=16, device=where.type, statistics=own)
             left = difference(left, part)
             half = difference(half, part) if is_half and half is not None else half
     return replace(left, half=half)

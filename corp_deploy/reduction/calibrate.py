@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from calib.collect import Options, Precision
 from calib.distributed import Ranks, join_ranks, under_torchrun
 from calib.inputs import InputSet
 from calib.memory import bytes_needed, patch_channels_that_fit, shapes_of_sites
-from calib.moments import HeadMoments, Moments
+from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
+from calib.patch_moments import PatchMoments
 from calib.sites import PatchTaps, Site
 from corp_deploy.algebra.planes import dims_of_planes
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
@@ -102,7 +104,8 @@ class Statistics:
 
     `kept` restricts that system to these dims per head, at these sites; see `kept_dims`. `patch_bytes`: of all sums,
     kept to by summing the patches of fewer channels where convolutions are largest; what reads streams is left out
-    then, unless `residual`. `active_eps`: the magnitude above which an entry counts as active.
+    then, unless `residual`. `active_eps`: the magnitude above which an entry counts as active. `like`: the sites of
+    these moments, of convolutions the same channels.
     """
 
     patterns: tuple[str, ...] = ()
@@ -113,6 +116,20 @@ class Statistics:
     residual: bool = False
     patch_bytes: int | None = None
     active_eps: float = ACTIVE_EPS
+    like: Moments | None = None
+
+
+def as_taken(moments: Moments) -> Statistics:
+    """Those whose sums can be taken off these moments."""
+    counted = (each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments))
+    precision = cast(Precision, moments.lineage.get("dtype", "float32"))
+    return Statistics(like=moments, active_eps=next(counted, ACTIVE_EPS), precision=precision)
+
+
+def _like(tap: Site, moments: SiteMoments) -> Site:
+    if isinstance(tap, PatchTaps) and isinstance(moments, PatchMoments):
+        return replace(tap, channels_GR=moments.channels_GR)
+    return tap
 
 
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
@@ -136,6 +153,9 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     named = [
         each for each in every if each.name not in without and any(fnmatchcase(each.name, word) for word in patterns)
     ]
+    if statistics.like is not None:
+        taken = statistics.like.sites
+        return [_like(each, taken[each.name]) for each in named if each.name in set(taken)]
     if statistics.patch_bytes is None:
         return named
     if not statistics.residual:  # what streams alone are read by goes: all its channels need patches
