@@ -77,6 +77,7 @@ def test_verify_tells_how_many_images_were_fitted_to(
     assert ("look like images that it was fitted to" in " ".join(done.stderr.split())) == (alike > 0)
 
 
+@pytest.mark.slow("graph")
 def test_a_graph_carries_digests_and_anything_is_known_by_moments(home: Path, tmp_path: Path) -> None:
     alone = shutil.copy(home / "reduced" / "model.onnx", tmp_path / "model.onnx")
     for extra, expected in (((), (3, 0)), (("--moments", home / "moments.safetensors"), (3, 1))):

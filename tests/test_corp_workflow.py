@@ -212,6 +212,7 @@ def test_a_backend_that_is_absent_exits_with_4_and_says_how(tmp_path: Path) -> N
     assert not (tmp_path / "d.plan").exists()
 
 
+@pytest.mark.slow("graph")
 def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Path, half: Path, tmp_path: Path) -> None:
     printed = json.loads((home / "half.json").read_text())
     assert [Path(row["path"]).name for row in printed["written"]] == ["x.onnx"]
@@ -227,6 +228,7 @@ def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Pa
 # Proof
 
 
+@pytest.mark.slow("graph")
 def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_path: Path) -> None:
     """The graph of another model than the torch one: the block where they part is named."""
     dense = load_checkpoint(home / "dense")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -127,9 +127,8 @@ def as_taken(moments: Moments) -> Statistics:
 
 
 def _like(tap: Site, moments: SiteMoments) -> Site:
-    if isinstance(tap, PatchTaps) and isinstance(moments, PatchMoments):
-        return replace(tap, channels_GR=moments.channels_GR)
-    return tap
+    fewer = moments.channels_GR if isinstance(moments, PatchMoments) else None
+    return tap if fewer is None else replace(cast(Any, tap), channels_GR=fewer)
 
 
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
