@@ -187,3 +187,15 @@ def test_one_weight_of_two_names_is_one() -> None:
     names = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
     assert names.count("lm_head.weight") == 1
     assert "wte.weight" not in names
+
+
+class Lifted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unsqueeze_(1)
+
+
+def test_a_model_that_changes_a_shape_in_place_leaves_others_as_they_are() -> None:
+    """What equal calls give is known for all models of a process."""
+    for model, dims in ((Lifted(4, 4), 3), (nn.Linear(4, 4), 2), (Lifted(4, 4), 3)):
+        given = trace(model, [torch.zeros(2, 4)]).output.all_input_nodes[0]
+        assert len(given.meta["sizes"]) == dims

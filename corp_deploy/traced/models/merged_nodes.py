@@ -30,7 +30,7 @@ from corp_deploy.traced.programs.program import (
     sizes_at_one,
     sizes_of_any_batch,
 )
-from corp_deploy.traced.programs.sizes import on_meta
+from corp_deploy.traced.programs.sizes import changes_in_place, on_meta
 
 _ARRANGED, _REDUCED, _ALONG = (
     frozenset(ops.split())
@@ -125,6 +125,8 @@ class MergedNodes:
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         arguments = fx.map_arg((args, kwargs), self.value)
         assert callable(node.target), node
+        if changes_in_place(node):  # what else is known by these sizes stays as it is
+            arguments = tree_map_only(Tensor, Tensor.clone, arguments)
         try:
             return on_meta(node.target, *arguments)
         except RuntimeError:
