@@ -202,6 +202,6 @@ def test_the_command_rescales(tmp_path: Path) -> None:
     words += ["-o", tmp_path / "reduced"]
     assert "every convolution rescaled" in " ".join(invoked(*words, *seen).stdout.split())
     assert farthest(load_checkpoint(tmp_path / "reduced").model, own.model) < 1e-4
-    assert "--closed-loop, --rescale, --polish, --sparse, heads that are merged" in " ".join(run(*words).stderr.split())
+    assert "--effort, --rescale, --polish, --sparse, heads that are merged" in " ".join(run(*words).stderr.split())
     invoked(*words, *seen, "--closed-loop", code=2)
     invoked(*words, *seen, "--closed-loop", "symmetric")
