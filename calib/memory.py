@@ -127,7 +127,7 @@ def patch_channels_that_fit(shapes: Mapping[str, Shape], available: int) -> Mapp
     first; none keeps fewer than LEAST_CHANNELS. Empty where everything fits. Raises BadInput where even that doesn't.
     """
     total = sum(bytes_needed(shapes).values())
-    named = _to_restrict(shapes, total - available)
+    named = _to_restrict(shapes, total, available)
     while total > available:
         name = max(named, key=lambda each: (named[each].sizes["R"] > LEAST_CHANNELS, named[each].bytes_of_moments()))
         fewer = named[name].with_patches_of(named[name].sizes["R"] - 1)
@@ -136,20 +136,22 @@ def patch_channels_that_fit(shapes: Mapping[str, Shape], available: int) -> Mapp
     return {name: shape.sizes["R"] for name, shape in named.items() if shape.names}
 
 
-def _to_restrict(shapes: Mapping[str, Shape], excess: int) -> dict[str, Shape]:
-    """The largest convolutions, as few as save that many bytes with patches of the fewest channels."""
+def _to_restrict(shapes: Mapping[str, Shape], total: int, available: int) -> dict[str, Shape]:
+    """The largest convolutions, as few as bring the total of bytes down with patches of the fewest channels."""
     wide = {name: shape for name, shape in shapes.items() if shape.moments is PatchMoments}
-    least = {name: shape.with_patches_of(LEAST_CHANNELS) for name, shape in wide.items()}
-    saved = {name: wide[name].bytes_of_moments() - least[name].bytes_of_moments() for name in wide}
+    narrow = {name: shape.with_patches_of(LEAST_CHANNELS) for name, shape in wide.items()}
+    saved = {name: wide[name].bytes_of_moments() - narrow[name].bytes_of_moments() for name in wide}
     order = sorted((name for name in wide if saved[name] > 0), key=lambda name: -wide[name].bytes_of_moments())
     count = next(
-        (count for count in range(len(order) + 1) if sum(saved[name] for name in order[:count]) >= excess), None
+        (count for count in range(len(order) + 1) if total - sum(saved[name] for name in order[:count]) <= available),
+        None,
     )
     if count is None:
-        short = (excess - sum(saved[name] for name in order)) / 1e9
+        least = total - sum(saved[name] for name in order)
         raise BadInput(
-            f"moments: {len(shapes)} sites need {short:.2f} GB more than are available, with patches of "
-            f"{LEAST_CHANNELS} channels a group; calibrate fewer sites at a time, or use a larger machine"
+            f"moments: {len(shapes)} sites need more than --patch-memory {available / 1e9:g}, also with patches of "
+            f"{LEAST_CHANNELS} channels a group; give at least --patch-memory {1.01 * least / 1e9:.3g}, or calibrate "
+            "fewer sites at a time (--sites)"
         )
     return {name: wide[name] for name in order[:count]}
 

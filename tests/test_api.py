@@ -20,10 +20,12 @@ from calib.store import load as load_moments
 from corp_deploy.api.in_python import in_python
 from corp_deploy.api.models import opened_inputs
 from corp_deploy.cli import main
+from corp_deploy.families.counting import parameters
 from corp_deploy.invocation.inputs import KINDS
 from corp_deploy.invocation.option import options_of
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.source import Source
+from corp_deploy.store.checkpoint import load_weights
 from corp_deploy.store.onnx_file import facts_of_onnx
 from ground.errors import BadInput
 from ground.files import sha256_of_file
@@ -326,8 +328,10 @@ class Tied(torch.nn.Module):
         return self.head((tokens + self.other(tokens)).mean(1))
 
 
-def test_a_weight_under_two_names_goes_on_in_memory(tmp_path: Path) -> None:
-    """Reduced it is two, that are loaded, exported and verified as any; of other code it isn't versions that differ."""
+def test_a_weight_under_two_names_is_one(tmp_path: Path) -> None:
+    """Dense and reduced, by a module or by a file of its weights; where that has two values it is two. Of other code it
+    isn't versions that differ.
+    """
     torch.manual_seed(0)
     net, images = Tied(), torch.randn(40, 3, 16, 16)
     calibration = corp_deploy.calibrate(net, images, tmp_path / "m.safetensors")
@@ -335,6 +339,14 @@ def test_a_weight_under_two_names_goes_on_in_memory(tmp_path: Path) -> None:
     assert net.one[0].weight is net.other[0].weight
     again = corp_deploy.load(corp_deploy.Source(reduced.path, module=Tied()))
     torch.testing.assert_close(again(images), reduced.model(images), rtol=0, atol=0)
+    halved = 16 * 16 + 2 * (16 + 16 * 16)
+    assert parameters(reduced.model) == parameters(again) == parameters(net) - halved
+    state = net.state_dict()
+    for apart in (0, 512):
+        state["other.0.weight"] = state["other.0.weight"] + apart
+        load_weights(own := Tied(), state, where=tmp_path)
+        assert parameters(own) == parameters(net) + apart
+        assert torch.equal(own.other[0].weight, state["other.0.weight"])
     corp_deploy.export(reduced, tmp_path / "m.onnx")
     assert corp_deploy.verify(net, reduced, images, batches=(4,), max_error=0.3).verdict == "PASS"
     other = Tied()

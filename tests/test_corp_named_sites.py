@@ -21,12 +21,16 @@ from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.given_module import architecture_of, build, facts_of_module
 from corp_deploy.families.inspection import traced_rows
 from corp_deploy.families.trusted_code import Code, trusting_code
+from corp_deploy.planning.request import left_alone
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.module import traced_module
+from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.values import TracedValues
 from examples.own_module.net import Net
 from ground.errors import BadInput
 from tests import tiny
@@ -268,6 +272,24 @@ def test_the_programs_own_scale_is_what_one_is_held_against(form: str, scale: fl
     rejects(words, sites, scale=0.26)
     if scale is not None:
         assert len(sites_of(sites(scale=scale)).every) == 2
+
+
+def test_queries_and_keys_know_their_values_wherever_layers_stand(tmp_path: Path) -> None:
+    """No module is the attention's own: they are narrowed apart, as wide as each other, and go with their values."""
+    torch.manual_seed(0)
+    net, inputs = nn.Sequential(Attention("plain")).eval(), torch.randn(40, 3, 32, 32)
+    calibration = corp_deploy.calibrate(net, inputs, tmp_path / "m.safetensors")
+    apart, square = (
+        corp_deploy.reduce(net, calibration, tmp_path / heads, attn=0.5, heads=heads, align={"head": 8})
+        for heads in ("padded", "square")
+    )
+    queries = next(site for site in sites_of(apart.model).every if isinstance(site, TracedPairs))
+    values = next(site for site in sites_of(apart.model).every if isinstance(site, TracedValues))
+    assert (queries.dims, values.beside, values.tied) == (8, queries.name, queries.tied)
+    stream, *both = sites_of(square.model).every
+    assert [(site.name, site.width) for site in both] == [(queries.name, 16), (values.name, 16)]
+    assert left_alone(square.model, {values.name: 0, stream.name: 8}) == ()
+    assert not sites_of(at_widths(square.model, {values.name: 0})).every
 
 
 def test_a_file_is_run_where_it_is_trusted_alone(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_what_needs_other_patches_is_refused(preset: str, kept: int) -> None:
 
 
 def test_too_little_memory_is_said() -> None:
-    rejects("GB more than are available", moments, 1, 0.01)
+    rejects("need more than --patch-memory", moments, 1, 0.01)
 
 
 def whole_bytes(own: Checkpoint) -> int:
@@ -224,7 +224,7 @@ def test_streams_are_summed_where_they_are_asked_for_alone() -> None:
     limit = Statistics(patch_bytes=whole_bytes(own) // 2)
     taken = calibrate(own, source, batch_size=16, statistics=limit)
     assert eliminations(own.model, taken, BEST).keys() == {site.name for site in conv_sites(own.model)}
-    with pytest.raises(BadInput, match="GB more than are available"):
+    with pytest.raises(BadInput, match="need more than --patch-memory"):
         calibrate(own, source, batch_size=16, statistics=replace(limit, residual=True))
 
 

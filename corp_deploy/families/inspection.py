@@ -54,8 +54,15 @@ def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list
 def _fixed_rows(model: nn.Module, keys: Collection[str], left: Mapping[str, int]) -> list[dict[str, Any]]:
     shares = tracing(model).shares
     macs = _by_part(shares.macs.without(keys))
-    of_sites = _by_part(shares.parameters.without(())) - _by_part(shares.parameters.without(keys))
+    first = {each: name for name, each in model.named_parameters()}
+    # A parameter under several names is of the first of them, whichever it is traced by.
     every = _by_part({name: each.numel() for name, each in model.named_parameters()})
+    renamed = {name: first[each] for name, each in model.named_parameters(remove_duplicate=False)}
+    of_all, of_rest = (
+        _by_part({renamed.get(name, name): value for name, value in shares.parameters.without(some).items()})
+        for some in ((), keys)
+    )
+    of_sites = of_all - of_rest
     parts = [
         name for name in dict.fromkeys((*every, *macs)) if round(every[name] - of_sites[name]) > 0 or macs[name] > 0.5
     ]

@@ -30,6 +30,7 @@ from corp_deploy.store.checkpoint import Checkpoint, fitted_of_lineage
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.model_config import FITTED
 from corp_deploy.traced.models.merging import Merging, capped, schedule_from_text
+from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from perf.timing.laps import Plan
@@ -150,7 +151,11 @@ NAMED = 6
 def left_alone(model: nn.Module, widths: Widths) -> tuple[str, ...]:
     """A sentence on the sites that a budget spares, none where it spares none."""
     sites = [site for site in sites_of(model).every if not is_empty(site.width)]
-    unreduced = [site.name for site in sites if widths.get(site.name, site.width) == site.width]
+    removed = [site for site in sites if isinstance(site, TracedValues) and is_empty(widths.get(site.name, site.width))]
+    gone = {name for site in removed for name in site.queries_gone}
+    unreduced = [
+        site.name for site in sites if widths.get(site.name, site.width) == site.width and site.name not in gone
+    ]
     if not unreduced:
         return ()
     named = f"{', '.join(unreduced[:NAMED])}{', ...' if len(unreduced) > NAMED else ''}"

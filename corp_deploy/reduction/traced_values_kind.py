@@ -97,7 +97,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         """Where queries and keys are no site, who asks to narrow them is told of it here."""
         if reason := self._keeps_heads(site, method):
             return reason
-        is_narrowed = method.geometry == "square" or method.heads_sparsity or site.beside_queries
+        is_narrowed = method.geometry == "square" or method.heads_sparsity or site.beside
         if is_narrowed or not (method.attention_sparsity and method.reduces_attention):
             return ""
         why = f": {site.queries_mixed}" if site.queries_mixed else ""

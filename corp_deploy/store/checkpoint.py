@@ -5,6 +5,7 @@ the preprocessing, and the lineage: all that it takes to build the model again, 
 it was fitted to, which are looked for among those that judge it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -113,8 +114,20 @@ def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
             f"{where}: NaN or Inf in {first_names(broken)}, as float32; the checkpoint is damaged, its training "
             "diverged, or its numbers are beyond float32"
         )
-    model.load_state_dict(cast, assign=True)
+    model.load_state_dict(_tied(model, cast), assign=True)
     model.requires_grad_(False)
+
+
+def _tied(model: nn.Module, state: State) -> State:
+    """With one parameter where the model has one under several names, and these have the same values here."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    one: State = {}
+    for first, *others in names.values():
+        if others and all(torch.equal(state[first], state[other]) for other in others):
+            one = {**one, **dict.fromkeys((first, *others), nn.Parameter(state[first], requires_grad=False))}
+    return {**state, **one}
 
 
 def save(checkpoint: Checkpoint, directory: Path) -> None:

@@ -20,7 +20,8 @@ Cell = Callable[[SiteReport], str]
 
 
 def _share(error: float, energy: float | None) -> str:
-    return f"{100.0 * error / (energy or 1.0):.2g}%"
+    share = 100.0 * error / (energy or 1.0)
+    return f"{share:.0f}%" if share >= 99.5 else f"{share:.2g}%"
 
 
 COLUMNS: tuple[tuple[str, Cell], ...] = (

@@ -30,7 +30,7 @@ from .module import (
     traced_state,
     tracing,
 )
-from .offered import names_of, whole_removal
+from .offered import names_of, values_beside, whole_removal
 
 VERSIONS = ("torch", "timm")
 """Of what builds and traces a model."""
@@ -54,8 +54,9 @@ def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[st
     """
     own, named = tracing(model), names_of(tracing(model))
     empty = {name: whole_removal(own, named[name], name) for name, each in kept.items() if not len(each)}
+    beside = values_beside(own, named)
     for name, place in empty.items():
-        if place is None and empty.get(f"{name.removesuffix('.qk')}.v") is None:
+        if place is None and empty.get(beside.get(name, "")) is None:
             raise BadInput(
                 f"{name}: it keeps nothing, but can't be removed completely; expected at least one of its groups"
             )

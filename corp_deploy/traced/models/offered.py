@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
+from corp_deploy.traced.finding.flow import labels_of
+from corp_deploy.traced.finding.labels import LabelTensor, compact
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, whole_removal_at
@@ -37,30 +40,52 @@ _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
 def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Sites:
     """In order of the program; of these names, None for all."""
     every, refused, named = list[Site](), list[Refusal](), names_of(tracing)
+    beside = values_beside(tracing, named)
     for name, groups in named.items():
-        site = _site(tracing, named, name)
+        site = _site(tracing, named, beside, name)
         if isinstance(site, Site):
             every.append(site)
         else:
             refused.append(Refusal(name=name, reason=site, kind=_CLASSES[groups.kind].kind))
     return Sites(
-        every=tuple(each for each in _beside_queries(every) if chosen is None or each.name in chosen),
+        every=tuple(each for each in _told_of_queries(every, beside) if chosen is None or each.name in chosen),
         refused=tuple(each for each in refused if chosen is None or each.name in chosen),
     )
 
 
-def _beside_queries(every: list[Site]) -> Iterator[Site]:
+def _told_of_queries(every: list[Site], beside: Mapping[str, str]) -> Iterator[Site]:
     """Values know how wide the queries of their heads are, where those can go too."""
-    pairs = {each.groups.name: each for each in every if isinstance(each, TracedPairs)}
+    queries = {beside[each.name]: each for each in every if isinstance(each, TracedPairs) and each.name in beside}
     for each in every:
-        if isinstance(each, TracedValues) and (beside := pairs.get(each.groups.name)) is not None:
-            each = replace(each, beside_queries=True, queries=beside.dims if beside.tied else None)
+        if isinstance(each, TracedValues) and (own := queries.get(each.name)) is not None:
+            each = replace(each, beside=own.name, queries=own.dims if own.tied else None)
         yield each
 
 
-def _behind(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> str:
+def values_beside(tracing: Tracing, named: Mapping[str, Groups]) -> dict[str, str]:
+    """By the name of queries and keys that of the values of the same attention: of those whose labels the product with
+    its softmax has; where other steps stand between both products, of those in the same module.
+    """
+    flow, found = tracing.analysis.flow, dict[str, str]()
+    values = {name: groups for name, groups in named.items() if groups.kind == "values"}
+    labels = {name: labels_of(flow, groups)[:, 0] for name, groups in values.items()}
+    for name, groups in named.items():
+        if groups.kind != "queries and keys":
+            continue
+        output = values_product(tracing.by_node[groups.listening[0].reader])
+        marks = None if output is None else flow.values.get(output)
+        if isinstance(marks, LabelTensor) and marks.labels is not None:
+            summed = flow.groups.of(compact(marks.labels))
+            own = next((each for each, those in labels.items() if bool(torch.isin(those, summed).any())), None)
+        else:
+            own = next((each for each, those in values.items() if those.name == groups.name), None)
+        if own is not None:
+            found[name] = own
+    return found
+
+
+def _behind(tracing: Tracing, groups: Groups, values: Groups | None) -> str:
     """The node of the layer that reads the values of the same attention, or what alone is made of these."""
-    values = next((each for each in named.values() if each.kind == "values" and each.name == groups.name), None)
     readers = () if values is None else (span.reader for span in values.listening)
     if hooked_reader := next((reader for reader in readers if reader in tracing.hooked[1]), ""):
         return hooked_reader
@@ -81,7 +106,7 @@ def names_of(tracing: Tracing) -> dict[str, Groups]:
     return named
 
 
-def _site(tracing: Tracing, named: Mapping[str, Groups], name: str) -> Site | str:
+def _site(tracing: Tracing, named: Mapping[str, Groups], beside: Mapping[str, str], name: str) -> Site | str:
     """Or why it stays."""
     groups = named[name]
     kind = _CLASSES[groups.kind]
@@ -95,7 +120,7 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str) -> Site | st
         "parameters_now": tracing.shares.parameters.alone[groups.key],
     }
     if kind is TracedPairs:
-        return pairs(tracing, own, _behind(tracing, named, groups))
+        return pairs(tracing, own, _behind(tracing, groups, named[beside[name]] if name in beside else None))
     readings = list[SiteReader]()
     for span in groups.listening:
         reading = _reading(tracing, span)
@@ -107,7 +132,7 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str) -> Site | st
         return refusal
     own |= {"readings": tuple(readings), "whole_removal": whole_removal(tracing, groups, name)}
     if kind is TracedValues:
-        return values(tracing, named, own)
+        return values(tracing, named, own, has_queries=name in beside.values())
     return kind(**own, multiple=tracing.multiple if kind is TracedChannels else 1)
 
 

@@ -78,7 +78,7 @@ class TracedPairs(Site):
 
     @property
     def tied(self) -> str:
-        return self.groups.name if self.both.complete else ""
+        return self.name if self.both.complete else ""
 
     @property
     def groups_HP(self) -> Tensor:

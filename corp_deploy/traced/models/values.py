@@ -31,8 +31,8 @@ _SUMS = frozenset(["scaled_dot_product_attention", "matmul", "bmm", "einsum"])
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedValues(Site):
     """Of one attention; `groups_HV` are the site's groups by head, `queries` how wide a head's queries are, where those
-    can be as wide as values. `beside_queries`: where those can be narrowed at all; `queries_mixed`: what mixes them, so
-    that they can't.
+    can be as wide as values. `beside`: the name of those, where they can be narrowed at all; `queries_mixed`: what
+    mixes them, so that they can't.
 
     `rows` of a layer make them [H,V], where moves alone stand between it, the sum by attention weights and the one
     layer that reads what that gives: dimensions of a head may be mixed then. Else `rows` is None, and some are chosen.
@@ -45,20 +45,19 @@ class TracedValues(Site):
     rows: Called | None
     rows_HV: Tensor
     queries: int | None
-    beside_queries: bool
+    beside: str
     queries_mixed: str
     with_heads: Callable[[], Mapping[str, Index] | str]
     units: Callable[[], Units | str]
 
     @property
     def tied(self) -> str:
-        return "" if self.queries is None else self.groups.name
+        return "" if self.queries is None else self.beside
 
     @property
     def queries_gone(self) -> dict[str, Index]:
         """The queries and keys, which are of no use where no value is left."""
-        name = f"{self.name.removesuffix('.v')}.qk"
-        return {} if self.queries is None else {name: np.empty(0, dtype=np.int64)}
+        return {} if self.queries is None else {self.beside: np.empty(0, dtype=np.int64)}
 
     def of_heads(self, kept_K: Tensor) -> Self:
         """The same of those heads alone that these groups are of."""
@@ -66,8 +65,8 @@ class TracedValues(Site):
         return replace(self, groups_HV=self.groups_HV[is_left_H], rows_HV=self.rows_HV[is_left_H])
 
 
-def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]) -> TracedValues:
-    """The site of these fields, which are those of any; `named` are all."""
+def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any], *, has_queries: bool) -> TracedValues:
+    """The site of these fields, which are those of any; `named` are all, and its queries may be among them."""
     groups, readings = own["groups"], own["readings"]
     part_G = torch.zeros(groups.size, dtype=torch.int64) if groups.part_G is None else torch.from_numpy(groups.part_G)
     groups_HV = part_G.argsort(stable=True).view(groups.parts, -1)
@@ -97,8 +96,8 @@ def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]
         rows=rows,
         rows_HV=rows_HV,
         queries=None,
-        beside_queries=False,
-        queries_mixed="" if f"{groups.name}.qk" in named else _queries_mixed(tracing, readings[0]),
+        beside="",
+        queries_mixed="" if has_queries else _queries_mixed(tracing, readings[0]),
         with_heads=with_heads,
         units=units,
     )
