@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.architecture import Architecture, Preprocessing
+from corp_deploy.families.counting import macs
+from corp_deploy.families.given_module import facts_of_module
+from corp_deploy.families.inspection import traced_rows
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.refusals import first_plan, refuse_far
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import dense_from_architecture
+from corp_deploy.traced.models.module import traced_module
 from ground.errors import BadInput
 from tests.command import invoked, refuses
 from tests.refusals import rejects
@@ -101,6 +109,35 @@ def test_the_plan_says_what_a_budget_takes_and_what_stays() -> None:
     assert stays["patch_embed.proj"] == pytest.approx(embedding / total)
     assert stays["head"] == pytest.approx(head / total)
     assert inspected(*arguments, "--macs", "0.05")["plan"]["cut"] is None  # type: ignore[index]
+
+
+class Halves(nn.Module):
+    """Half of what `last` reads can go, behind a layer that reads maps otherwise than any that is known."""
+
+    input_size = (3, 8, 8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.free, self.bound = (nn.Conv2d(*sizes, 3, padding=1) for sizes in ((3, 16), (16, 8), (16, 8)))
+        self.up, self.last = nn.ConvTranspose2d(8, 8, 1), nn.Conv2d(16, 12, 3, padding=1)
+        self.head = nn.Conv2d(12, 5, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = functional.relu(self.first(images))
+        both = torch.cat([functional.relu(self.free(x)), self.up(functional.relu(self.bound(x))).sigmoid()], 1)
+        out: Tensor = self.head(functional.relu(self.last(both))).flatten(1)
+        return out
+
+
+def test_shares_of_a_layer_that_can_go_in_part_add_up() -> None:
+    """Whose inputs and outputs can both go is shared out, what one alone can go with is its; no more is told to stay
+    than what is not offered.
+    """
+    model = traced_module(Halves(), facts_of_module(Halves(), Preprocessing()))
+    rows, fixed = traced_rows(model, macs(model))
+    assert sum(row["macs"] for row in (*rows, *fixed)) == pytest.approx(macs(model), rel=1e-3)
+    plan = first_plan(model, method_from_preset("best", conv_sparsity=0.5), 0.7, 1.0)
+    assert plan.offered + sum(share for _, share, _ in plan.stays) == pytest.approx(1.0)
 
 
 def test_a_budget_that_goes_too_far_is_refused_before_any_work() -> None:

@@ -114,15 +114,16 @@ def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str])
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in {**whole, **{each.name: each.reason for each in sites_of(model).refused}}.items():
         reasons[reason].append(name)
+    rest = layers.of_others({site.groups.key for site in sites_of(model).every if site.name not in whole})
     of_sites = [
         (
             f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}",
-            sum(layers.alone[named[name].key] for name in names),
+            sum(rest.alone[named[name].key] for name in names),
             reason,
         )
         for reason, names in reasons.items()
     ]
-    parts = _by_part(layers.without({groups.key for groups in named.values()}))
+    parts = _by_part(rest.without({groups.key for groups in named.values()}))
     every = [*of_sites, *((name, value, _reason(model, name) or "it is of no site") for name, value in parts.items())]
     total = sum(cost for cost, _ in layers.every)
     return [(name, value / total, why) for name, value, why in sorted(every, key=lambda each: -each[1]) if value > 0]

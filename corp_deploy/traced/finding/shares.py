@@ -3,10 +3,11 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from numpy.polynomial import Polynomial
 from torch import Tensor, fx
 
 from corp_deploy.traced.programs.program import module_of, operation
@@ -16,6 +17,8 @@ from .labels import LabelTensor, compact
 from .sites import Found
 
 _ATTENTION = "scaled_dot_product_attention"
+EXACT = 1e-9
+"""Shares below are rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is summed can be kept
@@ -24,7 +27,7 @@ class Layers:
     key) with where each stands, a module or a parameter; `streams`: the keys of streams.
     """
 
-    every: tuple[tuple[int, tuple[Mapping[str, float], ...]], ...]
+    every: tuple[tuple[float, tuple[Mapping[str, float], ...]], ...]
     places: tuple[str, ...]
     streams: frozenset[str]
 
@@ -41,11 +44,15 @@ class Layers:
         return Counter({key: int(total) for key, total in totals.items()})
 
     def _shared(self, sides: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+        """Evenly among those sides whose elements can go."""
         counted = [side for side in sides if not side.keys() <= self.streams] or sides
         parts: dict[str, float] = defaultdict(float)
-        for side in counted:
+        for at, side in enumerate(counted):
+            others = (sum(other.values()) for other in (*counted[:at], *counted[at + 1 :]))
+            # One of the sides that can go, the mean of 1 / (1 + others that can go too): the integral of t ** others.
+            part = math.prod((Polynomial((1.0 - can_go, can_go)) for can_go in others), start=Polynomial((1.0,)))
             for key, share in side.items():
-                parts[key] += share / len(counted)
+                parts[key] += share * part.integ()(1.0)
         return parts
 
     def without(self, keys: Collection[str]) -> Mapping[str, float]:
@@ -54,6 +61,20 @@ class Layers:
         for (cost, sides), place in zip(self.every, self.places, strict=True):
             left[place] += cost * (1.0 - sum(share for key, share in self._shared(sides).items() if key in keys))
         return left
+
+    def of_others(self, keys: Collection[str]) -> "Layers":
+        """What is left where all of these sites go."""
+        every, places = [], []
+        for (cost, sides), place in zip(self.every, self.places, strict=True):
+            left = [1.0 - sum(share for key, share in side.items() if key in keys) for side in sides]
+            if min(left, default=1.0) > EXACT:
+                others = (
+                    {key: share / part for key, share in side.items() if key not in keys}
+                    for side, part in zip(sides, left, strict=True)
+                )
+                every.append((cost * math.prod(left), tuple(side for side in others if side)))
+                places.append(place)
+        return replace(self, every=tuple(every), places=tuple(places))
 
     def saved(self, left: Mapping[str, float]) -> float:
         """What goes where so much is left of sites by their keys, all of others."""

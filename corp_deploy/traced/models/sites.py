@@ -134,6 +134,9 @@ class Site:
 
     def describe(self) -> str:
         of_parts = f", {self.width // self.parts} in each of {self.parts}" if self.parts > 1 else ""
+        rows = self.groups.writers[0].index_GM.shape[1]
+        if self.groups.kind == "convolution channels" and rows > 1:
+            return f"{self.groups.kind} {self.width * rows} in groups of {rows}{of_parts}"
         return f"{self.groups.kind} {self.width}{of_parts}"
 
     @property
