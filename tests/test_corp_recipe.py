@@ -91,6 +91,8 @@ ADDED = [
     ("[targets.tensorrt]\nfail_if = ['p50@b1 > baseline']", "put this rule under [gate]"),
     ("[package]\nname = 'a b'", "package.name is 'a b', expected letters, digits"),
     ("[package]\nname = 'a'\n[export]\nprecisions = ['fp16']", "needs fp32 among export.precisions"),
+    ("[licences]\nmodel = 'Apache2'", "licences.model is 'Apache2', expected an SPDX expression, such as 'Apache-2.0'"),
+    ("[licences]\nheld_out = 'MIT OR'", "licences.held_out is 'MIT OR', expected an SPDX expression"),
     ("select_mlp = 'fold'", "reduce.select_mlp is 'fold', expected one of obs, combined"),
     ("select_head = 'magnitude'", "[reduce]: dimensions of heads can't be ranked by magnitude"),
     ("targets = 3", "[reduce]: unknown key 'targets'"),
