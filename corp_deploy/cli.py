@@ -10,7 +10,6 @@ import click
 from ground.errors import (
     EXIT_BAD_INPUT,
     EXIT_BUG,
-    EXIT_INTERRUPTED,
     EXIT_MISSING,
     EXIT_NOT_COMPARABLE,
     BadInput,
@@ -19,7 +18,7 @@ from ground.errors import (
     is_out_of_memory,
     os_error_from,
 )
-from ground.signals import Terminated, raising_on_signals
+from ground.signals import ending, raising_on_signals
 from ground.text import message_line
 
 from .commands.calibrate import calibrate, inspect, merge_moments, redundancy
@@ -151,10 +150,7 @@ class Commands(click.Group):
         except Missing as error:
             raise Failure(str(error), EXIT_MISSING) from error
         except (KeyboardInterrupt, click.Abort) as error:
-            how, code = "interrupted", EXIT_INTERRUPTED
-            if isinstance(error, Terminated):
-                how, code = error.name, error.exit_code
-            raise Failure(f"{how}; finished files are whole, nothing half-written is left", code) from error
+            raise Failure(*ending(error)) from error
         except Exception as error:
             raise _unforeseen(error) from error
 

@@ -31,6 +31,7 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "jinja2": "3.1.6",
         "markupsafe": "2.1.2",
         "msgspec": "0.21",
+        "packaging": "26.3",
         "tomli-w": "1.2",
         "rich": "13.7",
         "onnxruntime": "1.27",
@@ -51,12 +52,12 @@ FLOORS: Mapping[str, str] = MappingProxyType(
 )
 _UNNAMED = (
     "click", "cryptography", "jinja2", "markupsafe", "model-signing", "msgspec", "nvidia-ml-py", "onnxruntime-genai",
-    "polygraphy", "pyopenssl", "rich", "scikit-learn", "tokenizers", "tomli-w", "transformers",
+    "packaging", "polygraphy", "pyopenssl", "rich", "scikit-learn", "tokenizers", "tomli-w", "transformers",
 )  # fmt: skip
 PACKAGES = tuple(name for name in FLOORS if name not in _UNNAMED)
 _REQUIRED = (
     "torch", "timm", "numpy", "onnx", "onnxscript", "pillow", "safetensors", "click", "rich", "jinja2", "markupsafe",
-    "msgspec", "tomli-w",
+    "msgspec", "packaging", "tomli-w",
 )  # fmt: skip
 # Whoever serves with an older major version has a reason to stay below the floor.
 _BELOW_FLOOR = {"tensorrt": "10.16.1 and newer build engines for servers that have TensorRT 10"}

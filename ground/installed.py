@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+
 # What packages say in their own words, or by classifier, as SPDX calls it.
 _SPDX: Mapping[str, str] = MappingProxyType(
     {
@@ -50,6 +52,14 @@ class Package:
 def normalised(name: str) -> str:
     """A package's name as indices compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def normalised_licence(expression: str) -> str | None:
+    """An SPDX expression as SPDX writes it; None for what is none, or has a licence that SPDX doesn't know."""
+    try:
+        return canonicalize_license_expression(expression)
+    except InvalidLicenseExpression:
+        return None
 
 
 def _field(metadata: importlib.metadata.PackageMetadata, name: str) -> str:

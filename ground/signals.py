@@ -12,6 +12,8 @@ from dis import opmap
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from .errors import EXIT_INTERRUPTED
+
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
@@ -41,6 +43,12 @@ class Terminated(KeyboardInterrupt):
     def exit_code(self) -> int:
         """As shells have it."""
         return 128 + self.number
+
+
+def ending(error: BaseException) -> tuple[str, int]:
+    """What a process that was interrupted says, and its exit code."""
+    how, code = (error.name, error.exit_code) if isinstance(error, Terminated) else ("interrupted", EXIT_INTERRUPTED)
+    return f"{how}; finished files are whole, nothing half-written is left", code
 
 
 def _raised_by(number: int) -> KeyboardInterrupt:
@@ -85,6 +93,7 @@ class _SignalHandlers:
         self._waits_until: float | None = None
         self._hooks = sys.unraisablehook, sys.excepthook
         self.raised: int | None = None
+        self.pending: int | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
@@ -95,7 +104,8 @@ class _SignalHandlers:
             if now < self._waits_until and _is_native_import(frame):
                 self._send_again(number)
                 return
-            self._ignored_until, self._waits_until, self.raised = now + AT_ONCE_S, None, number
+            self._ignored_until, self._waits_until = now + AT_ONCE_S, None
+            self.raised, self.pending = number, None
             raise _raised_by(number)
 
     def install(self) -> None:
@@ -127,7 +137,7 @@ class _SignalHandlers:
 
     def _send_again(self, number: int | None) -> None:
         """From a bare thread: one of threading's may wait for a lock that is held where the signal broke in."""
-        self._ignored_until = 0.0
+        self._ignored_until, self.pending = 0.0, number
         main = threading.main_thread().ident
         assert number is not None
         assert main is not None
@@ -159,6 +169,8 @@ def raising_on_signals(*passing: type[Exception]) -> Iterator[None]:
     try:
         handlers.install()
         yield
+        if handlers.pending is not None:  # to be sent again, and the work has ended before
+            raise _raised_by(handlers.pending)
     except passing:
         raise
     except (KeyboardInterrupt, Exception) as error:

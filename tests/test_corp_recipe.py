@@ -72,6 +72,16 @@ ADDED = [
     ("[gate]\nfail_if = ['speedup@b8']", "gate.fail_if: rule 'speedup@b8': it has no comparison"),
     ("[gate]\nfail_if = ['speedup@b64 < 1']", "asks for batch 64, bench.batches has [1, 8, 32]"),
     ("[gate]\nfail_if = 'speedup@b8 < 1'", "gate.fail_if is 'speedup@b8 < 1', expected a list"),
+    ("[gate]\nfail_if = ['top1_agrement < 0.9']", "gate.fail_if: rule 'top1_agrement < 0.9': no figure is called"),
+    ("[gate]\nfail_if = ['top1_agreement < nan']", "parity is between two models; 'nan' alone has none"),
+    ("[gate]\nfail_if = ['teacher.params > 1']", "a release has no subject 'teacher', it has dense and reduced"),
+    ("[gate]\nfail_if = ['params > nan']", "a release has no subject 'nan', it has dense and reduced"),
+    (
+        "[gate]\nfail_if = ['metric.map < dense - 0.01']\n[parity]\nmetric = ['python s.py {outputs}']",
+        """parity.metric has ['own']; write metric = ["map=COMMAND {outputs}"] under [parity]""",
+    ),
+    ("[gate]\nfail_if = ['fused_attention < dense']", "what engines alone tell, and onnxruntime-cpu runs the graph"),
+    ("[targets.openvino]\nfail_if = ['device_memory@b8 > 1']", "targets.openvino.fail_if: 'device_memory@b8 > 1' asks"),
     ("[targets.onnxruntime-cpu]\nsms = ['86']", "batch and sms shape engines"),
     ("[targets.onnxruntime-cpu]\nsparse = true", "batch and sms shape engines, as sparse does"),
     (
@@ -91,6 +101,8 @@ ADDED = [
     ("[targets.tensorrt]\nfail_if = ['p50@b1 > baseline']", "put this rule under [gate]"),
     ("[package]\nname = 'a b'", "package.name is 'a b', expected letters, digits"),
     ("[package]\nname = 'a'\n[export]\nprecisions = ['fp16']", "needs fp32 among export.precisions"),
+    ("[licences]\nmodel = 'Apache2'", "licences.model is 'Apache2', expected an SPDX expression, such as 'Apache-2.0'"),
+    ("[licences]\nheld_out = 'MIT OR'", "licences.held_out is 'MIT OR', expected an SPDX expression"),
     ("select_mlp = 'fold'", "reduce.select_mlp is 'fold', expected one of obs, combined"),
     ("select_head = 'magnitude'", "[reduce]: dimensions of heads can't be ranked by magnitude"),
     ("targets = 3", "[reduce]: unknown key 'targets'"),
@@ -188,6 +200,13 @@ def test_a_recipe_builds_on_another_key_by_key(tmp_path: Path) -> None:
     assert recipe.held_out.images == tmp_path.resolve() / "base" / "val", "relative to where it is written"
     assert str(recipe.targets[0].profile) == "1:8:64"
     assert recipe.targets[0].rules[0].metric == "fused_attention"
+
+
+def test_a_rule_may_ask_for_what_the_release_will_measure(tmp_path: Path) -> None:
+    own = "[parity]\nmetric = ['map=python s.py {outputs}']\n[gate]\nfail_if = ['metric.map < dense', "
+    figures = "'linear_cka < 0.9', 'dense.p50@b8 > baseline', 'fitted_images > 0', 'peak_memory_bytes@b1 > dense']"
+    recipe = load_recipe(written(tmp_path, LEAST + own + figures))
+    assert [rule.metric for rule in recipe.rules] == ["map", "linear_cka", "p50", "fitted_images", "peak_memory_bytes"]
 
 
 def test_threads_are_for_a_recipe_with_a_target_that_has_them(tmp_path: Path) -> None:

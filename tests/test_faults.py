@@ -348,13 +348,15 @@ def test_what_a_module_calls_as_it_is_imported_is_not_broken_into(
     (tmp_path / "imported_meanwhile.py").write_text(module)
     imported: list[ModuleType] = []
 
-    def working_on() -> None:
+    def working_on(rest_s: float) -> None:
+        sys.modules.pop("imported_meanwhile", None)
         imported.append(importlib.import_module("imported_meanwhile"))
-        time.sleep(20)
+        time.sleep(rest_s)
 
-    with pytest.raises(Terminated), raising_on_signals():
-        working_on()
-    assert imported[0].whole
+    for rest_s in (20, 0):
+        with pytest.raises(Terminated), raising_on_signals():
+            working_on(rest_s)
+    assert [each.whole for each in imported] == [True, True]
 
 
 def test_a_second_signal_at_once_breaks_into_no_cleaning_up() -> None:
@@ -408,6 +410,19 @@ def test_a_command_that_is_asked_to_end_while_it_imports_says_one_line(
     assert done.returncode == 143, done
     assert done.stderr.strip() == "Error: ended by SIGTERM; finished files are whole, nothing half-written is left"
     assert {path.name for path in (tmp_path / "here").iterdir()} <= {"dense", "images.npy", "recipe.toml", "out"}
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_while_the_command_itself_is_imported_says_one_line(number: str, code: int) -> None:
+    interrupted = AT_AN_IMPORT.replace("corp_deploy.cli", "corp_deploy.__main__").replace("SIGTERM", number)
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    done = subprocess.run(
+        [sys.executable, "-c", heard + interrupted, "corp_deploy.commands.calibrate", "--version"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done
+    how = "interrupted" if code == 130 else "ended by SIGTERM"
+    assert done.stderr == f"Error: {how}; finished files are whole, nothing half-written is left\n"
 
 
 def test_memory_that_runs_out_in_a_batch_takes_a_smaller_one(

@@ -103,6 +103,8 @@ def test_the_bill_of_this_environment_is_cyclonedx(packages: tuple[Package, ...]
 def test_licences_that_spdx_knows_and_others() -> None:
     assert told_licences("MIT OR Apache-2.0") == [{"expression": "MIT OR Apache-2.0"}]
     assert told_licences("LicenseRef-NVIDIA-Proprietary") == [{"license": {"name": "NVIDIA-Proprietary"}}]
+    assert told_licences("mit AND LicenseRef-ours") == [{"expression": "MIT AND LicenseRef-ours"}]
+    assert told_licences("Apache2") == [{"license": {"name": "Apache2"}}]
     assert told_licences("") == []
 
 

@@ -3,9 +3,9 @@
 from corp_deploy.store.manifest import MANIFEST
 
 from .recipe import Recipe
-from .targets import Target
+from .targets import SUBJECTS, Target
 
-__all__ = ["MANIFEST"]
+__all__ = ["MANIFEST", "SUBJECTS"]
 
 RECIPE = "recipe.toml"
 SUMS = "SHA256SUMS"
@@ -15,7 +15,6 @@ ATTESTATION = "provenance.intoto.jsonl"
 """The provenance in a signed envelope."""
 SIGNATURE = "model.sig"
 SCRIPT = "remaining.sh"
-SUBJECTS = ("dense", "reduced")
 MODELS = {subject: (f"{subject}/config.json", f"{subject}/model.safetensors") for subject in SUBJECTS}
 BOTH_MODELS = (*MODELS["dense"], *MODELS["reduced"])
 SAVED_AS_HF = "reduced/hf/"

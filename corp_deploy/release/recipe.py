@@ -51,6 +51,10 @@ class ParityTable(table_of(options_of(MetricOptions), FILES, options_of(ProofOpt
                     f"parity.metric {request.name}: a recipe takes commands, such as 'python score.py {{outputs}}'"
                 )
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return tuple(request.name for request in metrics_from_texts(self.metric))
+
     def metrics(self, directory: Path) -> list[str]:
         """The commands as they are run in the directory, from where `metric_files` are named by their paths."""
         paths, located = {path.name: path_from(directory, path) for path in self.metric_files}, []
@@ -236,7 +240,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The gate's own, judged on the first target."""
-        return rules_of("gate.fail_if", self.gate.fail_if, self.bench.batches)
+        first = next(iter(self.target_tables))
+        return rules_of("gate.fail_if", self.gate.fail_if, first, self.bench.batches, self.parity.metric_names)
 
     @property
     def served_on_cpu(self) -> TargetName | None:
@@ -247,5 +252,6 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def targets(self) -> tuple[Target, ...]:
         """In the order in which they are written."""
         return tuple(
-            target_of(name, table, self.export, self.bench.batches) for name, table in self.target_tables.items()
+            target_of(name, table, self.export, self.bench.batches, self.parity.metric_names)
+            for name, table in self.target_tables.items()
         )

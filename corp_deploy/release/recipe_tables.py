@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.invocation.calibration import CalibrateRun
 from corp_deploy.invocation.engine import EngineOptions, ServingOptions
@@ -21,6 +23,7 @@ from corp_deploy.invocation.source import Source
 from corp_deploy.invocation.values import FILE, LICENCE, SERVED_NAME, TABLE, TEXT, OneOf
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
+from ground.installed import normalised_licence
 from ground.precision import QUANTISED
 from ground.quantity import IMAGES
 
@@ -82,6 +85,11 @@ class ReleaseTable(table_of(RELEASE)):  # type: ignore[misc]
 
 class LicencesTable(table_of(LICENCES)):  # type: ignore[misc]
     """SPDX expressions."""
+
+    def __post_init__(self) -> None:
+        for key, expression in structs.asdict(self).items():
+            if expression is not None and normalised_licence(expression) is None:
+                raise BadInput(f"licences.{key} is {expression!r}, expected {LICENCE}")
 
 
 class ModelTable(table_of(MODEL, options_of(Source) | MODEL, kwargs={})):  # type: ignore[misc]

@@ -18,7 +18,7 @@ from corp_deploy import __version__
 from corp_deploy.machine import versions
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.files import sha256_of_file, sha256_of_text, text_from_file
-from ground.installed import Package, installed
+from ground.installed import Package, installed, normalised_licence
 from ground.records import Natural, record_from_file
 from perf.gate.verdicts import load_gate
 from perf.parity.parity import Parity, load_parity
@@ -45,7 +45,8 @@ def licences(expression: str) -> list[dict[str, Any]]:
         return []
     if expression.startswith(OWN_REFERENCE) and " " not in expression:
         return [{"license": {"name": expression.removeprefix(OWN_REFERENCE)}}]
-    return [{"expression": expression}]
+    known = normalised_licence(expression)
+    return [{"license": {"name": expression}} if known is None else {"expression": known}]
 
 
 def _reference(package: Package) -> str:

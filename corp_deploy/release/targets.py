@@ -10,7 +10,8 @@ from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput
 from ground.gpu import missing_gpu
 from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_by_name
-from perf.gate.rule import Rule, rule_from_text
+from perf.gate.evidence import require_figure
+from perf.gate.rule import OF_ENGINES, Rule, rule_from_text
 
 from .recipe_record import told_at
 from .recipe_tables import (
@@ -18,6 +19,7 @@ from .recipe_tables import (
     TargetTable,
 )
 
+SUBJECTS = ("dense", "reduced")
 ENGINES: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx")
 ON_CPU: tuple[TargetName, ...] = ("onnxruntime-cpu", "openvino")
 
@@ -43,16 +45,34 @@ class Target:
         return self.name in ENGINES
 
 
-def rules_of(where: str, texts: tuple[str, ...], batches: tuple[int, ...]) -> tuple[Rule, ...]:
+def rules_of(
+    where: str, texts: tuple[str, ...], target: TargetName, batches: tuple[int, ...], metrics: tuple[str, ...]
+) -> tuple[Rule, ...]:
+    """`metrics`: names of the user's own measures. Raises BadInput for a figure that the target will not have."""
     with told_at(where):
         rules = tuple(map(rule_from_text, texts))
+        for rule in rules:
+            require_figure(rule, SUBJECTS, "a release")
     for rule in rules:
+        asks = f"{where}: {rule.text!r} asks for"
         if rule.batch is not None and rule.batch not in batches:
-            raise BadInput(f"{where}: {rule.text!r} asks for batch {rule.batch}, bench.batches has {[*batches]}")
+            raise BadInput(f"{asks} batch {rule.batch}, bench.batches has {[*batches]}")
+        if rule.is_own and rule.metric not in metrics:
+            raise BadInput(
+                f"{asks} a measure of your own, parity.metric has {[*metrics]}; write metric = "
+                f'["{rule.metric}=COMMAND {{outputs}}"] under [parity]'
+            )
+        if not rule.is_own and rule.metric in OF_ENGINES and target not in ENGINES:
+            raise BadInput(
+                f"{asks} what engines alone tell, and {target} runs the graph; leave it out, or put it under the "
+                "table of an engine, such as [targets.tensorrt]"
+            )
     return rules
 
 
-def target_of(name: TargetName, table: TargetTable, export: ExportTable, batches: tuple[int, ...]) -> Target:
+def target_of(
+    name: TargetName, table: TargetTable, export: ExportTable, batches: tuple[int, ...], metrics: tuple[str, ...]
+) -> Target:
     where, precisions = f"targets.{name}", export.precisions
     fp16 = "fp16" if "fp16" in precisions else precisions[-1]
     precision = table.precision or (precisions[0] if name in ON_CPU else fp16)
@@ -69,7 +89,7 @@ def target_of(name: TargetName, table: TargetTable, export: ExportTable, batches
             f"{where}: OpenVINO computes a whole graph in one precision here, got {precision!r}; name fp32, fp16 or "
             "bf16 of export.precisions"
         )
-    rules = rules_of(f"{where}.fail_if", table.fail_if, batches)
+    rules = rules_of(f"{where}.fail_if", table.fail_if, name, batches, metrics)
     if any(rule.wants_baseline for rule in rules):
         raise BadInput(f"{where}.fail_if: the baseline is one of the first target; put this rule under [gate]")
     return Target(

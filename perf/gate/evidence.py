@@ -3,13 +3,13 @@ judge it, and what of a change between them is the machine's own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ground.errors import BadInput
 from perf.parity.labels import OwnMetric
-from perf.parity.measures import SHARES
+from perf.parity.measures import FIGURES, SHARES
 from perf.parity.parity import Link, Parity
 from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord, differing_keys
 from perf.stats.decision import share_interval
@@ -51,14 +51,14 @@ class Evidence:
 
     def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
         """The rule's figure for a subject (None: the candidate); raises BadInput when the records don't have it."""
+        bench = self._bench(rule, where) if rule.is_of_bench else None
+        _require_subject(rule, subject, () if bench is None else [each.name for each in bench.subjects], where)
+        if bench is not None:
+            if rule.metric in TIMED:
+                return _timed(bench, rule, subject, where, self.confidence)
+            return _counted(bench, rule, subject, where)
         if rule.is_own:
             return Reading(interval=exact(own_metric(self.parity, rule, subject, where).value))
-        if rule.metric in TIMED:
-            return _timed(self._bench(rule, where), rule, subject, where, self.confidence)
-        if rule.metric in (*COUNTED, *PLACED):
-            return _counted(self._bench(rule, where), rule, subject, where)
-        if subject is not None:
-            raise BadInput(f"rule {rule.text!r}: parity is between two models; {subject!r} alone has none")
         return _parity(self.parity, rule, where, self.confidence)
 
     def covers(self, rule: Rule) -> bool:
@@ -71,18 +71,38 @@ class Evidence:
         return self.bench
 
 
-def _subject(bench: Bench, rule: Rule, name: str | None, where: str) -> SubjectRecord:
-    if name is None:
-        return bench.candidate
-    subject = next((each for each in bench.subjects if each.name == name), None)
+def require_figure(rule: Rule, subjects: Collection[str], where: str) -> None:
+    """Raises BadInput for a figure that no record of these subjects has, whatever is measured."""
+    _require_subject(rule, rule.subject, subjects, where)
+    if not rule.wants_baseline:
+        _require_subject(rule, rule.name, subjects, where)
+    if not rule.is_own and not rule.is_of_bench:
+        _require_measure(rule, FIGURES | {FITTED})
+
+
+def _require_subject(rule: Rule, subject: str | None, subjects: Collection[str], where: str) -> None:
     if subject is None:
-        names = " and ".join(each.name for each in bench.subjects)
-        raise BadInput(f"rule {rule.text!r}: {where} has no subject {name!r}, it has {names}")
-    return subject
+        return
+    if rule.is_own and subject != DENSE:
+        raise BadInput(f"rule {rule.text!r}: own measures are of {DENSE!r} and of candidates, not of {subject!r}")
+    if rule.is_of_bench and subject not in subjects:
+        raise BadInput(f"rule {rule.text!r}: {where} has no subject {subject!r}, it has {' and '.join(subjects)}")
+    if not rule.is_own and not rule.is_of_bench:
+        raise BadInput(f"rule {rule.text!r}: parity is between two models; {subject!r} alone has none")
+
+
+def _require_measure(rule: Rule, measures: Collection[str]) -> None:
+    if rule.metric not in measures:
+        names = ", ".join(dict.fromkeys((*TIMED, *PLACED, *COUNTED, FITTED, *sorted(measures))))
+        raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {names}")
+
+
+def _subject(bench: Bench, name: str | None) -> SubjectRecord:
+    return bench.candidate if name is None else next(each for each in bench.subjects if each.name == name)
 
 
 def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
-    subject = _subject(bench, rule, name, where)
+    subject = _subject(bench, name)
     at_batch = {} if rule.batch is None else {"device_memory": subject.device_memory_at(rule.batch)}
     value: int | None = (asdict(subject) | at_batch)[rule.metric]
     if value is None:
@@ -92,7 +112,7 @@ def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
 
 
 def _timed(bench: Bench, rule: Rule, name: str | None, where: str, confidence: float) -> Reading:
-    subject = _subject(bench, rule, name, where).name
+    subject = _subject(bench, name).name
     # Reading all rows for every rule would take long.
     summary = summarise(replace(bench, rows=tuple(row for row in bench.rows if row.batch == rule.batch)), confidence)
     row = None if rule.batch is None else summary.row(rule.batch, rule.measure)
@@ -153,9 +173,7 @@ def _parity(parity: Parity | None, rule: Rule, where: str, confidence: float) ->
         return Reading(interval=exact(parity.fitted.same))
     link = _link(parity.links, rule, where)
     measures = asdict(link.measures)
-    if rule.metric not in measures:
-        known_names = ", ".join((*TIMED, *PLACED, *COUNTED, FITTED, *sorted(measures)))
-        raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {known_names}")
+    _require_measure(rule, measures)
     value = measures[rule.metric]
     if value is None:
         return Reading(interval=None, doubt=f"{link.name}: {link.measures.agreement_line}")
@@ -179,8 +197,6 @@ def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: st
             f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of your own, {has}; give verify --metric "
             f"{rule.metric}='COMMAND {{outputs}}'"
         )
-    if subject not in (None, DENSE):
-        raise BadInput(f"rule {rule.text!r}: own measures are of {DENSE!r} and of candidates, not of {subject!r}")
     label = rows[0].model if subject == DENSE else _link(parity.links, rule, where).candidate
     row = next((row for row in rows if row.model == label), None)
     if row is None:

@@ -34,6 +34,8 @@ TIMED = ("p50", "p90", "p95", "p99", "throughput", "speedup", "peak_memory_bytes
 COUNTED = ("size_bytes", "plan_bytes", "params", "macs", "fused_attention", "sparse_layers")
 # Exact figures that depend on the batch.
 PLACED = ("device_memory",)
+# Those that engines alone tell.
+OF_ENGINES = ("plan_bytes", "fused_attention", "sparse_layers", *PLACED)
 IN_BYTES = ("size_bytes", "plan_bytes", "device_memory", "peak_memory_bytes")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 BASELINE = "baseline"

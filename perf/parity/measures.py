@@ -6,7 +6,7 @@ are the tokens of a feature map.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, overload
 
 import numpy as np
@@ -141,6 +141,8 @@ MEASURES: Mapping[Role, type[Measures]] = {
 }
 SHARES = frozenset(kind.share for kind in MEASURES.values())
 """The measures that are shares of inputs, which have an interval."""
+FIGURES = frozenset(each.name for kind in MEASURES.values() for each in fields(kind))
+"""The measures of any output, by name."""
 CLASSIFYING: tuple[Role, ...] = ("logits", "token logits")
 Array = NDArray[np.floating]
 
