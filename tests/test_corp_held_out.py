@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from calib.images import Images
@@ -188,6 +189,21 @@ def test_the_commands_hold_out_and_judge(home: Path, tmp_path: Path) -> None:
     assert all(site["held_out"]["error"] > 0.0 for site in sites)
     assert config["lineage"]["held_out_images"] == held_out.lineage["images"]
     assert "held out" not in run("reduce", *words, "--align", "mlp=8,head=8", "-o", tmp_path / "s").stdout
+
+
+def test_weights_are_made_sparse_without_the_images_that_judge(home: Path, tmp_path: Path) -> None:
+    words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "--align", "mlp=16"]
+    words += ["--sparse", "2:4", "--images", home / "images.npy"]
+    of_all, judged, without = (
+        (invoked("reduce", *words, *more, "-o", tmp_path / name), load_file(tmp_path / name / "model.safetensors"))[1]
+        for name, more in {
+            "all": [],
+            "judged": ["--held-out", home / "m.held-out.safetensors"],
+            "without": ["--hold-out", 6],
+        }.items()
+    )
+    torch.testing.assert_close(judged, without, rtol=0, atol=0)
+    assert any(not torch.equal(of_all[name], each) for name, each in judged.items())
 
 
 def test_held_out_moments_that_overlap_or_are_not_there_leave_nothing_behind(home: Path, tmp_path: Path) -> None:

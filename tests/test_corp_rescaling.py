@@ -113,6 +113,17 @@ def test_and_where_streams_have_lost_channels() -> None:
     assert farthest(plain.model, checkpoint(name).model) > 1e-2
 
 
+def test_images_that_judge_are_not_rescaled_on() -> None:
+    own, source = checkpoint("resnet18d"), images_of("resnet18d", COUNT)
+    fit, rest = (source.subset([*each]) for each in (range(32), range(32, COUNT)))
+    taken, judging = (calibrate(own, each, batch_size=16) for each in (fit, rest))
+    again = replace(method("grail", 0.5), rescales=True)
+    judged = reduce(own.model, taken, again, held_out=judging, images=source).model.state_dict()
+    without, of_all = (reduce(own.model, taken, again, images=each).model.state_dict() for each in (fit, source))
+    torch.testing.assert_close(judged, without, rtol=0, atol=0)
+    assert any(not torch.equal(of_all[name], each) for name, each in judged.items())
+
+
 @pytest.mark.slow("models")
 def test_of_trained_weights_it_lowers_grails_error_by_half() -> None:
     own, source = digits()

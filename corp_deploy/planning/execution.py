@@ -14,7 +14,7 @@ from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.model import Reduction, uniform_widths
-from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
+from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model, without_held_out
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
@@ -36,19 +36,6 @@ from .refusals import (
     require_sayable,
 )
 from .request import ReductionRequest, WidthPlan, merging_as_planned, reduced_checkpoint
-
-
-def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:
-    """The images that may settle widths: those of the held-out moments judge. Raises BadInput where none is left."""
-    if images is None or held_out is None or not len(held_out.image_ids):
-        return images
-    stay = (~torch.isin(images.ids, held_out.image_ids)).nonzero().squeeze(1).tolist()
-    if not stay:
-        raise BadInput(
-            f"all {images.count} {images.noun} are those of the held-out moments, which judge; give the {images.noun} "
-            "of the calibration"
-        )
-    return images if len(stay) == images.count else images.subset(stay)
 
 
 def _planned(
@@ -190,7 +177,7 @@ def reduce_checkpoint(
     options = request.options
     if options.patterns:
         with measured(watch, "sparsify"):
-            fitted = images if polish_inputs is None else polish_inputs.fitted
+            fitted = without_held_out(images, held_out) if polish_inputs is None else polish_inputs.fitted
             assert fitted is not None, options
             sparse = Sparsifying(kinds=options.patterns, rule=options.sparse_pattern, permute=options.sparse_permute)
             model, report = sparsified(reduction.model, fitted, sparse, on_progress=on_progress)

@@ -23,7 +23,7 @@ from . import pool
 from .coverage import Coverage, coverage
 from .kinds import kind_of
 from .method import Method
-from .moments import require_apart, require_same_model, site_moments, splits_at
+from .moments import require_apart, require_same_model, site_moments, splits_at, without_held_out
 from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescaled
@@ -133,15 +133,16 @@ def reduce(
     `widths` by site replaces the uniform ones of the method; a site not named stays dense. `eliminations` by site
     spares the `obs` selection its work at a second width. `held_out`, moments of other images, judges every site again.
     `images` are looked at where channels are merged, the calibration images and those held out, told apart by their
-    content, and where convolutions are rescaled, all of them. `on_progress` is told how many sites of how many are
-    finished. `watch` takes the time of selecting as a part of its own. All runs where the model is. Raises BadInput for
-    moments of another model or without what the method needs, and for held-out images that are calibration images too.
+    content, and where convolutions are rescaled, those not held out. `on_progress` is told how many sites of how many
+    are finished. `watch` takes the time of selecting as a part of its own. All runs where the model is. Raises BadInput
+    for moments of another model or without what the method needs, and for held-out images that are calibration images
+    too.
     """
     require_same_model(model, moments)
     if held_out is not None:
         require_same_model(model, held_out)
         require_apart(moments, held_out)
-    shown = require_rescalable(model, images) if method.rescales else None
+    shown = require_rescalable(model, without_held_out(images, held_out)) if method.rescales else None
     target_widths = uniform_widths(model, method) if widths is None else widths
     sites, where = sites_of(model), device(model)
     merged, few = merged_sites(model, target_widths, moments, method, images, held_out, watch)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
 from corp_deploy.store.inputs import MERGING, fitting_text, merging_text, model_digest, preprocessing_text
@@ -41,6 +42,19 @@ def require_apart(moments: Moments, held_out: Moments) -> None:
             f"held-out moments: {common} of their {held_out.images} images are calibration images too; calibrate them "
             "apart: calibrate --hold-out N writes both"
         )
+
+
+def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:
+    """The images that may be fitted to: those of the held-out moments judge. Raises BadInput where none is left."""
+    if images is None or held_out is None or not len(held_out.image_ids):
+        return images
+    stay = (~torch.isin(images.ids, held_out.image_ids)).nonzero().squeeze(1).tolist()
+    if not stay:
+        raise BadInput(
+            f"all {images.count} {images.noun} are those of the held-out moments, which judge; give the {images.noun} "
+            "of the calibration"
+        )
+    return images if len(stay) == images.count else images.subset(stay)
 
 
 def merging_note(model: nn.Module, moments: Moments) -> str:
