@@ -61,7 +61,9 @@ def image_from_bytes(content: bytes, name: str, shape: ImageShape, transform: Tr
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            opened = Image.open(io.BytesIO(content), formats=FORMATS)
+            opened: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
+        if opened.mode == "I;16":  # grey, which Pillow would clip at 255; of colours it takes the high byte too
+            opened = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
         picture = opened.convert("RGB")
     except MemoryError:
         raise

@@ -162,7 +162,11 @@ def _figure(kind: type, value: Any) -> Any:
 
 
 def _refuse_depth(data: bytes, where: str) -> None:
-    """Takes away texts and all that is no bracket, then the innermost pairs of brackets, level by level."""
+    """Takes away texts and all that is no bracket, then the innermost pairs of brackets, level by level. What can't be
+    JSON has no depth.
+    """
+    if not data.lstrip().startswith((b"{", b"[")):
+        return
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_SQUARE, _NO_BRACKET).replace(b'""', b"")
     brackets = re.sub(rb'"[^"]*"', b"", plain)
     too_deep = b"[" * (DEEPEST + 1)
@@ -210,7 +214,8 @@ def _refuse_kind(head: Head, where: str, how: "How") -> None:
     oldest = how.get("oldest", version)
     if head.kind != kind:
         article = "an" if kind[0] in "aeiou" else "a"
-        raise BadInput(f"{where}: expected {article} {kind} record, got {str(head.kind)[:100]!r}")
+        what = "a file that says no kind" if head.kind is None else repr(str(head.kind)[:100])
+        raise BadInput(f"{where}: expected {article} {kind} record, got {what}")
     if type(head.version) is int and oldest <= head.version <= version:
         return
     newer = type(head.version) is int and head.version > version

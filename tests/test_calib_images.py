@@ -131,6 +131,16 @@ def test_nonfinite_images_are_named(tmp_path: Path, bad: float) -> None:
     rejects(r"images.npy\[3\]: holds NaN or Inf", read, opened(tmp_path / "images.npy"))
 
 
+def test_grey_of_sixteen_bits_is_grey_of_eight(tmp_path: Path) -> None:
+    levels = np.arange(0, 240, 10, dtype=np.uint16).reshape(4, 6)
+    for name, pixels in (("eight", levels.astype(np.uint8)), ("sixteen", levels * 257)):
+        (tmp_path / name).mkdir()
+        Image.fromarray(pixels).save(tmp_path / name / "x.png")
+    eight, sixteen = (read(opened(tmp_path / name)) for name in ("eight", "sixteen"))
+    assert torch.equal(sixteen, eight)
+    assert float(eight.max()) == np.float32(230 / 255)
+
+
 def test_bad_images_are_refused_or_skipped_and_named(folder: Path) -> None:
     (folder / "b" / "x.jpg").write_bytes((folder / "b" / "x.jpg").read_bytes()[:200])
     (folder / "c.bmp").write_text("not an image")

@@ -101,7 +101,7 @@ def test_kind_and_version_are_judged_before_anything_else() -> None:
         '"kind": "whole", "version": "2"': "whole record of version 2; this tool reads version 1: make the",
         '"kind": "whole", "version": true': "whole record of version True; this tool reads version 1",
         '"kind": "whole", "version": 1.0': "whole record of version 1.0; this tool reads version 1",
-        '"version": 1': "expected a whole record, got 'None'",
+        '"version": 1': "expected a whole record, got a file that says no kind",
     }.items():
         rejects(said, record_from_text, "{" + head + ', "first": "wrong"}', Whole, where="r.json", kind="whole")
     newest, said = b'{"kind": "whole", "version": 5}', "of version 5, .*; this tool reads versions 2, 3 and 4: install"
@@ -142,6 +142,7 @@ def test_what_is_nested_without_end_is_refused(opening: str, closing: str) -> No
         said = "r: its JSON is nested too deep; records have 40 levels at most"
         rejects(said, record_from_text, nested(depth, opening, closing), Any, where="r")
     rejects("nested too deep", record_from_text, "[" * 10_000_000, Any, where="r")
+    rejects("r: not JSON", record_from_text, "\x08\n" + "[" * 100, Any, where="r")
 
 
 @pytest.mark.parametrize(
