@@ -167,6 +167,8 @@ def test_what_has_to_be_given_has_no_default_and_is_asked_for_by_name() -> None:
     assert CalibrateFiles("moments.safetensors").non_default == {}
     with pytest.raises(BadInput, match=r"^--output: nothing is given, expected a text that is not empty$"):
         CalibrateFiles(None)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"^--output: got CalibrateFiles, expected a path, or what a function returned"):
+        CalibrateFiles(CalibrateFiles("moments.safetensors"))  # type: ignore[arg-type]
 
 
 def test_a_recipe_has_every_key_and_makes_the_same() -> None:

@@ -62,6 +62,8 @@ def _read(of: Values, value: Any) -> Any:
         return value
     if isinstance(value, tuple) and isinstance(of, ListOf | Repeated):
         return tuple(_read(of.each, one) for one in value)
+    if getattr(of, "kind", None) is Path and not isinstance(value, str | os.PathLike):
+        raise BadInput(f"got {type(value).__name__}, expected a path, or what a function returned that wrote the file")
     return of.from_text(os.fspath(value) if isinstance(value, os.PathLike) else str(value))
 
 
