@@ -149,6 +149,27 @@ def test_inputs_in_memory_are_those_of_a_file(home: Path, tmp_path: Path) -> Non
     assert sums[1].lineage == sums[2].lineage
 
 
+def test_files_of_any_name_show_a_module_what_it_takes(tmp_path: Path) -> None:
+    """Images in a .safetensors are no moments, and moments are what they are by any name."""
+    torch.manual_seed(0)
+    layers = (
+        torch.nn.Conv2d(3, 8, 4, 4),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(8, 8, 3),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+    )
+    net, images = torch.nn.Sequential(*layers, torch.nn.Linear(8 * 9, 5)).eval(), torch.randn(24, 3, 20, 20)
+    save_file({"images": images}, tmp_path / "images.safetensors")
+    calibration = corp_deploy.calibrate(net, images, tmp_path / "m")
+    assert calibration.moments.images == 24
+    reduced = corp_deploy.reduce(net, calibration, tmp_path / "r", conv=0.5, align={"conv": 4})
+    assert reduced.parameters[1] < reduced.parameters[0]
+    net.input_size = (3, 20, 20)  # type: ignore[assignment]
+    again = corp_deploy.calibrate(net, tmp_path / "images.safetensors", tmp_path / "again")
+    assert torch.equal(again.moments.image_ids, calibration.moments.image_ids)
+
+
 def test_a_proof_with_labels_in_memory(home: Path, tmp_path: Path) -> None:
     images, labels = tiny.images(16), np.arange(16) % 7
     proof = corp_deploy.verify(

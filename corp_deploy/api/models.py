@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from calib.inputs import InputSet
-from calib.store import load as load_moments
+from calib.moments import Moments
 from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.family import with_outputs
 from corp_deploy.families.given_module import available_module, taken_of_arrays
@@ -129,20 +129,18 @@ def in_memory(model: ModelLike) -> nn.Module | None:
     return unwrapped(named) if isinstance(named, nn.Module) else None
 
 
-def _inputs_shown(model: nn.Module, example: InputsLike | None) -> dict[str, Any]:
+def _inputs_shown(model: nn.Module, example: InputsLike | Moments | None) -> dict[str, Any]:
     """What a module takes, as arrays in memory or moments show it."""
+    if isinstance(example, Moments):
+        record = json.loads(example.lineage.get("preprocessing", "{}"))
+        return {name: record[name] for name in ("input_size", "inputs") if name in record}
     if isinstance(example, np.ndarray | Tensor):
         is_pixels = example.ndim == 4 and "float" not in str(example.dtype)
         return {} if is_pixels else taken_of_arrays(model, example)
-    if isinstance(example, Mapping):
-        return taken_of_arrays(model, example)
-    if example is None or Path(example).suffix != ".safetensors" or not Path(example).is_file():
-        return {}
-    record = json.loads(load_moments(Path(example)).lineage.get("preprocessing", "{}"))
-    return {name: record[name] for name in ("input_size", "inputs") if name in record}
+    return taken_of_arrays(model, example) if isinstance(example, Mapping) else {}
 
 
-def _of_module(named: Source, module: nn.Module, example: InputsLike | None) -> Checkpoint:
+def _of_module(named: Source, module: nn.Module, example: InputsLike | Moments | None) -> Checkpoint:
     beside = {"weights": named.weights, "ema": named.ema, **named.preprocessing.settings}
     if odd := [name for name, value in beside.items() if value is not None]:
         raise BadInput(f"Source of a module in memory, which has its own {', '.join(odd)}; leave {odd[0]} away")
@@ -157,7 +155,7 @@ def beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager
 
 
 @contextmanager
-def opened(model: ModelLike, example: InputsLike | None = None) -> Iterator[Checkpoint]:
+def opened(model: ModelLike, example: InputsLike | Moments | None = None) -> Iterator[Checkpoint]:
     """The model of a source, of a path or of a module in memory, for as long as its own code may be run, where it has
     some. `example`: inputs or moments that show what a module takes.
 

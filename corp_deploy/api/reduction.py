@@ -73,7 +73,8 @@ def reduce(call: ReduceCall) -> Reduced:
     the others would ignore, and where sites can't do what was asked unless `allow_partial`; Missing without the device.
     """
     require_device(call.device)
-    example = call.moments if call.inputs is None or isinstance(call.inputs, str | os.PathLike) else call.inputs
+    in_files = call.inputs is None or isinstance(call.inputs, str | os.PathLike)
+    example = load_moments(Path(call.moments)) if in_files else call.inputs
     with ExitStack() as stack:
         dense, input_set = on_device(stack.enter_context(opened(call.model, example)), call.device), None
         if dense.architecture.family == MEMORY and is_reduced(dense.model):
