@@ -1,7 +1,7 @@
 """What a calibration will hold, computed before it runs."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -120,14 +120,17 @@ def bytes_needed(
     }
 
 
-def patch_channels_that_fit(shapes: Mapping[str, Shape], available: int) -> Mapping[str, int]:
+def patch_channels_that_fit(
+    shapes: Mapping[str, Shape], available: int, *, free: Collection[str] | None = None
+) -> Mapping[str, int]:
     """How many channels a group convolutions may keep in patches, so that all sums take `available` bytes at most.
 
     As few sites as possible are named, those with the largest sums, and of these the larger ones give up channels
-    first; none keeps fewer than LEAST_CHANNELS. Empty where everything fits. Raises BadInput where even that doesn't.
+    first; none keeps fewer than LEAST_CHANNELS. `free`: those that may be named, all by default. Empty where everything
+    fits. Raises BadInput where even that doesn't.
     """
     total = sum(bytes_needed(shapes).values())
-    named = _to_restrict(shapes, total, available)
+    named = _to_restrict(shapes, total, available, shapes if free is None else free)
     while total > available:
         name = max(named, key=lambda each: (named[each].sizes["R"] > LEAST_CHANNELS, named[each].bytes_of_moments()))
         fewer = named[name].with_patches_of(named[name].sizes["R"] - 1)
@@ -136,9 +139,9 @@ def patch_channels_that_fit(shapes: Mapping[str, Shape], available: int) -> Mapp
     return {name: shape.sizes["R"] for name, shape in named.items() if shape.names}
 
 
-def _to_restrict(shapes: Mapping[str, Shape], total: int, available: int) -> dict[str, Shape]:
+def _to_restrict(shapes: Mapping[str, Shape], total: int, available: int, free: Collection[str]) -> dict[str, Shape]:
     """The largest convolutions, as few as bring the total of bytes down with patches of the fewest channels."""
-    wide = {name: shape for name, shape in shapes.items() if shape.moments is PatchMoments}
+    wide = {name: shape for name, shape in shapes.items() if shape.moments is PatchMoments and name in free}
     narrow = {name: shape.with_patches_of(LEAST_CHANNELS) for name, shape in wide.items()}
     saved = {name: wide[name].bytes_of_moments() - narrow[name].bytes_of_moments() for name in wide}
     order = sorted((name for name in wide if saved[name] > 0), key=lambda name: -wide[name].bytes_of_moments())

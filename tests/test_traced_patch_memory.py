@@ -224,8 +224,15 @@ def test_streams_are_summed_where_they_are_asked_for_alone() -> None:
     limit = Statistics(patch_bytes=whole_bytes(own) // 2)
     taken = calibrate(own, source, batch_size=16, statistics=limit)
     assert eliminations(own.model, taken, BEST).keys() == {site.name for site in conv_sites(own.model)}
-    with pytest.raises(BadInput, match="need more than --patch-memory"):
+    with pytest.raises(BadInput, match="need more than --patch-memory") as refused:
         calibrate(own, source, batch_size=16, statistics=replace(limit, residual=True))
+    enough = int(1e9 * float(str(refused.value).split("at least --patch-memory ")[1].split(",")[0]))
+    with pytest.raises(BadInput, match="need more than --patch-memory"):
+        chosen_sites(own, Statistics(residual=True, patch_bytes=int(0.95 * enough)))
+    told = Statistics(residual=True, patch_bytes=enough)
+    assert sum(memory_needed(own, chosen_sites(own, told), told).values()) <= enough
+    with pytest.raises(BadInput, match="sites need more than --patch-memory"):
+        chosen_sites(tiny.checkpoint(), Statistics(patch_bytes=1000))
 
 
 def test_a_budget_takes_the_same_patches_off_that_were_taken(tmp_path: Path) -> None:

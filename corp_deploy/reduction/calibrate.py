@@ -75,11 +75,8 @@ def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -
     """
     places = {taps.name: (taps, strength_GC) for taps, strength_GC in _places(model)}
     shapes = shapes_of_sites(listened(model), taps, example=example_of(model), device=device_of(model))
-    fixed = sum(shape.bytes_of_moments() for name, shape in shapes.items() if name not in places)
-    free = {name: shape for name, shape in shapes.items() if name in places}
-    counts = patch_channels_that_fit(free, bytes_of_sums - fixed) if free else {}
     fewer = dict[str, Site]()
-    for name, count in counts.items():
+    for name, count in patch_channels_that_fit(shapes, bytes_of_sums, free=places).items():
         own, strength_GC = places[name]
         fewer[name] = replace(own, channels_GR=strength_GC.topk(count, dim=1).indices.sort(dim=1).values)
     return [fewer.get(tap.name, tap) for tap in taps]

@@ -54,7 +54,7 @@ def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[st
     """
     own, named = tracing(model), names_of(tracing(model))
     empty = {name: whole_removal(own, named[name], name) for name, each in kept.items() if not len(each)}
-    beside = values_beside(own, named)
+    beside = values_beside(own, named) if None in empty.values() else {}
     for name, place in empty.items():
         if place is None and empty.get(beside.get(name, "")) is None:
             raise BadInput(
