@@ -1,13 +1,20 @@
-"""The command, python -m corp_deploy and torchrun -m corp_deploy. Signals are heard before the rest is imported."""
+"""The command, python -m corp_deploy and torchrun -m corp_deploy.
 
+Signals are heard before the rest is imported, and threads get their policy before torch is loaded.
+"""
+
+import os
 import sys
 
 from ground.signals import ending, raising_on_signals
+from ground.threads import set_thread_policy_, thread_limit
 
 
 def main() -> None:
+    """Run the command-line interface."""
     try:
         with raising_on_signals():
+            set_thread_policy_(os.environ, thread_limit())
             from .cli import main as commands
     except KeyboardInterrupt as error:
         message, code = ending(error)

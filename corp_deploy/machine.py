@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ground.threads import affinity_cpus, cpu_quota, wait_policy
 from ground.vulnerabilities import described, version_numbers, vulnerabilities_of
 from perf.timing.watch import has_vnni
 
@@ -161,7 +162,15 @@ def _driver() -> Capability:
 
 def _memory() -> Capability:
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return Capability(what="memory", found=f"{size:.1f} GiB, {os.cpu_count()} CPUs, {platform.machine()}")
+    return Capability(what="memory", found=f"{size:.1f} GiB")
+
+
+def _cpus() -> Capability:
+    quota = cpu_quota()
+    granted = "" if quota is None else f", {quota:g} by quota"
+    waiting = wait_policy(os.environ) or "the runtime's default"
+    found = f"{affinity_cpus()} of {os.cpu_count()}{granted}, {platform.machine()}, OpenMP threads wait: {waiting}"
+    return Capability(what="CPUs", found=found)
 
 
 def findings() -> list[Capability]:
@@ -181,6 +190,7 @@ def findings() -> list[Capability]:
         _gpu(),
         _driver(),
         _memory(),
+        _cpus(),
         Capability(what="free disk", found=f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB"),
     ]
 

@@ -48,6 +48,26 @@ def reduction(record: dict[str, Any]) -> str:
     )
 
 
+def busy(record: dict[str, Any]) -> str:
+    """Return what a busy neighbour costs a reduction, with passive threads and with OpenMP's default."""
+    machine = record["environment"]
+    rows = [
+        [
+            row["beside"],
+            *(f"{row[f'{side}_{clock}']:.1f}" for clock in ("wall_s", "cpu_s") for side in ("default", "passive")),
+            f"{row['ratio_wall_s']:.2f}",
+        ]
+        for row in record["medians"]
+    ]
+    rounds = len({row["round"] for row in record["rows"]})
+    return (
+        f"`reduce --macs 0.7` of the digits example as a whole process on {machine['cpu_count']} CPUs "
+        f"({machine['cpu']}), medians of {rounds} interleaved rounds. The command lets OpenMP threads sleep while they "
+        "wait (`OMP_WAIT_POLICY=PASSIVE`) unless you set a policy; by default they spin:\n\n"
+        + table(["next to", "seconds, default", "passive", "CPU seconds, default", "passive", "ratio of seconds"], rows)
+    )
+
+
 def proof_cost(record: dict[str, Any]) -> str:
     """What a proof costs beside the passes that it can't do without."""
     verify = record["verify"]

@@ -99,6 +99,7 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "passes.json": ("Each command in forward passes", cost_page.passes),
         "calibration_small.json": ("Calibrating", cost_page.calibration),
         "reduce_base.json": ("Reducing", cost_page.reduction),
+        "busy.json": ("Next to other programs", cost_page.busy),
         "proof_cost.json": ("Proving", cost_page.proof_cost),
         "sweep_cost.json": ("Sweeping", cost_page.sweep_cost),
         "sweep_trials.json": ("Sweeping with measurements", decision_page.sweep_trials),

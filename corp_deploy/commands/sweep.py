@@ -14,6 +14,7 @@ from corp_deploy.invocation.inputs import KINDS, RequiredInputs
 from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.views.console import Output
 from ground.errors import BadInput, Missing
+from ground.threads import THREADS, usable_cpus
 
 from .command import ModelChoice, command, some
 from .options import DIRECTORY, FILE, Paths, explicit_options, usage_errors, words_again
@@ -234,10 +235,10 @@ def run_jobs(words: Sequence[str], jobs: int) -> None:
     one dies. Raises Missing when they did not come to an end.
     """
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(jobs))
-    threads = str(max((os.cpu_count() or jobs) // jobs, 1))
+    threads = str(max(usable_cpus() // jobs, 1))
     started = subprocess.Popen(
         [sys.executable, *torchrun, "--max-restarts", str(RESTARTS), "-m", "corp_deploy", *words, "--quiet"],
-        env={"OMP_NUM_THREADS": threads, **os.environ},
+        env={THREADS: threads, **os.environ},
         stdout=subprocess.DEVNULL,
     )
     try:

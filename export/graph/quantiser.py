@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput, Missing
 from ground.ports import OutputPort, Port
+from ground.threads import thread_limit
 
 from .check import check_onnx
 from .number_format import CLIPPINGS, FORMATS, Clipping, Histogram, NumberFormat, clipped_at, format_of_weights
@@ -65,6 +66,9 @@ def session_of(proto: ModelProto) -> Any:
     # Its optimisations hand FP8 values to operators that take none.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.add_session_config_entry("session.disable_quant_qdq", "1")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if (threads := thread_limit()) is not None:
+        options.intra_op_num_threads = threads
     return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 

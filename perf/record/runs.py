@@ -67,7 +67,7 @@ Flat = Mapping[str, Scalar]
 
 # Two latencies mean the same only on the same machine, set up the same way.
 ENVIRONMENT_MUST_MATCH = (
-    "system", "machine", "cpu", "cpu_count", "cpu_governor",
+    "system", "machine", "cpu", "cpu_count", "cpu_quota", "cpu_governor",
     "gpu", "gpu_count", "sm", "driver", "cuda", "power_limit_w", "clocks",
 )  # fmt: skip
 SETTINGS_MUST_MATCH = ("streams", "flush_l2")

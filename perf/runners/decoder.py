@@ -47,7 +47,7 @@ class DecoderRunner:
         path: the ONNX file; external data beside it.
         cache: what it keeps of every token; the graph alone does not say how wide heads are.
         provider: `cpu`, or `cuda` for graphs in FP16 alone: others would leave their attention to the CPU.
-        threads: threads inside an operator; None leaves ONNX Runtime's choice (all cores).
+        threads: threads inside an operator; None leaves ONNX Runtime's choice (all cores that a quota allows).
     """
 
     path: Path
@@ -94,7 +94,7 @@ class DecoderRunner:
             "mode": "session, cache shared",
             "length": self.length,
             "cached": self.cached,
-            "threads": self.threads,
+            "threads": options.intra_op_num_threads or None,
             "spinning": False,
             "clock": "host",
             "model": self.path.name,

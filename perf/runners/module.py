@@ -1,6 +1,7 @@
 """Runs a torch module: eager, compiled, or as a CUDA graph; on the CPU or a GPU; in fp32, fp16 or bf16."""
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -13,6 +14,7 @@ from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, checked_feeds
 from ground.gpu import require_cuda
 from ground.ports import LOGITS, OutputPort, Port, image_port
+from ground.threads import wait_policy
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
@@ -120,6 +122,7 @@ class ModuleRunner:
             "cuda_graph": self.mode == "cuda_graph",
             "flush_l2": self.flush_l2,
             "threads": torch.get_num_threads() if cpu else None,
+            "omp_wait_policy": wait_policy(os.environ) if cpu else None,
             "tf32": None if cpu else torch.backends.cuda.matmul.allow_tf32,
             "clock": "host" if cpu else "cuda events",
             "model": self.label,

@@ -50,7 +50,7 @@ class OnnxRunner:
     Args:
         path: the ONNX file; external data beside it.
         provider: `cpu`, `cuda` or `tensorrt`.
-        threads: threads inside an operator; None leaves ONNX Runtime's choice (all cores).
+        threads: threads inside an operator; None leaves ONNX Runtime's choice (all cores that a quota allows).
         cuda_graph: replay a captured graph (cuda and tensorrt only).
         as_typed: compute Q/DQ pairs and what stands between them in float32, not in kernels of INT8 (cpu only).
     """
@@ -109,7 +109,7 @@ class OnnxRunner:
             "mode": "session",
             "cuda_graph": self.cuda_graph,
             "flush_l2": self.flush_l2,
-            "threads": self.threads,
+            "threads": options.intra_op_num_threads or None,
             "spinning": False,
             "clock": "host" if self.provider == "cpu" else "cuda events",
             "model": self.path.name,

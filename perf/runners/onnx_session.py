@@ -11,6 +11,7 @@ from ground.onnx_file import read_onnx
 from ground.onnx_types import dtype_of
 from ground.ports import OutputPort, Port, Role, is_fusion_break
 from ground.records import record_from_text
+from ground.threads import thread_limit
 
 # The note in which a graph says what its outputs are for: a list of objects with name and role.
 OUTPUTS_NOTE = "export.outputs"
@@ -115,10 +116,13 @@ def require_provider(available: list[str], provider: Provider) -> None:
 
 
 def session_options(threads: int | None, *, log_severity: int = 3) -> Any:
-    """With so many threads inside an operator, None for ONNX Runtime's choice."""
+    """Return options with so many threads inside an operator, None for ONNX Runtime's choice.
+
+    It would choose all processors, also where a quota grants fewer.
+    """
     options = onnxruntime_here().SessionOptions()
     options.log_severity_level = log_severity
-    if threads is not None:
+    if (threads := thread_limit() if threads is None else threads) is not None:
         options.intra_op_num_threads = threads
     # Threads that spin while they wait take the CPU from the other session of a comparison: with spinning, the same
     # digits graph at batch 8 took 3.9 or 7.3 ms by turns, without it 4.1 ms always.

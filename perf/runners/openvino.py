@@ -17,6 +17,7 @@ from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, checked_feeds
 from ground.onnx_file import checker_error
 from ground.ports import OutputPort, Port
+from ground.threads import thread_limit
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
@@ -40,8 +41,8 @@ class OpenVinoRunner:
         path: the ONNX file; external data beside it.
         arithmetic: what it is computed in, whatever its weights are held in; a CPU without it raises Missing. None: as
             the file is typed, FP16 in float32.
-        threads: threads inside an operator; None leaves OpenVINO's choice (all cores). More than there are cores raises
-            Missing.
+        threads: threads inside an operator; None leaves OpenVINO's choice (all cores that a quota allows). More than
+            there are cores raises Missing.
     """
 
     path: Path
@@ -62,17 +63,18 @@ class OpenVinoRunner:
         self.inputs, self.outputs, self.fixed_batch = io_of_onnx(self.path)
         if reason := checker_error(self.path):  # which may end the process there
             raise BadInput(f"{self.path}: OpenVINO cannot load it: not valid: {reason}; export it again")
+        threads = thread_limit() if self.threads is None else self.threads
         options: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": HINTS[self.arithmetic or "fp32"],
             "EXECUTION_MODE_HINT": "ACCURACY",
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": 1,  # as the caller has streams of its own
             "ENABLE_CPU_PINNING": False,  # as cores are the other one's of a comparison too
-            **({} if self.threads is None else {"INFERENCE_NUM_THREADS": self.threads}),
+            **({} if threads is None else {"INFERENCE_NUM_THREADS": threads}),
         }
         self._compiled = self._or_bad_input(lambda: core.compile_model(str(self.path), "CPU", options), "load it")
         settings, precision = CompiledSettings.of_model(self._compiled), onnx_precision(self.path)
-        settings.require("fp32" if self.arithmetic is None and precision == "fp32" else self.arithmetic, self.threads)
+        settings.require("fp32" if self.arithmetic is None and precision == "fp32" else self.arithmetic, threads)
         self._describe = {
             "backend": "openvino",
             "version": openvino.__version__,

@@ -15,6 +15,7 @@ import torch
 from ground.errors import BadInput, is_out_of_memory
 from ground.feeds import Feeds, Outputs, checked_feeds, random_feeds
 from ground.ports import OutputPort, Port
+from ground.threads import wait_policy
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
@@ -109,6 +110,7 @@ class PackageRunner:
             "cuda_graph": False,
             "flush_l2": False,
             "threads": torch.get_num_threads(),
+            "omp_wait_policy": wait_policy(os.environ),
             "clock": "host",
             "model": self.label or self.path.name,
         }

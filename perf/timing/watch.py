@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import resource
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ground.threads import THREADS, affinity_cpus, cpu_quota, wait_policy
 from perf.record.runs import ENVIRONMENT_MUST_MATCH, Flat, GpuState, Scalar
 
 GPU_KEYS = ("gpu", "gpu_count", "sm", "driver", "cuda", "power_limit_w", "clocks")
@@ -31,7 +31,10 @@ def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
         "cpu": cpu_name(),
-        "cpu_count": cpu_count(),
+        "cpu_count": affinity_cpus(),
+        "cpu_quota": cpu_quota(),
+        "omp_wait_policy": wait_policy(os.environ),
+        "omp_num_threads": os.environ.get(THREADS),
         "cpu_governor": _read(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
@@ -79,11 +82,6 @@ def has_vnni(cpuinfo: Path = CPUINFO) -> bool | None:
     """
     flags = _cpuinfo(cpuinfo, "flags")
     return None if not flags else not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags[0].split())
-
-
-def cpu_count() -> int | None:
-    """The processors this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
 
 
 def _read(path: Path) -> str | None:

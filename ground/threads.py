@@ -1,0 +1,91 @@
+"""The CPUs that this process may use, and how its OpenMP threads wait for each other.
+
+OpenMP threads spin while they wait. Where another program has displaced one of them, the others spin for as long as
+that program runs, on CPUs that it could have used. Passive threads sleep instead.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from math import ceil
+from pathlib import Path
+
+PROC, CGROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
+WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables of OpenMP and of its GNU and LLVM runtimes that say how threads wait."""
+THREADS = "OMP_NUM_THREADS"
+"""OpenMP, MKL and OpenBLAS read it."""
+
+
+def affinity_cpus() -> int:
+    """Return the number of CPUs that the scheduler may run this process on."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
+    """Return the CPUs that this process's control groups grant it, None without a limit.
+
+    The tightest limit of the group and its parents holds, of version 2 (`cpu.max`) or 1 (`cpu.cfs_quota_us`).
+    """
+    return min(_limits(proc, cgroups), default=None)
+
+
+def _limits(proc: Path, cgroups: Path) -> Iterator[float]:
+    for line in _text(proc / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = cgroups / controllers  # of version 2 there are no names of controllers, and this is the root itself
+        group = root / path.lstrip("/")
+        for place in (group, *group.parents):
+            if place.is_relative_to(root):
+                yield from _limit(place)
+
+
+def _limit(group: Path) -> Iterator[float]:
+    words = _text(group / "cpu.max").split() or [
+        _text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+    ]
+    if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):
+        yield int(words[0]) / int(words[1])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def granted_cpus(affinity: int, quota: float | None) -> int:
+    """Return the threads that can run at once: a quota of one and a half CPUs keeps two threads busy."""
+    return affinity if quota is None else min(affinity, max(ceil(quota), 1))
+
+
+def usable_cpus() -> int:
+    """Return the CPUs that this process can keep busy, by affinity and by quota."""
+    return granted_cpus(affinity_cpus(), cpu_quota())
+
+
+def thread_limit() -> int | None:
+    """Return the number of threads that a quota allows, None where only the affinity limits, as runtimes heed that."""
+    affinity, quota = affinity_cpus(), cpu_quota()
+    granted = granted_cpus(affinity, quota)
+    return granted if granted < affinity else None
+
+
+def set_thread_policy_(environment: MutableMapping[str, str], limit: int | None) -> None:
+    """Let OpenMP threads wait passively, at most `limit` of them, unless the user has set either.
+
+    It takes effect in libraries that are loaded afterwards.
+    """
+    if not any(name in environment for name in WAIT_POLICIES):
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    if limit is not None:
+        environment.setdefault(THREADS, str(limit))
+
+
+def wait_policy(environment: Mapping[str, str]) -> str | None:
+    """Return how OpenMP threads wait in a process with this environment, None for the runtime's default."""
+    settings = [f"{name}={environment[name]}" for name in WAIT_POLICIES if name in environment]
+    return " ".join(settings) or None
