@@ -3,18 +3,41 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_DIR ?= demo-out
 
+# Many containers set it; each process would then compile the sources of this project again.
+export PYTHONDONTWRITEBYTECODE =
 # torch's own threads only get in each other's way when tests run side by side.
-test test-slow test-all: export OMP_NUM_THREADS = 1
+test test-slow test-nightly test-all test-changed: export OMP_NUM_THREADS = 1
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
+ROOMS := calib corp_deploy export ground perf
 
-.PHONY: setup locked lock sbom wheel dist lowest highest docs demo real test test-slow test-all lint clean
+.PHONY: setup locked lock sbom wheel dist lowest highest docs demo real test test-slow test-nightly test-all \
+    test-changed lint clean
+
+# $(call install,DIRECTORY,PACKAGES): create a virtual environment and install by uv, which downloads, unpacks and
+# compiles in parallel and shows its progress. uv reads pip's index, but no other setting of pip's: pip installs where uv
+# can't.
+define install
+@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+@$(1)/bin/python -m pip install --quiet --constraint constraints.txt uv
+@index=$${PIP_INDEX_URL:-$$($(1)/bin/python -m pip config get global.index-url 2>/dev/null)}; \
+env $${index:+UV_DEFAULT_INDEX=$$index} $(1)/bin/uv pip install --python $(1)/bin/python --compile-bytecode $(2) || { \
+    echo "uv could not install the packages; pip does, which takes longer"; \
+    $(1)/bin/python -m pip install --no-compile $(2) && \
+    { $(1)/bin/python -m compileall -qq -j 0 $(1)/lib || true; }; }
+endef
 
 setup: .venv/ready .venv/triton/ready
 
+# What the demo needs, and no more.
+.venv/demo: pyproject.toml constraints.txt
+	$(call install,.venv,--constraint constraints.txt --editable '.[cpu,demo]')
+	@$(BIN)/python -m compileall -q -j 0 $(ROOMS)
+	@touch $@
+
 .venv/ready: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[cpu,hf,genai,rtx,openvino,interop,sign,dev,docs]'
-	touch $@
+	$(call install,.venv,--constraint constraints.txt --editable '.[cpu,hf,genai,rtx,openvino,interop,sign,dev,docs]')
+	@$(BIN)/python -m compileall -q -j 0 $(ROOMS)
+	@touch .venv/demo $@
 
 # As setup, but each file by its digest in requirements.lock, build tools too; for an index that has the files of that day.
 locked:
@@ -61,8 +84,7 @@ highest: dist
 
 # The tests' inference server wants numpy below 2, so it has an environment of its own; without it its tests are skipped.
 .venv/triton/ready: tests/triton-requirements.txt | .venv/ready
-	test -x .venv/triton/bin/python || $(BIN)/python -m venv .venv/triton
-	.venv/triton/bin/python -m pip install --quiet --no-compile --requirement tests/triton-requirements.txt && touch $@ || \
+	$(call install,.venv/triton,--requirement tests/triton-requirements.txt) && touch $@ || \
 	    echo "no inference server for this platform: its tests are skipped"
 
 # Pages of docs/, the references made of the code among them; a warning is an error. Open build/site/index.html.
@@ -70,7 +92,7 @@ docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
-demo: .venv/ready
+demo: .venv/demo
 	$(BIN)/corp-deploy demo --output $(DEMO_DIR)
 
 # Real weights and photographs, out of packages, for benchmarks/real/real_vit.py; nothing of them is part of this project.
@@ -83,13 +105,17 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The quick tests: all but those that bear the marker `slow`, whose reasons are in tests/quick.py. At most five minutes.
+# The quick tests: all but those that bear the marker `slow` or `nightly`, see tests/quick.py.
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not nightly"
 
-# What `test` leaves out.
+# What CI runs besides.
 test-slow: setup
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not nightly"
+
+# What only the nightly workflow runs.
+test-nightly: setup
+	$(PYTEST) -m nightly
 
 test-all: lint
 	$(PYTEST)

@@ -1,8 +1,9 @@
-"""Which tests are slow, for which reason, and what `make test`, which leaves those out, asks of all others.
+"""Three tiers of tests: `make test` runs the quick ones, CI the slow ones too, the nightly workflow all of them.
 
-A test that has a reason of REASONS may take its time and says so, `@pytest.mark.slow("graph")`; any other takes at most
-SHARE of what all of them take together, or the quick run fails with its name. Seconds are of the processor, of the
-test's process and its children: how fast the processor is, and what else it does, all tests feel alike.
+A test that has a reason of REASONS may take its time and says so, `@pytest.mark.slow("graph")`. `nightly` marks tests
+of benchmarks, packaging and documentation, and forms of models that no rule of the code distinguishes. Any other test
+takes at most SHARE of what all quick tests take together, or the quick run fails with its name. Seconds are those of
+the processor, of the test's process and its children, so a slow or busy machine makes no difference.
 """
 
 import os
@@ -22,7 +23,8 @@ REASONS = {
     "measurement": "times models until their intervals are narrow",
     "models": "reduces or runs many models, or one of its real size",
 }
-QUICK = "not slow"
+QUICK = "not slow and not nightly"
+SLOW = "slow and not nightly"
 SHARE, FEWEST = 1 / 120, 1000
 """Five seconds of ten minutes; of fewer tests than those, a share says nothing."""
 _START = pytest.StashKey[float]()
@@ -47,6 +49,7 @@ def too_long(taken_s: Mapping[str, float]) -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"slow(*reasons): left out by make test; reasons: {', '.join(REASONS)}")
+    config.addinivalue_line("markers", "nightly: run by make test-all and the nightly workflow alone")
     config.pluginmanager.register(_Whole(config), "quick-whole")
 
 

@@ -70,11 +70,14 @@ def test_a_marker_without_a_reason_is_refused(pytester: pytest.Pytester, reasons
     result.stderr.fnmatch_lines(["*test_it: slow(*give one or more of graph, server*"])
 
 
-def test_what_make_leaves_out_is_run_before_anything_lands() -> None:
+def test_ci_runs_quick_and_slow_tests_and_the_nightly_workflow_all() -> None:
     make = (ROOT / "Makefile").read_text()
     assert f'$(PYTEST) -m "{quick.QUICK}"' in make
-    assert "$(PYTEST) -m slow" in make
+    assert f'$(PYTEST) -m "{quick.SLOW}"' in make
+    assert "$(PYTEST) -m nightly\n" in make
+    assert "$(PYTEST)\n" in make
     assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:] == ["make test", "make test-slow", ""]
+    assert "run: make test-all\n" in (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
 
 
 def test_every_reason_is_somebodys() -> None:
