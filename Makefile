@@ -29,13 +29,15 @@ endef
 setup: .venv/ready .venv/triton/ready
 
 # What the demo needs, and no more.
+FOR_DEMO := --constraint constraints.txt --editable '.[cpu,demo]'
+FOR_TESTS := --constraint constraints.txt --editable '.[cpu,hf,genai,rtx,openvino,interop,sign,dev,docs]'
 .venv/demo: pyproject.toml constraints.txt
-	$(call install,.venv,--constraint constraints.txt --editable '.[cpu,demo]')
+	$(call install,.venv,$(FOR_DEMO))
 	@$(BIN)/python -m compileall -q -j 0 $(ROOMS)
 	@touch $@
 
 .venv/ready: pyproject.toml constraints.txt
-	$(call install,.venv,--constraint constraints.txt --editable '.[cpu,hf,genai,rtx,openvino,interop,sign,dev,docs]')
+	$(call install,.venv,$(FOR_TESTS))
 	@$(BIN)/python -m compileall -q -j 0 $(ROOMS)
 	@touch .venv/demo $@
 
