@@ -21,6 +21,8 @@ from corp_deploy.reduction.method import method_from_preset
 
 from . import tiny
 
+pytestmark = pytest.mark.nightly
+
 
 def subject(scratch: Path) -> polish.Subject:
     dense = tiny.checkpoint()

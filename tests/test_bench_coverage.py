@@ -14,6 +14,8 @@ from benchmarks.coverage.models import dense
 from benchmarks.coverage.small import smalls
 from corp_deploy.families.family import CONVOLUTIONS, HONOURED, sites_of
 
+pytestmark = pytest.mark.nightly
+
 RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "coverage.json"
 ROWS: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
 GONE = [row for row in ROWS if "refused" not in row]

@@ -34,6 +34,8 @@ from tests.refusals import rejects
 from . import tiny
 from .test_corp_rotation import moments
 
+pytestmark = pytest.mark.nightly
+
 WIDER = {**tiny.ARCHITECTURE.kwargs, "embed_dim": 96, "depth": 1}
 
 

@@ -16,6 +16,8 @@ from benchmarks.reproduce.tables import TABLES
 from corp_deploy.store.checkpoint import load_checkpoint
 from tests import tiny
 
+pytestmark = pytest.mark.nightly
+
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
 

@@ -21,6 +21,8 @@ from corp_deploy.invocation import budget_choice as told
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
 
+pytestmark = pytest.mark.nightly
+
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 7}
 
 

@@ -28,6 +28,8 @@ from corp_deploy.traced.models.merging import Merging
 from ground.errors import Missing
 from tests import tiny
 
+pytestmark = pytest.mark.nightly
+
 KWARGS: dict[str, Any] = {"img_size": 32, "patch_size": 8, "num_classes": 0, "init_values": 0.5}
 
 

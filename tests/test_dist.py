@@ -17,6 +17,8 @@ from corp_deploy import __version__, machine
 from ground.files import sha256_of_file
 from ground.vulnerabilities import version_numbers
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[1]
 EPOCH = 1_700_000_000
 STEM = f"corp_deploy-{__version__}"

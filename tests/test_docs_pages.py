@@ -5,6 +5,7 @@ import re
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,19 @@ FOLLOWED = [
     if page.relative_to(DOCS).as_posix() not in ELSEWHERE
     and any(block.kind in ("console", "python") for block in blocks(page))
 ]
+
+DAILY = (
+    "how-to/ci-gate.md", "how-to/decoders.md", "how-to/how-small.md", "how-to/latency-budget.md", "how-to/python.md",
+    "how-to/roll-back.md", "how-to/several-machines.md", "how-to/ship.md", "how-to/silent-fp32.md",
+    "how-to/verify-a-release.md",
+)  # fmt: skip
+"""Pages that CI follows: with the README's, they have each command once."""
+
+
+def of_tier(page: Path) -> Any:
+    """Return a page as a parameter, marked as nightly unless CI follows it."""
+    name = page.relative_to(DOCS).as_posix()
+    return pytest.param(page, id=name, marks=() if name in DAILY else pytest.mark.nightly)
 
 
 def digits(directory: Path) -> None:
@@ -132,12 +146,20 @@ PREPARED: Mapping[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.slow("graph", "engine", "process")
-@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize("page", [of_tier(page) for page in FOLLOWED])
 def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digits(tmp_path)
     if (prepare := PREPARED.get(page.relative_to(DOCS).as_posix())) is not None:
         prepare(tmp_path)
     follow(page, tmp_path, monkeypatch)
+
+
+def test_ci_follows_each_command_on_a_page() -> None:
+    """No page that CI follows runs those that depend on the machine or that only tables name."""
+    assert set(DAILY) <= {page.relative_to(DOCS).as_posix() for page in FOLLOWED}
+    followed = "\n".join(page.read_text() for page in (ROOT / "README.md", *(DOCS / name for name in DAILY)))
+    absent = {name for name in main.commands if not re.search(rf"^\$ corp-deploy {name}", followed, re.MULTILINE)}
+    assert absent == {"bench compare", "demo", "doctor", "doctor completion"}
 
 
 def test_blocks_are_of_a_kind_that_is_looked_at() -> None:
@@ -210,6 +232,7 @@ def test_what_is_shown_has_to_be_printed() -> None:
 # The worked example runs as it stands, and its page shows all of it.
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("graph", "measurement")
 def test_the_script_runs_where_it_is_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

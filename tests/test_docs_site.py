@@ -37,6 +37,7 @@ def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process")
 def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
     built = sorted(site.rglob("*.html"))
@@ -54,6 +55,7 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
     assert lost == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process")
 def test_the_site_asks_no_other_host_and_leads_to_others_by_https(site: Path) -> None:
     for page in site.rglob("*.html"):
@@ -63,6 +65,7 @@ def test_the_site_asks_no_other_host_and_leads_to_others_by_https(site: Path) ->
             assert link.startswith("https://"), (page.name, link)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process")
 def test_every_command_is_shown_once_with_all_its_options(site: Path) -> None:
     shown = [name for names in pages_of_commands().values() for name in names]
@@ -75,6 +78,7 @@ def test_every_command_is_shown_once_with_all_its_options(site: Path) -> None:
                 assert all(html.escape(each) in built for each in option.opts if each.startswith("--")), (name, option)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process")
 def test_every_key_of_a_recipe_is_shown(site: Path) -> None:
     built = text_of(site / "reference" / "recipe.html")

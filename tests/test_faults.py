@@ -51,6 +51,7 @@ IMAGES = {"images": "images.npy"}
 RECIPE = recipe({"calibration": IMAGES, "held_out": IMAGES, "reduce": {"mlp": 0.5}})
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process")
 def test_disturbed_commands_leave_the_old_or_the_new(tmp_path: Path) -> None:
     if sys.platform != "linux" or shutil.which("cc") is None:

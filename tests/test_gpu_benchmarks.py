@@ -25,6 +25,8 @@ from benchmarks.gpu.setting import Setting
 from ground.errors import Missing
 from ground.gpu import require_cuda
 
+pytestmark = pytest.mark.nightly
+
 try:
     require_cuda()
     NO_GPU = ""

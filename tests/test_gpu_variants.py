@@ -23,6 +23,8 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from tests import tiny
 
+pytestmark = pytest.mark.nightly
+
 Row = dict[str, Any]
 
 

@@ -21,6 +21,8 @@ from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import Missing
 from tests.command import invoked
 
+pytestmark = pytest.mark.nightly
+
 T = TypeVar("T")
 
 

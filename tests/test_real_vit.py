@@ -28,6 +28,8 @@ from corp_deploy.traced.models.merging import Merging
 from tests import tiny
 from tests.refusals import rejects
 
+pytestmark = pytest.mark.nightly
+
 KWARGS = {"img_size": 32, "patch_size": 8, "num_classes": 0}
 
 

@@ -93,12 +93,14 @@ def test_every_file_of_the_rooms_is_in_the_wheel(wheel: Path) -> None:
     assert {"perf/report/templates/page.css", *models} <= names
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process")
 def test_the_rooms_are_found_in_the_wheel_alone(python: Path, tmp_path: Path) -> None:
     for name, place in zip(ROOMS, run(python, "-c", LOADED, *ROOMS, cwd=tmp_path).splitlines(), strict=True):
         assert Path(place).is_relative_to(python.parents[1]), name
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process")
 def test_help_and_versions(python: Path, tmp_path: Path) -> None:
     assert "Usage:" in run(python, "-m", "corp_deploy", "--help", cwd=tmp_path)
@@ -128,6 +130,7 @@ def started(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process")
 def test_the_ten_minutes_of_the_start_page(started: Path) -> None:
     for name in ("start/reduced/model.fp16.onnx", "start/parity.json", "start/gate.json", "repository/expected.json"):
@@ -138,6 +141,7 @@ def test_the_ten_minutes_of_the_start_page(started: Path) -> None:
 REASON = lack()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process", "server")
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_a_real_server_answers_as_the_start_page_says(
