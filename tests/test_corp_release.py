@@ -181,6 +181,7 @@ def test_a_damaged_record_of_samples_is_named(tmp_path: Path, changes: dict[str,
     rejects(re.escape(said), replay, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process")
 def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_path: Path) -> None:
     """Killed again and again in one directory at seeded file operations; all but the timings is byte for byte equal."""

@@ -193,6 +193,7 @@ def ranks_below(launcher: int) -> list[int]:
     return [child for child, parent in parents.items() if parent in torchruns]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("process")
 def test_several_processes_find_the_same_though_one_dies(tmp_path: Path) -> None:
     words = ("--sparsity", "0.25,0.5", "--preset", "none", "--parts", "mlp")
