@@ -8,12 +8,12 @@ import torch
 from hypothesis import settings
 
 from tests.network import stay_here
-from tests.tracing import kept_graphs, look_up_once, trace_once
+from tests.tracing import GraphCounts, cache_graphs, warm_up_at_first_export
 
 pytest_plugins = ("tests.quick",)
 
 torch.set_num_threads(1)
-look_up_once()
+warm_up_at_first_export()
 # The same examples in every run: what fails, fails again.
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
@@ -40,10 +40,14 @@ LONGEST = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(GraphCounts(), "graph-counts")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _graphs_kept() -> None:
-    """One place for all processes and runs, until a source or a version that graphs come of is another."""
-    trace_once(kept_graphs())
+def _graphs_cached() -> None:
+    """Share traced graphs between all workers and runs."""
+    cache_graphs()
 
 
 @pytest.fixture(scope="session", autouse=True)

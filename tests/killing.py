@@ -118,12 +118,12 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     from export.graph.to_onnx import onnx_from_model
     from ground.ports import LOGITS, image_port
     from tests.export_vit import Vit
-    from tests.tracing import look_up_once
+    from tests.tracing import warm_up_at_first_export
 
     assert release_steps is not steps
     torch.set_num_threads(1)
     # What tracing imports takes seconds, and every fork that comes as far as a graph would import it anew.
-    look_up_once()
+    warm_up_at_first_export()
     onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp32", metadata={})
     job = Job(recipe=load_recipe(recipe_path), path=recipe_path, root=root, baseline=Baseline())
     for point in points:

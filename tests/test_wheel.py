@@ -20,8 +20,11 @@ ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
 UNTRACKED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 # The lines of the start page, one after the other.
 FOLLOWED = """
-import runpy, shlex, sys
-runpy.run_path(sys.argv[1])["trace_as_tests_do"]()
+import shlex, sys
+sys.path.append(sys.argv[1])
+from tests.tracing import trace_as_tests_do
+sys.path.pop()
+trace_as_tests_do()
 import torch
 torch.set_num_threads(1)
 sys.stderr = sys.stdout
@@ -123,7 +126,7 @@ def started(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 else:
                     lines.append(line.removeprefix("corp-deploy "))
     (home / "lines").write_text("\n".join(lines))
-    printed = run(python, "-c", FOLLOWED, str(ROOT / "tests" / "tracing.py"), "lines", cwd=home)
+    printed = run(python, "-c", FOLLOWED, str(ROOT), "lines", cwd=home)
     assert "15 of 18 sites reduced" in shown
     absent = lacking(shown, printed)
     assert not absent, f"{absent} of the start page is not printed:\n{printed}"

@@ -1,178 +1,180 @@
-"""What torch looks up or traces anew for every graph, though it is the same, looked up and traced once.
+"""A cache of traced ONNX graphs for all tests and runs, and tables of torch's exporter that are read once a process.
 
-Its thousand translations to ONNX, each with a signature read from its source, and the operators that its own libraries
-register: once a process, a third of a small graph's time. Where a later torch calls them otherwise, tests run as they
-do without this. And the graphs of models that are the same to the last weight: once for all processes and runs, as long
-as what traces them is the same.
+Graphs are kept in build/graphs by the digest of the call that traced them (`tests/graph_keys.py`): equal code, equal
+weights and equal arguments give the same graph. A call whose digest can't be taken is traced, and counted with the
+reason; the last line of a run has the counts. Processes that tests start are not counted.
 """
 
+import copy
 import functools
-import hashlib
-import importlib
-import io
 import os
-import pickle
-import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import onnx
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-# What modules of a model are made of, and what makes graphs of them; a test's own modules count by their files.
-SOURCES = ("corp_deploy/algebra", "corp_deploy/families", "corp_deploy/reduction", "export/graph", "ground")
-ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
+from tests.graph_keys import NotCacheable, digest
+
+DIRECTORY = Path(__file__).parents[1] / "build" / "graphs"
 PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir", "timm", "torchvision", "transformers", "numpy")
+UNUSED_S = 14 * 24 * 3600.0
+"""After which a graph that no test asked for is deleted."""
+CACHED, TRACED, NOT_CACHEABLE = "from the cache", "traced", "not cacheable: "
+
+counts = Counter[str]()
+"""Graphs of this process, and of the workers that have ended."""
+warm_up_s = 0.0
+"""CPU seconds that the first export took for what is done once a process, whichever test comes first."""
 
 
-once_s = 0.0
-"""Seconds of the processor that went into what is done once a process, whichever test comes first."""
+def warm_up_at_first_export() -> None:
+    """Share the exporter's tables from the first graph on: its imports take seconds, and most tests trace nothing."""
+    export, patch = torch.onnx.export, pytest.MonkeyPatch()
 
-
-def look_up_once() -> None:
-    """From the first graph on: what tracing imports takes seconds, and most tests trace nothing."""
-    traced, patch = torch.onnx.export, pytest.MonkeyPatch()
-
-    @functools.wraps(traced)
-    def first(*words: Any, **named: Any) -> Any:
-        global once_s
+    @functools.wraps(export)
+    def first_export(*arguments: Any, **options: Any) -> Any:
+        global warm_up_s
         patch.undo()
-        began = time.process_time()
-        _keep("torch.onnx._internal.exporter._registration", "ONNXRegistry.from_torchlib")
-        _keep("torch._export.utils", "_materialize_cpp_cia_ops")
-        _match_by_operator()
+        began_s = time.process_time()
+        share_translations()
+        share_operators()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            traced(torch.nn.Linear(1, 1), (torch.zeros(1, 1),), dynamo=True, verbose=False)
-        once_s += time.process_time() - began
-        return traced(*words, **named)
+            export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),), dynamo=True, verbose=False)
+        warm_up_s += time.process_time() - began_s
+        return export(*arguments, **options)
 
-    patch.setattr(torch.onnx, "export", first)
-
-
-def _keep(module: str, name: str) -> None:
-    """Let a function, or a class's method, answer as it did when it is asked the same again."""
-    *owners, last = name.split(".")
-    try:
-        place = functools.reduce(getattr, owners, importlib.import_module(module))
-        function = functools.cache(getattr(place, last))
-    except (ImportError, AttributeError):
-        return
-    setattr(place, last, staticmethod(function) if owners else function)
+    patch.setattr(torch.onnx, "export", first_export)
 
 
-def _match_by_operator() -> None:
-    """A rule whose first operator is another than the node's can't match; onnxscript walks through the whole graph for
-    some of its rules before it finds that, a third of a large graph's time.
-    """
-    try:
-        owner: Any = importlib.import_module("onnxscript.rewriter._rewrite_rule").RewriteRule
-        tried = owner.try_rewrite
-    except (ImportError, AttributeError):
-        return
+def share_translations() -> None:
+    """Read torch's thousand translations to ONNX once, and give each export a table of its own of them."""
+    from torch.onnx._internal.exporter import _registration
 
-    @functools.wraps(tried)
-    def try_rewrite(self: Any, model: Any, graph: Any, node: Any, **named: Any) -> Any:
-        pattern = getattr(self._matcher, "pattern", None)
-        nodes = getattr(pattern, "output_nodes", None)
-        if nodes and not nodes[0].op.matches(node.op_type):
-            return None
-        return tried(self, model, graph, node, **named)
+    registry_type: Any = _registration.ONNXRegistry
+    read = functools.cache(registry_type.from_torchlib)
 
-    owner.try_rewrite = try_rewrite
+    def from_torchlib(*arguments: Any, **options: Any) -> Any:
+        registry = copy.copy(read(*arguments, **options))
+        registry.functions = {name: list(each) for name, each in registry.functions.items()}
+        return registry
+
+    registry_type.from_torchlib = staticmethod(from_torchlib)
 
 
-def kept_graphs() -> Path:
-    """Where they are kept, in a folder named by the sources and versions that graphs come of; other folders go."""
-    told = hashlib.sha256(sys.version.encode())
-    for name in PACKAGES:
-        told.update(f"{name} {version(name) if find_spec(name.replace('-', '_')) else 'absent'}".encode())
-    for room in SOURCES:
-        for path in sorted((ROOT / room).rglob("*.py")):
-            told.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    directory = ROOT / "build" / "graphs" / told.hexdigest()[:16]
-    if not directory.is_dir():
-        shutil.rmtree(directory.parent, ignore_errors=True)
-        directory.mkdir(parents=True, exist_ok=True)
-    return directory
+def share_operators() -> None:
+    """Look up torch's composite operators again only where a library has registered others."""
+    from torch._export import utils
+
+    look_up, registered = utils._materialize_cpp_cia_ops, list[str]()
+
+    def materialize() -> None:
+        now = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        if now != registered:
+            look_up()
+            registered[:] = now
+
+    utils._materialize_cpp_cia_ops = materialize
 
 
-def trace_once(directory: Path) -> None:
-    """Trace models that are the same to the last attribute and weight once for all who keep their graphs there."""
+def cache_graphs(directory: Path = DIRECTORY) -> None:
+    """Read graphs that were traced before from this directory; delete those that were not asked for in two weeks."""
     from export.graph import to_onnx
 
-    to_onnx._trace = _once(to_onnx._trace, directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.glob("*.onnx*"):
+        if path.stat().st_mtime < time.time() - UNUSED_S:
+            path.unlink(missing_ok=True)
+    to_onnx._trace = cached(to_onnx._trace, directory)
 
 
 def trace_as_tests_do() -> None:
-    """In a process of its own."""
-    look_up_once()
-    trace_once(kept_graphs())
+    """Share the cache in a process that a test starts; its graphs are not counted."""
+    warm_up_at_first_export()
+    cache_graphs()
 
 
-def _once(trace: Callable[..., onnx.ModelProto], directory: Path) -> Callable[..., onnx.ModelProto]:
+def cached(trace: Callable[..., onnx.ModelProto], directory: Path) -> Callable[..., onnx.ModelProto]:
+    """Trace only what has no graph in the directory yet."""
+
     @functools.wraps(trace)
-    def kept(*words: Any, **named: Any) -> onnx.ModelProto:
-        key = _digest((words, named))
+    def from_cache(*arguments: Any, **options: Any) -> onnx.ModelProto:
+        try:
+            key = digest(_versions(), _settings(), share_translations, share_operators, trace, arguments, options)
+        except NotCacheable as error:
+            counts[f"{NOT_CACHEABLE}{error}"] += 1
+            counts[TRACED] += 1
+            return trace(*arguments, **options)
         path = directory / f"{key}.onnx"
-        if key is not None and path.is_file():
-            return onnx.load_from_string(path.read_bytes())
-        proto = trace(*words, **named)
-        if key is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")
+        try:
+            proto = onnx.load_from_string(path.read_bytes())
+        except FileNotFoundError:
+            counts[TRACED] += 1
+            proto = trace(*arguments, **options)
+            partial = path.with_suffix(f".onnx.{os.getpid()}")
             partial.write_bytes(proto.SerializeToString())
             partial.rename(path)
+        else:
+            counts[CACHED] += 1
+            path.touch()
         return proto
 
-    return kept
-
-
-class _Pickler(pickle.Pickler):
-    """A tensor by its kind, shape and bytes, as torch's own pickles tell of addresses; hooks without the numbers that a
-    process counts them by; a function within a function by its code and what it closes over.
-    """
-
-    def reducer_override(self, value: object) -> Any:
-        match value:
-            case torch.Tensor():
-                data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-                facts = f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
-                return str, (facts,)
-            case torch.nn.Module():
-                state = {name: list(held.values()) if "hooks" in name else held for name, held in vars(value).items()}
-                return type(value).__name__.format, (type(value), _written(type(value).__module__), state)
-            case FunctionType() if "<locals>" in value.__qualname__:
-                closed = [cell.cell_contents for cell in value.__closure__ or ()]
-                code = (value.__code__.co_code, value.__code__.co_names, repr(value.__code__.co_consts))
-                return value.__qualname__.format, (code, closed, value.__defaults__, value.__kwdefaults__)
-        return NotImplemented
+    return from_cache
 
 
 @functools.cache
-def _written(module: str) -> bytes:
-    """The file that a class of a model was written in, where that is none of SOURCES and of no package."""
-    if module not in sys.modules:
-        raise pickle.PicklingError(f"{module} is not there, so nobody knows what is in it")
-    path = Path(getattr(sys.modules[module], "__file__", None) or ROOT)
-    known = module.split(".")[0] in ROOMS or "site-packages" in path.parts
-    return b"" if known else path.read_bytes()
+def _versions() -> tuple[str, ...]:
+    installed = (version(name) if find_spec(name.replace("-", "_")) else "" for name in PACKAGES)
+    return sys.version, *installed
 
 
-def _digest(value: object) -> str | None:
-    """Of all that makes a value what it is; None where that can't be told."""
-    written = io.BytesIO()
-    try:
-        _Pickler(written).dump(value)
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError, OSError):
-        return None
-    return hashlib.sha256(written.getvalue()).hexdigest()
+def _settings() -> tuple[Any, ...]:
+    """What torch does otherwise in this process because somebody asked for it."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.overrides._get_current_function_mode_stack(),
+        torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+    )
+
+
+class GraphCounts:
+    """The pytest plugin that reports the counts of all workers at the end of a run."""
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["graphs"] = dict(counts)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        counts.update(getattr(node, "workeroutput", {}).get("graphs", {}))  # a worker that crashed has none
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if counts:
+            terminalreporter.line(counts_line(counts))
+
+
+def counts_line(of: Mapping[str, int]) -> str:
+    """The line that reports where the graphs of a run came from, and which values can't be digested."""
+    refused = {name.removeprefix(NOT_CACHEABLE): each for name, each in of.items() if name.startswith(NOT_CACHEABLE)}
+    types = f" ({', '.join(f'{name}: {refused[name]}' for name in sorted(refused))})" if refused else ""
+    return (
+        f"graphs: {of.get(CACHED, 0)} from the cache, {of.get(TRACED, 0)} traced, "
+        f"{sum(refused.values())} of them not cacheable{types}"
+    )
