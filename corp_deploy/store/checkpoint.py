@@ -24,6 +24,7 @@ from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.decoder import NAME as DECODER
 from corp_deploy.families.family import dense_model, outputs_of, with_outputs
 from corp_deploy.families.named_layers import by_layers
+from corp_deploy.families.shared_programs import share_program_
 from corp_deploy.families.timm_eva_legacy import as_timms, as_timms_eva, is_eva, is_hierarchy
 from corp_deploy.families.timm_legacy import as_decoders, as_program, is_of_widths
 from corp_deploy.traced.models.module import TracedModule, replaced
@@ -245,6 +246,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         model = with_outputs(model, config.named_outputs)
     if config.program is not None:  # weights are not set yet
         assert isinstance(model, TracedModule), type(model)
+        share_program_(model, architecture)
         model = as_recorded(model, config.sites, asdict(config.program), where=where)
     shapes, stored = ({name: each.shape for name, each in state.items()} for state in (model.state_dict(), read.state))
     if is_of_widths(config.sites) and shapes != stored:
