@@ -47,15 +47,23 @@ def _of_library(architecture: Architecture) -> nn.Module:
     )
 
 
+_OF_LIBRARY = "traced"
 _BUILDERS: dict[str, Callable[[Architecture], nn.Module]] = {
     bert.NAME: bert.build,
     timm_library.NAME: timm_library.build,
     FAMILY: given_module.build,
     decoder.NAME: decoder.build,
     given_module.NAME: given_module.build_in_memory,
-    "traced": _of_library,
+    _OF_LIBRARY: _of_library,
 }
 """By the name that config.json has of the family: what builds models that are traced."""
+
+
+def builds_installed_code(architecture: Architecture) -> bool:
+    """Whether installed libraries alone build the model, by its name."""
+    if architecture.family == timm_library.NAME:
+        return timm_library.is_installed(architecture.name)
+    return architecture.family in (bert.NAME, decoder.NAME, _OF_LIBRARY)
 
 
 def dense_model(architecture: Architecture) -> nn.Module:

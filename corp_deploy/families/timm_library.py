@@ -205,6 +205,18 @@ def _built(architecture: Architecture) -> nn.Module:
     return model
 
 
+def is_installed(name: str) -> bool:
+    """Whether timm itself builds models of this name, and not a function that was registered from elsewhere."""
+    base = name.partition(".")[0]
+    return timm.is_model(base) and timm.model_entrypoint(base).__module__.partition(".")[0] == NAME
+
+
+def settings() -> tuple[object, ...]:
+    """What timm reads beside a model's arguments while it builds and runs one."""
+    attention = [layers.use_fused_attn(experimental=each) for each in (False, True)]
+    return (*attention, layers.is_exportable(), layers.is_scriptable(), layers.is_no_jit())
+
+
 _sizes: dict[tuple[str, str], int] = {}
 
 

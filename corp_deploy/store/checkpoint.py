@@ -24,11 +24,13 @@ from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.decoder import NAME as DECODER
 from corp_deploy.families.family import dense_model, outputs_of, with_outputs
 from corp_deploy.families.named_layers import by_layers
+from corp_deploy.families.shared_programs import share_program_
 from corp_deploy.families.timm_eva_legacy import as_timms, as_timms_eva, is_eva, is_hierarchy
 from corp_deploy.families.timm_legacy import as_decoders, as_program, is_of_widths
 from corp_deploy.traced.models.module import TracedModule, replaced
 from corp_deploy.traced.models.module import device as device_of
 from corp_deploy.traced.models.narrowing import as_recorded, program_record, sites_record
+from corp_deploy.traced.programs.threads import one_thread
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_value
@@ -93,6 +95,7 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
     return replace(checkpoint, model=replaced(checkpoint.model, {}).to(device))
 
 
+@one_thread()
 def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
     """Set every weight of a model from a state dict of the same names and shapes.
 
@@ -108,7 +111,7 @@ def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
     if foreign:
         raise BadInput(f"{where}: {first_names(foreign)}: expected {', '.join(map(str, FLOATS))}; save them as such")
     cast = {name: tensor.float() if tensor.dtype in FLOATS else tensor for name, tensor in state.items()}
-    broken = [name for name, tensor in cast.items() if not torch.isfinite(tensor).all()]
+    broken = [name for name, tensor in cast.items() if not _is_finite(tensor)]
     if broken:
         raise BadInput(
             f"{where}: NaN or Inf in {first_names(broken)}, as float32; the checkpoint is damaged, its training "
@@ -116,6 +119,11 @@ def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
         )
     model.load_state_dict(_tied(model, cast), assign=True)
     model.requires_grad_(False)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Read once, where `isfinite` makes several tensors of its size; NaN is both the least and the largest."""
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def _tied(model: nn.Module, state: State) -> State:
@@ -238,6 +246,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         model = with_outputs(model, config.named_outputs)
     if config.program is not None:  # weights are not set yet
         assert isinstance(model, TracedModule), type(model)
+        share_program_(model, architecture)
         model = as_recorded(model, config.sites, asdict(config.program), where=where)
     shapes, stored = ({name: each.shape for name, each in state.items()} for state in (model.state_dict(), read.state))
     if is_of_widths(config.sites) and shapes != stored:

@@ -159,17 +159,21 @@ def remaining(keep: Tensor) -> tuple[int, ...]:
     """The sizes of what is kept of a tensor by a mask over it: of whole slices, or as many in every line along one
     axis, the last where several will do. Raises Uneven where it is no tensor.
     """
-    total = int(keep.sum())
-    kept_sizes = tuple(
-        int(keep.movedim(dim, 0).flatten(1).any(1).sum()) if keep.dim() > 1 else int(keep.sum())
-        for dim in range(keep.dim())
-    )
-    if math.prod(kept_sizes) == total > 0:
+    total, dims = int(keep.sum()), range(keep.dim())
+    if total == 0:
+        raise Uneven(f"0 of {tuple(keep.shape)}")
+    if total == keep.numel():
+        return tuple(keep.shape)
+    # The maximum of bytes takes a tenth of the time of `any`.
+    others = [[other for other in dims if other != dim] for dim in dims]
+    lines = [keep.view(torch.uint8).amax(among) if among else keep for among in others]
+    kept_sizes = tuple(int(line.sum()) for line in lines)
+    if math.prod(kept_sizes) == total:
         return kept_sizes
     for dim in (dim for dim in reversed(range(keep.dim())) if keep.shape[dim] > 1):
         counts = torch.unique(keep.sum(dim))
         sizes = (*kept_sizes[:dim], int(counts[-1]), *kept_sizes[dim + 1 :])
-        if len(counts[counts > 0]) == 1 and math.prod(sizes) == total > 0:
+        if len(counts[counts > 0]) == 1 and math.prod(sizes) == total:
             return sizes
     raise Uneven(f"{total} of {tuple(keep.shape)}")
 
@@ -178,6 +182,8 @@ def compacted(labels: Tensor, gone: Tensor) -> Tensor:
     """Tidy labels without those that are removed, still tidy. Raises Uneven."""
     small = compact(labels)
     keep = kept(small, gone)
+    if small.numel() and bool(keep.all()):
+        return labels
     sizes = remaining(keep)
     full_sizes = [size if of == 1 else have for size, of, have in zip(labels.shape, small.shape, sizes, strict=True)]
     return small[keep].reshape(sizes).expand(full_sizes)

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from corp_deploy.traced.programs.folding import is_mean
 from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, module_of, operation
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, groups_of
+from corp_deploy.traced.programs.threads import one_thread
 
 from .flow import Flow, Role, Use, holders, stuck
 from .labels import LabelTensor, compact
@@ -78,6 +79,7 @@ class Found:
     costs: Mapping[fx.Node, int]
 
 
+@one_thread()
 def find(program: Program, *, keeps_all: bool = False) -> Found:
     """All sites of a program, with weights or without; with `keeps_all` those whose groups can change places alone."""
     flow = walked(program, keeps_all=keeps_all)

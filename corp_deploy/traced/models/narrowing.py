@@ -63,7 +63,8 @@ def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[st
     places = tuple(each for each in empty.values() if each is not None)
     if places:
         own = own.without(places, _random_inputs(model, own))
-    return own, {name: each for name, each in kept.items() if len(each) and name in names_of(own)}
+        named = names_of(own)
+    return own, {name: each for name, each in kept.items() if len(each) and name in named}
 
 
 def _random_inputs(model: nn.Module, own: Tracing) -> list[Tensor]:

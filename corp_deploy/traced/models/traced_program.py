@@ -44,6 +44,12 @@ class Tracing:
             self.folded_to_constant[places] = replace(self, program=without_sites(self.program, places, inputs))
         return self.folded_to_constant[places]
 
+    def again(self) -> "Tracing":
+        """The same program and sites; what was looked for since is left out."""
+        new = replace(self)
+        vars(new)["analysis"] = self.analysis
+        return new
+
     @cached_property
     def mergeable(self) -> Mergeable | str:
         """Where tokens can be merged, or why they can't."""

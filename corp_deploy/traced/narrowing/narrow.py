@@ -12,6 +12,7 @@ from corp_deploy.traced.finding.choice import Kept, gone, together
 from corp_deploy.traced.finding.labels import LabelTensor, compact, kept, placed
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.program import set_tensor_
+from corp_deploy.traced.programs.threads import one_thread
 from corp_deploy.traced.programs.tracing import Inputs
 
 from .narrowing import Parts, Refused, part_of, without
@@ -100,6 +101,7 @@ class Narrowed:
                 set_tensor_(self.module, name, part_of(tensors[dense], keep))
 
 
+@one_thread()
 def narrow(analysis: Found, kept: Kept) -> Narrowed:
     """The narrower program, by its labels alone; a site that can't be narrowed so is kept whole. Raises BadInput for a
     choice that can't be.

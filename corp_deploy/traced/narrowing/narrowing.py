@@ -130,8 +130,9 @@ class _Narrowing:
         call = call_of(source, self.flow.values)
         if call.op == "unbind" and call["self"].labels is not None:
             base, dim = call["self"], call["dim"]
-            lines = base.labels.movedim(dim, 0).reshape(base.shape[dim], -1)
-            keep = kept(lines, self.gone).any(1)
+            small = compact(base.labels).movedim(dim, 0)
+            lines = small.reshape(len(small), -1)
+            keep = kept(lines, self.gone).any(1).expand(base.shape[dim])
             if not bool(keep.all()):
                 whole, index = self.nodes[source.all_input_nodes[0]], int(keep[:number].sum())
                 self.nodes[node] = self.call(node, aten.select.int, {"self": whole, "dim": dim, "index": index})

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn, ops
+from torch.utils._pytree import tree_leaves
 
 from .attention_masks import SDPA, scale_of, values_product
 from .program import Program, arguments_of, module_of, operation, sizes_at_one, tensor_of
@@ -136,8 +137,14 @@ def _is_floating(node: fx.Node, kind: str) -> bool:
 
 def made_on_(graph: fx.GraphModule, place: torch.device) -> None:
     """Where a program makes tensors itself, of a batch's size say, it makes them there."""
-    _change_arguments_(graph.graph.nodes, lambda each: place if isinstance(each, torch.device) else each)
-    graph.recompile()
+    nodes = [node for node in graph.graph.nodes if any(isinstance(each, torch.device) for each in _leaves(node))]
+    if nodes:
+        _change_arguments_(nodes, lambda each: place if isinstance(each, torch.device) else each)
+        graph.recompile()
+
+
+def _leaves(node: fx.Node) -> list[Any]:
+    return tree_leaves((node.args, node.kwargs))
 
 
 def _change_arguments_(nodes: Iterable[Any], change: Callable[[Any], Any]) -> None:

@@ -1,0 +1,64 @@
+"""Programs that are traced once in a process for equal architectures.
+
+A program is decided by the architecture, the outputs that were asked for by name, and the settings that libraries read
+while they build and run a model. Only models that installed libraries build by name share one: a user's code can change
+between two loads. No tensor is shared that holds numbers.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from corp_deploy.traced.models.module import TracedModule, Tracing, traced_state, tracing
+
+from . import timm_library
+from .architecture import Architecture
+from .family import builds_installed_code, outputs_of
+
+MOST_PROGRAMS = 4
+"""That a process keeps, the ones used last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Key:
+    """All that decides the program of `model`, which is traced if no other was that has an equal key."""
+
+    architecture: str
+    outputs: tuple[str, ...] | None
+    settings: tuple[object, ...]
+    model: TracedModule = field(compare=False)
+
+
+def _key(model: TracedModule, architecture: Architecture) -> _Key | None:
+    """None for a model whose program is not shared."""
+    if not (builds_installed_code(architecture) and _is_without_numbers(model)):
+        return None
+    try:
+        text = json.dumps(asdict(architecture), sort_keys=True)
+    except TypeError:  # code among the arguments
+        return None
+    named = outputs_of(model)
+    settings = (torch.get_default_dtype(), *timm_library.settings())
+    return _Key(architecture=text, outputs=None if named is None else named.names, settings=settings, model=model)
+
+
+def _is_without_numbers(module: nn.Module) -> bool:
+    return all(each.is_meta for each in (*module.parameters(), *module.buffers()))
+
+
+@lru_cache(maxsize=MOST_PROGRAMS)
+def _traced(key: _Key) -> Tracing | None:
+    """None for a program with constants that hold numbers."""
+    own = tracing(key.model)
+    return own if _is_without_numbers(own.program.graph) else None
+
+
+def share_program_(model: TracedModule, architecture: Architecture) -> None:
+    """Give a dense model that was just built without weights the program and sites of an equal one."""
+    key = _key(model, architecture)
+    own = None if key is None else _traced(key)
+    if own is not None:
+        traced_state(model).tracing = own.again()

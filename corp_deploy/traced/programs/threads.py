@@ -1,0 +1,23 @@
+"""Torch's threads, where they cost more than they save."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import RLock
+
+import torch
+
+_TURNS = RLock()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run many small operations in one thread: on a busy machine several threads wait for each other many times longer
+    than the operations take. Callers take turns, so that each restores the count that it found.
+    """
+    with _TURNS:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
