@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from calib.store import load
 from corp_deploy.families import traced_model as vit
-from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.family import image_spec
 from corp_deploy.invocation.running import FedOptions
 from corp_deploy.proof.chain import prove
@@ -25,6 +24,7 @@ from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_toml import text_of_recipe
+from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store import checkpoint as directories
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense

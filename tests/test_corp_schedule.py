@@ -32,8 +32,8 @@ from corp_deploy.planning.schedule import (
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.merging import Merging, most_merged, tokens_after
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.merging import Merging, most_merged, tokens_after
 from ground.errors import BadInput
 
 from . import tiny

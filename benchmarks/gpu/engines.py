@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.gpu import models
 from benchmarks.gpu.record import Record, Row, Task, reason_of
 from benchmarks.gpu.setting import GEOMETRIES, Setting
-from corp_deploy.families.widths import HeadGeometry
+from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint, save
 from ground.errors import BadInput as NotLoaded
 from ground.errors import Missing

@@ -8,10 +8,10 @@ from torch import nn
 from corp_deploy.algebra import knapsack
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
-from corp_deploy.families.widths import Width
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import uniform_widths
-from corp_deploy.traced.models.merging import Merging
+from corp_deploy.spec.merging import Merging
+from corp_deploy.spec.widths import Width
 from corp_deploy.traced.models.sites import Currency
 from ground.errors import BadInput
 

@@ -16,8 +16,8 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.method import Method
+from corp_deploy.spec.merging import most_merged
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.merging import most_merged
 from corp_deploy.traced.models.parts import tokens_that_enter
 from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.models.token_merging import TokenMerge

@@ -16,8 +16,8 @@ from calib.fingerprints import Fingerprints
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.trusted_code import refuse_untrusted
 from corp_deploy.invocation.running import RunOptions
+from corp_deploy.spec.trusted_code import refuse_untrusted
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.arrays import array_from_npy
 from ground.errors import BadInput, Missing

@@ -20,12 +20,12 @@ from torch import nn
 
 from calib.fingerprints import Fingerprints, FingerprintsText
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.decoder import NAME as DECODER
 from corp_deploy.families.family import dense_model, outputs_of, with_outputs
 from corp_deploy.families.named_layers import by_layers
 from corp_deploy.families.timm_eva_legacy import as_timms, as_timms_eva, is_eva, is_hierarchy
 from corp_deploy.families.timm_legacy import as_decoders, as_program, is_of_widths
+from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.module import TracedModule, replaced
 from corp_deploy.traced.models.module import device as device_of
 from corp_deploy.traced.models.narrowing import as_recorded, program_record, sites_record

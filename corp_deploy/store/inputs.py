@@ -22,7 +22,7 @@ from calib.texts import Texts, open_texts
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
 from corp_deploy.families.timm_images import ImageSpec, fitting, image_spec_of_note
-from corp_deploy.traced.models.merging import Merging
+from corp_deploy.spec.merging import Merging
 from ground.arrays import array_from_file
 from ground.errors import BadInput
 from ground.files import text_from_file

@@ -12,12 +12,12 @@ from torch import nn
 
 from calib.fingerprints import Fingerprints
 from corp_deploy import __version__
-from corp_deploy.algebra.sparsity import sparsity_from_text
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import image_spec, output_ports
 from corp_deploy.families.timm_library import NORMS
-from corp_deploy.families.widths import HeadGeometry
+from corp_deploy.spec.sparsity import sparsity_from_text
+from corp_deploy.spec.widths import HeadGeometry
 from export.graph.fusion_breaks import NOTE, with_fusion_breaks
 from export.graph.pixels import takes_pixels
 from export.graph.ports import GraphPort, ports_of_graph
