@@ -19,9 +19,11 @@ from corp_deploy.families.inspection import margins_of, merge_margins
 from corp_deploy.families.traced_model import traced
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
-from corp_deploy.proof.chain import Proof, prove, save_proof
-from corp_deploy.proof.inputs import ProofInputs, inputs_from_set, random_inputs
-from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.chain import prove
+from corp_deploy.proof.inputs import ProofInputs
+from corp_deploy.proof.limits import ParityLimits
+from corp_deploy.proof.model_inputs import inputs_from_set, random_inputs
+from corp_deploy.proof.outcome import Proof, save_proof
 from corp_deploy.proof.own_noise import HalfProducts
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging

@@ -43,7 +43,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.narrowing import at_widths
 from corp_deploy.traced.models.parts import STREAM
 from corp_deploy.traced.models.token_merging import TokenMerge
-from corp_deploy.views.speed import latency_rows
+from corp_deploy.views.latency import latency_rows
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
 from ground.ports import LOGITS, OutputPort, Port, image_port

@@ -26,7 +26,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.widths import aligned_width, aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.store.onnx_file import facts_of_onnx
+from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.traced.models.module import replaced
 from perf.parity.measures import measures
 from tests import tiny

@@ -29,8 +29,8 @@ from ground.quantity import quoted
 from perf.parity.labels import OwnMetric
 
 if TYPE_CHECKING:
-    from .chain import Proof
     from .inputs import ProofInputs
+    from .outcome import Proof
 
 OUTPUTS = "{outputs}"
 TIME_LIMIT_S = 600.0
