@@ -14,8 +14,9 @@ from click.testing import Result
 from calib.store import load
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
-from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
+from corp_deploy.planning.budget import allocate, uniform_for_share
 from corp_deploy.planning.budget import uniform as evenly
+from corp_deploy.planning.cost import dense_cost
 from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.judging import outputs
 from corp_deploy.planning.plan import choose_heads

@@ -23,7 +23,7 @@ from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.models.token_merging import TokenMerge
 from perf.bench.latency_table import Grid, LatencyTable
 
-from .budget import dense_cost
+from .cost import dense_cost
 from .curves import CostCurve
 from .latency import POINTS, in_nanoseconds, name_at_tokens, opened_grids, refuse_disturbed
 from .merge_curves import MergeCurves, merge_places
