@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
@@ -63,29 +61,6 @@ def no_hashes() -> Tensor:
 
 def _text(numbers: Tensor) -> str:
     return base64.urlsafe_b64encode(numbers.numpy().astype("<i8").tobytes()).decode()
-
-
-def _numbers(text: str) -> Tensor:
-    return torch.from_numpy(
-        np.frombuffer(base64.b64decode(text, altchars=b"-_", validate=True), dtype="<i8").astype(np.int64)
-    )
-
-
-class FingerprintsText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of both as base64 of little-endian 64-bit integers, by the alphabet without a slash: a text with one
-    passes for a path of the machine.
-    """
-
-    ids: str
-    hashes: str = ""
-
-    @property
-    def fingerprints(self) -> "Fingerprints":
-        """Raises BadInput for what is no such text."""
-        try:
-            return Fingerprints(ids=_numbers(self.ids), hashes_M2=_numbers(self.hashes).reshape(-1, 2))
-        except (ValueError, RuntimeError) as error:
-            raise BadInput(f"fingerprints: not base64 of 64-bit numbers ({error})") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,11 +13,10 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from ground.errors import BadInput
 
+from .image_arrays import ARRAYS, ImageShape, Pixels
 from .inputs import Batch, OpenedInputs
 from .shards import shards_from_pattern
-from .sources import ImageShape, Pixels, Source, Transform, array_from_path, folder_from_path
-
-ARRAYS = (".npy", ".npz", ".safetensors")
+from .sources import Array, Source, Transform, folder_from_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,7 @@ def _source(text: str, shape: ImageShape, transform: Transform, pixels: Pixels |
     if not path.exists():
         raise BadInput(f"{path}: no such file or folder, expected images")
     if path.suffix in ARRAYS:
-        return array_from_path(path, shape=shape, pixels=pixels)
+        return Array.from_path(path, shape=shape, pixels=pixels)
     raise BadInput(f"{path}: expected a folder of images, shards-{{000..099}}.tar, or {', '.join(ARRAYS)}")
 
 

@@ -2,7 +2,6 @@
 inputs that are counted, identified by content, and read in order.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
+from .draw import digest_of_contents, drawn_places
 from .fingerprints import no_ids
 
 NAMED = 5
@@ -173,10 +173,9 @@ class OpenedInputs(Generic[InputsT_co]):
             raise BadInput(f"{reasons}{allowed}")
 
     def _at(self, places: tuple[int, ...]) -> Self:
-        hashes, digest = self._hashes(places), hashlib.sha256()
-        for place, content in zip(places, hashes, strict=True):
-            digest.update(self._name(place).encode() + b"\0" + content)
-        return replace(self, places=places, ids=ids_from_hashes(hashes), digest=digest.hexdigest())
+        hashes = self._hashes(places)
+        digest = digest_of_contents(zip(map(self._name, places), hashes, strict=True))
+        return replace(self, places=places, ids=ids_from_hashes(hashes), digest=digest)
 
     def subset(self, positions: Sequence[int]) -> Self:
         """Those at these positions alone."""
@@ -184,15 +183,7 @@ class OpenedInputs(Generic[InputsT_co]):
 
     def sampled(self, samples: int | None, seed: int, *, where: object) -> Self:
         """`samples` of all available ones drawn by `seed`, in their order, or all. Raises BadInput for fewer."""
-        if samples is None:
-            return self._at(tuple(range(self.available)))
-        if samples not in range(1, self.available + 1):
-            raise BadInput(
-                f"{where}: got {self.available} {self.noun}, but {samples} samples were asked for; ask for 1 to "
-                f"{self.available} or all"
-            )
-        chosen = np.random.default_rng(seed).choice(self.available, samples, replace=False)
-        return self._at(tuple(sorted(chosen.tolist())))
+        return self._at(drawn_places(self.available, samples, seed, noun=self.noun, where=where))
 
 
 InputSet = OpenedInputs[Inputs]

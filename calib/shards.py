@@ -16,7 +16,8 @@ from typing import IO, NamedTuple
 from ground.errors import BadInput
 from ground.files import escapes_directory, regular_file
 
-from .sources import SUFFIXES, ImageShape, Pictures, Transform, refuse_large
+from .image_arrays import ImageShape
+from .sources import SUFFIXES, Pictures, Transform, refuse_large
 
 BLOCK = tarfile.BLOCKSIZE
 LONGEST_NOTE = 2**20

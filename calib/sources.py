@@ -6,27 +6,23 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ground.arrays import array_from_npy, array_from_npz, arrays_from_safetensors
 from ground.errors import BadInput
 from ground.files import regular_file
+
+from .image_arrays import ImageArray, ImageShape
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 # A file's content says which of these it is, whatever its name ends in; every other reader of Pillow's stays unused.
 FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
 MOST_BYTES = 2**28
-KEY = "images"
 Transform = Callable[[Image.Image], Tensor]
-Normalise = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
-Pixels = Callable[[], Normalise]
-ImageShape = tuple[int, int, int]
 
 
 class Source(Protocol):
@@ -123,47 +119,10 @@ def folder_from_path(root: Path, *, shape: ImageShape, transform: Transform) -> 
     return Folder(root=root, names=names, shape=shape, transform=transform)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Array:
-    """Rows of images_N3HW, already preprocessed, or pixels that are not normalised yet; memory-mapped where the file
-    allows it.
-    """
+class Array(ImageArray):
+    """The rows of an array as tensors."""
 
-    path: Path
-    images_N3HW: NDArray[np.float32] | NDArray[np.uint8]
-    shape: ImageShape
-    pixels: Normalise | None = None
-
-    def __len__(self) -> int:
-        return len(self.images_N3HW)
-
-    def name(self, position: int) -> str:
-        return str(position)
-
-    def content(self, position: int) -> bytes:
-        content: bytes = self.images_N3HW[position].tobytes()
-        return content
+    __slots__ = ()
 
     def image(self, position: int) -> Tensor:
-        row: NDArray[Any] = np.array(self.images_N3HW[position])
-        if row.dtype == np.uint8:
-            assert self.pixels is not None, self.path
-            row = self.pixels(row)
-        return checked_image(torch.from_numpy(row), f"{self.path}[{position}]", self.shape)
-
-
-def array_from_path(path: Path, *, shape: ImageShape, pixels: Pixels | None = None) -> Array:
-    """[N,3,H,W] float32, or uint8 where `pixels` gives what makes images of those, from .npy (memory-mapped), or from
-    key `images` of .npz or .safetensors.
-    """
-    if path.suffix == ".npy":
-        array = array_from_npy(path, mapped=True)
-    else:
-        array = array_from_npz(path, KEY) if path.suffix == ".npz" else arrays_from_safetensors(path, key=KEY)[KEY]
-    dtypes = (np.float32,) if pixels is None else (np.float32, np.uint8)
-    if array.dtype not in dtypes or array.ndim != 4 or array.shape[1:] != shape:
-        or_pixels = "" if pixels is None else ", or uint8 pixels, resized and cropped"
-        expected = f"float32 [N,{','.join(map(str, shape))}], already preprocessed{or_pixels}"
-        raise BadInput(f"{path}: got {array.dtype} {list(array.shape)}, expected {expected}")
-    normalise = None if pixels is None or array.dtype != np.uint8 else pixels()
-    return Array(path=path, images_N3HW=array, shape=shape, pixels=normalise)
+        return torch.from_numpy(self.row(position))

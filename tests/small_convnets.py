@@ -17,9 +17,9 @@ from timm.models.mobilenetv3 import _create_mnv3
 from torch import Tensor, nn
 
 from calib.images import Images
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.method import Method, method_from_preset
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.sites import Site

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calib.images import Images
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
 

@@ -26,7 +26,7 @@ from corp_deploy.invocation.option import options_of
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.source import Source
 from corp_deploy.store.checkpoint import load_weights
-from corp_deploy.store.onnx_file import facts_of_onnx
+from corp_deploy.store.graph_facts import facts_of_onnx
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import tiny

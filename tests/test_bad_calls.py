@@ -30,8 +30,8 @@ from calib.moments import ChannelMoments
 from corp_deploy.cli import main
 from corp_deploy.commands.options import RegularPath
 from corp_deploy.store.checkpoint import save
+from corp_deploy.store.graph_facts import PREFIX
 from corp_deploy.store.inputs import labels_from_path
-from corp_deploy.store.onnx_file import PREFIX
 from corp_deploy.views.console import Output
 from export.engine.record import record_path
 from export.triton.repository import write_repository

@@ -22,9 +22,9 @@ from corp_deploy.polish.matrices import Matrix
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.models.merging import Merging
 from ground.errors import Missing
 from tests import tiny
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.quality import perceptual
 from calib.combination import difference, merge
-from calib.fingerprints import ALIKE, BITS, Fingerprints, FingerprintsText, are_alike, perceptual_hashes
+from calib.fingerprints import ALIKE, BITS, Fingerprints, are_alike, perceptual_hashes
+from calib.fingerprints_text import FingerprintsText
 from ground.errors import BadInput
 from tests.test_calib_store import moments
 

@@ -14,7 +14,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.timm_library import NORMS
 from corp_deploy.release.check import opened_graph
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from corp_deploy.store.onnx_file import facts_of_onnx
+from corp_deploy.store.graph_facts import facts_of_onnx
 from export.engine.record import record_of_plan
 from export.graph.precision import typed_copy
 from export.graph.weights import weight_shares

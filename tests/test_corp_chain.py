@@ -14,20 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.inspection import margins_of, merge_margins
 from corp_deploy.families.traced_model import traced
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
-from corp_deploy.proof.chain import Proof, prove, save_proof
-from corp_deploy.proof.inputs import ProofInputs, inputs_from_set, random_inputs
-from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.chain import prove
+from corp_deploy.proof.inputs import ProofInputs
+from corp_deploy.proof.limits import ParityLimits
+from corp_deploy.proof.model_inputs import inputs_from_set, random_inputs
+from corp_deploy.proof.outcome import Proof, save_proof
 from corp_deploy.proof.own_noise import HalfProducts
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
-from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.steps import Merge, StreamState
 from corp_deploy.traced.models.token_merging import TokenMerge
 from export.graph.to_onnx import onnx_from_model

@@ -19,7 +19,7 @@ from torch import nn
 
 import corp_deploy
 from corp_deploy.families.family import image_spec, sites_of
-from corp_deploy.families.trusted_code import trusting_code
+from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.module import replaced

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from corp_deploy.families import timm_library
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import count, counted, macs, parameters, site_costs
 from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.inspection import inspection_of_model
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.module import replaced
 from corp_deploy.traced.models.narrowing import at_widths

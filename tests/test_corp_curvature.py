@@ -21,7 +21,6 @@ from calib.inputs import batch_size
 from calib.moments import ChannelMoments, Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import curvature
 from corp_deploy.planning.curvature import output_metrics
@@ -38,9 +37,10 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import site_moments
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.spec.merging import Merging
+from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.models.merging import Merging
 from tests.refusals import rejects
 
 from . import tiny

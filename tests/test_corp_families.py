@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.curves import CostCurve, cost_curves, eliminations
@@ -28,6 +26,8 @@ from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import metadata_of_checkpoint

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from benchmarks.trust.faults_scenarios import RECIPE
-from calib.fingerprints import Fingerprints, FingerprintsText
+from calib.fingerprints import Fingerprints
+from calib.fingerprints_text import FingerprintsText
 from calib.store import load
-from corp_deploy.store.checkpoint import fitted_of_lineage, save
+from corp_deploy.store.checkpoint import save
+from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.model_config import load_model_config
 from tests import decoders, tiny
 from tests.command import invoked, refuses, run
@@ -50,7 +52,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fitted_to(directory: Path) -> Fingerprints:
     known = fitted_of_lineage(load_model_config(directory).lineage, where=str(directory))
     assert known is not None
-    return known
+    return known.fingerprints
 
 
 def verified(home: Path, output: Path, images: str, *candidates: object, extra: tuple[object, ...] = ()) -> Any:

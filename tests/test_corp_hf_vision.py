@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.family import image_spec, output_ports, sites_of
 from corp_deploy.families.hf_config import CLASSES, vision_model
 from corp_deploy.families.hf_preprocessing import prepared, ratio_of, share_of
+from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.pairs import TracedPairs

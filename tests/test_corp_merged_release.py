@@ -18,8 +18,8 @@ from corp_deploy.families.inspection import inspection_of_model, merging_record
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.request import merging_from_choice
 from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import load_checkpoint
-from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.parts import tokens_that_enter
 from corp_deploy.views.inspection import merging_lines
 from ground.errors import BadInput

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from corp_deploy import load
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import answers, output_ports, outputs_of, steps_to_outputs, with_outputs
 from corp_deploy.families.traced_model import traced
@@ -31,12 +30,13 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.merging import Merging
+from corp_deploy.spec.outputs import Outputs, outputs_from_text
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model, model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
-from corp_deploy.traced.models.merging import Merging
-from corp_deploy.traced.models.outputs import Outputs, outputs_from_text
 from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput
 from tests import hf_towers, small_convnets, timm_models, tiny

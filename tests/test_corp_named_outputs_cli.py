@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from corp_deploy import load
 from corp_deploy.families.family import output_ports, with_outputs
-from corp_deploy.traced.models.outputs import outputs_from_text
+from corp_deploy.spec.outputs import outputs_from_text
 from export.graph.to_onnx import onnx_from_model, save
 from ground.ports import OutputPort, Port, Role
 from tests import tiny

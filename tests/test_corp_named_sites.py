@@ -15,16 +15,16 @@ from torch.nn import functional as F
 
 import corp_deploy
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.given_module import architecture_of, build, facts_of_module
 from corp_deploy.families.inspection import traced_rows
-from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.planning.request import left_alone
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.spec.architecture import Preprocessing
+from corp_deploy.spec.trusted_code import Code, trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.module import traced_module

@@ -18,9 +18,10 @@ from corp_deploy.invocation.option_support import Axis, words_of
 from corp_deploy.invocation.reduction_table import ATTENTION, IMAGES, LOOP, POLISH, PRESET, WIDTHS
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, VERIFY
-from corp_deploy.proof import speed as side_by_side
+from corp_deploy.proof import contender, model_contender, speed
+from corp_deploy.proof.contender import contender_from_engine
 from corp_deploy.reduction.method import PRESETS
-from corp_deploy.store.onnx_file import facts_of_onnx
+from corp_deploy.store.graph_facts import facts_of_onnx
 from export.engine.options import BuildOptions
 from export.engine.record import EngineRecord, record_path, sha256_of
 from export.graph.ports import GraphPort
@@ -104,7 +105,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         def opened(*_: object, **told: Any) -> None:
             found.runner, found.told = name, found.told | told
 
-        monkeypatch.setattr(side_by_side, name, opened)
+        monkeypatch.setattr(model_contender if name == "ModuleRunner" else contender, name, opened)
 
     def measured(subjects: Any, *_: object, **told: Any) -> NoReturn:
         found.told |= told
@@ -113,8 +114,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     for name in ("ModuleRunner", "OnnxRunner", "OpenVinoRunner", "EngineRunner"):
         stand_in(name)
-    monkeypatch.setattr(side_by_side, "bench", measured)
-    monkeypatch.setattr(side_by_side, "first_uuid", lambda: None)
+    monkeypatch.setattr(speed, "bench", measured)
+    monkeypatch.setattr(speed, "first_uuid", lambda: None)
     return found
 
 
@@ -174,11 +175,11 @@ def test_an_engine_costs_what_the_graph_beside_it_says_where_it_is_that_graph(ho
     record = replace(record_of("tensorrt"), onnx_sha256=sha256_of(content), onnx_bytes=len(content))
     record_path(plan).write_text(record.to_json())
     facts = facts_of_onnx(graph)
-    told = side_by_side._from_engine("dense", plan, RunOptions())
+    told = contender_from_engine("dense", plan, RunOptions())
     assert (told.macs, told.params) == (facts.macs, facts.parameters)
     assert told.macs
     graph.write_bytes(content + b"\0")
-    told = side_by_side._from_engine("dense", plan, RunOptions())
+    told = contender_from_engine("dense", plan, RunOptions())
     assert (told.macs, told.params) == (None, None)
 
 

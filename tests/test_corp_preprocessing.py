@@ -16,19 +16,20 @@ from safetensors.torch import save_file
 
 from calib.store import load
 from corp_deploy.families import traced_model as vit
-from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.family import image_spec
 from corp_deploy.invocation.running import FedOptions
 from corp_deploy.proof.chain import prove
-from corp_deploy.proof.inputs import feeds_to_time, random_inputs
-from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.limits import ParityLimits
+from corp_deploy.proof.model_inputs import feeds_to_time, random_inputs
+from corp_deploy.proof.port_images import images_of_port
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_toml import text_of_recipe
+from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store import checkpoint as directories
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import images_for_model, images_for_port
+from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.module_model import checkpoint_from_module
 from corp_deploy.store.onnx_file import metadata_of_checkpoint
 from ground.feeds import single_array
@@ -320,11 +321,11 @@ def test_records_of_earlier_versions_hold_the_mean_that_was_never_applied(tmp_pa
         rejects("taken with another preprocessing", require_same_model, model, spoilt)
     port, note = Port(name="images", shape=(1, 32, 32)), json.dumps(earlier)
     drawn: dict[str, Any] = {"where": "m.onnx", "samples": None, "seed": 0}
-    assert images_for_port(port, note, tmp_path / "images.npz", **drawn).count == 8
+    assert images_of_port(port, note, tmp_path / "images.npz", **drawn).count == 8
     said = "pixels.npz: .* its mean, 0.1 0.2 0.3, is of 3 channels"
-    rejects(said, images_for_port, port, note, tmp_path / "pixels.npz", **drawn)
-    pixels = images_for_port(replace(port, dtype="uint8"), note, tmp_path / "pixels.npz", **drawn)
-    assert next(iter(pixels.batches(8))).unique().tolist() == [51.0]
+    rejects(said, images_of_port, port, note, tmp_path / "pixels.npz", **drawn)
+    pixels = images_of_port(replace(port, dtype="uint8"), note, tmp_path / "pixels.npz", **drawn)
+    assert np.unique(single_array(pixels.feeds)).tolist() == [51]
 
 
 def test_pixels_that_can_not_be_normalised_are_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from corp_deploy.proof.candidates import candidate_from_path, outputs_at
 from corp_deploy.proof.kept_sites import bounds_of
 from corp_deploy.proof.locate import fix_command
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from corp_deploy.store.onnx_file import facts_of_onnx
+from corp_deploy.store.graph_facts import facts_of_onnx
 from export.engine.record import record_of_plan
 from export.engine.session import Library, remedies
 from ground.feeds import Feeds, Outputs

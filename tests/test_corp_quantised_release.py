@@ -9,7 +9,7 @@ import pytest
 
 from corp_deploy.invocation.engine import ServingOptions
 from corp_deploy.release.serving import is_faster, package_of_directory, quantised_graph, to_serve
-from corp_deploy.store.onnx_file import facts_of_onnx
+from corp_deploy.store.graph_facts import facts_of_onnx
 from perf.record.runs import Bench, Block, Row, load_bench, save_bench
 from tests import tiny
 from tests.command import refuses, run

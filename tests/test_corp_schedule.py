@@ -13,7 +13,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import joint_planner
-from corp_deploy.planning.budget import dense_cost
+from corp_deploy.planning.cost import dense_cost
 from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.joint_planner import ABOUT, JointPlanner, _metrics_beside
@@ -32,8 +32,8 @@ from corp_deploy.planning.schedule import (
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.merging import Merging, most_merged, tokens_after
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.merging import Merging, most_merged, tokens_after
 from ground.errors import BadInput
 
 from . import tiny

@@ -17,9 +17,7 @@ from torch.nn import functional
 
 from calib.images import Images
 from calib.store import save as save_moments
-from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.method_choice import sparsities_from_text
 from corp_deploy.invocation.reduction import ReduceOptions
@@ -29,11 +27,13 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.sparse_places import LayerSparsity, SparsityReport
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.merging import Merging
+from corp_deploy.spec.sparsity import Sparsity
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from corp_deploy.traced.models.layers import layered
-from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import replaced
 from ground.errors import BadInput
 from ground.files import sha256_of_file

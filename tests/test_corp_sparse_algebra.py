@@ -10,7 +10,7 @@ from torch import Tensor
 from corp_deploy.algebra.regression import Regression
 from corp_deploy.algebra.sparse_patterns import cast_mask, holds, interleaved, magnitude_mask, obs_mask, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, damped, refitted, sparse_layer
-from corp_deploy.algebra.sparsity import Rule, Sparsity, sparsity_from_text
+from corp_deploy.spec.sparsity import Rule, Sparsity, sparsity_from_text
 from tests.refusals import rejects
 
 TWO_OF_FOUR = Sparsity(kept=2, of=4)

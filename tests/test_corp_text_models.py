@@ -20,11 +20,11 @@ from corp_deploy.families.family import text_spec
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.read_tokens import places_read
+from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.transformers_directory import load_transformers
 from corp_deploy.store.transformers_saved import transformers_form
-from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput, Missing
 from tests import encoders

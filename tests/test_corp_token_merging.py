@@ -19,16 +19,16 @@ from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy import load
 from corp_deploy.algebra.regression import RegressionSums
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import with_merging
 from corp_deploy.proof.structural_tests import shift_of_inputs
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.moments import merging_note
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.merging import How, Merging, Metric, schedule_from_text
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.traced.models.layers import layered
-from corp_deploy.traced.models.merging import How, Merging, Metric, schedule_from_text
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.steps import Merge, StreamState
 from corp_deploy.traced.models.token_merging import (

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.torchvision_models import architecture_of
+from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
 from tests.refusals import rejects

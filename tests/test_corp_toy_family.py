@@ -10,7 +10,7 @@ from torch import nn
 
 from corp_deploy import load
 from corp_deploy.families import family
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, save
 from tests import tiny
 from tests.command import invoked

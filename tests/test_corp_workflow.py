@@ -14,9 +14,9 @@ from click.testing import Result
 from calib.store import load
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.widths import aligned_width, aligned_widths
-from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
+from corp_deploy.planning.budget import allocate, uniform_for_share
 from corp_deploy.planning.budget import uniform as evenly
+from corp_deploy.planning.cost import dense_cost
 from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.judging import outputs
 from corp_deploy.planning.plan import choose_heads
@@ -25,8 +25,9 @@ from corp_deploy.proof.engine_search import RepairResult
 from corp_deploy.proof.locate import fix_command
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.widths import aligned_width, aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.store.onnx_file import facts_of_onnx
+from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.traced.models.module import replaced
 from perf.parity.measures import measures
 from tests import tiny

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import corp_deploy
 from benchmarks.pages.worked import SCRIPT, worked
 from corp_deploy.cli import main
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from examples.digits.images import load
 from tests.decoders import text, write_decoder

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.proof.engine_search import RepairResult, fewest, offered
 from corp_deploy.proof.kept_sites import sites_to_keep
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
-from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
+from corp_deploy.store.graph_facts import facts_of_onnx
+from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.narrowing import at_widths
 from export.engine.audit import Audit
 from export.engine.fusion import Kernel, fusion_of, kernels_from_inspector, kernels_from_log

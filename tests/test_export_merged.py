@@ -15,7 +15,7 @@ from torch import nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.inspection import merge_margins
-from corp_deploy.traced.models.merging import Merging
+from corp_deploy.spec.merging import Merging
 from export.graph.to_onnx import onnx_from_model, save
 from export.triton.config import Serving
 from export.triton.lint import lint_repository

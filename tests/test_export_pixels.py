@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec
 from corp_deploy.store.checkpoint import Checkpoint, save
+from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.store.onnx_file import AHEAD, export_checkpoint, facts_of_onnx
+from corp_deploy.store.onnx_file import AHEAD, export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from corp_deploy.traced.models.narrowing import at_widths
 from corp_deploy.traced.programs.exported import Called

@@ -14,7 +14,8 @@ from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.heads import opened_heads
 from corp_deploy.store.checkpoint import save
-from corp_deploy.store.onnx_file import NORMALISED, PREFIX, SPARSITY, facts_of_onnx, require_sparse_graph
+from corp_deploy.store.graph_facts import NORMALISED, PREFIX, SPARSITY, facts_of_onnx
+from corp_deploy.store.onnx_file import require_sparse_graph
 from export.graph.check import check_onnx, load_onnx
 from export.triton.signature import signature_from_onnx
 from ground.errors import BadInput

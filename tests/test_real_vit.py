@@ -23,8 +23,8 @@ from corp_deploy.families.counting import macs
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.merging import Merging
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.models.merging import Merging
 from tests import tiny
 from tests.refusals import rejects
 

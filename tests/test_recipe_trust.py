@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.release import calls
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.recipe import trusted_metrics
 from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.spec.trusted_code import trusting_code
 from tests.command import invoked, refuses, run
 from tests.refusals import rejects
 

@@ -14,7 +14,6 @@ from timm.models import beit, maxxvit, swin_transformer, swin_transformer_v2, vi
 from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs, parameters, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
@@ -23,9 +22,10 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.steps import StreamState

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from calib.inputs import InputSet, run_model, tensors_by_name
 from calib.moments import ChannelMoments, HeadMoments
-from corp_deploy.algebra.sparsity import Sparsity
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import steps, traced, tracing
 from corp_deploy.polish.options import PolishOptions
@@ -27,6 +25,8 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.sparsity import Sparsity
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import arrays_for_model, texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers

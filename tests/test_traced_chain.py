@@ -18,7 +18,6 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.families.timm_library import NORMS
-from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.polish.walk import blocks
@@ -26,6 +25,7 @@ from corp_deploy.proof.locate import graph_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.finding.site import Index

@@ -21,7 +21,6 @@ from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters, site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.widths import Widths
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import request_of
@@ -32,10 +31,11 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.spec.merging import Merging
+from corp_deploy.spec.widths import Widths
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers
-from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.narrowing import at_widths
 from export.graph.to_onnx import onnx_from_model

@@ -20,14 +20,14 @@ from torch.nn import functional
 
 from calib.inputs import as_tuple
 from calib.moments import ChannelMoments
-from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.family import output_ports, sites_of
 from corp_deploy.families.given_module import facts_of_module
 from corp_deploy.families.traced_model import traced
-from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.architecture import Architecture, Preprocessing
+from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import arrays_for_model

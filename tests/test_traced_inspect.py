@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.counting import macs
 from corp_deploy.families.given_module import facts_of_module
 from corp_deploy.families.inspection import traced_rows
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.refusals import first_plan, refuse_far
+from corp_deploy.planning.first_plan import first_plan, refuse_far
 from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.module import traced_module
 from ground.errors import BadInput

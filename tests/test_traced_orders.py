@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import traced, tracing
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.layers import reordered, scores, streams
 from tests import timm_models, tiny

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from calib.images import Images
 from calib.inputs import InputSet
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.given_module import facts_of_module
 from corp_deploy.families.traced_model import steps, tracing
 from corp_deploy.polish.blocks import fitted_steps
@@ -30,8 +29,9 @@ from corp_deploy.polish.walk import Block, StreamPair, pairs_of, walk
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.architecture import Architecture, Preprocessing
+from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import replaced, traced_module
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from tests import tiny

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import traced
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.programs.exported import with_one_type_

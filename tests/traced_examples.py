@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.given_module import architecture_of
-from corp_deploy.families.trusted_code import Code, trusting_code
+from corp_deploy.spec.architecture import Architecture, Preprocessing
+from corp_deploy.spec.trusted_code import Code, trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 
 SIDE = 32

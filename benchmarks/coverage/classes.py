@@ -20,10 +20,10 @@ import torch
 from torch import fx, nn
 
 from benchmarks.real.record import Record
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import sites_of, traced, tracing
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import inputs_for_model
 from corp_deploy.traced.finding.flow import labels_of

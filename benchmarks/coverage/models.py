@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from calib.inputs import Inputs, InputSet, as_tuple, run_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import image_spec, sites_of
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model, texts_for_model

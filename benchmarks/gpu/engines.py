@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.gpu import models
 from benchmarks.gpu.record import Record, Row, Task, reason_of
 from benchmarks.gpu.setting import GEOMETRIES, Setting
-from corp_deploy.families.widths import HeadGeometry
+from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint, save
 from ground.errors import BadInput as NotLoaded
 from ground.errors import Missing
@@ -161,8 +161,8 @@ def proved(setting: Setting, backend: str | None) -> Row:
     """The chain: dense torch, reduced torch, ONNX FP32, ONNX FP16 and, where there is a backend, its engine."""
     from corp_deploy.proof.candidates import candidate_from_path
     from corp_deploy.proof.chain import prove
-    from corp_deploy.proof.inputs import random_inputs
-    from corp_deploy.proof.link_rules import ParityLimits
+    from corp_deploy.proof.limits import ParityLimits
+    from corp_deploy.proof.model_inputs import random_inputs
     from corp_deploy.store.onnx_file import export_checkpoint
 
     dense, reduced = (checkpoint_of(variant, setting) for variant in ("dense", "padded"))

@@ -17,7 +17,7 @@ from benchmarks.gpu.race import DENSE, estimate_s, plan_of, raced
 from benchmarks.gpu.record import Record, Row, Task
 from benchmarks.gpu.setting import GEOMETRIES, Setting
 from benchmarks.gpu.subjects import Mode, Subject, compile_blocks
-from corp_deploy.families.widths import HeadGeometry
+from corp_deploy.spec.widths import HeadGeometry
 from perf.runners.module import DTYPES
 from perf.timing.watch import Watch
 

@@ -13,12 +13,12 @@ from torch import nn
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from benchmarks.quality.timm_sites import first_widths
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import count, macs
 from corp_deploy.families.family import input_ports
-from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.narrowing import at_widths
 from perf.runners.module import DTYPES, Precision

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.procedural_images import CLASSES
-from corp_deploy.families.widths import HeadGeometry
+from corp_deploy.spec.widths import HeadGeometry
 from perf.runners.module import Precision
 
 MODELS = {

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.gpu import images as pictures
 from benchmarks.gpu.setting import TINY, Setting
 from benchmarks.quality.procedural_images import CLASSES
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from perf.stats.decision import wilson
 

@@ -20,10 +20,10 @@ from benchmarks.gpu.setting import GEOMETRIES, Setting
 from benchmarks.gpu.subjects import Images, Mode, Subject, compile_blocks
 from benchmarks.real.rows import Schedules, Sparsities
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning.request import merging_from_choice
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import dense_from_architecture
 from perf.runners.module import DTYPES, Precision
 from perf.timing.watch import Watch

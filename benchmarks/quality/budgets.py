@@ -29,7 +29,6 @@ from benchmarks.quality.procedural_vit import trained
 from benchmarks.real.record import Record
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.machine import versions
 from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner
@@ -38,6 +37,7 @@ from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.widths import Width, is_empty
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.values import TracedValues

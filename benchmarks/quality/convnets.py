@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from benchmarks.real.record import Record
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs
-from corp_deploy.families.widths import Widths
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.machine import versions
 from corp_deploy.proof.speed import measure
@@ -35,6 +33,8 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import LoopName, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.widths import Widths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import images_for_model

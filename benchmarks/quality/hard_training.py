@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from benchmarks.quality.procedural_images import CLASSES, IMAGE_SIZE, WAVELENGTHS, Labelled, made
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 
 SEED, BANDS, DEPTH = 0, 3, 6

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import corp_deploy
-from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.given_module import architecture_of
-from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.machine import versions
+from corp_deploy.spec.architecture import Architecture, Preprocessing
+from corp_deploy.spec.trusted_code import Code, trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from ground.errors import BadInput
 from ground.files import write_json

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.quality.procedural_images import CLASSES, IMAGE_SIZE, made
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 
 SEED = 0

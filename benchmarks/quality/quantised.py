@@ -27,11 +27,11 @@ from benchmarks.real.place import assembled
 from benchmarks.real.subject import Calibration, Subject
 from benchmarks.real.weights import ARCHITECTURE
 from benchmarks.speed.cpu_latency import halved
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
 from corp_deploy.proof.speed import measure
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of

@@ -25,11 +25,11 @@ from benchmarks.quality.timm_sites import Attention, attentions
 from calib.inputs import InputSet, map_tensors, run_model
 from calib.moments import Moments
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import Missing
 from ground.files import write_json

@@ -32,7 +32,6 @@ from benchmarks.real.subject import WEIGHTS
 from benchmarks.real.weights import ARCHITECTURE
 from calib.inputs import InputSet, run_model
 from calib.moments import Moments
-from corp_deploy.algebra.sparsity import KINDS, Sparsity
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.machine import versions
@@ -42,6 +41,7 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.spec.sparsity import KINDS, Sparsity
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.transformers_directory import load_transformers

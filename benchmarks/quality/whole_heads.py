@@ -22,15 +22,15 @@ from benchmarks.quality.layer_polish import BATCH, SUBJECTS, Subject, outputs
 from benchmarks.quality.rotation import NAMES, relative
 from benchmarks.quality.timm_sites import attentions, graph_macs
 from calib.moments import Moments
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.families.widths import Widths
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.widths import Widths
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.narrowing import at_widths

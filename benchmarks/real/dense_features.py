@@ -28,8 +28,8 @@ from benchmarks.real.rows import METHODS, Method, words
 from benchmarks.real.subject import Calibration, Subject
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import output_ports, with_outputs
+from corp_deploy.spec.outputs import Outputs
 from corp_deploy.store.checkpoint import load_checkpoint
-from corp_deploy.traced.models.outputs import Outputs
 from export.graph.to_onnx import onnx_from_model, save
 from ground.ports import OutputPort, Port
 

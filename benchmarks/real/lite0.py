@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.real.place import ROOT, assembled, wheels
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.spec.architecture import Architecture
 from ground.errors import Missing
 
 ARCHITECTURE = Architecture(name="tf_efficientnet_lite0")

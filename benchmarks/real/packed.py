@@ -27,7 +27,7 @@ from benchmarks.real.head import SaliencyHead, head_of
 from benchmarks.real.photographs import MEAN, STD
 from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from ground.errors import Missing
 from ground.files import write_json

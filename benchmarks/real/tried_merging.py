@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.real.bench import Bench, with_bench
 from benchmarks.real.measures import BATCH
 from benchmarks.real.tried import KIND
-from corp_deploy.traced.models.merging import grown
+from corp_deploy.spec.merging import grown
 from corp_deploy.traced.models.token_merging import Tokens, key_bias, matched, merged, sources_of, unmerged, ward
 
 EVERY = 12

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from torch import Tensor
 
 from benchmarks.real.place import ROOT, wheels
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.spec.architecture import Architecture
 from ground.errors import BadInput, Missing
 
 ARCHITECTURE = Architecture(name="vit_small_patch14_dinov2", kwargs={"img_size": 224, "num_classes": 0})

@@ -25,12 +25,13 @@ from safetensors.torch import load_file
 from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE as DINOV2
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
-from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
+from corp_deploy.store.graph_facts import facts_of_onnx
+from corp_deploy.store.onnx_file import export_checkpoint
 from examples.digits.images import load
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions

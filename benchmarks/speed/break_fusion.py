@@ -13,8 +13,8 @@ from typing import Any
 import click
 import torch
 
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.proof.compatibility import build_priced
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.engine.build import build_engine

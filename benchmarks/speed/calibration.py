@@ -37,8 +37,8 @@ from calib.collect import Collector, Options, collect
 from calib.memory import Shape, bytes_needed, shapes_of_sites
 from calib.moments import ChannelMoments, HeadMoments
 from calib.sites import ChannelTaps, Site
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import example_of, input_ports, listened, sites_of
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.sites import calibration_taps
 from perf.timing.watch import cpu_name

@@ -14,13 +14,13 @@ from typing import Any
 import click
 
 from benchmarks.quality.timm_sites import graph_macs
-from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.machine import versions
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.narrowing import at_widths

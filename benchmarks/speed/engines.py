@@ -23,9 +23,9 @@ from torch import nn
 
 from benchmarks.speed.cpu_latency import halved
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import count
 from corp_deploy.families.family import input_ports
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions

@@ -26,12 +26,12 @@ from benchmarks.coverage.models import dense, inputs
 from benchmarks.real.record import Record
 from benchmarks.speed.cpu_latency import halved
 from calib.inputs import chunks, tensors_by_name
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.invocation.running import Backend, RunOptions
 from corp_deploy.machine import versions
 from corp_deploy.proof.speed import measure
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.views.speed import speed_record

@@ -22,13 +22,13 @@ import torch
 
 from calib import store
 from calib.images import Images
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.machine import versions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.request import ReductionRequest, request_of
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
 from ground.files import write_json

@@ -25,10 +25,10 @@ from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE
 from corp_deploy.demo.digits.images import load
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import image_spec, input_ports, output_ports
 from corp_deploy.families.timm_library import NORMS
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.graph.pixels import takes_pixels

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Run, candidate_from_path, outputs_at
@@ -30,6 +29,7 @@ from corp_deploy.proof.own_noise import HalfProducts
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from corp_deploy.algebra.sparse_patterns import magnitude_mask
-from corp_deploy.algebra.sparsity import Sparsity
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.sparsity import Sparsity
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.engine.build import build_engine

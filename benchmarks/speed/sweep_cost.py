@@ -22,7 +22,6 @@ import torch
 from calib.collect import collect
 from calib.moments import Moments
 from calib.store import save
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, listened, sites_of
 from corp_deploy.machine import versions
 from corp_deploy.planning.curves import eliminations
@@ -31,6 +30,7 @@ from corp_deploy.planning.sweep import SweepContext, sweep
 from corp_deploy.planning.sweep_trials import SweepRequest
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model, lineage_of_model
 from corp_deploy.traced.models.sites import calibration_taps

@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from .sparsity import Sparsity
+from corp_deploy.spec.sparsity import Sparsity
 
 
 def saliency(weight_OK: Tensor, spread_K: Tensor) -> Tensor:

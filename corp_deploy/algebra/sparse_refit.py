@@ -9,10 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from corp_deploy.spec.sparsity import Rule, Sparsity
+
 from .quadratic import pseudo_solve
 from .regression import Regression
 from .sparse_patterns import cast_mask, magnitude_mask, obs_mask
-from .sparsity import Rule, Sparsity
 
 _SINGULAR = 1e-12  # pivots below this share of a row's largest count as zero
 _AT_ONCE = 2**24  # numbers in the systems of one solve: 128 MB

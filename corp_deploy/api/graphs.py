@@ -7,8 +7,8 @@ from pathlib import Path
 from corp_deploy.invocation.export_choice import ExportFiles, ExportOptions
 from corp_deploy.invocation.inputs import Drawn
 from corp_deploy.proof.graphs import Graphs
-from corp_deploy.proof.inputs import inputs_from_set
-from corp_deploy.store.onnx_file import facts_of_onnx
+from corp_deploy.proof.model_inputs import inputs_from_set
+from corp_deploy.store.graph_facts import facts_of_onnx
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from calib.inputs import InputSet
 from calib.moments import Moments
-from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.family import with_outputs
 from corp_deploy.families.given_module import available_module, taken_of_arrays
 from corp_deploy.families.named_layers import with_named_sites
-from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.invocation import source
 from corp_deploy.invocation.option import PathLike as PathLike
 from corp_deploy.invocation.option import Record
+from corp_deploy.spec.architecture import Preprocessing
+from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import inputs_for_model
 from corp_deploy.store.module_model import checkpoint_from_module

@@ -11,10 +11,11 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, with_runtimes
-from corp_deploy.proof.chain import prove, save_proof
+from corp_deploy.proof.chain import prove
 from corp_deploy.proof.engine_trust import trusting_engines
-from corp_deploy.proof.inputs import inputs_from_set
-from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.limits import ParityLimits
+from corp_deploy.proof.model_inputs import inputs_from_set
+from corp_deploy.proof.outcome import save_proof
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import labels_from_path
 from ground.errors import BadInput

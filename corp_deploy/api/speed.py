@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.invocation.running import BenchFiles, BenchOptions, FedOptions, TextFed
 from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.speed import measure
+from corp_deploy.spec.trusted_code import trusting_code
 from ground.errors import BadInput
 from ground.files import replacing
 from perf.record.runs import Bench, save_bench

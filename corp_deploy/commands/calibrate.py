@@ -202,7 +202,7 @@ def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", mac
     """
     from corp_deploy.families.inspection import inspection_of_model
     from corp_deploy.invocation.reduction import ReduceOptions
-    from corp_deploy.planning.refusals import first_plan
+    from corp_deploy.planning.first_plan import first_plan
     from corp_deploy.views.inspection import inspection_shown, preprocessing_record
 
     checkpoint, macs = model.look(out), budget.macs or MACS

@@ -63,10 +63,12 @@ class ModelChoice(Source):
 
 def chosen_model(model: str | Path, **options: Any) -> ModelChoice:
     """What is named, or what a file says that is named."""
-    from corp_deploy.release.recipe_file import as_named
-
     with usage_errors():
         choice = ModelChoice(model, **options)
+    if Path(model).suffix != ".toml":
+        return choice
+    from corp_deploy.release.recipe_file import as_named
+
     return as_named(choice)
 
 

@@ -121,7 +121,7 @@ def perplexity(
     Example: corp-deploy perplexity hf:opt-1.3b reduced --text held-out.txt --max-ratio 1.05 -o perplexity.json
     """
     from corp_deploy.proof.candidates import candidate_from_path
-    from corp_deploy.proof.chain import EXIT_CODES
+    from corp_deploy.proof.outcome import EXIT_CODES
     from corp_deploy.proof.perplexity import LanguageLimits, perplexities
     from corp_deploy.views.decoders import perplexity_shown
     from ground.files import write_json

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
     """A graph for people and machines."""
-    from corp_deploy.store.onnx_file import facts_of_onnx
+    from corp_deploy.store.graph_facts import facts_of_onnx
     from ground.files import sha256_of_file
 
     facts = facts_of_onnx(path)
@@ -61,7 +61,7 @@ def export_command(
     Example: corp-deploy export --model reduced -o reduced/model.onnx --precision fp32,fp16
     """
     from corp_deploy.proof.graphs import Graphs
-    from corp_deploy.proof.inputs import inputs_from_set
+    from corp_deploy.proof.model_inputs import inputs_from_set
     from corp_deploy.store.dense_model import model_of_directory
     from corp_deploy.store.manifest import path_beside, timed_on, write_effort
     from corp_deploy.views.engine import graph_lines

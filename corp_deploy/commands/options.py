@@ -12,9 +12,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.invocation.option import Invocation, Pairs
 from corp_deploy.invocation.values import ByKind, Values
+from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 

@@ -129,7 +129,7 @@ def latency_table(model: ModelChoice, output: Path, options: LatencyOptions, out
     """
     from corp_deploy.planning.latency import measure_tables
     from corp_deploy.planning.request import LatencyTarget
-    from corp_deploy.views.speed import latency_rows, latency_view
+    from corp_deploy.views.latency import latency_rows, latency_view
 
     method = MethodChoice(heads=options.heads, align=options.align).method
     target = LatencyTarget(

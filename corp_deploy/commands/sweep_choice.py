@@ -152,7 +152,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
     def refuse_far(self, model: "nn.Module") -> None:
         """Raise BadInput for a budget that goes too far into what can be cut."""
-        from corp_deploy.planning.refusals import refuse_far
+        from corp_deploy.planning.first_plan import refuse_far
 
         for share in self.macs:
             refuse_far(model, self._request("best", NO_KNOBS, None).method, "macs", share, self.most_cut)

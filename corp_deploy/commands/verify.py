@@ -18,7 +18,7 @@ from .options import ANY_PATH, FILE, explicit_options, trust_engine_option, trus
 from .verify_run import ProofInputChoice, VerifyRun, keep_proof
 
 if TYPE_CHECKING:
-    pass
+    from corp_deploy.proof.limits import ParityLimits
 
 
 @command(first="weights images random labels samples output batch min-agreement max-error hold-out")
@@ -60,18 +60,12 @@ def verify(
 
     Example: corp-deploy verify dense reduced reduced/model.onnx reduced/model.fp16.onnx --images photos/ -o parity.json
     """
-    from calib.store import load as load_moments
-    from corp_deploy.families.decoder_builder import SETTINGS
-    from corp_deploy.proof.candidates import candidate_from_path, of_model, with_runtimes
-    from corp_deploy.proof.chain import prove
-    from corp_deploy.proof.custom_metrics import Meter, require_runnable
-    from corp_deploy.proof.link_rules import ParityLimits
-    from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
+    from corp_deploy.proof.limits import ParityLimits
     from corp_deploy.store.hub_snapshot import PREFIX
 
     limits = ParityLimits.from_options(options.values)
     of_engines = Path(model.model).suffix in (".plan", ".onnx") or (Path(model.model) / "golden.json").exists()
-    of_graph = len(candidates) == 1 and (candidates[0] / SETTINGS).is_file()
+    of_graph = not of_engines and len(candidates) == 1 and _is_decoder_graph(candidates[0])
     way = "engine" if of_engines else "decoder" if of_graph else "model"
     VERIFY_REFERENCE.refuse([(model.model, way)], explicit_options())
     if of_engines:
@@ -79,6 +73,33 @@ def verify(
     if of_graph:
         directory, output = Path(model.model.removeprefix(PREFIX)), options.record_of(candidates)
         return verify_graph(directory, candidates[0], output, options, inputs, out)
+    return _verify_models(model, candidates, inputs, options, limits, out)
+
+
+def _is_decoder_graph(path: Path) -> bool:
+    """Whether export-decoder has written this directory."""
+    if not path.is_dir():
+        return False
+    from corp_deploy.families.decoder_builder import SETTINGS
+
+    return (path / SETTINGS).is_file()
+
+
+def _verify_models(
+    model: ModelChoice,
+    candidates: tuple[Path, ...],
+    inputs: ProofInputChoice,
+    options: VerifyRun,
+    limits: "ParityLimits",
+    out: Output,
+) -> int:
+    """Prove the chain from a model to the last candidate; the exit code."""
+    from calib.store import load as load_moments
+    from corp_deploy.proof.candidates import candidate_from_path, of_model, with_runtimes
+    from corp_deploy.proof.chain import prove
+    from corp_deploy.proof.custom_metrics import Meter, require_runnable
+    from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
+
     inputs.require()
     output = options.record_of(candidates)
     require_runnable(options.metrics)
@@ -141,14 +162,13 @@ def bench(
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
     from corp_deploy.proof.speed import measure
-    from corp_deploy.store.decoder_graph import is_of_decoder
     from corp_deploy.views.speed import best_batch, repeat_lines, speed_record, speed_table
     from ground.files import replacing
     from perf.record.runs import save_bench
 
     assert files.output is not None, files
     output = Path(files.output)
-    of_graphs = is_of_decoder(dense) or is_of_decoder(reduced)
+    of_graphs = _are_of_decoders(dense, reduced)
     with usage_errors():
         BENCH_OF.refuse([("", "decoders" if of_graphs else "models")], explicit_options())
     if of_graphs:
@@ -177,6 +197,16 @@ def bench(
         out.warn(warning)
     out.result(speed_record(measured), speed_table(measured), *repeat_lines(measured), *best_batch(measured))
     return 0 if measured.is_timed else EXIT_INCONCLUSIVE
+
+
+def _are_of_decoders(*paths: Path) -> bool:
+    """Whether one of them is a directory of a decoder."""
+    directories = [path for path in paths if path.is_dir()]
+    if not directories:
+        return False
+    from corp_deploy.store.decoder_graph import is_of_decoder
+
+    return any(map(is_of_decoder, directories))
 
 
 @command("bench compare")

@@ -20,10 +20,10 @@ from .options import explicit_options
 
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
-    from corp_deploy.proof.chain import Proof
     from corp_deploy.proof.custom_metrics import MetricRequest
     from corp_deploy.proof.inputs import ProofInputs
-    from corp_deploy.proof.link_rules import ParityLimits
+    from corp_deploy.proof.limits import ParityLimits
+    from corp_deploy.proof.outcome import Proof
     from corp_deploy.store.checkpoint import Checkpoint
 
 
@@ -158,7 +158,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
 
 def keep_proof(proof: "Proof", output: Path, out: Output, *more: str) -> int:
     """Write a proof and say what came of it; the exit code."""
-    from corp_deploy.proof.chain import EXIT_CODES, save_proof
+    from corp_deploy.proof.outcome import EXIT_CODES, save_proof
     from corp_deploy.views.parity import parity_shown
 
     save_proof(proof, output)
@@ -207,25 +207,26 @@ class ProofInputChoice(InputOptions):
 
     def open_for_engine(self, artefact: "Artefact") -> "ProofInputs":
         """As an engine takes them, without its model. Raises BadInput for texts and for what can't be prepared."""
-        from calib.rows import open_arrays
-        from corp_deploy.proof.inputs import inputs_from_set, noise_inputs, of_port
-        from corp_deploy.store.inputs import images_for_port
+        from corp_deploy.proof.inputs import noise_inputs
+        from corp_deploy.proof.port_images import images_of_port
 
         if self.random is not None:
             return noise_inputs(artefact.inputs, self.random, self.seed)
         if self.arrays is not None:
+            from calib.rows import open_arrays
+            from corp_deploy.proof.model_inputs import inputs_from_set
+
             return inputs_from_set(open_arrays(self.arrays, artefact.inputs, id_counts={}, **self.drawn))
         if self.images is None or len(artefact.inputs) > 1:
             raise BadInput(
                 f"{artefact.path}: an engine is compared on --images, --arrays or --random; its tokenizer isn't here"
             )
         (port,), where = artefact.inputs, str(artefact.path)
-        source = images_for_port(port, artefact.preprocessing, self.images, where=where, **self.drawn)
-        return of_port(inputs_from_set(source), port, where=str(self.images))
+        return images_of_port(port, artefact.preprocessing, self.images, where=where, **self.drawn)
 
     def of_model(self, dense: "Checkpoint", *, pixels: bool = False) -> "ProofInputs":
         """`pixels`: random ones are made of pixels."""
-        from corp_deploy.proof.inputs import inputs_from_set, random_inputs
+        from corp_deploy.proof.model_inputs import inputs_from_set, random_inputs
 
         if self.random is not None:
             return random_inputs(dense, self.random, self.seed, pixels=pixels)

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Meta
 from torch import nn
 
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.traced.models.module import Facts, refuse_larger, traced_module
 from ground.errors import BadInput
 from ground.ports import OutputPort
 from ground.records import record_from_value
 
-from .architecture import Architecture
 from .text_config import TextConfig, architecture_from
 from .text_encoder import EncoderArchitecture, Eps, TextEncoder, TokenTypes
 from .tokenizer import TextSpec, Tokenization

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from corp_deploy.spec.widths import Width, Widths
 from corp_deploy.traced.finding.shares import Layers
 from corp_deploy.traced.models.module import parameters as parameters
 from corp_deploy.traced.models.sites import Currency, Site
@@ -26,7 +27,6 @@ from ground.ports import Port
 
 from . import traced_model
 from .family import sites_of
-from .widths import Width, Widths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

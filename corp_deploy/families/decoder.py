@@ -9,13 +9,13 @@ import msgspec
 from msgspec import Meta
 from torch import Tensor, nn
 
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.traced.models.array_inputs import ArraySpec
 from corp_deploy.traced.models.module import Facts, TracedModule, refuse_larger, traced_module
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 from ground.records import record_from_value
 
-from .architecture import Architecture
 from .head_attention import Rope
 from .text_config import TextConfig, architecture_from
 from .text_decoder import DecoderArchitecture, DecoderBlock, TextDecoder

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Sites
 from corp_deploy.traced.models.values import TracedValues
@@ -22,7 +23,6 @@ from .family import sites_of
 from .hf_saved import INSTEAD, Saved, saved_as, state_of
 from .text_decoder import DecoderArchitecture
 from .text_names import hidden_entry, state_to_transformers
-from .widths import Widths
 
 _OF_HEADS = (".qk", ".v")
 

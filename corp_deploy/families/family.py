@@ -11,15 +11,16 @@ from torch import nn
 
 from calib.inputs import Inputs
 from calib.products import PartialTokenWeights, TokenWeights
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.outputs import Outputs
+from corp_deploy.spec.trusted_code import FAMILY
 from corp_deploy.traced.models.array_inputs import ArraySpec, batch_of_ports
 from corp_deploy.traced.models.module import TracedModule, device
-from corp_deploy.traced.models.outputs import Outputs
 from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 from ground.ports import Port
 
 from . import bert, decoder, given_module, hf_classes, timm_library, torchvision_models, traced_model
-from .architecture import Architecture
 from .timm_images import ImageSpec
 from .timm_maps import with_named_maps
 from .tokenizer import SequenceSpec, TextSpec
@@ -31,7 +32,6 @@ from .traced_model import listened as listened
 from .traced_model import output_ports as output_ports
 from .traced_model import sites_of as sites_of
 from .traced_model import steps_to_outputs as steps_to_outputs
-from .trusted_code import FAMILY
 
 Spec = TypeVar("Spec", ImageSpec, TextSpec, ArraySpec)
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from corp_deploy.spec.architecture import Architecture, Preprocessing
+from corp_deploy.spec.trusted_code import FAMILY, Code
 from corp_deploy.traced.models.array_inputs import (
     WRITE,
     ArraySpec,
@@ -45,9 +47,7 @@ from ground.ports import Port, Role, image_port
 from ground.records import record_from_value
 
 from . import timm_library
-from .architecture import Architecture, Preprocessing
 from .timm_images import ImageSpec
-from .trusted_code import FAMILY, Code
 
 SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
 """Of images, those that most models are made for first."""

@@ -14,12 +14,12 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.array_inputs import ArraySpec, InputSpec, parameters_of
 from corp_deploy.traced.models.module import refuse_larger, traced_module
 from ground.errors import BadInput, Missing
 from ground.ports import Port
 
-from .architecture import Architecture, Preprocessing
 from .given_module import PREPARED, facts_with, in_a_line
 from .hf_config import Sides, both
 from .timm_images import BY_CHANNEL, ImageSpec

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from corp_deploy.spec.architecture import Preprocessing
 from ground.errors import BadInput
 
-from .architecture import Preprocessing
 from .hf_config import ACTIVATIONS, Side, VisionModel
 
 # PIL's numbers.

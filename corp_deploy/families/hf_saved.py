@@ -15,12 +15,12 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
+from corp_deploy.spec.widths import Widths
 from ground.errors import BadInput
 
 from .family import sites_of
 from .hf_config import VisionConfig, VisionModel
 from .hf_names import is_of_clip, spelling_of
-from .widths import Widths
 
 INSTEAD = "corp_deploy.load reads the directory that is written without --save-as, and its ONNX graph runs anywhere"
 

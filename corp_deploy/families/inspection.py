@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.inputs import Inputs, batch_size, run_model
-from corp_deploy.traced.models.merging import MergingRecord, tokens_after
+from corp_deploy.spec.merging import MergingRecord, tokens_after
 from corp_deploy.traced.models.module import parameters, tracing
 from corp_deploy.traced.models.offered import names_of, sites_of
 from corp_deploy.traced.models.sites import Currency

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.models.module import TracedModule, Tracing, facts_of, traced_module, traced_state, tracing
@@ -19,7 +20,6 @@ from corp_deploy.traced.programs.attention_masks import factor
 from ground.errors import BadInput
 from ground.ports import Role
 
-from .architecture import Preprocessing
 from .given_module import facts_of_images
 
 CLOSE = 1e-4

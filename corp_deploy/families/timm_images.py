@@ -11,12 +11,11 @@ from typing import Any, ClassVar, Literal
 import timm
 from torch import Tensor
 
+from corp_deploy.spec.architecture import Preprocessing
 from ground.errors import BadInput
 from ground.pixels import Normalisation
 from ground.ports import Port, image_port
 from ground.records import record_from_text, record_from_value
-
-from .architecture import Preprocessing
 
 BY_CHANNEL = ("mean", "std")
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.traced.finding.site import Index, Site
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.narrowing import first_groups, with_groups
 from corp_deploy.traced.models.offered import names_of
 from ground.errors import BadInput
 
-from .architecture import Architecture
 from .decoder import arguments_of
 from .head_attention import SequenceRotary
 from .text_decoder import DecoderArchitecture

@@ -17,6 +17,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.module import MOST_PARAMETERS, Facts, parameters
 from corp_deploy.traced.programs.exported import Norm
 from export.graph.precision import NORMS as TORCH_NORMS
@@ -25,7 +26,6 @@ from ground.ports import LOGITS, OutputPort
 from ground.quantity import quoted
 from ground.records import record_from_value
 
-from .architecture import Architecture, Preprocessing
 from .timm_arguments import built, refuse_unbounded
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.spec.outputs import Output, Outputs
 from corp_deploy.traced.models.module import TracedModule, is_librarys, traced_module, traced_state
-from corp_deploy.traced.models.outputs import Output, Outputs
 from corp_deploy.traced.programs.program import without_memory
 from ground.errors import BadInput
 from ground.ports import OutputPort

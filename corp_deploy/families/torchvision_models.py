@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.spec.architecture import OF_TORCHVISION, Architecture, Preprocessing
 from corp_deploy.traced.models.module import counts_of_batches, refuse_larger, traced_module
 from ground.errors import BadInput
 
-from .architecture import OF_TORCHVISION, Architecture, Preprocessing
 from .given_module import facts_of_images
 
 PREFIX = OF_TORCHVISION

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, tensors_by_name
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.merging import Merging
+from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.traced.finding.attentions import blocks_of
 from corp_deploy.traced.models.array_inputs import is_mask
 from corp_deploy.traced.models.mergeable import Mergeable
-from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import classes as classes
 from corp_deploy.traced.models.module import facts_of as facts_of
 from corp_deploy.traced.models.module import input_spec as input_spec
@@ -37,11 +39,9 @@ from corp_deploy.traced.programs.readers import Layer, as_module, layers, vocabu
 from ground.errors import BadInput
 
 from . import timm_library
-from .architecture import Architecture
 from .given_module import facts_of_module
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
-from .widths import HeadGeometry
 
 _WHOLE = (
     "its traced program takes several tensors that are no masks, or gives some that are of no one stream, so that none "

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from corp_deploy.traced.models.merging import How, Metric
+from corp_deploy.spec.merging import How, Metric
 from ground.errors import BadInput
 
 from .option import Record, option

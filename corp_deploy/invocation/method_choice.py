@@ -5,16 +5,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from corp_deploy.algebra.sparsity import (
-    DEFAULT_PERMUTE,
-    DEFAULT_RULE,
-    KINDS,
-    Permute,
-    Rule,
-    SparseKind,
-    Sparsity,
-    sparsity_from_text,
-)
 from corp_deploy.reduction.method import (
     CHANNEL_REPAIRS,
     CONV_RANKINGS,
@@ -28,6 +18,16 @@ from corp_deploy.reduction.method import (
     QK_RECOVERIES,
     Method,
     method_from_preset,
+)
+from corp_deploy.spec.sparsity import (
+    DEFAULT_PERMUTE,
+    DEFAULT_RULE,
+    KINDS,
+    Permute,
+    Rule,
+    SparseKind,
+    Sparsity,
+    sparsity_from_text,
 )
 from ground.errors import BadInput
 from ground.quantity import ALIGNMENT, RIDGE, SHARE_REMOVED

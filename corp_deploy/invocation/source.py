@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corp_deploy.families.architecture import CROP_MODES, INTERPOLATIONS, Preprocessing
-from corp_deploy.traced.models.outputs import EXAMPLE, Outputs, outputs_from_text
+from corp_deploy.spec.architecture import CROP_MODES, INTERPOLATIONS, Preprocessing
+from corp_deploy.spec.outputs import EXAMPLE, Outputs, outputs_from_text
 from ground.quantity import DEVIATION, MEAN, SHARE_KEPT, quoted
 from ground.records import record_from_text
 

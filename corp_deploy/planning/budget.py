@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from corp_deploy.algebra import knapsack
-from corp_deploy.families import traced_model
-from corp_deploy.families.counting import macs, parameters
-from corp_deploy.families.widths import Width
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import uniform_widths
-from corp_deploy.traced.models.merging import Merging
-from corp_deploy.traced.models.sites import Currency
+from corp_deploy.spec.merging import Merging
+from corp_deploy.spec.widths import Width
 from ground.errors import BadInput
 
 from .curves import CostCurve
@@ -29,17 +26,6 @@ class Allocation:
     predicted_error: float
     merging: Merging | None = None
     name: str = "by site"
-
-
-def dense_cost(model: nn.Module, currency: Currency) -> int:
-    """MACs of one image, or parameters, of the whole dense model, counted."""
-    return macs(model) if currency == "macs" else parameters(model)
-
-
-def cost_of_all_tokens(model: nn.Module, currency: Currency) -> int:
-    """The same, were no tokens merged: what shares are of."""
-    merges = traced_model.merging_of(model) is not None
-    return dense_cost(traced_model.with_merging(model, None) if merges else model, currency)
 
 
 def allocate(curves: list[CostCurve], dense: int, share: float, *, full_cost: int | None = None) -> Allocation:

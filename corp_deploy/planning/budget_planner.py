@@ -14,7 +14,8 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, measured
 
-from .budget import Allocation, allocate, cost_of_all_tokens, dense_cost, out_of_reach, uniform_for_share
+from .budget import Allocation, allocate, out_of_reach, uniform_for_share
+from .cost import cost_of_all_tokens, dense_cost
 from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curves, site_metrics
 from .latency import curves_in_time, measure_tables
 from .probe import Probe

@@ -14,11 +14,11 @@ from torch import nn
 
 from calib.inputs import InputSet
 from calib.moments import Moments
-from corp_deploy.families.widths import Widths
 from corp_deploy.proof.report_input import SIZE_KIND
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.report import SiteReport
+from corp_deploy.spec.widths import Widths
 from ground.errors import BadInput
 from perf.parity.measures import relative_errors
 from perf.report.curves import ImagesPoint

@@ -17,11 +17,11 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.counting import site_costs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.moments import site_moments
+from corp_deploy.spec.widths import Width, is_empty
 from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.sites import Currency, Site
 from ground.errors import BadInput

@@ -16,8 +16,8 @@ from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.invocation.merging import MergedStatistics
+from corp_deploy.spec.merging import Merging, Metric
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.merging import Merging, Metric
 from ground.effort import Stopwatch
 from ground.errors import BadInput
 

@@ -18,7 +18,7 @@ from torch import nn
 from calib.inputs import Inputs
 from calib.sites import evaluating
 from corp_deploy.families import traced_model
-from corp_deploy.traced.models.merging import Merging, most_merged
+from corp_deploy.spec.merging import Merging, most_merged
 from corp_deploy.traced.models.steps import Merge, SegmentStep, Unmerge
 from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, sources_of, unmerged
 

@@ -16,14 +16,14 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.method import Method
+from corp_deploy.spec.merging import most_merged
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.merging import most_merged
 from corp_deploy.traced.models.parts import tokens_that_enter
 from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.models.token_merging import TokenMerge
 from perf.bench.latency_table import Grid, LatencyTable
 
-from .budget import dense_cost
+from .cost import dense_cost
 from .curves import CostCurve
 from .latency import POINTS, in_nanoseconds, name_at_tokens, opened_grids, refuse_disturbed
 from .merge_curves import MergeCurves, merge_places

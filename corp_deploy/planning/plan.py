@@ -10,8 +10,9 @@ from corp_deploy.traced.models.values import TracedValues
 from ground.effort import Stopwatch
 from ground.errors import BadInput
 
-from .budget import allocate, dense_cost, uniform
+from .budget import allocate, uniform
 from .budget_planner import Planner, budget_planner, probe_of, probed
+from .cost import dense_cost
 from .curves import cost_curves
 from .joint_planner import joint_planner
 from .probe import Probe

@@ -1,13 +1,7 @@
-"""How far a budget goes into what can be cut, told by costs alone, before any statistics, without weights; refusals of
-options that don't fit this model, these moments, or a configuration of transformers.
-"""
+"""Refusals of options that don't fit this model, these moments, or a configuration of transformers."""
 
-import math
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -16,97 +10,17 @@ from calib.inputs import InputSet
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import STREAMS, refuse_idle_options, require_streams, sites_of
+from corp_deploy.families.family import refuse_idle_options, require_streams, sites_of
 from corp_deploy.families.hf_saved import INSTEAD
-from corp_deploy.families.inspection import fixed_shares
 from corp_deploy.reduction.coverage import coverage, require_as_asked
-from corp_deploy.reduction.kinds import kind_of
-from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.hub_snapshot import CONFIG
 from corp_deploy.store.transformers_saved import FOLDER, origin_of
-from corp_deploy.traced.models.module import tracing
-from corp_deploy.traced.models.sites import Currency
 from ground.errors import BadInput
 
-from .budget import cost_of_all_tokens, dense_cost
+from .first_plan import refuse_far
 from .request import ReductionRequest, merging_checkpoint
-
-NAMED = 3
-_WORDS: Mapping[Currency, str] = {"macs": "MACs", "params": "parameters"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstPlan:
-    """What a budget, of `macs` or parameters, would take: `cut` in hundredths, evenly, of each of the `sites` that it
-    may cut, which have the share `offered`; None where it is out of reach. `least`: the smallest budget in hundredths
-    that cuts no more than `most_cut`. `stays`: what it leaves whole, with the share of each and why, largest first.
-    """
-
-    macs: float
-    offered: float
-    sites: int
-    cut: float | None
-    most_cut: float
-    least: float
-    stays: tuple[tuple[str, float, str], ...]
-
-    @property
-    def holds(self) -> bool:
-        return self.cut is not None and self.cut <= self.most_cut
-
-    def as_json(self) -> dict[str, Any]:
-        stays = [{"name": name, "share": share, "reason": reason} for name, share, reason in self.stays]
-        return {**asdict(self), "stays": stays}
-
-
-def first_plan(
-    model: nn.Module, method: Method, share: float, most_cut: float, currency: Currency = "macs"
-) -> FirstPlan:
-    """Of a budget with this method, by what even cuts leave, whatever multiples widths come in."""
-    total, full_cost = dense_cost(model, currency), cost_of_all_tokens(model, currency)
-    layers = tracing(model).shares.macs if currency == "macs" else tracing(model).shares.parameters
-    keys, whole = list[str](), dict[str, str]()
-    for site in sites_of(model).every:
-        if len(kind_of(site).offers(site, method)) > 1:
-            keys.append(site.groups.key)
-        elif site.kind == STREAMS:
-            whole[site.name] = "a stream, which --residual reduces"
-        else:
-            why = kind_of(site).refusal(site, method)
-            whole[site.name] = why or "no smaller multiple; --align asks for finer widths"
-
-    def saved(cut: float) -> float:
-        return layers.saved(dict.fromkeys(keys, 1.0 - cut)) / full_cost
-
-    save = total / full_cost - share
-    percent = bisect_left(range(101), save - 1e-9, key=lambda percent: saved(percent / 100))
-    least = math.ceil(100 * (total / full_cost - saved(most_cut)) - 1e-9) / 100
-    return FirstPlan(
-        macs=share,
-        offered=saved(1.0),
-        sites=len(keys),
-        cut=None if percent > 100 else percent / 100,
-        most_cut=most_cut,
-        least=min(least, 1.0),
-        stays=tuple(fixed_shares(model, currency, whole)),
-    )
-
-
-def refuse_far(model: nn.Module, method: Method, currency: Currency, share: float, most_cut: float) -> None:
-    """Raise BadInput for a budget that takes more of every site than `most_cut`, evenly, with what stays and why. One
-    that no widths meet is left to the planner, which knows what constants save.
-    """
-    plan, word = first_plan(model, method, share, most_cut, currency), _WORDS[currency]
-    if plan.cut is None or plan.holds:
-        return
-    stays = ", ".join(f"{name} {part:.0%} ({reason})" for name, part, reason in plan.stays[:NAMED])
-    raise BadInput(
-        f"a budget of {share:g} of the {word} takes {plan.cut:.2f} of every site that it may cut, evenly, where "
-        f"{most_cut:g} is the most: these have {plan.offered:.0%} of the {word}, and the rest stays: {stays}; "
-        f"keep more (--{currency} {plan.least:g}), or allow it: --most-cut {plan.cut:g}"
-    )
 
 
 def refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:

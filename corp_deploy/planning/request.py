@@ -18,7 +18,6 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import merging_record
-from corp_deploy.families.widths import Widths, is_empty
 from corp_deploy.invocation.budget_choice import Currency
 from corp_deploy.invocation.merging import MergedStatistics
 from corp_deploy.invocation.reduction import ReduceOptions
@@ -26,10 +25,12 @@ from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction
-from corp_deploy.store.checkpoint import Checkpoint, fitted_of_lineage
+from corp_deploy.spec.merging import Merging, capped, schedule_from_text
+from corp_deploy.spec.widths import Widths, is_empty
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.model_config import FITTED
-from corp_deploy.traced.models.merging import Merging, capped, schedule_from_text
 from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput
 from ground.files import sha256_of_file
@@ -197,8 +198,9 @@ def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, A
 
 def _used_fingerprints(dense: Checkpoint, moments: Moments, looked_at: Sequence[InputSet | None]) -> Fingerprints:
     """All inputs that had a part in the model, those of an earlier reduction too, each once."""
-    earlier = fitted_of_lineage(dense.lineage, where="the dense model") or Fingerprints()
-    fingerprints = Fingerprints.concatenated([moments.fingerprints, earlier])
+    earlier = fitted_of_lineage(dense.lineage, where="the dense model")
+    own = Fingerprints() if earlier is None else earlier.fingerprints
+    fingerprints = Fingerprints.concatenated([moments.fingerprints, own])
     others = [each.ids[~torch.isin(each.ids, fingerprints.ids)].unique() for each in looked_at if each is not None]
     return Fingerprints.concatenated([fingerprints, *(Fingerprints(ids=ids) for ids in others)])
 

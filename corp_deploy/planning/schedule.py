@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import counted
 from corp_deploy.families.traced_model import tracing
+from corp_deploy.spec.merging import most_merged
 from corp_deploy.traced.models.mergeable import Mergeable
-from corp_deploy.traced.models.merging import most_merged
 from corp_deploy.traced.models.parts import macs_at_tokens
 from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, merges_in
 from perf.bench.latency_table import LatencyTable

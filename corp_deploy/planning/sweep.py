@@ -22,7 +22,8 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.reduction.model import Reduction
-from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs, save
+from corp_deploy.store.checkpoint import Checkpoint, save
+from corp_deploy.store.fitted import fitted_inputs
 from corp_deploy.store.inputs import model_digest
 from ground.effort import Stopwatch, measured
 from ground.files import sha256_of_file

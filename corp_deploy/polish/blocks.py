@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calib.distributed import Ranks
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.widths import is_empty
+from corp_deploy.spec.widths import is_empty
 from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from corp_deploy.traced.models.token_merging import Tokens

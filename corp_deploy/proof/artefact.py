@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnxruntime
 
-from corp_deploy.store.onnx_file import PREFIX, facts_of_onnx
+from corp_deploy.store.graph_facts import PREFIX, facts_of_onnx
 from export.engine.record import record_of_plan
 from export.graph.check import load_onnx
 from export.graph.ports import noted_outputs, ports_of_graph

@@ -5,17 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from calib.fingerprints import Fingerprints
-from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.timm_images import ImageSpec
+from calib.fingerprints_text import FingerprintsText
 from corp_deploy.invocation.proof import Runtime
-from corp_deploy.store.checkpoint import Checkpoint, fitted_of_lineage
-from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.onnx_file import facts_of_onnx, port_of
+from corp_deploy.store.fitted import fitted_of_lineage
+from corp_deploy.store.graph_facts import facts_of_onnx, port_of
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_of, batch_size, checked_outputs, feeds_of_ports, rows_of
@@ -23,13 +20,17 @@ from ground.ports import OutputPort, Port
 from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_by_name, type_by_name
 from perf.parity.rounding import round_file
 from perf.runners.engine import Backend, EngineRunner
-from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 from perf.runners.onnx_session import Provider
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
 
 from .engine_trust import record_of_trusted_plan
-from .inputs import fed_to_ports, images_taken, take_pixels
+from .inputs import fed_to_ports, take_pixels
+
+if TYPE_CHECKING:
+    from corp_deploy.families.timm_images import ImageSpec
+    from corp_deploy.store.checkpoint import Checkpoint
+    from perf.runners.module import ModuleRunner
 
 Run = Callable[[Feeds], Outputs]
 FP32 = "fp32"
@@ -57,7 +58,7 @@ class Candidate:
     batch: int | None = None
     backend: str = ""
     sha256: str | None = None
-    checkpoint: Checkpoint | None = None
+    checkpoint: "Checkpoint | None" = None
     shown: Path | None = None
     rest: str | None = None
     weight_bits: int = 8
@@ -65,8 +66,8 @@ class Candidate:
     provider: Provider = "cpu"
     as_typed: bool = False
     inputs: tuple[Port, ...] = ()
-    images: ImageSpec | None = None
-    fitted: Fingerprints | None = None
+    images: "ImageSpec | None" = None
+    fitted: FingerprintsText | None = None
     model_sha256: str | None = None
 
     @property
@@ -125,8 +126,11 @@ class Candidate:
         """Feeds of the dense model as this step takes them; `ports` where a runner tells them."""
         return fed_to_ports(feeds, ports or self.inputs, self.images, where=self.label)
 
-    def _runner(self, scratch: Path) -> ModuleRunner | OnnxRunner | OpenVinoRunner | EngineRunner:
+    def _runner(self, scratch: Path) -> "ModuleRunner | OnnxRunner | OpenVinoRunner | EngineRunner":
         if self.form == "torch":
+            from corp_deploy.families.family import input_ports, output_ports
+            from perf.runners.module import ModuleRunner
+
             assert self.checkpoint is not None, self.label
             model = self.checkpoint.model
             return ModuleRunner(model, inputs=input_ports(model), outputs=output_ports(model), label=self.label)
@@ -156,6 +160,8 @@ def outputs_at(run: Run, feeds: Feeds, batch: int) -> Outputs:
 
 
 def _from_directory(path: Path, shown: Path) -> Candidate:
+    from corp_deploy.store.dense_model import model_of_directory
+
     checkpoint = model_of_directory(path)
     return Candidate(
         label=f"{path.name} torch fp32",
@@ -253,7 +259,9 @@ def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") ->
     return tuple(map(port_of, values))
 
 
-def of_model(candidates: Sequence[Candidate], dense: Checkpoint) -> list[Candidate]:
+def of_model(candidates: Sequence[Candidate], dense: "Checkpoint") -> list[Candidate]:
     """The same, held against this model: each is fed what the model's images are made of, where it takes that."""
+    from .model_inputs import images_taken
+
     images = images_taken(dense)
     return [replace(each, images=images) for each in candidates]

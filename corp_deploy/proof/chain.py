@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ from numpy.typing import NDArray
 from calib.moments import Moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.reduction.moments import require_same_model
-from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs
-from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, BadInput
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.fitted import fitted_inputs
+from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, checked_feeds, rows_of
-from ground.files import replacing, write_json
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FloatType
 from perf.parity.block_outputs import headroom
@@ -24,29 +23,21 @@ from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
 from perf.parity.parity import Link, LinkKind, Parity
 from perf.parity.structure import StructuralTest
-from perf.parity.tolerance import Verdict
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, of_model, outputs_at
 from .heads import Heads, opened_heads
 from .inputs import ProofInputs, require_pixels
-from .link_rules import LinkRules, ParityLimits, Reference, link_rules, with_origin, with_reasons
+from .limits import ParityLimits
+from .link_rules import LinkRules, Reference, link_rules, with_origin, with_reasons
 from .locate import located, worst_inputs
+from .outcome import Proof
 from .own_noise import DENSE, Merges, merges_of
 from .structural_tests import input_range, shift_of_inputs, structural_tests
 
 HEADROOM_INPUTS = 8
 EACH_SIZE = 4
 """Inputs at the batch sizes that are not the largest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
-    """The parity record, per-image figures for the file beside it, and of a chain every step's answers by label."""
-
-    parity: Parity
-    figures: dict[str, NDArray[np.generic]]
-    answers: Mapping[str, Outputs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,20 +253,3 @@ def _labelled(
             mcnemar(DENSE, rows[DENSE], label, each, labels) for label, each in rows.items() if label != DENSE
         ),
     }
-
-
-# A proof in which nothing could fail proves nothing: inconclusive.
-EXIT_CODES: dict[Verdict, int] = {
-    "PASS": 0,
-    "FAIL": EXIT_FAILED,
-    "INCONCLUSIVE": EXIT_INCONCLUSIVE,
-    "UNJUDGED": EXIT_INCONCLUSIVE,
-}
-
-
-def save_proof(proof: Proof, path: Path) -> None:
-    """Write the per-image figures (.npz), then the record that names them."""
-    side = path.with_suffix(".npz")
-    with replacing(side) as temporary:
-        np.savez_compressed(temporary, **proof.figures)  # type: ignore[arg-type]
-    write_json(path, replace(proof.parity, per_image=side.name).to_json())

@@ -25,9 +25,9 @@ from perf.parity.parity import ImageSet, LinkKind, Parity, link
 
 from .artefact import Artefact
 from .candidates import outputs_at
-from .chain import Proof
 from .inputs import ProofInputs
-from .link_rules import ParityLimits
+from .limits import ParityLimits
+from .outcome import Proof
 
 KIND, VERSION = "golden", 1
 RECORD, INPUTS, OUTPUTS = "golden.json", "inputs.npz", "outputs.npz"

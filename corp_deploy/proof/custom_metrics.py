@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from corp_deploy.families.trusted_code import Code, file_and_function, is_code, refuse_untrusted
+from corp_deploy.spec.trusted_code import Code, file_and_function, is_code, refuse_untrusted
 from ground.errors import BadInput
 from ground.feeds import Outputs
 from ground.files import sha256_of_file, text_from_file
@@ -29,8 +29,8 @@ from ground.quantity import quoted
 from perf.parity.labels import OwnMetric
 
 if TYPE_CHECKING:
-    from .chain import Proof
     from .inputs import ProofInputs
+    from .outcome import Proof
 
 OUTPUTS = "{outputs}"
 TIME_LIMIT_S = 600.0

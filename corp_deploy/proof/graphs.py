@@ -17,8 +17,8 @@ from ground.feeds import Feeds
 from ground.precision import PRECISIONS, QUANTISED
 
 from .engine_search import RepairResult, engine_answers
-from .inputs import fed_to_graph
 from .kept_sites import bounds_of, sites_to_keep, sites_to_leave
+from .model_inputs import fed_to_graph
 
 
 class Graphs:

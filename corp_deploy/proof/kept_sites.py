@@ -14,7 +14,7 @@ from torch import nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.widths import HeadGeometry
+from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised

@@ -15,7 +15,8 @@ from calib.fingerprints import Fingerprints
 from calib.inputs import InputSet
 from corp_deploy.families.family import input_ports, output_ports, sequence_spec
 from corp_deploy.invocation.proof import LanguageOptions
-from corp_deploy.store.checkpoint import Checkpoint, fitted_inputs
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
 from ground.records import json_from_record
 from perf.parity.perplexity import (

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from corp_deploy.reduction.report import SiteReport
+from corp_deploy.spec.merging import MergingRecord
 from corp_deploy.store.manifest import efforts_below, load_manifest, rows_of_efforts
 from corp_deploy.store.model_config import CONFIG, FITTED, ModelConfig, load_model_config
-from corp_deploy.traced.models.merging import MergingRecord
 from ground.errors import BadInput
 from ground.records import json_from_record, record_from_file, record_from_value
 from perf.parity.logits import LogitMeasures

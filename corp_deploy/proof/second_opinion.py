@@ -21,7 +21,7 @@ from ground.onnx_file import read_onnx
 from perf.parity.parity import Link
 
 from .candidates import Candidate
-from .chain import Proof
+from .outcome import Proof
 
 SCRIPT, README = "compare.sh", "README.md"
 

@@ -1,122 +1,36 @@
-"""Dense against reduced on this machine: what the two are, how they run, and perf's interleaved measurement of them."""
+"""Dense against reduced on this machine: what the two are, how they run, and perf's interleaved measurement of them.
+Two graphs or engines are measured without torch.
+"""
 
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.invocation.running import Device, FedOptions, RunOptions
 from corp_deploy.invocation.table import BENCH
-from corp_deploy.proof.inputs import feeds_to_time, listed
-from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, fitted_inputs, fitted_of_lineage, save
-from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
-from export.engine.record import EngineRecord, record_of_plan
+from corp_deploy.store.fitted import fitted_inputs
+from export.engine.record import record_of_plan
 from ground.errors import BadInput, Missing
-from ground.files import sha256_of_file
+from ground.feeds import random_feeds
+from ground.ports import Port
 from perf.bench.bench import bench
 from perf.record.runs import Bench
 from perf.runners.cuda import first_uuid
-from perf.runners.engine import EngineRunner
-from perf.runners.module import ModuleRunner
-from perf.runners.onnx import OnnxRunner
-from perf.runners.openvino import OpenVinoRunner
-from perf.runners.protocol import Runner
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 from perf.timing.watch import environment, watching
 
-from .candidates import fixed_ports
-from .engine_trust import record_of_trusted_plan
-from .torch_package import Contender, compiled_contender, contender_from_package, costs_of, facts_of_file
+from .contender import Contender, contender_from_engine, contender_from_graph
+from .inputs import ProofInputs, listed
+
+if TYPE_CHECKING:
+    from corp_deploy.store.checkpoint import Checkpoint
 
 # Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.
 SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_rounds=0)
-
-
-def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunOptions) -> Contender:
-    inputs = input_ports(checkpoint.model)
-    open_module = partial(
-        ModuleRunner,
-        checkpoint.model,
-        inputs=inputs,
-        outputs=output_ports(checkpoint.model),
-        device=running.device or "cpu",
-        mode=running.mode or "eager",
-        precision=running.dtype or "fp32",
-        threads=running.threads,
-        flush_l2=bool(running.flush_l2),
-        label=weights.parent.name,
-    )
-    return Contender(name=name, open=open_module, inputs=inputs, **costs_of(checkpoint), **facts_of_file(weights))
-
-
-def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
-    facts = facts_of_onnx(path)
-    for port in facts.inputs:
-        if min(port.shape, default=1) < 0:
-            sizes = ", ".join("?" if size < 0 else str(size) for size in port.shape)
-            raise BadInput(f"{path}: takes {port.name} of no fixed size ({sizes}); export it for one size")
-    if running.backend == "openvino":
-        opened: Callable[[], Runner] = partial(OpenVinoRunner, path, arithmetic=running.dtype, threads=running.threads)
-    else:
-        opened = partial(
-            OnnxRunner,
-            path,
-            provider=running.provider or "cpu",
-            threads=running.threads,
-            cuda_graph=running.cuda_graph,
-            flush_l2=bool(running.flush_l2),
-        )
-    return Contender(
-        name=name,
-        open=opened,
-        macs=facts.macs,
-        params=facts.parameters,
-        inputs=facts.inputs,
-        static_batch=facts.batch,
-        fitted=facts.fitted,
-        **facts_of_file(path),
-    )
-
-
-def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
-    """What the graph that an engine was built from says of its cost, where it still stands beside the plan."""
-    for graph in sorted(path.parent.glob("*.onnx")):
-        if graph.stat().st_size == record.onnx_bytes and sha256_of_file(graph) == record.onnx_sha256:
-            return facts_of_onnx(graph)
-    return None
-
-
-def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
-    record = record_of_trusted_plan(path)
-    facts = _graph_of_engine(path, record)
-    open_engine = partial(
-        EngineRunner,
-        path,
-        backend="tensorrt_rtx" if record.backend == "tensorrt-rtx" else "tensorrt",
-        cuda_graph=running.cuda_graph,
-        flush_l2=bool(running.flush_l2),
-        precision=record.precision,
-        sha256=record.plan_sha256,
-    )
-    return Contender(
-        name=name,
-        open=open_engine,
-        macs=None if facts is None else facts.macs,
-        params=None if facts is None else facts.parameters,
-        size_bytes=record.plan_bytes,
-        sha256=record.plan_sha256,
-        fused_attention=record.fused_attention,
-        sparse_layers=record.sparse_layers,
-        plan_bytes=record.plan_bytes,
-        device_memory=record.device_memory_bytes or None,
-        inputs=fixed_ports(record.inputs, path, remedy="; build it from a graph of one size"),
-        fitted=None if facts is None else facts.fitted,
-    )
 
 
 def way_to_run(path: Path, running: RunOptions) -> str:
@@ -160,26 +74,26 @@ def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:
 def _contender(
     name: str, path: Path, running: RunOptions, scratch: Path, fed: FedOptions, batches: Sequence[int]
 ) -> Contender:
-    if path.suffix == ".pt2":
-        return contender_from_package(name, path, fed.images, running)
     if path.suffix == ".plan":
-        return _from_engine(name, path, running)
+        return contender_from_engine(name, path, running)
     if path.suffix == ".onnx":
-        return _from_onnx(name, path, running)
-    checkpoint = model_of_directory(path)
-    fitted = fitted_of_lineage(checkpoint.lineage, where=str(path))
-    if running.backend == "torch":
-        if not (path / WEIGHTS).is_file():  # a snapshot, whose weights may be of another kind or in several files
-            path = scratch / name / path.name
-            save(checkpoint, path)
-        made = _from_module(name, checkpoint, path / WEIGHTS, running)
-    elif running.backend == "aotinductor":
-        made = compiled_contender(name, checkpoint, scratch / f"{name}.pt2", running, path.name, batches)
-    else:
-        graph = scratch / f"{name}.onnx"
-        export_checkpoint(checkpoint, graph, precision="fp32")
-        made = _from_onnx(name, graph, running)
-    return replace(made, fitted=fitted)
+        return contender_from_graph(name, path, running)
+    if path.suffix == ".pt2":
+        from .torch_package import contender_from_package
+
+        return contender_from_package(name, path, fed.images, running)
+    from .model_contender import contender_from_directory
+
+    return contender_from_directory(name, path, running, scratch, batches)
+
+
+def _timed_inputs(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
+    """As many inputs as the largest batch: those of a file, or noise, which costs the same time."""
+    if fed.text is None and fed.images is None:
+        return ProofInputs(feeds=random_feeds(ports, count, seed=0), kind="inputs")
+    from .model_inputs import feeds_to_time
+
+    return feeds_to_time(fed, ports, models, count)
 
 
 def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]) -> None:
@@ -222,7 +136,7 @@ def measure(
         both = zip(names, (dense, reduced), strict=True)
         one, other = (_contender(name, path, running, Path(scratch), fed, batches) for name, path in both)
         _refuse_unequal(one, other, batches)
-        timed = feeds_to_time(fed, one.inputs, (dense, reduced), max(batches))
+        timed = _timed_inputs(fed, one.inputs, (dense, reduced), max(batches))
         with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
             measured = bench(
                 (one, other),
@@ -242,8 +156,10 @@ def measure(
     return replace(measured, warnings=(*measured.warnings, *remarks), fitted=fitted)
 
 
-def measured_speedup(dense: Checkpoint, directory: Path, batch: int) -> float:
+def measured_speedup(dense: "Checkpoint", directory: Path, batch: int) -> float:
     """Dense over reduced median latency in ONNX Runtime, interleaved, to hold a prediction against."""
+    from corp_deploy.store.checkpoint import save
+
     with tempfile.TemporaryDirectory() as scratch:
         save(dense, Path(scratch))
         compared = measure(Path(scratch), directory, batches=(batch,), plan=SPEED_PLAN)

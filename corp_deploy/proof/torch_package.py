@@ -4,7 +4,6 @@ import copy
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,34 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calib.fingerprints import Fingerprints
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.trusted_code import refuse_untrusted
 from corp_deploy.invocation.running import RunOptions
+from corp_deploy.spec.trusted_code import refuse_untrusted
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.arrays import array_from_npy
 from ground.errors import BadInput, Missing
 from ground.feeds import random_feeds
-from ground.files import sha256_of_file
 from ground.ports import Port
-from perf.bench.bench import Subject
 from perf.runners.module import DTYPES, Precision
 from perf.runners.torch_package import PackageRunner
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contender(Subject):
-    """One of the two as perf's subject, what it takes, its fixed batch, and what it was fitted to where it tells."""
-
-    inputs: tuple[Port, ...]
-    static_batch: int | None = None
-    fitted: Fingerprints | None = None
-
-
-def facts_of_file(path: Path) -> dict[str, Any]:
-    return {"size_bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+from .contender import Contender, facts_of_file
 
 
 def costs_of(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from corp_deploy.families.family import (
     taps_for,
     token_weights,
 )
-from corp_deploy.families.widths import aligned_widths
+from corp_deploy.spec.widths import aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
 from corp_deploy.traced.models.module import device as device_of

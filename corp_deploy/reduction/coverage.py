@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corp_deploy.families.widths import Widths
+from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families.widths import Width
+from corp_deploy.spec.widths import Width
 from corp_deploy.traced.models.sites import Site
 
 from .method import Method

@@ -9,7 +9,7 @@ from torch import Tensor
 from calib.moments import HeadMoments
 from corp_deploy.algebra import planes, queries_keys
 from corp_deploy.algebra.image_system import ImageSystem, whole_system
-from corp_deploy.families.widths import aligned_widths
+from corp_deploy.spec.widths import aligned_widths
 from ground.errors import BadInput
 
 from .method import Method

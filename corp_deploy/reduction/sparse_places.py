@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.patch_sums import patches
-from corp_deploy.algebra.sparsity import SparseKind, Sparsity, Target
+from corp_deploy.spec.sparsity import SparseKind, Sparsity, Target
 from corp_deploy.store.weight_fit import rows_of_weight
 from corp_deploy.traced.finding.site import Kind, Site
 from corp_deploy.traced.models.layers import ProgramLayer, block_of

@@ -22,7 +22,8 @@ from calib.sites import evaluating
 from corp_deploy.algebra.regression import RegressionSums
 from corp_deploy.algebra.sparse_patterns import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
-from corp_deploy.algebra.sparsity import (
+from corp_deploy.families import traced_model
+from corp_deploy.spec.sparsity import (
     DEFAULT_PERMUTE,
     DEFAULT_RULE,
     RIDGE_REL,
@@ -32,7 +33,6 @@ from corp_deploy.algebra.sparsity import (
     Sparsity,
     Target,
 )
-from corp_deploy.families import traced_model
 from corp_deploy.traced.finding.site import Site
 from corp_deploy.traced.models.layers import layered, relayered, reordered, scores, streams
 from corp_deploy.traced.models.module import device

@@ -20,7 +20,7 @@ from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.regression import RegressionSums, refit_toward
 from corp_deploy.algebra.whole_heads import recovered
-from corp_deploy.families.widths import Width
+from corp_deploy.spec.widths import Width
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.models.units import Units
 from corp_deploy.traced.models.values import TracedValues

@@ -13,7 +13,7 @@ from calib.inputs import Inputs, InputSet, map_tensors, to_device
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import token_weights, tracing
-from corp_deploy.families.widths import Widths
+from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.finding.cuts import along, cuts, needed
 from corp_deploy.traced.models.module import Tracing, device
 from ground.effort import Stopwatch, measured

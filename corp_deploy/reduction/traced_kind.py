@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families.widths import aligned_width, aligned_widths, finer_step, stepped_width
+from corp_deploy.spec.widths import aligned_width, aligned_widths, finer_step, stepped_width
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.folding import is_mean
 

@@ -17,7 +17,7 @@ from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.sites import evaluating
 from corp_deploy.families.traced_model import token_weights, tracing
-from corp_deploy.families.widths import Widths
+from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.finding.cuts import without_values
 from corp_deploy.traced.models.module import Tracing, device
 from corp_deploy.traced.models.narrowing import narrowed, provable

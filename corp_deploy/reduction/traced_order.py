@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from corp_deploy.families.widths import Widths
+from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.narrowing import first_groups
 from corp_deploy.traced.models.offered import names_of

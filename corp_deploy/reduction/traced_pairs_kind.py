@@ -15,7 +15,7 @@ from calib.combination import subtracted
 from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.algebra import queries_keys, scores
 from corp_deploy.algebra.rotation import rotated_maps
-from corp_deploy.families.widths import aligned_width, aligned_widths
+from corp_deploy.spec.widths import aligned_width, aligned_widths
 from corp_deploy.traced.models.pairs import Side, TracedPairs
 
 from .heads import qk_report, recovered_qk

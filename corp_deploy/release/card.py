@@ -7,9 +7,9 @@ import msgspec
 
 from corp_deploy.proof.report_input import ReductionRecord, reduction_of
 from corp_deploy.reduction.report import SiteReport
+from corp_deploy.spec.merging import MergingRecord
 from corp_deploy.store.manifest import Efforts, input_of_graphs, rows_of_efforts
 from corp_deploy.store.model_config import ModelConfig, load_model_config
-from corp_deploy.traced.models.merging import MergingRecord
 from ground.records import record_from_file
 from ground.text import markdown_line
 from perf.gate.verdicts import load_gate

@@ -6,10 +6,10 @@ Imports no torch until something is to be read with it.
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from corp_deploy.families import trusted_code
-from corp_deploy.families.architecture import OF_TORCHVISION
 from corp_deploy.families.timm_names import require_local_name
 from corp_deploy.proof.custom_metrics import require_runnable
+from corp_deploy.spec import trusted_code
+from corp_deploy.spec.architecture import OF_TORCHVISION
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput
 from perf.stats.trend import require_directory

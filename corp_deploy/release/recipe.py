@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from corp_deploy.families.trusted_code import refuse_untrusted
 from corp_deploy.invocation.engine import TargetName
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.option import option, options_of, path_from
@@ -19,6 +18,7 @@ from corp_deploy.invocation.table import BENCH
 from corp_deploy.invocation.values import FILE, Repeated
 from corp_deploy.proof.custom_metrics import OUTPUTS, MetricRequest, metrics_from_texts
 from corp_deploy.reduction.method import NOT_HELD_OUT
+from corp_deploy.spec.trusted_code import refuse_untrusted
 from ground.errors import BadInput
 from ground.quantity import quoted
 from perf.gate.rule import Rule

@@ -10,12 +10,12 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from corp_deploy.families import trusted_code
-from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.invocation.engine import TargetName
 from corp_deploy.invocation.option import options_of
 from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.source import Source
+from corp_deploy.spec import trusted_code
+from corp_deploy.spec.trusted_code import file_and_function, is_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.files import regular_file

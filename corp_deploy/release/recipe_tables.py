@@ -10,7 +10,6 @@ from typing import Any
 
 from msgspec import structs
 
-from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.invocation.calibration import CalibrateRun
 from corp_deploy.invocation.engine import EngineOptions, ServingOptions
 from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
@@ -21,6 +20,7 @@ from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, PlanOptions
 from corp_deploy.invocation.source import Source
 from corp_deploy.invocation.values import FILE, LICENCE, SERVED_NAME, TABLE, TEXT, OneOf
+from corp_deploy.spec.trusted_code import file_and_function, is_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.installed import normalised_licence

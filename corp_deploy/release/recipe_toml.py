@@ -14,9 +14,9 @@ import msgspec
 import tomli_w
 from jinja2 import Environment
 
-from corp_deploy.families import trusted_code
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.timm_names import is_timm_name, look_alikes, require_local_name
+from corp_deploy.spec import trusted_code
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, model_of_snapshot, refuse_beside_directory
 from corp_deploy.store.model_config import load_model_config
 from ground.errors import BadInput

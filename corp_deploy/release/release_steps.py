@@ -13,7 +13,7 @@ from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
-from corp_deploy.proof.chain import prove, save_proof
+from corp_deploy.proof.chain import prove
 from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.gate import (
     evidence_of_files,
@@ -23,8 +23,9 @@ from corp_deploy.proof.gate import (
     with_fitted_rule,
     write_trend,
 )
-from corp_deploy.proof.inputs import inputs_from_set
-from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.limits import ParityLimits
+from corp_deploy.proof.model_inputs import inputs_from_set
+from corp_deploy.proof.outcome import save_proof
 from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model

@@ -6,7 +6,7 @@ it was fitted to, which are looked for among those that judge it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,15 +18,14 @@ from msgspec.structs import asdict
 from safetensors.torch import save_file
 from torch import nn
 
-from calib.fingerprints import Fingerprints, FingerprintsText
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.decoder import NAME as DECODER
 from corp_deploy.families.family import dense_model, outputs_of, with_outputs
 from corp_deploy.families.named_layers import by_layers
 from corp_deploy.families.shared_programs import share_program_
 from corp_deploy.families.timm_eva_legacy import as_timms, as_timms_eva, is_eva, is_hierarchy
 from corp_deploy.families.timm_legacy import as_decoders, as_program, is_of_widths
+from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.module import TracedModule, replaced
 from corp_deploy.traced.models.module import device as device_of
 from corp_deploy.traced.models.narrowing import as_recorded, program_record, sites_record
@@ -35,37 +34,12 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_value
 from ground.transaction import replacing_files, roll_back_interrupted
-from perf.record.runs import FittedInputs
 
 from .model_config import CONFIG as CONFIG
-from .model_config import FITTED, REMEDY, ModelConfig, load_model_config
 from .model_config import KIND as KIND
+from .model_config import REMEDY, ModelConfig, load_model_config
 from .weight_fit import require_fit, require_sparse
 from .weights import State, first_names, read_weights
-
-
-def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> Fingerprints | None:
-    """What the model was fitted to; None where nothing tells. Raises BadInput for what can't be read."""
-    if FITTED not in lineage:
-        return None
-    return record_from_value(lineage[FITTED], FingerprintsText, where=f"{where}: lineage.{FITTED}").fingerprints
-
-
-def ids_of_lineage(lineage: Mapping[str, Any]) -> dict[str, Any]:
-    """The same entry as a graph carries it, which goes further than its model: digests, not what images look like."""
-    return {FITTED: {"ids": lineage[FITTED]["ids"]}} if FITTED in lineage else {}
-
-
-def fitted_inputs(
-    judging: Fingerprints | None, fitted: Iterable[Fingerprints | None], *, noun: str
-) -> FittedInputs | None:
-    """How many of the judging inputs are among those; None where either is unknown."""
-    fingerprints = [each for each in fitted if each is not None and len(each)]
-    if judging is None or not fingerprints:
-        return None
-    same, alike = judging.overlap(Fingerprints.concatenated(fingerprints))
-    return FittedInputs(judging=len(judging), same=same, alike=alike, noun=noun)
-
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHTS = "model.safetensors"

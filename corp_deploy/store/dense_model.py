@@ -15,12 +15,12 @@ from corp_deploy.families import (
     hf_config,
     timm_library,
     torchvision_models,
-    trusted_code,
 )
-from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.bert import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
-from corp_deploy.traced.models.outputs import Outputs
+from corp_deploy.spec import trusted_code
+from corp_deploy.spec.architecture import Architecture, Preprocessing
+from corp_deploy.spec.outputs import Outputs
 from ground.errors import BadInput
 from ground.records import record_from_value
 

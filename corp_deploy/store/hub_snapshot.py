@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from corp_deploy.families.architecture import Preprocessing
+from corp_deploy.spec.architecture import Preprocessing
 from ground.errors import BadInput
 from ground.records import record_from_file, record_from_value
 

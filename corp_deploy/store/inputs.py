@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from calib.images import ARRAYS, Images, open_images
+from calib.image_arrays import Normalise
+from calib.images import Images, open_images
 from calib.inputs import InputSet
 from calib.rows import SUFFIX, Rows, Sequences, open_arrays, open_ids, sequences_of
-from calib.sources import Normalise
 from calib.texts import Texts, open_texts
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
 from corp_deploy.families.timm_images import ImageSpec, fitting, image_spec_of_note
-from corp_deploy.traced.models.merging import Merging
+from corp_deploy.spec.merging import Merging
 from ground.arrays import array_from_file
 from ground.errors import BadInput
 from ground.files import text_from_file
@@ -57,30 +57,23 @@ def images_for_model(
     )
 
 
-def images_for_port(
-    port: Port, preprocessing: str | None, path: Path, *, where: str, samples: int | None, seed: int
+def pictures_for_port(
+    port: Port, preprocessing: str, path: Path, *, where: str, samples: int | None, seed: int
 ) -> Images:
-    """The same without a model: for an input of this shape, folders by the preprocessing that a graph carries; for one
-    of uint8 the pixels themselves, as float32.
-
-    Raises BadInput where it carries none and the images are files to be decoded, and for what is no image's input.
+    """Open a folder or tar shards without a model, by the preprocessing that a graph carries; for a port of uint8 the
+    pixels themselves, as float32. Raises BadInput as images_for_model does.
     """
-    array = path.suffix in ARRAYS
-    if len(port.shape) != 3 or (preprocessing is None and not array):
-        needs = "says nothing of its preprocessing" if len(port.shape) == 3 else f"takes no images but {port.name}"
-        raise BadInput(
-            f"{where}: {needs}, so images can't be prepared for it; give --images as .npy, .npz or .safetensors with "
-            "what it takes, or --random"
-        )
-    shape = (port.shape[0], port.shape[1], port.shape[2])
-    prepared = None if preprocessing is None else image_spec_of_note(preprocessing, shape, where=where)
-    transform = no_picture if prepared is None or array else _transform_of_folder(prepared, path)
-    opened = partial(open_images, path, image_shape=shape, samples=samples, seed=seed)
-    if port.dtype == PIXEL:
-        reads = no_picture if prepared is None or array else partial(_pixels_of_picture, prepared, transform)
-        return opened(transform=reads, pixels=unnormalised)
-    pixels = None if prepared is None else partial(normalising, prepared, where=str(path))
-    return opened(transform=transform, pixels=pixels)
+    channels, height, width = port.shape
+    prepared = image_spec_of_note(preprocessing, (channels, height, width), where=where)
+    transform = _transform_of_folder(prepared, path)
+    reads = partial(_pixels_of_picture, prepared, transform) if port.dtype == PIXEL else transform
+    return open_images(path, image_shape=prepared.shape, transform=reads, samples=samples, seed=seed)
+
+
+def normalising_by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Normalise:
+    """What makes images of a file's pixels by the preprocessing that a graph carries; raises as `normalising` does."""
+    channels, height, width = port.shape
+    return normalising(image_spec_of_note(preprocessing, (channels, height, width), where=where), where=str(path))
 
 
 def no_picture(picture: object) -> Tensor:

@@ -9,13 +9,13 @@ from typing import Any
 from msgspec.structs import asdict
 
 from corp_deploy.families import hf_classes, torchvision_models
-from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.given_module import architecture_of, images_of
 from corp_deploy.families.sentence_files import MODULES, text_length
 from corp_deploy.families.tokenizer import FILE as TOKENIZER
 from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
-from corp_deploy.families.trusted_code import PREFIX, Code, file_and_function
+from corp_deploy.spec.architecture import Preprocessing
+from corp_deploy.spec.trusted_code import PREFIX, Code, file_and_function
 from ground.errors import BadInput
 from ground.files import regular_file, sha256_of_text
 

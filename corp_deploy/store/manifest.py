@@ -70,7 +70,7 @@ def input_of_graphs(directory: Path) -> dict[str, Any]:
     """Nothing of graphs that take what the preprocessing gives; else that they take its pixels, and where those are
     normalised.
     """
-    from .onnx_file import facts_of_onnx  # reports read manifests without torch
+    from .graph_facts import facts_of_onnx
 
     facts = [facts_of_onnx(path) for path in sorted((directory / "reduced").glob("*.onnx"))]
     places = sorted({each.normalised for each in facts if each.normalised is not None})

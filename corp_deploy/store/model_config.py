@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from corp_deploy.families.widths import HeadGeometry
-from corp_deploy.traced.models.merging import MOST_TOKENS, How, Merging, Metric
-from corp_deploy.traced.models.outputs import Outputs
+from corp_deploy.spec.merging import MOST_TOKENS, How, Merging, Metric
+from corp_deploy.spec.outputs import Outputs
+from corp_deploy.spec.widths import HeadGeometry
 from ground.errors import BadInput
 from ground.records import Sha256, record_from_file, record_from_value
 

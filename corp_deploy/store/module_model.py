@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.families import given_module, hf_classes, timm_library, torchvision_models, traced_model
-from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.family import image_spec, input_ports
 from corp_deploy.families.timm_arguments import arguments_beside
+from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.array_inputs import ports_of
 from ground.errors import BadInput
 from ground.quantity import quoted

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from corp_deploy.families.family import output_ports
 from corp_deploy.families.timm_library import NORMS
-from corp_deploy.families.widths import HeadGeometry
+from corp_deploy.spec.widths import HeadGeometry
 from export.graph.fusion_breaks import with_fusion_breaks
 from export.graph.number_format import WEIGHT_BITS
 from export.graph.quantiser import Feeds, Quantiser, ScaleChoice, quantiser

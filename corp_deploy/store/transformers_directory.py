@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from torch import nn
 
 from corp_deploy.families import bert, decoder, hf_names
-from corp_deploy.families.architecture import Architecture, Preprocessing
 from corp_deploy.families.bert import EncoderArguments
 from corp_deploy.families.decoder import DecoderArguments
 from corp_deploy.families.hf_config import Sides, VisionModel, both, vision_model
@@ -32,6 +31,7 @@ from corp_deploy.families.text_encoder import Pooling
 from corp_deploy.families.text_names import prefix_in, state_from_transformers
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
+from corp_deploy.spec.architecture import Architecture, Preprocessing
 from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights

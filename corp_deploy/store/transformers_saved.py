@@ -15,7 +15,7 @@ from corp_deploy.families.family import image_spec
 from corp_deploy.families.hf_config import VisionModel, vision_model
 from corp_deploy.families.hf_saved import Saved
 from corp_deploy.families.sentence_files import FILES, require_decoder_files, require_sentence_files
-from corp_deploy.families.widths import Widths
+from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 from ground.files import write_json

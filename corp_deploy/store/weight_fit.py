@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from corp_deploy.algebra.sparse_patterns import holds
-from corp_deploy.algebra.sparsity import sparsity_from_text
 from corp_deploy.families.timm_library import unused
 from corp_deploy.families.traced_model import adapted_state
+from corp_deploy.spec.sparsity import sparsity_from_text
 from corp_deploy.traced.models.module import counts_of_batches
 from ground.errors import BadInput
 

@@ -15,7 +15,7 @@ from corp_deploy.store.hub_snapshot import ORIGIN
 from .console import reason_cell, reasons_below
 
 if TYPE_CHECKING:
-    from corp_deploy.planning.refusals import FirstPlan
+    from corp_deploy.planning.first_plan import FirstPlan
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -1,14 +1,9 @@
-"""A measurement on the terminal: medians with intervals, the speed-up, and the noise floor beside it; and what blocks
-cost at each width.
-"""
+"""A measurement on the terminal: medians with intervals, the speed-up, and the noise floor beside it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
-from corp_deploy.planning.latency import Tables
-from corp_deploy.planning.schedule import MERGE
 from perf.record.runs import Bench
 from perf.stats.stats import Interval
 from perf.stats.summary import Side, SummaryRow, summarise
@@ -107,25 +102,3 @@ def best_batch(bench: Bench) -> list[str]:
     """The knee of the throughput curve in a sentence, where there is one."""
     knee = summarise(bench).knee
     return [] if knee is None else [f"preferred_batch_size {knee.batch}: {knee.reason}"]
-
-
-DENSE, ALL_TOKENS = "dense model", "dense model with all tokens"
-
-
-def latency_rows(tables: Tables, batches: Sequence[int]) -> list[dict[str, Any]]:
-    """Median milliseconds by block and width at every batch size, the dense model last."""
-    named = {**tables.by_name, DENSE: tables.dense} | ({ALL_TOKENS: tables.all_tokens} if tables.all_tokens else {})
-    return [
-        {"block": name, "width": width, "p50_ms": {str(size): table.latency_ms(width, size) for size in batches}}
-        for name, table in named.items()
-        for width in table.widths
-    ]
-
-
-def latency_view(rows: Sequence[dict[str, Any]], batches: Sequence[int]) -> Table:
-    """One row a block and width."""
-    table = Table("block", "width", *(f"batch {size} (ms)" for size in batches))
-    for row in rows:
-        width = "-" if row["block"] in (DENSE, ALL_TOKENS) or row["block"].startswith(MERGE) else str(row["width"])
-        table.add_row(row["block"], width, *(f"{row['p50_ms'][str(size)]:.3f}" for size in batches))
-    return table

@@ -26,9 +26,9 @@ from corp_deploy import __version__
 from corp_deploy.cli import main as tool
 from corp_deploy.demo import run as demo
 from corp_deploy.demo.run import VIT, DemoScale
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.polish.parts import StateFile
 from corp_deploy.proof.compare_engines import Golden, write_golden
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.dense_model import load_dense
 from ground.feeds import Feeds

@@ -18,13 +18,13 @@ from calib import store
 from calib.groups import group_ids
 from calib.texts import open_texts
 from corp_deploy.cli import main
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
+from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.store.inputs import images_for_model, labels_from_path
-from corp_deploy.store.onnx_file import facts_of_onnx
 from corp_deploy.store.weights import read_weights
 from export.graph.check import check_onnx
 from export.graph.ports import ports_of_graph

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.timm_arguments import built
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, dense_from_architecture, save
 from corp_deploy.store.hub_snapshot import CONFIG
 from ground.files import replacing, write_json

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from corp_deploy.spec.merging import Merging, capped, tokens_after
 from corp_deploy.traced.finding.attentions import Block, attentions_of, blocks_of, in_front
 from corp_deploy.traced.finding.cuts import passed_by_all, ways_out
 from corp_deploy.traced.finding.product import macs
@@ -16,7 +17,6 @@ from ground.errors import BadInput
 from .merged_nodes import MergedNodes, PositionDependent
 from .merged_program import MergedProgram
 from .merges import Merges, by_node, sized
-from .merging import Merging, capped, tokens_after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from corp_deploy.spec.merging import Merging
 from corp_deploy.traced.finding.attentions import Attention, Block
 from corp_deploy.traced.finding.cuts import ways_out
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, scale_of
@@ -29,7 +30,6 @@ from ground.errors import BadInput
 
 from .merged_nodes import MergedNodes, PositionDependent
 from .merged_program import MergedProgram
-from .merging import Merging
 from .token_merging import TokenMerge, key_bias, unmerged
 
 

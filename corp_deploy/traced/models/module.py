@@ -10,6 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx, nn
 
+from corp_deploy.spec.merging import Merging
+from corp_deploy.spec.outputs import Outputs
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_biases_
@@ -20,8 +22,6 @@ from ground.ports import OutputPort
 
 from .array_inputs import Calling, InputSpec, batch_of_ports, by_ports
 from .mergeable import merged_graph
-from .merging import Merging
-from .outputs import Outputs
 from .traced_program import Tracing as Tracing
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .merging import How, Metric
+from corp_deploy.spec.merging import How, Metric
 
 # Far below any score, so that its exponential is 0, and small enough for float16 to hold the sum of both.
 HIDDEN = -30_000.0

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import Tensor, fx, nn
 
+from corp_deploy.spec.merging import Merging
 from corp_deploy.traced.finding.product import macs
 from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.sites import Found, find
@@ -17,7 +18,6 @@ from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard,
 
 from .mergeable import Mergeable, mergeable
 from .merged_program import MergedProgram
-from .merging import Merging
 from .segments import CutOutputs, Segment, given_at_cuts, segments
 from .sites import Sites
 

@@ -1,0 +1,45 @@
+"""Fingerprints as records carry them. Imports no torch, so that a graph's metadata are read without it."""
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.errors import BadInput
+
+if TYPE_CHECKING:
+    from .fingerprints import Fingerprints
+
+
+def _numbers(text: str) -> NDArray[np.int64]:
+    decoded: NDArray[Any] = np.frombuffer(base64.b64decode(text, altchars=b"-_", validate=True), dtype="<i8")
+    return decoded.astype(np.int64)
+
+
+class FingerprintsText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of both as base64 of little-endian 64-bit integers, by the alphabet without a slash: a text with one
+    passes for a path of the machine.
+    """
+
+    ids: str
+    hashes: str = ""
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids [N] and the perceptual hashes [M,2]. Raises BadInput for a text that encodes neither."""
+        try:
+            return _numbers(self.ids), _numbers(self.hashes).reshape(-1, 2)
+        except ValueError as error:
+            raise BadInput(f"fingerprints: not base64 of 64-bit numbers ({error})") from None
+
+    @property
+    def fingerprints(self) -> "Fingerprints":
+        """Decode the text into tensors. Raises BadInput as `arrays` does."""
+        import torch
+
+        from .fingerprints import Fingerprints
+
+        ids, hashes = map(torch.from_numpy, self.arrays)
+        return Fingerprints(ids=ids, hashes_M2=hashes)

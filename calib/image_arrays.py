@@ -1,0 +1,107 @@
+"""Images that lie in an array, preprocessed or as pixels; identified and drawn as those of a folder are. Imports no
+torch.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.arrays import array_from_npy, array_from_npz, arrays_from_safetensors
+from ground.errors import BadInput
+
+from .draw import digest_of_contents, drawn_places
+
+ARRAYS = (".npy", ".npz", ".safetensors")
+KEY = "images"
+Normalise = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+Pixels = Callable[[], Normalise]
+ImageShape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageArray:
+    """Rows of images_N3HW, already preprocessed, or pixels that are not normalised yet; memory-mapped where the file
+    allows it.
+    """
+
+    path: Path
+    images_N3HW: NDArray[np.float32] | NDArray[np.uint8]
+    shape: ImageShape
+    pixels: Normalise | None = None
+
+    @classmethod
+    def from_path(cls, path: Path, *, shape: ImageShape, pixels: Pixels | None = None) -> Self:
+        """[N,3,H,W] float32, or uint8 where `pixels` gives what makes images of those, from .npy (memory-mapped), or
+        from key `images` of .npz or .safetensors. Raises BadInput for others and for none.
+        """
+        if not path.is_file():
+            raise BadInput(f"{path}: no such file, expected images in {', '.join(ARRAYS)}")
+        if path.suffix == ".npy":
+            array = array_from_npy(path, mapped=True)
+        else:
+            array = array_from_npz(path, KEY) if path.suffix == ".npz" else arrays_from_safetensors(path, key=KEY)[KEY]
+        dtypes = (np.float32,) if pixels is None else (np.float32, np.uint8)
+        if array.dtype not in dtypes or array.ndim != 4 or array.shape[1:] != shape:
+            or_pixels = "" if pixels is None else ", or uint8 pixels, resized and cropped"
+            expected = f"float32 [N,{','.join(map(str, shape))}], already preprocessed{or_pixels}"
+            raise BadInput(f"{path}: got {array.dtype} {list(array.shape)}, expected {expected}")
+        if not len(array):
+            raise BadInput(f"{path}: holds no images, expected at least one")
+        normalise = None if pixels is None or array.dtype != np.uint8 else pixels()
+        return cls(path=path, images_N3HW=array, shape=shape, pixels=normalise)
+
+    def __len__(self) -> int:
+        return len(self.images_N3HW)
+
+    def name(self, position: int) -> str:
+        return str(position)
+
+    def content(self, position: int) -> bytes:
+        """What identifies the image."""
+        content: bytes = self.images_N3HW[position].tobytes()
+        return content
+
+    def row(self, position: int) -> NDArray[np.float32]:
+        """One image as the model takes it. Raises BadInput for NaN and Inf."""
+        row: NDArray[Any] = np.array(self.images_N3HW[position])
+        if row.dtype == np.uint8:
+            assert self.pixels is not None, self.path
+            row = self.pixels(row)
+        if not np.isfinite(row).all():
+            raise BadInput(f"{self.path}[{position}]: holds NaN or Inf, expected finite values")
+        return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DrawnImages:
+    """Those at `places` of an array; `digest` covers names and contents, as that of opened inputs does."""
+
+    noun: ClassVar[str] = "images"
+
+    array: ImageArray
+    places: tuple[int, ...]
+    digest: str
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(self.array.name, self.places))
+
+    def rows(self) -> Iterator[NDArray[np.float32]]:
+        """Each image [3,H,W] in order."""
+        return map(self.array.row, self.places)
+
+
+def draw_images(array: ImageArray, *, samples: int | None = None, seed: int = 0) -> DrawnImages:
+    """`samples` of the array's images, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
+    places = drawn_places(len(array), samples, seed, noun=DrawnImages.noun, where=array.path)
+    named = ((array.name(place), hashlib.sha256(array.content(place)).digest()) for place in places)
+    return DrawnImages(array=array, places=places, digest=digest_of_contents(named))

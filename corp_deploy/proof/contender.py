@@ -1,0 +1,101 @@
+"""Graphs and engines as perf times them: what they take, cost and are opened by. Imports no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from calib.fingerprints_text import FingerprintsText
+from corp_deploy.invocation.running import RunOptions
+from corp_deploy.store.graph_facts import GraphFacts, facts_of_onnx
+from export.engine.record import EngineRecord
+from ground.errors import BadInput
+from ground.files import sha256_of_file
+from ground.ports import Port
+from perf.bench.bench import Subject
+from perf.runners.engine import EngineRunner
+from perf.runners.onnx import OnnxRunner
+from perf.runners.openvino import OpenVinoRunner
+from perf.runners.protocol import Runner
+
+from .candidates import fixed_ports
+from .engine_trust import record_of_trusted_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender(Subject):
+    """One of the two as perf's subject, what it takes, its fixed batch, and what it was fitted to where it tells."""
+
+    inputs: tuple[Port, ...]
+    static_batch: int | None = None
+    fitted: FingerprintsText | None = None
+
+
+def facts_of_file(path: Path) -> dict[str, Any]:
+    return {"size_bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+
+
+def contender_from_graph(name: str, path: Path, running: RunOptions) -> Contender:
+    facts = facts_of_onnx(path)
+    for port in facts.inputs:
+        if min(port.shape, default=1) < 0:
+            sizes = ", ".join("?" if size < 0 else str(size) for size in port.shape)
+            raise BadInput(f"{path}: takes {port.name} of no fixed size ({sizes}); export it for one size")
+    if running.backend == "openvino":
+        opened: Callable[[], Runner] = partial(OpenVinoRunner, path, arithmetic=running.dtype, threads=running.threads)
+    else:
+        opened = partial(
+            OnnxRunner,
+            path,
+            provider=running.provider or "cpu",
+            threads=running.threads,
+            cuda_graph=running.cuda_graph,
+            flush_l2=bool(running.flush_l2),
+        )
+    return Contender(
+        name=name,
+        open=opened,
+        macs=facts.macs,
+        params=facts.parameters,
+        inputs=facts.inputs,
+        static_batch=facts.batch,
+        fitted=facts.fitted,
+        **facts_of_file(path),
+    )
+
+
+def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
+    """What the graph that an engine was built from says of its cost, where it still stands beside the plan."""
+    for graph in sorted(path.parent.glob("*.onnx")):
+        if graph.stat().st_size == record.onnx_bytes and sha256_of_file(graph) == record.onnx_sha256:
+            return facts_of_onnx(graph)
+    return None
+
+
+def contender_from_engine(name: str, path: Path, running: RunOptions) -> Contender:
+    record = record_of_trusted_plan(path)
+    facts = _graph_of_engine(path, record)
+    open_engine = partial(
+        EngineRunner,
+        path,
+        backend="tensorrt_rtx" if record.backend == "tensorrt-rtx" else "tensorrt",
+        cuda_graph=running.cuda_graph,
+        flush_l2=bool(running.flush_l2),
+        precision=record.precision,
+        sha256=record.plan_sha256,
+    )
+    return Contender(
+        name=name,
+        open=open_engine,
+        macs=None if facts is None else facts.macs,
+        params=None if facts is None else facts.parameters,
+        size_bytes=record.plan_bytes,
+        sha256=record.plan_sha256,
+        fused_attention=record.fused_attention,
+        sparse_layers=record.sparse_layers,
+        plan_bytes=record.plan_bytes,
+        device_memory=record.device_memory_bytes or None,
+        inputs=fixed_ports(record.inputs, path, remedy="; build it from a graph of one size"),
+        fitted=None if facts is None else facts.fitted,
+    )

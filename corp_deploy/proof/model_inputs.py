@@ -1,0 +1,147 @@
+"""What a model is proved on and timed with: images, texts and arrays as it takes them, or noise of its ports."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from calib.fingerprints import Fingerprints
+from calib.image_arrays import ARRAYS, Normalise, Pixels
+from calib.images import open_images
+from calib.inputs import Batch, Inputs, InputSet, tensors_by_name
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import image_spec, input_ports
+from corp_deploy.families.timm_images import ImageSpec
+from corp_deploy.invocation.running import FedOptions
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.dense_model import model_of_directory
+from corp_deploy.store.inputs import no_picture, normalising, texts_for_model, unnormalised
+from corp_deploy.store.onnx_file import GraphInput, graph_ports
+from ground.errors import BadInput
+from ground.feeds import Feeds, batch_size, random_feeds, rows_of
+from ground.pixels import PIXEL, whole_pixels
+from ground.ports import Port
+
+from .inputs import ProofInputs, fed_to_ports, listed, noise_inputs, normalisation_of, on_disk, require_pixels
+
+
+def images_taken(checkpoint: Checkpoint) -> ImageSpec | None:
+    """How images become a model's input; None of a model that takes none."""
+    of_images = traced_model.input_spec(checkpoint.model).medium == "images"
+    return image_spec(checkpoint.model) if of_images else None
+
+
+def fed_to_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) -> Feeds:
+    """Feeds of the model as a graph of it takes them. Raises BadInput for images that were not made of pixels."""
+    spec, ports, where = images_taken(checkpoint), graph_ports(checkpoint, graph_input), f"input {graph_input}"
+    require_pixels(feeds, ports, spec, where=where)
+    return fed_to_ports(feeds, ports, spec, where=where)
+
+
+def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -> ProofInputs:
+    """All inputs of a set as they are fed to the model, decoded once, in files without a name instead of memory.
+    Tensors that have no name are images.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    start, fingerprints = 0, list[Fingerprints]()
+    for batch in source.read(64):
+        if not len(batch.ids):
+            continue
+        fingerprints.append(Fingerprints.of(batch.ids, batch.inputs))
+        tensors = {"images": batch.inputs} if isinstance(batch.inputs, Tensor) else batch.inputs
+        parts = {name: tensor.numpy() for name, tensor in tensors.items()}
+        count = batch_size(parts)
+        arrays = arrays or {name: on_disk(part, source.count) for name, part in parts.items()}
+        for name, part in parts.items():
+            arrays[name][start : start + count] = part
+        start += count
+    assert arrays, source
+    feeds = rows_of(arrays, slice(start))
+    names = tuple(source.name(place) for place in range(source.count)) if start == source.count else ()
+    return ProofInputs(
+        feeds=feeds,
+        digest=source.digest,
+        kind=source.noun,
+        labels=labels,
+        names=names,
+        fingerprints=Fingerprints.concatenated(fingerprints),
+    )
+
+
+def random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = False) -> ProofInputs:
+    """Normal noise instead of images, for who asks for it; the record says so. `pixels`: any pixels, normalised. Raises
+    BadInput for a model whose inputs are no floats: which of them mean something only real ones show.
+    """
+    ports = input_ports(dense.model)
+    spec = images_taken(dense)
+    if not pixels or spec is None:
+        return noise_inputs(ports, count, seed)
+    normalisation = normalisation_of(spec, "random pixels")
+    noise = noise_inputs([replace(port, dtype=PIXEL) for port in ports], count, seed)
+    return replace(noise, feeds={name: normalisation.images(each) for name, each in noise.feeds.items()})
+
+
+def _first(source: InputSet, count: int) -> Batch[Inputs]:
+    return next(batch for batch in source.read(min(count, source.count)) if len(batch.ids))
+
+
+def _tokenized(text: Path, models: Sequence[Path], count: int) -> ProofInputs:
+    """So many texts of a file, over again where it has fewer, by the tokenizer of the first model that has one."""
+    directory = next((path for path in models if path.is_dir()), None)
+    if directory is None:
+        raise BadInput(
+            f"{text}: a graph or an engine has no tokenizer; name a model directory, or leave --text out: any tokens "
+            "cost the same time"
+        )
+    source = texts_for_model(model_of_directory(directory).model, text)
+    batch = _first(source, count)
+    feeds = {
+        name: np.resize(each.numpy(), (count, *each.shape[1:])) for name, each in tensors_by_name(batch.inputs).items()
+    }
+    return ProofInputs(feeds=feeds, kind=source.noun, fingerprints=Fingerprints(ids=batch.ids))
+
+
+def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
+    """So many images of a file, over again where it has fewer, as the port takes them, normalised as the first model
+    directory says; noise without a file, and of tokens the same one.
+    """
+    if path is None:
+        return ProofInputs(feeds=random_feeds(ports, count, seed=0), kind="inputs")
+    if len(ports) != 1 or len(ports[0].shape) != 3:
+        raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images out")
+    if path.suffix not in ARRAYS:
+        raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
+    (port,) = ports
+    channels, height, width = port.shape
+    directory = next((each for each in models if each.is_dir()), None)
+    pixels: Pixels | None = None
+    if port.dtype == PIXEL:
+        pixels = unnormalised
+    elif directory is not None:
+        pixels = partial(_of_directory, directory, path)
+    source = open_images(path, image_shape=(channels, height, width), transform=no_picture, pixels=pixels)
+    batch = _first(source, count)
+    images: NDArray[np.float32] = tensors_by_name(batch.inputs)["input"].numpy()
+    values: NDArray[Any] = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
+    return ProofInputs(
+        feeds={port.name: np.resize(values, (count, *port.shape))},
+        fingerprints=Fingerprints.of(batch.ids, batch.inputs),
+    )
+
+
+def _of_directory(directory: Path, path: Path) -> Normalise:
+    return normalising(image_spec(model_of_directory(directory).model), where=str(path))
+
+
+def feeds_to_time(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
+    """So many inputs for these ports; among `models` is the tokenizer. Raises BadInput for what does not fit."""
+    if fed.text is None:
+        return _images_or_noise(fed.images, ports, models, count)
+    if not all(port.dtype == "int64" for port in ports):
+        raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text out")
+    return _tokenized(Path(fed.text), models, count)

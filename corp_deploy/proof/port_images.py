@@ -1,0 +1,77 @@
+"""Images for an engine or a graph by itself, without a model. Arrays are read without torch."""
+
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from calib.image_arrays import ARRAYS, DrawnImages, ImageArray, Normalise, Pixels, draw_images
+from ground.errors import BadInput
+from ground.pixels import PIXEL
+from ground.ports import Port
+
+from .inputs import ProofInputs, of_port, on_disk
+
+_ROWS = 64  # copied at once
+
+
+def images_of_port(
+    port: Port, preprocessing: str | None, path: Path, *, where: str, samples: int | None, seed: int
+) -> ProofInputs:
+    """Images for an input of this shape: arrays as they are, or normalised where they are pixels and the input is none;
+    folders and shards by the preprocessing that the graph carries. An input of uint8 takes the pixels themselves.
+
+    Raises BadInput where the graph carries none and the images are files to be decoded, and for what is no image's
+    input.
+    """
+    is_array = path.suffix in ARRAYS and not path.is_dir()
+    if len(port.shape) != 3 or (preprocessing is None and not is_array):
+        needs = "says nothing of its preprocessing" if len(port.shape) == 3 else f"takes no images but {port.name}"
+        raise BadInput(
+            f"{where}: {needs}, so images can't be prepared for it; give --images as .npy, .npz or .safetensors with "
+            "what it takes, or --random"
+        )
+    if is_array:
+        opened = ImageArray.from_path(path, shape=_shape(port), pixels=_pixels(port, preprocessing, path, where=where))
+        read = _read(draw_images(opened, samples=samples, seed=seed))
+    else:
+        from corp_deploy.store.inputs import pictures_for_port
+
+        from .model_inputs import inputs_from_set
+
+        assert preprocessing is not None, where
+        read = inputs_from_set(pictures_for_port(port, preprocessing, path, where=where, samples=samples, seed=seed))
+    return of_port(read, port, where=str(path))
+
+
+def _shape(port: Port) -> tuple[int, int, int]:
+    channels, height, width = port.shape
+    return channels, height, width
+
+
+def _pixels(port: Port, preprocessing: str | None, path: Path, *, where: str) -> Pixels | None:
+    """What gives what makes images of pixels, asked for once there are any."""
+    if port.dtype == PIXEL:
+        return lambda: _as_float
+    return None if preprocessing is None else partial(_by_note, preprocessing, port, path, where=where)
+
+
+def _as_float(pixels: np.ndarray) -> np.ndarray:
+    return pixels.astype(np.float32)
+
+
+def _by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Normalise:
+    from corp_deploy.store.inputs import normalising_by_note
+
+    return normalising_by_note(preprocessing, port, path, where=where)
+
+
+def _read(source: DrawnImages) -> ProofInputs:
+    """All images, in a file without a name instead of memory."""
+    rows, start = source.rows(), 0
+    images = on_disk(np.empty((1, *source.array.shape), np.float32), source.count)
+    while part := list(islice(rows, _ROWS)):
+        images[start : start + len(part)] = part
+        start += len(part)
+    return ProofInputs(feeds={"images": images}, digest=source.digest, kind=source.noun, names=source.names)
