@@ -13,14 +13,14 @@ from timm import layers
 from torch import nn
 
 from corp_deploy.families import shared_programs
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import dense_model, with_outputs
 from corp_deploy.families.shared_programs import MOST_PROGRAMS, share_program_
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.spec.outputs import Outputs
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.traced.models import module
 from corp_deploy.traced.models.module import TracedModule, Tracing, tracing
 from corp_deploy.traced.models.narrowing import at_widths
-from corp_deploy.traced.models.outputs import Outputs
 from corp_deploy.traced.programs import tracing as tracing_of_models
 from tests import small_models, tiny
 

@@ -12,10 +12,10 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.traced.models.module import TracedModule, Tracing, traced_state, tracing
 
 from . import timm_library
-from .architecture import Architecture
 from .family import builds_installed_code, outputs_of
 
 MOST_PROGRAMS = 4
