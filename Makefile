@@ -4,10 +4,10 @@ BIN := .venv/bin
 DEMO_DIR ?= demo-out
 
 # torch's own threads only get in each other's way when tests run side by side.
-test test-slow test-all: export OMP_NUM_THREADS = 1
+test test-changed test-slow test-all: export OMP_NUM_THREADS = 1
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
 
-.PHONY: setup locked lock sbom wheel dist lowest highest docs demo real test test-slow test-all lint clean
+.PHONY: setup locked lock sbom wheel dist lowest highest docs demo real test test-changed test-slow test-all lint clean
 
 setup: .venv/ready .venv/triton/ready
 
@@ -86,6 +86,11 @@ lint: setup
 # The quick tests: all but those that bear the marker `slow`, whose reasons are in tests/quick.py. At most five minutes.
 test: lint
 	$(PYTEST) -m "not slow"
+
+# Those of the quick tests that can reach a file changed since BASE, or since this branch left main. The expression is not
+# that of `test`, whose limit for one test is a share of what all of them take.
+test-changed: setup
+	$(BIN)/python -m benchmarks.suite.changed $(if $(BASE),--base $(BASE)) -- $(PYTEST) -m "not (slow or nightly)"
 
 # What `test` leaves out.
 test-slow: setup
