@@ -46,6 +46,7 @@ def too_long(taken_s: Mapping[str, float]) -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "nightly: run by make test-all and the nightly workflow, not by make test or CI")
     config.addinivalue_line("markers", f"slow(*reasons): left out by make test; reasons: {', '.join(REASONS)}")
     config.pluginmanager.register(_Whole(config), "quick-whole")
 
