@@ -111,6 +111,11 @@ lint: setup
 test: lint
 	$(PYTEST) -m "not slow and not nightly"
 
+# Those of the quick tests that can reach a file changed since BASE, or since this branch left main. The expression is not
+# that of `test`, whose limit for one test is a share of what all of them take.
+test-changed: setup
+	$(BIN)/python -m benchmarks.suite.changed $(if $(BASE),--base $(BASE)) -- $(PYTEST) -m "not (slow or nightly)"
+
 # What CI runs besides.
 test-slow: setup
 	$(PYTEST) -m "slow and not nightly"

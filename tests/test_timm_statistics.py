@@ -15,7 +15,7 @@ from calib.moments import ChannelMoments, HeadMoments
 from corp_deploy.families.family import listened, sites_of
 from corp_deploy.traced.models.sites import calibration_taps
 from tests import tiny
-from tests.timm_models import VITS, checkpoint, library, moments, pixels
+from tests.timm_models import NUMERIC, VITS, checkpoint, library, moments, pixels
 
 HEADS, DIMS = 3, 16
 
@@ -34,9 +34,12 @@ def heard(model: nn.Module, layer: str, images: Tensor) -> Tensor:
 
 QUICK = ("class token", "maximum", "packed gate", "gate apart", "residual post-norm")
 FORMS = [
-    form if form in QUICK else pytest.param(form, marks=pytest.mark.slow("models"))
-    for form in VITS
-    if form != "norms inside"
+    *QUICK,
+    *(
+        pytest.param(form, marks=(pytest.mark.slow("models"), *([] if form in NUMERIC else [pytest.mark.nightly])))
+        for form in VITS
+        if form not in (*QUICK, "norms inside")
+    ),
 ]
 
 

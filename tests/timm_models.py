@@ -3,12 +3,13 @@ VisionTransformer, of its Eva, attention that adds to scores by where tokens sta
 hierarchies, whose stages change layout, size and channels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 import timm
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,10 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.family import image_spec
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
+from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
@@ -154,6 +158,43 @@ HIERARCHIES: Forms = {
     ),
 }  # fmt: skip
 FORMS: Forms = {**VITS, **EVAS, **BIASED, **HIERARCHIES}
+TURNED = tuple(form for form in EVAS if form not in ("no positions in attention", "norms behind", "q/k norm, groups"))
+TIED = ("hiera", "maxvit_tf", "coatnext", "tiny_vit")
+"""Of whose random weights the loop gains little: on which side of a tie the choice of a ridge falls is rounding."""
+NUMERIC: Mapping[str, str] = {
+    "class token": "heads and MLPs behind a norm, added to one stream",
+    "attention pool": "a pool of attention, whose query is a weight",
+    "q/k norm": "norms of queries and keys: values alone are narrowed",
+    "gate apart": "an MLP whose channels are products of two layers",
+    "residual post-norm": "a norm behind the layer that reads a site",
+    "side by side": "two attentions and two MLPs that read one tensor, with layer scale",
+    "one layer for all, a difference": "one layer for q, k, v and the MLP; two softmaxes, one subtracted",
+    "turned, norms inside": "planes of neighbours that rotary embeddings turn; norms behind heads and gates",
+    "halves turned, biases": "planes of halves, biases of queries",
+    "q/k norm, groups": "keys and values that groups of queries share",
+    "padding": "shifted windows with padding, tables of biases",
+    "cosines": "cosines of queries and keys, a network of biases",
+    "talking heads": "scores mixed over heads, class attention",
+    "hiera": "mask units, queries that are pooled",
+    "maxvit_tf": "convolutions with squeeze-excite, windows and grids, streams between stages",
+    "coatnext": "ConvNeXt blocks in front of attention over a whole map",
+    "tiny_vit": "batch norms folded into convolutions, a convolution between attention and MLP",
+    "efficientformer_v2": "talking heads on maps, attention that changes the size of its map",
+}  # fmt: skip
+"""Forms whose numbers are checked in every run, by the rule that each stands for. Other forms run no line of
+calibration or repair that these, or tests of calib/, don't run: their structure is checked in every run
+(test_timm_structure.py), their numbers nightly.
+"""
+PLANTED_ALONE = ("maxvit_tf", "tiny_vit", "efficientformer_v2")
+"""The slowest of NUMERIC, of which every run takes planted redundancy alone: it goes through both ways of reducing."""
+
+
+def numbered(forms: Iterable[str], *, nightly: Iterable[str] = ()) -> list[Any]:
+    """Parametrise a test of numbers: forms of NUMERIC in every run, all others and these nightly."""
+    every_run = NUMERIC.keys() - set(nightly)
+    return [form if form in every_run else pytest.param(form, marks=pytest.mark.nightly) for form in forms]
+
+
 _OF_MAPS = ("Hiera", "MaxxVit", "TinyVit", "EfficientFormer", "EfficientFormerV2")
 
 
@@ -235,3 +276,14 @@ def method(preset: str = "best", **changes: Any) -> Method:
     asked: dict[str, Any] = dict.fromkeys(("mlp_sparsity", "attention_sparsity", "conv_sparsity"), 0.5)
     asked |= dict.fromkeys(("align_hidden", "align_head", "align_conv"), 8)
     return method_from_preset(preset, **asked | changes)
+
+
+@cache
+def reduced(form: str, preset: str = "best", **changes: Any) -> Reduction:
+    return reduce(checkpoint(form).model, moments(form), method(preset, **changes))
+
+
+@cache
+def looped(form: str) -> Reduction:
+    """Half of it in a closed loop."""
+    return reduce_traced(checkpoint(form).model, shown(form), method(), loop=Loop())

@@ -1,0 +1,109 @@
+"""Run the tests that changed files can reach.
+
+    python -m benchmarks.suite.changed [--base REF] -- .venv/bin/pytest -m "not slow"
+
+A test file can reach a Python file that it imports, directly or through others, and inside functions too; one that
+names the repository's root may read any file. Lines that a test ran the last time would select fewer, and miss some:
+tests share results that are computed once, and a constant is run when it is imported.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import grimp
+
+from benchmarks.suite.mutations import ROOMS, ROOT
+
+OTHERS, TESTS = ("benchmarks", "examples"), "tests"
+EVERY_TEST = ("conftest", "quick")
+"""Modules of tests/ that every test depends on, with what they import of tests/."""
+READS_ROOT = re.compile(r"\bROOT\b|parents\[1\]|\btests\.pages\b")
+NOTHING_COLLECTED = 5  # of pytest, where all tests of the files are left out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Test files to run; `everything` says why they are all, or nothing."""
+
+    files: tuple[str, ...]
+    everything: str = ""
+
+
+class Imports:
+    """Who imports whom in a repository."""
+
+    def __init__(self, root: Path, packages: Sequence[str], tests: str) -> None:
+        self.root, self.tests = root, tests
+        self.graph = grimp.build_graph(*packages, tests, cache_dir=None)
+        self.files = {
+            f"{tests}.{path.stem}": f"{tests}/{path.name}" for path in sorted((root / tests).glob("test_*.py"))
+        }
+        shared = {f"{tests}.{name}" for name in EVERY_TEST}
+        self.shared = shared.union(*(self._upstream(name) for name in shared & self.graph.modules))
+
+    def _upstream(self, module: str) -> set[str]:
+        return {name for name in self.graph.find_upstream_modules(module) if name.startswith(f"{self.tests}.")}
+
+    def reached_from(self, path: str) -> set[str] | str:
+        """The test modules that can reach a file, or why any may."""
+        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        if path.endswith(".md"):
+            return set()
+        if not path.endswith(".py") or module not in self.graph.modules:
+            return f"{path} is no Python file that imports tell of"
+        if module in self.shared:
+            return f"every test depends on {path}"
+        is_package = path.endswith("/__init__.py")
+        return {module, *self.graph.find_downstream_modules(module, as_package=is_package)} & self.files.keys()
+
+    def select(self, changed: Iterable[str]) -> Selection:
+        selected: set[str] = set()
+        for path in changed:
+            reached = self.reached_from(path)
+            if isinstance(reached, str):
+                return Selection(files=tuple(self.files.values()), everything=reached)
+            selected |= reached | {name for name, file in self.files.items() if self._reads_root(file)}
+        return Selection(files=tuple(file for name, file in self.files.items() if name in selected))
+
+    def _reads_root(self, file: str) -> bool:
+        return READS_ROOT.search((self.root / file).read_text(encoding="utf-8")) is not None
+
+
+def _git(root: Path, *words: str) -> str:
+    return subprocess.run(("git", *words), cwd=root, check=True, capture_output=True, text=True).stdout
+
+
+def default_base(root: Path) -> str:
+    """Where the branch left main, or the last commit on main itself or without one."""
+    heads = _git(root, "for-each-ref", "--format=%(refname:short)", "refs/heads/main")
+    return _git(root, "merge-base", "HEAD", "main").strip() if heads else "HEAD"
+
+
+def changed_files(root: Path, base: str) -> list[str]:
+    """Changed, deleted and new files, each by its place in the repository."""
+    differing = _git(root, "diff", "--name-only", "--no-renames", "-z", base, "--")
+    new = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
+    return sorted({path for path in (differing + new).split("\0") if path})
+
+
+@click.command(help=__doc__)
+@click.option("--base", help="The commit that files are compared with.  [default: where the branch left main]")
+@click.argument("pytest", nargs=-1, required=True)
+def main(base: str | None, pytest: tuple[str, ...]) -> None:
+    base = base or default_base(ROOT)
+    imports, changed = Imports(ROOT, (*ROOMS, *OTHERS), TESTS), changed_files(ROOT, base)
+    selection = imports.select(changed)
+    count = f"{len(selection.files)} of {len(imports.files)} test files, for {len(changed)} files changed since {base}"
+    click.echo(f"{count}: {selection.everything}" if selection.everything else count, err=True)
+    if selection.files:
+        code = subprocess.run([*pytest, *selection.files], cwd=ROOT, check=False).returncode
+        sys.exit(0 if code == NOTHING_COLLECTED else code)
+
+
+if __name__ == "__main__":
+    main()
