@@ -234,6 +234,7 @@ def proof(dense: nn.Module, *steps: Candidate, **limits: Any) -> Proof:
     return prove(checkpoint(dense), steps, texts(), batches=(1, 8), limits=ParityLimits(**limits))
 
 
+@pytest.mark.slow("graph")
 def test_two_inputs_and_two_outputs_go_down_the_whole_chain(encoder: nn.Module, tmp_path: Path) -> None:
     reduced = changed(encoder, "qkv", 1.02)
     graphs = [graph(reduced, tmp_path / f"m.{precision}.onnx", precision) for precision in ("fp32", "fp16")]
@@ -252,6 +253,7 @@ def test_two_inputs_and_two_outputs_go_down_the_whole_chain(encoder: nn.Module, 
     assert load_parity(tmp_path / "parity.json").links == parity.links
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(("module", "failing"), [("classify", ["words"]), ("qkv", ["embedding", "words"])])
 def test_a_fault_fails_the_outputs_that_it_reaches(
     encoder: nn.Module, tmp_path: Path, module: str, failing: list[str]

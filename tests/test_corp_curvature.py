@@ -116,6 +116,7 @@ def test_a_budget_looks_at_images_that_its_moments_leave_out(dense: Checkpoint, 
     assert every.moments is of_few
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(("then", "now"), [((), (2, 2)), ((2, 2), ()), ((2, 2), (1, 1))])
 def test_images_are_taken_off_as_tokens_were_merged_when_the_moments_were_taken(
     dense: Checkpoint, images: Images, then: tuple[int, ...], now: tuple[int, ...]
@@ -260,6 +261,7 @@ def test_a_reduction_is_the_same_with_one_worker_and_with_two(tmp_path: Path) ->
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow("models")
 def test_what_a_closed_loop_will_leave_is_tried_in_a_closed_loop(tmp_path: Path) -> None:
     """With tokens merged, too."""
     plain, schedule = probe_of(tmp_path, "padded"), Merging(schedule=(2, 2))

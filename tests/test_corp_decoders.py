@@ -87,6 +87,7 @@ def test_a_decoder_gives_the_logits_of_its_class(home: Path, kind: str) -> None:
     torch.testing.assert_close(logits_of(dense_of(home / kind), ids), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", decoders.KINDS)
 def test_a_reduced_decoder_loads_in_transformers_alone(home: Path, kind: str) -> None:
     heads = () if kind in ("opt", "gpt2") else ("--whole-heads", 0.5)
@@ -185,6 +186,7 @@ def test_a_layer_without_a_bias_is_fitted_without_means(home: Path) -> None:
     assert float(best) <= float(error) <= 1.001 * float(best)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(
     ("option", "how"),
     [("--closed-loop", "asymmetric"), ("--closed-loop", "symmetric"), ("--sparse", "2:4"), ("--select", "heads=fold")],
@@ -345,6 +347,7 @@ def logits_inside(model: nn.Module, ids: Tensor) -> Tensor:
     return (heard["q"].double() @ heard["k"].double().mT).tril()
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_queries_and_keys_lose_what_the_report_says(home: Path, kind: str) -> None:
     """CORP's maps by its per-image system: the loss of visible logits over all sequences that it was fitted to."""

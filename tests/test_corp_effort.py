@@ -76,6 +76,7 @@ def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torc
     return model, tiny.relative(answer, exact), len(places)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", ["m", "grouped"])
 def test_both_ways_are_judged_on_images_that_neither_is_fitted_to_and_the_better_one_is_kept(
     name: str, home: Path
@@ -95,6 +96,7 @@ def test_both_ways_are_judged_on_images_that_neither_is_fitted_to_and_the_better
     assert f"; {kept} is kept" in line
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(
     ("way", "errors", "most_apart", "every"),
     [(ONE, (0.1, 0.2), 0.1, True), (LOOP, (0.2, 0.1), 0.1, True), (LOOP, (0.2, 0.1), 0.2, False)],
@@ -112,6 +114,7 @@ def test_what_wins_is_fitted_to_all_images_but_for_a_loop_over_nearly_all(
         torch.testing.assert_close(tensor, expected[key], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow("models")
 def test_a_budget_with_the_most_effort_is_polished_and_its_widths_are_tried_in_loops(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_graph_carries_digests_and_anything_is_known_by_moments(home: Path, tm
     assert "fitted" not in json.loads((tmp_path / "parity.json").read_text())
 
 
+@pytest.mark.slow("graph")
 def test_a_graph_with_a_damaged_entry_is_refused(home: Path, tmp_path: Path) -> None:
     graph = onnx.load(home / "reduced" / "model.onnx")
     (entry,) = [each for each in graph.metadata_props if each.key.endswith("lineage")]

@@ -115,6 +115,7 @@ def check_channels(rank: str, repair: str, *, preset: str) -> None:
     assert np.linalg.norm(got - expected) < 2e-4 * np.linalg.norm(expected)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("qk", ["select", "logit-v1", "logit", "lowrank"])
 def test_queries_and_keys_by_themselves_are_those_of_the_preset_that_has_them(qk: str) -> None:
     """The same weights as the preset that is made of it gives, which tests of its algebra hold to the papers."""

@@ -247,6 +247,7 @@ def test_a_probe_weighs_all_outputs_alike(tmp_path: Path) -> None:
     assert exact[trials[0]] > 0
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(
     ("names", "loop", "asked"),
     [

@@ -44,6 +44,7 @@ def test_bench_times_graphs_and_model_directories_in_openvino(home: Path, tmp_pa
     assert all(each["macs"] for each in subjects)
 
 
+@pytest.mark.slow("graph")
 @needs_openvino
 def test_verify_judges_every_graph_in_openvino_beside_onnx_runtime(home: Path, tmp_path: Path) -> None:
     words = ["verify", home / "dense", home / "fp32.onnx", home / "fp16.onnx", "--images", home / "images.npy"]

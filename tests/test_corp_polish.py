@@ -57,6 +57,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("how", HOWS)
 def test_a_reduced_model_comes_closer_also_on_images_never_seen(how: str, images: Images) -> None:
     dense = tiny.checkpoint(init_values=0.5).model

@@ -62,6 +62,7 @@ def lines_of(home: Path, place: int) -> tuple[str, list[str]]:
     return script[place], own
 
 
+@pytest.mark.slow("graph")
 def test_inputs_and_golden_answers_are_those_of_the_proof(home: Path) -> None:
     pixels = np.load(home / "images.npy")
     fed = polygraphy_json.load_json(str(home / "p" / "1-fp32.inputs.json"))

@@ -74,6 +74,7 @@ def test_no_more_than_one_block_is_held(home: Path, monkeypatch: pytest.MonkeyPa
     assert max(most) == 1
 
 
+@pytest.mark.slow("models")
 def test_an_interrupted_run_goes_on_with_the_next_block(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrated(home, "llama", "straight", "--sequential")
     collected = list[int]()

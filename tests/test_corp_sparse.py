@@ -241,6 +241,7 @@ def reduced(home: Path, name: str, *words: Any, code: int = 0) -> Result:
 NARROWER = ("--mlp", 0.5, "--attn", 0.5, "--align", "mlp=16,head=8")
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(
     "widths",
     [
@@ -380,6 +381,7 @@ def test_exported_zeros_are_exact_in_every_group(tmp_path: Path, form: str, prec
     assert_two_of_four(tmp_path / "m.onnx", own.sparsity, dtype)
 
 
+@pytest.mark.slow("graph")
 def test_a_graph_that_is_not_as_sparse_as_its_model_is_refused(tmp_path: Path) -> None:
     dense = replace(sparse_form("vit"), model=tiny.checkpoint().model)
     with pytest.raises(BadInput, match=r"blocks\.0\.attn\.proj is 2:4 in the model, but not in the graph \(8 of 8"):

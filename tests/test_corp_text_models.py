@@ -282,6 +282,7 @@ LEVERS: list[tuple[str, tuple[Any, ...]]] = [
 ]
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(("name", "options"), LEVERS)
 def test_every_lever_looks_at_texts(home: Path, name: str, options: tuple[Any, ...]) -> None:
     directory = reduced(home, name, *options, "--text", home / "calibration.txt")
@@ -352,6 +353,7 @@ def as_theirs(directory: Path, kind: Any) -> Any:
     return model.eval()
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "electra"])
 def test_a_reduced_encoder_loads_in_transformers_and_here(tmp_path: Path, kind: str) -> None:
     import transformers

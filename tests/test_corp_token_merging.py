@@ -369,6 +369,7 @@ def test_weighted_sums_are_those_of_repeated_tokens() -> None:
     torch.testing.assert_close(one.tt, other.tt, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(
     ("kwargs", "loop", "verdict"),
     [

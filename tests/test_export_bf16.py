@@ -65,6 +65,7 @@ def test_a_vit_is_bfloat16_but_for_its_ports_norms_and_softmax(vit: onnx.ModelPr
     assert {v.type.tensor_type.elem_type for v in (*vit.graph.input, *vit.graph.output)} == {TensorProto.FLOAT}
 
 
+@pytest.mark.slow("graph")
 def test_its_weights_are_torchs_own_bfloat16(vit: onnx.ModelProto) -> None:
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in vit.graph.initializer}
     rounded = Vit(depth=1).patch.weight.detach().bfloat16()

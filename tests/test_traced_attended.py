@@ -252,6 +252,7 @@ def folded(dense: Checkpoint, texts: InputSet) -> nn.Module:
     return reduce(dense.model, calibrate(dense, texts, batch_size=8), how, images=texts).model
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("lever", [looped, with_blocks_polished, made_sparse, folded])
 def test_more_padding_changes_no_fit(lever: Callable[[Checkpoint, InputSet], nn.Module], tmp_path: Path) -> None:
     """The same answers where the texts are padded to more tokens."""

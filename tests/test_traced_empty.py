@@ -117,6 +117,7 @@ def graph_of(model: nn.Module, precision: str = "fp32") -> onnx.ModelProto:
     return onnx_from_model(traced_model.exportable(model), *ports, precision=precision, metadata={})
 
 
+@pytest.mark.slow("graph")
 def test_saved_loaded_exported_and_reduced_again_it_is_the_same(tmp_path: Path) -> None:
     model = emptied().model
     save(replace(dense(), model=model), tmp_path / "reduced")
