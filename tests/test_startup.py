@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 
 from export.triton.repository import write_repository
 from export.triton.variants import Package
-from ground.files import sha256_of_file
 from perf.record.runs import save_bench
 from tests.export_served import SHAPE, write_onnx
 from tests.histories import bench_of_release
 from tests.pages import ROOT
+from tests.small_release import release_of
 
 HEAVY = {"onnxscript", "safetensors.torch", "timm", "torch", "torchvision", "transformers"}
 OF_MODELS = {"corp_deploy.algebra", "corp_deploy.families", "corp_deploy.traced"}
@@ -44,32 +43,6 @@ def imported_by(calls: Calls) -> dict[str, set[str]]:
     return {name: set(modules) for name, modules in map(json.loads, done.stdout.splitlines())}
 
 
-def release_of(graph: Path, folder: Path) -> Path:
-    """The least that `check` reads: a graph, its answers to samples, the manifest and the digests of all."""
-    (folder / "samples").mkdir(parents=True)
-    (folder / "model.onnx").write_bytes(graph.read_bytes())
-    session = ort.InferenceSession(graph, providers=["CPUExecutionProvider"])
-    np.save(folder / "samples" / "images.npy", IMAGES)
-    np.save(folder / "samples" / "answers.npy", session.run(["logits"], {"images": IMAGES})[0])
-    graphs = {"model.onnx": {"expected": "samples/answers.npy", "max_relative_error": 1e-4}}
-    samples = {
-        "kind": "corp-deploy/samples",
-        "version": 1,
-        "images": "samples/images.npy",
-        "count": 4,
-        "graphs": graphs,
-    }
-    (folder / "samples" / "samples.json").write_text(json.dumps(samples | {"graphs": graphs}))
-    names = ("model.onnx", "samples/answers.npy", "samples/images.npy", "samples/samples.json")
-    files = {name: sha256_of_file(folder / name) for name in names}
-    entries = {name: {"sha256": digest, "made_by": ""} for name, digest in files.items()}
-    manifest = {"kind": "corp-deploy/manifest", "version": 1, "versions": {}, "files": entries}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    files["manifest.json"] = sha256_of_file(folder / "manifest.json")
-    (folder / "SHA256SUMS").write_text("".join(f"{files[name]}  {name}\n" for name in sorted(files)))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Bench records, graphs, images, a repository and a release."""
@@ -80,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     graph = write_onnx(root / "model.onnx")
     np.savez(root / "images.npz", images=IMAGES)
     write_repository(Package(name="vit", cpu_onnx=graph), root / "repository")
-    release_of(graph, root / "release")
+    release_of(graph, IMAGES, root / "release")
     return root
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from .startup_page import TORCH, WITH_TIMM, rows_by_command
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
@@ -173,6 +175,21 @@ def costs() -> str:
     )
 
 
+def startup() -> str:
+    rows = rows_by_command(_record("startup"), bytecode=True)
+    torch_s = rows[TORCH]["cpu_s"]
+    records = [rows[each]["cpu_s"] for each in ("gate", "report", "bench compare", "package lint", "check")]
+    graphs = [rows[f"{each} of two graphs"]["cpu_s"] for each in ("bench", "verify")]
+    assert max(*records, *graphs) < torch_s, (records, graphs, torch_s)
+    inspect, doctor = (rows[each]["ratio"] for each in ("inspect", "doctor"))
+    return (
+        f"Commands on records take {min(records):.1f} to {max(records):.1f} CPU seconds, `bench` and `verify` of two "
+        f"graphs {min(graphs):.1f} to {max(graphs):.1f}, less than `import torch` with {torch_s:.1f}; `doctor` takes "
+        f"{doctor[TORCH]['cpu_s']:.2f} times `import torch`, `inspect` {inspect[WITH_TIMM]['cpu_s']:.2f} times "
+        f"`import torch, timm`."
+    )
+
+
 def measurement() -> str:
     every, noise = _record("gate_alarms")["all"], _record("gate_noise")["five_percent_slower"]
     assert every["FAIL"] == 0, every
@@ -194,5 +211,6 @@ FINDINGS: Mapping[str, Callable[[], str]] = {
     "docs/measured/latency.md": latency,
     "docs/measured/decoders.md": decoders,
     "docs/measured/costs.md": costs,
+    "docs/measured/startup.md": startup,
     "docs/measured/measurement.md": measurement,
 }

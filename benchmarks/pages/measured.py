@@ -31,6 +31,7 @@ from benchmarks.pages import (
     polish_page,
     quantised_page,
     sparsity_page,
+    startup_page,
 )
 from benchmarks.real import convnet_page
 from benchmarks.real import page as real_page
@@ -105,6 +106,7 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "sweep_trials.json": ("Sweeping with measurements", decision_page.sweep_trials),
         "long_runs.json": ("Memory in long runs", cost_page.long_runs),
     },
+    "docs/measured/startup.md": {"startup.json": ("Each command", startup_page.startup)},
     "docs/measured/measurement.md": {
         "gate_alarms.json": ("False alarms", measurement_page.gate_alarms),
         "gate_noise.json": ("A slowdown to be found", measurement_page.gate_noise),

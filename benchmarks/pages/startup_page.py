@@ -1,0 +1,40 @@
+"""How long commands take to start, beside importing torch."""
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from benchmarks.pages.markdown import table
+
+TORCH, WITH_TIMM = "import torch", "import torch, timm"
+HELP = " --help"
+
+
+def rows_by_command(record: Mapping[str, Any], *, bytecode: bool) -> dict[str, Any]:
+    return {row["command"]: row for row in record["rows"] if row["bytecode"] == bytecode}
+
+
+def startup(record: Mapping[str, Any]) -> str:
+    """A row for each command on its small input, one for the help of all, the baselines first."""
+    compiled, bare = (rows_by_command(record, bytecode=each) for each in (True, False))
+    rows = [_row(f"`{name}`", [compiled[name]], [bare[name]]) for name in compiled if not name.endswith(HELP)]
+    helped = [name for name in compiled if name.endswith(HELP)]
+    rows.append(
+        _row(f"`--help` of {len(helped)} commands", *([each[name] for name in helped] for each in (compiled, bare)))
+    )
+    text = (
+        f"CPU seconds of whole processes, {record['threads']} thread{'s'[: record['threads'] > 1]}, "
+        f"{record['environment']['cpu']}; the digits example, {record['images']} images. A ratio is the median over "
+        f"{record['rounds']['with']} rounds, in which all runs took turns. The load of the machine was "
+        f"{record['environment']['load_average']:.1f} at the end:"
+    )
+    head = ["process", "CPU s", "wall s", f"of `{TORCH}`", f"of `{WITH_TIMM}`", "CPU s without bytecode"]
+    return text + "\n\n" + table(head, rows)
+
+
+def _row(name: str, compiled: list[Any], bare: list[Any]) -> list[str]:
+    """Of several runs the median."""
+    ratios = [median(row["ratio"][each]["cpu_s"] for row in compiled) for each in (TORCH, WITH_TIMM)]
+    cpu_s, wall_s = (median(row[clock] for row in compiled) for clock in ("cpu_s", "wall_s"))
+    without = median(row["cpu_s"] for row in bare)
+    return [name, f"{cpu_s:.2f}", f"{wall_s:.2f}", *(f"{ratio:.2f}" for ratio in ratios), f"{without:.2f}"]
