@@ -235,6 +235,19 @@ def test_a_second_call_reads_the_graph_and_others_trace(counted: Callable[[], di
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".onnx"]
 
 
+def test_random_numbers_are_the_same_behind_a_hit_and_a_trace(tmp_path: Path) -> None:
+    def draw(model: nn.Module) -> onnx.ModelProto:
+        torch.rand(3)
+        return onnx.ModelProto()
+
+    trace, drawn = tracing.cached(draw, tmp_path), list[Tensor]()
+    for _ in range(2):
+        torch.manual_seed(0)
+        trace(program())
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
 def test_failed_traces_fail_again(counted: Callable[[], dict[str, int]], tmp_path: Path) -> None:
     def refuse(model: nn.Module) -> onnx.ModelProto:
         raise ValueError("refused")
