@@ -53,7 +53,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("shelf/lamps.py", (DESK, WORDS)),  # imported inside a function
         ("shelf_tests/shared.py", (BOOKS, WORDS)),
         (BOOKS, (BOOKS, WORDS)),
-        ("shelf/__init__.py", (BOOKS, DESK, WORDS)),
+        ("shelf/__init__.py", (DESK, BOOKS, WORDS)),
         ("README.md", (WORDS,)),
     ],
 )
@@ -76,6 +76,13 @@ def test_a_change_that_imports_dont_tell_of_selects_everything(repository: Path,
     selection = Imports(repository, ("shelf",), "shelf_tests").select([BOOKS, path])
     assert selection.files == (BOOKS, DESK, WORDS)
     assert selection.everything.startswith(reason)
+
+
+def test_the_nearest_test_files_are_run_first(repository: Path) -> None:
+    near = repository / "shelf_tests/test_zoo.py"
+    near.write_text("from shelf.books import few\n\ndef test_few(): assert few(2)\n")
+    selection = Imports(repository, ("shelf",), "shelf_tests").select(["shelf/books.py"])
+    assert selection.files == ("shelf_tests/test_zoo.py", BOOKS, WORDS)
 
 
 def test_files_are_compared_with_where_the_branch_left_main(repository: Path) -> None:

@@ -28,7 +28,7 @@ NOTHING_COLLECTED = 5  # of pytest, where all tests of the files are left out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Test files to run; `everything` says why they are all, or nothing."""
+    """Test files to run, in this order; `everything` says why they are all, or nothing."""
 
     files: tuple[str, ...]
     everything: str = ""
@@ -49,26 +49,38 @@ class Imports:
     def _upstream(self, module: str) -> set[str]:
         return {name for name in self.graph.find_upstream_modules(module) if name.startswith(f"{self.tests}.")}
 
-    def reached_from(self, path: str) -> set[str] | str:
-        """The test modules that can reach a file, or why any may."""
+    def reached_from(self, path: str) -> dict[str, int] | str:
+        """The test modules that can reach a file, by how many imports lie between, or why any may."""
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         if path.endswith(".md"):
-            return set()
+            return {}
         if not path.endswith(".py") or module not in self.graph.modules:
             return f"{path} is no Python file that imports tell of"
         if module in self.shared:
             return f"every test depends on {path}"
-        is_package = path.endswith("/__init__.py")
-        return {module, *self.graph.find_downstream_modules(module, as_package=is_package)} & self.files.keys()
+        inside = self.graph.find_descendants(module) if path.endswith("/__init__.py") else set()
+        return {name: steps for name, steps in self._importers({module, *inside}).items() if name in self.files}
+
+    def _importers(self, modules: set[str]) -> dict[str, int]:
+        found, front, steps = dict[str, int](), modules, 0
+        while front:
+            found |= dict.fromkeys(front, steps)
+            front = {each for module in front for each in self.graph.find_modules_that_directly_import(module)}
+            front, steps = front - found.keys(), steps + 1
+        return found
 
     def select(self, changed: Iterable[str]) -> Selection:
-        selected: set[str] = set()
+        """The nearest files first: what they test is what most likely broke."""
+        distances: dict[str, int] = {}
         for path in changed:
             reached = self.reached_from(path)
             if isinstance(reached, str):
                 return Selection(files=tuple(self.files.values()), everything=reached)
-            selected |= reached | {name for name, file in self.files.items() if self._reads_root(file)}
-        return Selection(files=tuple(file for name, file in self.files.items() if name in selected))
+            for name, steps in reached.items():
+                distances[name] = min(steps, distances.get(name, steps))
+            readers = {name: len(self.graph.modules) for name, file in self.files.items() if self._reads_root(file)}
+            distances = readers | distances
+        return Selection(files=tuple(self.files[name] for name in sorted(distances, key=lambda x: (distances[x], x))))
 
     def _reads_root(self, file: str) -> bool:
         return READS_ROOT.search((self.root / file).read_text(encoding="utf-8")) is not None
