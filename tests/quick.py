@@ -25,8 +25,8 @@ REASONS = {
 }
 QUICK = "not slow and not nightly"
 SLOW = "slow and not nightly"
-SHARE, FEWEST = 1 / 120, 1000
-"""Five seconds of ten minutes; of fewer tests than those, a share says nothing."""
+SHARE, FEWEST = 1 / 80, 1000
+"""Five seconds of six minutes; of fewer tests than those, a share says nothing."""
 _START = pytest.StashKey[float]()
 
 

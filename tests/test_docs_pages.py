@@ -187,7 +187,7 @@ def test_every_option_that_a_page_names_is_one() -> None:
         for option in options
     }
     others = {
-        "--gpus", "--nproc-per-node", "--nnodes", "--max-restarts", "--help", "--help-all", "--version", "--check",
+        "--cpus", "--gpus", "--nproc-per-node", "--nnodes", "--max-restarts", "--help", "--help-all", "--version", "--check",
         "--output", "--home", "--only",
     }  # fmt: skip
     for page in pages():
