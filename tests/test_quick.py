@@ -5,6 +5,7 @@ import gc
 import json
 import re
 from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 from types import FunctionType
 
@@ -78,6 +79,20 @@ def test_ci_runs_quick_and_slow_tests_and_the_nightly_workflow_all() -> None:
     assert "$(PYTEST)\n" in make
     assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:] == ["make test", "make test-slow", ""]
     assert "run: make test-all\n" in (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+
+
+def test_documents_state_the_recorded_minutes_of_make_test() -> None:
+    seconds = json.loads(RECORD.read_text(encoding="utf-8"))["make"]["make test"]["wall_s"]
+    sentence = f"{ceil(seconds / 60)} minutes on two cores"
+    for text in ((ROOT / "README.md").read_text(), (ROOT / "CONTRIBUTING.md").read_text(), str(quick.__doc__)):
+        assert sentence in " ".join(text.split())
+
+
+def test_no_planted_fault_that_was_found_before_survives() -> None:
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    for part, before in recorded["mutants_before"].items():
+        now = {survivor.rpartition(":")[0] for survivor in recorded["mutants"][part]["survivors"]}
+        assert now & set(before["caught"]) == set(), part
 
 
 def test_every_reason_is_somebodys() -> None:

@@ -148,13 +148,17 @@ def import_all() -> None:
 
 @click.command(help=__doc__)
 @click.option("--data", type=click.Path(path_type=Path, exists=True), default=".coverage", help="What coverage wrote.")
-@click.option("--junit", type=click.Path(path_type=Path, exists=True), required=True, help="How long tests took.")
+@click.option(
+    "--junit", type=click.Path(path_type=Path, exists=True), required=True, multiple=True, help="How long tests took."
+)
 @click.option("--quick", type=click.Path(path_type=Path, exists=True), help="Ids of the only tests to run, one a line.")
 @click.option("--each", default=60, show_default=True, help="Mutants of each part.")
 @click.option("--only", type=click.Choice(sorted(PARTS)), multiple=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True)
-def main(data: Path, junit: Path, quick: Path | None, each: int, only: tuple[str, ...], output: Path) -> None:
-    seconds = seconds_of(junit)
+def main(
+    data: Path, junit: tuple[Path, ...], quick: Path | None, each: int, only: tuple[str, ...], output: Path
+) -> None:
+    seconds = {test: taken for path in junit for test, taken in seconds_of(path).items()}
     allowed = {test for test in seconds if APART not in test}
     if quick:
         allowed &= set(quick.read_text().split("\n"))
@@ -175,6 +179,7 @@ def main(data: Path, junit: Path, quick: Path | None, each: int, only: tuple[str
         found[part] = {
             "mutants": len(mutants),
             **dict(Counter(results.values())),
+            "caught": sorted({f"{m.path}:{m.function}:{m.fault}" for m in mutants if m not in left}),
             "survivors": [f"{m.path}:{m.function}:{m.fault}:{results[m]}" for m in left],
         }
         write_json(output, found)
