@@ -187,8 +187,8 @@ def test_every_option_that_a_page_names_is_one() -> None:
         for option in options
     }
     others = {
-        "--cpus", "--gpus", "--nproc-per-node", "--nnodes", "--max-restarts", "--help", "--help-all", "--version", "--check",
-        "--output", "--home", "--only",
+        "--cpus", "--gpus", "--nproc-per-node", "--nnodes", "--max-restarts", "--help", "--help-all", "--version",
+        "--check", "--output", "--home", "--only",
     }  # fmt: skip
     for page in pages():
         if page.name == "typed-graphs.md":  # names trtexec's, too; its own test looks at ours
