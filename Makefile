@@ -6,12 +6,12 @@ DEMO_DIR ?= demo-out
 # Many containers set it; each process would then compile the sources of this project again.
 export PYTHONDONTWRITEBYTECODE =
 # torch's own threads only get in each other's way when tests run side by side.
-test test-slow test-nightly test-all test-changed: export OMP_NUM_THREADS = 1
+test test-changed test-map test-slow test-nightly test-all: export OMP_NUM_THREADS = 1
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
 ROOMS := calib corp_deploy export ground perf
 
 .PHONY: setup locked lock sbom wheel dist lowest highest docs demo real test test-slow test-nightly test-all \
-    test-changed lint clean
+    test-changed test-map lint clean
 
 # $(call install,DIRECTORY,PACKAGES): create a virtual environment and install by uv, which downloads, unpacks and
 # compiles in parallel and shows its progress. uv reads pip's index, but no other setting of pip's: pip installs where uv
@@ -111,10 +111,15 @@ lint: setup
 test: lint
 	$(PYTEST) -m "not slow and not nightly"
 
-# Those of the quick tests that can reach a file changed since BASE, or since this branch left main. The expression is not
-# that of `test`, whose limit for one test is a share of what all of them take.
+# Those of the quick tests that can reach a file changed since BASE, or since this branch left main: by the map of
+# `test-map`, else by imports. The expression is not that of `test`, whose limit for one test is a share of all.
 test-changed: setup
 	$(BIN)/python -m benchmarks.suite.changed $(if $(BASE),--base $(BASE)) -- $(PYTEST) -m "not (slow or nightly)"
+
+# Which test files run lines of which source file, for `test-changed`.
+test-map: setup
+	mkdir -p build
+	COVERAGE_FILE=build/tests.cov $(PYTEST) -m "not (slow or nightly)" --cov --cov-context=test --cov-report=
 
 # What CI runs besides.
 test-slow: setup

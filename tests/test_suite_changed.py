@@ -3,11 +3,12 @@
 import subprocess
 from pathlib import Path
 
+import coverage
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.suite import changed
-from benchmarks.suite.changed import Imports, Selection, changed_files, default_base
+from benchmarks.suite.changed import Imports, Selection, changed_files, default_base, mapped_tests
 
 FILES = {
     "shelf/__init__.py": "",
@@ -85,6 +86,27 @@ def test_the_nearest_test_files_are_run_first(repository: Path) -> None:
     assert selection.files == ("shelf_tests/test_zoo.py", BOOKS, WORDS)
 
 
+def test_a_map_selects_test_files_that_ran_the_changed_file(repository: Path) -> None:
+    (repository / "shelf_tests/test_new.py").write_text("from shelf import books\n")
+    imports = Imports(repository, ("shelf",), "shelf_tests")
+    ran = {"shelf/books.py": {DESK}, "shelf/lamps.py": {BOOKS, WORDS}}
+    expected = ("shelf_tests/test_new.py", DESK, WORDS)
+    assert imports.select(["shelf/books.py"], ran).files == expected, "test_new.py is newer than the map"
+    assert imports.select(["shelf/limits.py"], ran).files == imports.select(["shelf/limits.py"]).files, "unmapped"
+    assert imports.select([BOOKS], ran).files == (BOOKS, WORDS)
+
+
+def test_the_map_leaves_out_lines_that_only_imports_ran(tmp_path: Path) -> None:
+    data = coverage.CoverageData(str(tmp_path / "tests.cov"))
+    books, limits = (str(tmp_path / "shelf" / name) for name in ("books.py", "limits.py"))
+    data.set_context("")
+    data.add_lines({books: [1, 2], limits: [1]})
+    data.set_context(f"{BOOKS}::test_few[3]|run")
+    data.add_lines({books: [2]})
+    data.write()
+    assert mapped_tests(tmp_path / "tests.cov", tmp_path) == {"shelf/books.py": {BOOKS}}
+
+
 def test_files_are_compared_with_where_the_branch_left_main(repository: Path) -> None:
     assert changed_files(repository, default_base(repository)) == []
     git(repository, "checkout", "-b", "branch")
@@ -115,6 +137,7 @@ def run(repository: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(changed, "ROOMS", ("shelf",))
     monkeypatch.setattr(changed, "OTHERS", ())
     monkeypatch.setattr(changed, "TESTS", "shelf_tests")
+    monkeypatch.setattr(changed, "MAP", repository / "tests.cov")
     monkeypatch.setattr(subprocess, "run", record)
     return commands
 
@@ -123,11 +146,15 @@ def test_the_command_runs_the_selected_files_and_says_how_many(repository: Path,
     words = ["--", "pytest", "-m", "not slow"]
     done = CliRunner().invoke(changed.main, words)
     assert (done.exit_code, run) == (0, [])
-    assert done.stderr.startswith("0 of 3 test files, for 0 files changed since ")
+    assert done.stderr.startswith(
+        "0 of 3 test files by imports, as there is no map (make test-map), 0 files changed since "
+    )
     (repository / "shelf/books.py").write_text("")
     done = CliRunner().invoke(changed.main, words)
     assert (done.exit_code, run) == (1, [["pytest", "-m", "not slow", BOOKS, WORDS]])
-    assert done.stderr.startswith("2 of 3 test files, for 1 files changed since ")
+    assert done.stderr.startswith(
+        "2 of 3 test files by imports, as there is no map (make test-map), 1 files changed since "
+    )
     (repository / "settings.toml").write_text("changed = true")
     done = CliRunner().invoke(changed.main, words)
     assert done.exit_code == 0, "pytest collected nothing"

@@ -2,19 +2,22 @@
 
     python -m benchmarks.suite.changed [--base REF] -- .venv/bin/pytest -m "not slow"
 
-A test file can reach a Python file that it imports, directly or through others, and inside functions too; one that
-names the repository's root may read any file. Lines that a test ran the last time would select fewer, and miss some:
-tests share results that are computed once, and a constant is run when it is imported.
+`make test-map` records which test file runs lines of which source file. A changed source file then selects the test
+files that ran a line of it inside a function. Results that test files share are computed by one of them, so the map may
+miss a test; CI runs all. Without a map, and for files newer than it, a test file is selected if it imports the changed
+file, directly or through others and inside functions too. A test file that names the repository's root may read any
+file and is always selected.
 """
 
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import coverage
 import grimp
 
 from benchmarks.suite.mutations import ROOMS, ROOT
@@ -23,6 +26,7 @@ OTHERS, TESTS = ("benchmarks", "examples"), "tests"
 EVERY_TEST = ("conftest", "quick")
 """Modules of tests/ that every test depends on, with what they import of tests/."""
 READS_ROOT = re.compile(r"\bROOT\b|parents\[1\]|\btests\.pages\b")
+MAP = ROOT / "build" / "tests.cov"
 NOTHING_COLLECTED = 5  # of pytest, where all tests of the files are left out
 
 
@@ -69,13 +73,19 @@ class Imports:
             front, steps = front - found.keys(), steps + 1
         return found
 
-    def select(self, changed: Iterable[str]) -> Selection:
-        """The nearest files first: what they test is what most likely broke."""
+    def select(self, changed: Iterable[str], ran: Mapping[str, Collection[str]] | None = None) -> Selection:
+        """Return the nearest files first, which test what most likely broke; `ran` is a map of `mapped_tests`."""
+        ran = ran or {}
+        known = {file for files in ran.values() for file in files}
         distances: dict[str, int] = {}
         for path in changed:
             reached = self.reached_from(path)
             if isinstance(reached, str):
                 return Selection(files=tuple(self.files.values()), everything=reached)
+            if path in ran:
+                new = {name: steps for name, steps in reached.items() if self.files[name] not in known}
+                far = len(self.graph.modules)
+                reached = new | {n: reached.get(n, far) for n, file in self.files.items() if file in ran[path]}
             for name, steps in reached.items():
                 distances[name] = min(steps, distances.get(name, steps))
             readers = {name: len(self.graph.modules) for name, file in self.files.items() if self._reads_root(file)}
@@ -84,6 +94,18 @@ class Imports:
 
     def _reads_root(self, file: str) -> bool:
         return READS_ROOT.search((self.root / file).read_text(encoding="utf-8")) is not None
+
+
+def mapped_tests(data: Path, root: Path) -> dict[str, set[str]]:
+    """Return the test files that ran a line of each source file; sources that were only imported are left out."""
+    measured = coverage.CoverageData(str(data))
+    measured.read()
+    found: dict[str, set[str]] = {}
+    for path in measured.measured_files():
+        contexts = set[str]().union(*measured.contexts_by_lineno(path).values())
+        if files := {context.partition("::")[0] for context in contexts if context}:
+            found[Path(path).relative_to(root).as_posix()] = files
+    return found
 
 
 def _git(root: Path, *words: str) -> str:
@@ -109,8 +131,12 @@ def changed_files(root: Path, base: str) -> list[str]:
 def main(base: str | None, pytest: tuple[str, ...]) -> None:
     base = base or default_base(ROOT)
     imports, changed = Imports(ROOT, (*ROOMS, *OTHERS), TESTS), changed_files(ROOT, base)
-    selection = imports.select(changed)
-    count = f"{len(selection.files)} of {len(imports.files)} test files, for {len(changed)} files changed since {base}"
+    ran = mapped_tests(MAP, ROOT) if MAP.is_file() else {}
+    selection = imports.select(changed, ran)
+    how = "by the lines that they ran" if ran else "by imports, as there is no map (make test-map)"
+    count = (
+        f"{len(selection.files)} of {len(imports.files)} test files {how}, {len(changed)} files changed since {base}"
+    )
     click.echo(f"{count}: {selection.everything}" if selection.everything else count, err=True)
     if selection.files:
         code = subprocess.run([*pytest, *selection.files], cwd=ROOT, check=False).returncode
