@@ -133,10 +133,8 @@ def main(base: str | None, pytest: tuple[str, ...]) -> None:
     imports, changed = Imports(ROOT, (*ROOMS, *OTHERS), TESTS), changed_files(ROOT, base)
     ran = mapped_tests(MAP, ROOT) if MAP.is_file() else {}
     selection = imports.select(changed, ran)
-    how = "by the lines that they ran" if ran else "by imports, as there is no map (make test-map)"
-    count = (
-        f"{len(selection.files)} of {len(imports.files)} test files {how}, {len(changed)} files changed since {base}"
-    )
+    how = "by the lines that they ran" if ran else "by imports, without a map"
+    count = f"{len(selection.files)} of {len(imports.files)} test files {how}, {len(changed)} changed since {base}"
     click.echo(f"{count}: {selection.everything}" if selection.everything else count, err=True)
     if selection.files:
         code = subprocess.run([*pytest, *selection.files], cwd=ROOT, check=False).returncode
