@@ -40,7 +40,9 @@ from corp_deploy.families.family import (
 from corp_deploy.spec.widths import aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
+from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.module import device as device_of
+from corp_deploy.traced.models.narrowing import require_steady_model
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import TracedConvolutions, TracedStream, calibration_taps
 from ground.errors import BadInput
@@ -244,11 +246,13 @@ def calibrate(
 
     `saved` makes an interrupted run go on where it was; `snapshots` are given moments of the first images with their
     lineage. The checkpoint's model stays where it is; on another device a
-    copy of it is run. Raises BadInput where there is no site or too little memory.
+    copy of it is run. Raises BadInput where there is no site, too little memory, or a model that isn't deterministic.
     """
     statistics = statistics or Statistics()
     there = on_device(checkpoint, device)
     sites = chosen_sites(there, statistics)
+    if isinstance(there.model, TracedModule):
+        require_steady_model(there.model)
     options = Options(
         attention_system=statistics.attention_system and statistics.kept is None,
         kept=statistics.kept,

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -15,6 +16,7 @@ from corp_deploy.traced.finding.site import Index, Site, Span
 from corp_deploy.traced.narrowing.narrow import Narrowed, narrow, prove
 from corp_deploy.traced.programs.exported import made_on_
 from corp_deploy.traced.programs.readers import vocabularies, without_biases_
+from corp_deploy.traced.programs.steady import NotFinite, require_steady
 from ground.errors import BadInput
 
 from .array_inputs import random_batch
@@ -38,11 +40,16 @@ VERSIONS = ("torch", "timm")
 
 def provable(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Index], dict[str, str]]:
     """Of sites by name the groups that can be all that is kept, seen on random inputs; sites that must stay whole, with
-    the reason.
+    the reason. Raises BadInput for a model that isn't deterministic, or that gives NaN on inputs within 0 and 1 too.
     """
     folded_to_constant, (own, rest) = {name: each for name, each in kept.items() if not len(each)}, _left(model, kept)
     names = {groups.key: name for name, groups in names_of(own).items()}
-    own.proved[:] = [result := prove(own.analysis, _by_key(own, rest), _random_inputs(model, own))]
+    by_key, noise = _by_key(own, rest), _random_inputs(model, own)
+    try:
+        result = prove(own.analysis, by_key, noise)
+    except NotFinite:  # logarithms and roots take no negative numbers; pixels are often within 0 and 1
+        result = prove(own.analysis, by_key, [each.sigmoid() if each.is_floating_point() else each for each in noise])
+    own.proved[:] = [result]
     return folded_to_constant | {names[key]: np.asarray(each) for key, each in result.kept.items()}, {
         names[key]: reason for key, reason in result.unreduced.items()
     }
@@ -69,6 +76,12 @@ def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[st
 
 def _random_inputs(model: nn.Module, own: Tracing) -> list[Tensor]:
     return random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
+
+
+def require_steady_model(model: nn.Module) -> None:
+    """Raise BadInput for a model that gives other outputs at each call."""
+    with suppress(NotFinite):  # noise isn't what the model was made for
+        require_steady(tracing(model).program, _random_inputs(model, tracing(model)))
 
 
 def _by_key(own: Tracing, kept: Mapping[str, Index]) -> dict[str, Index]:

@@ -12,6 +12,7 @@ from corp_deploy.traced.finding.choice import Kept, gone, together
 from corp_deploy.traced.finding.labels import LabelTensor, compact, kept, placed
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.program import set_tensor_
+from corp_deploy.traced.programs.steady import require_steady
 from corp_deploy.traced.programs.threads import one_thread
 from corp_deploy.traced.programs.tracing import Inputs
 
@@ -135,11 +136,13 @@ def _at(analysis: Found, node: fx.Node, chosen: Kept) -> list[str]:
 
 def prove(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     """As `narrow`, held on a batch against the dense program with what went zeroed; sites with which it differs are
-    kept whole.
+    kept whole. Raises BadInput for a program that isn't deterministic, NotFinite where it gives NaN on this batch.
     """
     result = _compared(analysis, kept, inputs)
     if result.difference is not None and result.difference <= ROUNDING:
         return result
+    require_steady(analysis.program, list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs))
+    assert result.kept, f"the unchanged program differs from itself by {result.difference}"
     wrong = _wrong(analysis, result.kept, inputs)
     again = prove(analysis, {key: groups for key, groups in result.kept.items() if key not in wrong}, inputs)
     differs = dict.fromkeys(wrong, "the narrowed program differs from the dense one")
