@@ -91,29 +91,27 @@ Callback = Callable[..., int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Some:
-    """Which of a record's options a command has, of all where none is named; one that the record leaves open may be
-    `needed`, and `helps` say what some are for here.
-    """
+    """Which of a record's options a command has, of all where none is named; `helps` say what some are for here."""
 
     only: tuple[str, ...] = ()
-    needed: str = ""
     helps: Mapping[str, str] = field(default_factory=dict)
 
 
-def some(*only: str, needed: str = "", **helps: str) -> Some:
+def some(*only: str, **helps: str) -> Some:
     """Beside a parameter's record, in Annotated."""
-    return Some(only=only, needed=needed, helps=helps)
+    return Some(only=only, helps=helps)
 
 
 def _type(values: Values) -> click.ParamType[Any]:
     return click.Choice(values.words) if isinstance(values, OneOf) else PLACES.get(values.span) or Value(values)
 
 
-def _option(declared: Declared, *, needed: bool) -> click.Option:
+def _option(declared: Declared) -> click.Option:
     name, of, default = spelled(declared.typed), declared.of, declared.default
     names, shown = [name, declared.name], declared.unset or default not in (None, (), NEEDED)
-    default = None if default is NEEDED else default
-    arguments: dict[str, Any] = {"type": _type(of), "default": default, "show_default": shown, "required": needed}
+    arguments: dict[str, Any] = {"type": _type(of), "show_default": shown}
+    # An option with a default, None too, is never missing to click.
+    arguments |= {"required": True} if default is NEEDED else {"default": default}
     if of is FLAG:
         names[0] = name if default is False else f"{name}/--no{name[1:]}"
         arguments = {"default": default, "is_flag": True}
@@ -129,10 +127,7 @@ def _option(declared: Declared, *, needed: bool) -> click.Option:
 
 def _options_from(record: type[Record], which: Some) -> list[click.Option]:
     return [
-        _option(
-            replace(each, help=which.helps.get(name, each.help)),
-            needed=each.default is NEEDED or name == which.needed,
-        )
+        _option(replace(each, help=which.helps.get(name, each.help)))
         for name, each in options_of(record, *which.only).items()
     ]
 

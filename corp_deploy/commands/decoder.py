@@ -69,7 +69,7 @@ def verify_graph(
 
 
 def bench_graphs(
-    dense: Path, reduced: Path, output: Path, options: BenchOptions, of_decoders: DecoderLoad, out: Output
+    dense: Path, reduced: Path, output: Path | None, options: BenchOptions, of_decoders: DecoderLoad, out: Output
 ) -> bool:
     """Time prefill and decoding of both; whether there was time for any of it."""
     from corp_deploy.proof.decoder_parity import measure_decoders
@@ -88,7 +88,8 @@ def bench_graphs(
             progress=lambda share, _: bar(int(100 * share)),
         )
         bar(100)
-    save_decoder_bench(measured, output)
+    if output is not None:
+        save_decoder_bench(measured, output)
     for warning in measured.warnings:
         out.warn(warning)
     caches = cache_table(measured.caches, length=load.cached, batch=max(load.batches))

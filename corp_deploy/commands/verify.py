@@ -144,7 +144,7 @@ def _verify_models(
 def bench(
     dense: Path,
     reduced: Path,
-    files: Annotated[BenchFiles, some(needed="output")],
+    files: BenchFiles,
     options: BenchOptions,
     of_decoders: DecoderLoad,
     fed: FedOptions,
@@ -166,8 +166,7 @@ def bench(
     from ground.files import replacing
     from perf.record.runs import save_bench
 
-    assert files.output is not None, files
-    output = Path(files.output)
+    output = None if files.output is None else Path(files.output)
     of_graphs = _are_of_decoders(dense, reduced)
     with usage_errors():
         BENCH_OF.refuse([("", "decoders" if of_graphs else "models")], explicit_options())
@@ -191,8 +190,9 @@ def bench(
             progress=lambda share, _: bar(int(100 * share)),
         )
         bar(100)
-    with replacing(output) as temporary:
-        save_bench(measured, temporary)
+    if output is not None:
+        with replacing(output) as temporary:
+            save_bench(measured, temporary)
     for warning in measured.warnings:
         out.warn(warning)
     out.result(speed_record(measured), speed_table(measured), *repeat_lines(measured), *best_batch(measured))
