@@ -1,5 +1,7 @@
 """Three tiers of tests: `make test` runs the quick ones, CI the slow ones too, the nightly workflow all of them.
 
+`make test` takes 5 minutes on two cores, a minute of it for lint.
+
 A test that has a reason of REASONS may take its time and says so, `@pytest.mark.slow("graph")`. `nightly` marks tests
 of benchmarks, packaging and documentation, and forms of models that no rule of the code distinguishes. Any other test
 takes at most SHARE of what all quick tests take together, or the quick run fails with its name. Seconds are those of
