@@ -14,6 +14,8 @@ from typing import Any
 
 from .errors import BadInput
 
+BYTE_ORDER_MARK = "\ufeff"
+"""Editors of Windows write it in front of UTF-8."""
 MOST_TEXT_BYTES = 2**20
 
 

@@ -4,6 +4,7 @@ What a record holds is a frozen dataclass or msgspec.Struct; its kind and versio
 nesting of a file are judged before anything is built from it.
 """
 
+import codecs
 import dataclasses
 import json
 import math
@@ -263,7 +264,7 @@ def record_from_file(path: Path, record: type[T], *, where: str | None = None, *
         size = regular_file(path).stat().st_size
         if size > MOST_BYTES:
             raise BadInput(f"{path}: {size} bytes, a record has {MOST_BYTES} at most")
-        data = path.read_bytes()
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:
         raise BadInput(f"{path}: cannot be read: no such file") from None
     except OSError as error:

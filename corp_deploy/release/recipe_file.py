@@ -52,7 +52,7 @@ def _text(path: Path) -> str:
     try:
         size = regular_file(path).stat().st_size
         if size <= MOST_BYTES:
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         if path.name.endswith(".model.toml"):
             when = "calibrate writes it beside its moments, of a model that is named with weights or other options"

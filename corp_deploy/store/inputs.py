@@ -25,7 +25,7 @@ from corp_deploy.families.timm_images import ImageSpec, fitting, image_spec_of_n
 from corp_deploy.spec.merging import Merging
 from ground.arrays import array_from_file
 from ground.errors import BadInput
-from ground.files import text_from_file
+from ground.files import BYTE_ORDER_MARK, text_from_file
 from ground.pixels import PIXEL
 from ground.ports import Port
 from ground.records import record_from_bytes, record_from_text
@@ -125,7 +125,8 @@ def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None,
         return open_texts(path, encode=text_spec(model).encoder(), samples=samples, seed=seed)
     if path.suffix == SUFFIX:
         return ids_for_model(model, path, samples=samples, seed=seed)
-    lines = io.StringIO(text_from_file(path, most_bytes=MOST_TEXT), newline="\n")
+    text = text_from_file(path, most_bytes=MOST_TEXT).removeprefix(BYTE_ORDER_MARK)
+    lines = io.StringIO(text, newline="\n")
     ids_SN = spec.sequences(lines, where=str(path))
     return sequences_of(ids_SN, where=str(path), samples=samples, seed=seed)
 
