@@ -1,7 +1,8 @@
 """The CPUs that this process may use, and how its OpenMP threads wait for each other.
 
 OpenMP threads spin while they wait. Where another program has displaced one of them, the others spin for as long as
-that program runs, on CPUs that it could have used. Passive threads sleep instead.
+that program runs, on CPUs that it could have used. Passive threads sleep instead, but waking them costs a few percent where
+nothing else runs; a spin of microseconds before they sleep saves that (benchmarks/speed/busy.py).
 """
 
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 PROC, CGROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables of OpenMP and of its GNU and LLVM runtimes that say how threads wait."""
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+"""GNU's runtime, which torch has on Linux, spins a thousand times before it sleeps; others sleep at once."""
 THREADS = "OMP_NUM_THREADS"
 """OpenMP, MKL and OpenBLAS read it."""
 
@@ -75,12 +78,12 @@ def thread_limit() -> int | None:
 
 
 def set_thread_policy_(environment: MutableMapping[str, str], limit: int | None) -> None:
-    """Let OpenMP threads wait passively, at most `limit` of them, unless the user has set either.
+    """Let OpenMP threads sleep while they wait, and start at most `limit` of them, unless the user has set either.
 
     It takes effect in libraries that are loaded afterwards.
     """
     if not any(name in environment for name in WAIT_POLICIES):
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        environment.update(PASSIVE)
     if limit is not None:
         environment.setdefault(THREADS, str(limit))
 

@@ -70,8 +70,8 @@ def test_only_a_quota_below_the_affinity_sets_a_limit(monkeypatch: pytest.Monkey
 def test_the_policy_is_passive_unless_the_user_has_set_one() -> None:
     environment = dict[str, str]()
     set_thread_policy_(environment, None)
-    assert environment == {"OMP_WAIT_POLICY": "PASSIVE"}
-    assert wait_policy(environment) == "OMP_WAIT_POLICY=PASSIVE"
+    assert environment == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+    assert wait_policy(environment) == "OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=1000"
     for name, value in (("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "1000"), ("KMP_BLOCKTIME", "200")):
         environment = {name: value}
         set_thread_policy_(environment, None)
