@@ -1,8 +1,8 @@
 """The CPUs that this process may use, and how its OpenMP threads wait for each other.
 
 OpenMP threads spin while they wait. Where another program has displaced one of them, the others spin for as long as
-that program runs, on CPUs that it could have used. Passive threads sleep instead, but waking them costs a few percent where
-nothing else runs; a spin of microseconds before they sleep saves that (benchmarks/speed/busy.py).
+that program runs, on CPUs that it could have used. Passive threads sleep instead, but waking them costs a few percent
+where nothing else runs; a spin of microseconds before they sleep saves that (benchmarks/speed/busy.py).
 """
 
 import os
