@@ -54,8 +54,6 @@ from tests import tiny
 from tests.doubles import DoubleOfRunner, FakeClock
 from tests.test_traced_chain import own_checkpoint
 
-pytestmark = pytest.mark.slow("models")
-
 CHOICES = method_from_preset("best", align_hidden=16, align_head=8)
 Clocked = Callable[[Callable[..., float]], LatencyTarget]
 PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
@@ -135,6 +133,7 @@ def assert_within(model: nn.Module, curves: list[CostCurve], tables: Tables, *, 
     assert found.share == pytest.approx(share, abs=0.01)
 
 
+@pytest.mark.slow("models")
 def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callable[..., Tables]) -> None:
     dense = tiny.checkpoint()
     reduced = narrowed(dense, 96)
@@ -147,6 +146,7 @@ def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callabl
     assert measured(tiny.checkpoint(seed=1)).measured == 1, "other weights in the same shapes"
 
 
+@pytest.mark.slow("models")
 def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(measured: Callable[..., Tables]) -> None:
     """Alike ones once, and what two sites of a segment save is added up."""
     dense, method = own_checkpoint(), replace(CHOICES, geometry="square", attention_sparsity=0.5)
@@ -196,6 +196,7 @@ def merged(dense: Checkpoint, *schedule: int, **how: Any) -> Checkpoint:
     return replace(dense, model=traced_model.with_merging(dense.model, Merging(schedule=schedule, **how)))
 
 
+@pytest.mark.slow("models")
 def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: Bench) -> None:
     dense = tiny.checkpoint()
     plain, tables = bench(dense), bench(merged(dense, 3, 4))
@@ -217,6 +218,7 @@ def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: 
     assert bench(merged(dense, 3, 3)).measured == 3, "the last MLP, the last merge, the whole model"
 
 
+@pytest.mark.slow("models")
 def test_many_numbers_of_tokens_are_measured_at_four(bench: Bench) -> None:
     model = merged(tiny.checkpoint(depth=7), *grown(3, 7))
     tables = bench(model)
@@ -228,6 +230,7 @@ def test_many_numbers_of_tokens_are_measured_at_four(bench: Bench) -> None:
         assert tables.latency_ms(f"blocks.{block}.mlp", 192, 1) == pytest.approx(tokens * per_token, rel=1e-3)
 
 
+@pytest.mark.slow("models")
 def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(
     bench: Bench, where: LatencyTarget, tmp_path: Path
 ) -> None:
@@ -250,6 +253,7 @@ def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(
     assert "merging tokens takes about 0.500 ms of it, measured alone" in found.decisions[0]
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("how", ["merge", "drop"])
 def test_a_merge_alone_runs_in_onnx_runtime_as_in_torch(tmp_path: Path, how: Any) -> None:
     alone = MergeAlone(TokenMerge(count=3, protected=1, how=how)).eval()
@@ -313,7 +317,10 @@ def milliseconds(dense: Checkpoint, model: nn.Module, schedule: tuple[int, ...])
     return WHOLE_MS - layers + now + MERGE_MS * sum(count > 0 for count in schedule)
 
 
-@pytest.mark.parametrize("schedule", [(0, 0), (3, 4), (0, 7), (8, 3), (6, 0)])
+OTHERS = [pytest.param(each, marks=pytest.mark.slow("models")) for each in ((0, 0), (3, 4), (0, 7), (8, 3))]
+
+
+@pytest.mark.parametrize("schedule", [*OTHERS, (6, 0)])
 def test_a_few_measurements_price_every_schedule(
     dense: Checkpoint, again: LatencyTarget, schedule: tuple[int, ...]
 ) -> None:
@@ -329,6 +336,7 @@ def test_a_few_measurements_price_every_schedule(
     assert prices.full_cost == pytest.approx(1e6 * WHOLE_MS, rel=2e-3)
 
 
+@pytest.mark.slow("models")
 def test_what_is_measured_is_bounded_and_kept(dense: Checkpoint, where: LatencyTarget) -> None:
     measure_merge_latencies(dense, CHOICES, LOSSES, where)
     kept = {path: path.stat().st_mtime_ns for path in where.cache.iterdir()}
@@ -344,6 +352,7 @@ def test_what_is_measured_is_bounded_and_kept(dense: Checkpoint, where: LatencyT
     assert same.merge_ms(17, 0) == 0.0
 
 
+@pytest.mark.slow("models")
 def test_merges_between_those_measured_are_straight() -> None:
     """By the share of what can be merged at once, then by tokens."""
 
@@ -359,6 +368,7 @@ def test_merges_between_those_measured_are_straight() -> None:
     assert latencies.merge_ms(31, 9) == pytest.approx((1.5 + 3.0) / 2)  # 9 of 15 as 12 of 20 and 6 of 10
 
 
+@pytest.mark.slow("models")
 def test_a_disturbed_measurement_is_refused(
     dense: Checkpoint, where: LatencyTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +383,7 @@ def test_a_disturbed_measurement_is_refused(
         measure_merge_latencies(dense, CHOICES, LOSSES, where)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_a_budget_of_latency_chooses_schedule_and_widths(
     dense: Checkpoint, images: Images, moments: Moments, again: LatencyTarget, share: float

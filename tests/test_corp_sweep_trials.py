@@ -122,7 +122,6 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.slow("models")
 def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_speed, "measure", lambda *_, **__: bench_of_release(0, 2.5))  # it alone would take 30 s
     words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--bench", "torch", "--batch", 1)
