@@ -96,10 +96,13 @@ def test_both_ways_are_judged_on_images_that_neither_is_fitted_to_and_the_better
     assert f"; {kept} is kept" in line
 
 
-@pytest.mark.slow("models")
 @pytest.mark.parametrize(
     ("way", "errors", "most_apart", "every"),
-    [(ONE, (0.1, 0.2), 0.1, True), (LOOP, (0.2, 0.1), 0.1, True), (LOOP, (0.2, 0.1), 0.2, False)],
+    [
+        (ONE, (0.1, 0.2), 0.1, True),
+        pytest.param(LOOP, (0.2, 0.1), 0.1, True, marks=pytest.mark.slow("models")),
+        pytest.param(LOOP, (0.2, 0.1), 0.2, False, marks=pytest.mark.slow("models")),
+    ],
 )
 def test_what_wins_is_fitted_to_all_images_but_for_a_loop_over_nearly_all(
     way: str, errors: tuple[float, float], most_apart: float, every: bool, home: Path, monkeypatch: pytest.MonkeyPatch
