@@ -1,4 +1,4 @@
-"""Which of the available inputs are read, and the digest of their names and contents. Imports no torch."""
+"""Draw which of the available inputs are read, and digest their names and contents. Imports no torch."""
 
 import hashlib
 from collections.abc import Iterable

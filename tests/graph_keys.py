@@ -276,7 +276,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_of_library(value: Any) -> bool:
-    """Whether a class or function is the one that an installed package, or Python, has by its name."""
+    """Return whether an installed package, or Python, has this class or function under its name."""
     module = sys.modules.get(value.__module__ or "")
     if module is None or not _is_library(module):
         return False
@@ -294,7 +294,7 @@ def _is_library(module: ModuleType) -> bool:
 
 @functools.cache
 def _is_from_library(path: str) -> bool:
-    """Whether code of this file is known by a version: of Python or of a package, but not of this project's wheel."""
+    """Return whether a version identifies this file's code: Python's or a package's, but not this project's."""
     if path.startswith("<frozen "):
         return True
     place = next((place for place in LIBRARIES if Path(path).is_relative_to(place)), None)

@@ -1,4 +1,4 @@
-"""What a command says where a required option is missing, and `bench` without a file to write."""
+"""Commands name a missing option, and `bench` needs no file to write."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What commands import when they are run, each on small records or graphs of its own."""
+"""Commands import only what they need, each run on small records or graphs in a new process."""
 
 import json
 import subprocess

@@ -139,7 +139,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _settings() -> tuple[Any, ...]:
-    """What torch does otherwise in this process because somebody asked for it."""
+    """Return the settings of torch that change what it does in this process."""
     return (
         torch.get_default_dtype(),
         torch.get_default_device(),

@@ -1,4 +1,4 @@
-"""How long commands take to start, beside importing torch."""
+"""The time that commands take to start, next to importing torch."""
 
 from collections.abc import Mapping
 from statistics import median
@@ -33,7 +33,7 @@ def startup(record: Mapping[str, Any]) -> str:
 
 
 def _row(name: str, compiled: list[Any], bare: list[Any]) -> list[str]:
-    """Of several runs the median."""
+    """Return the medians over several runs."""
     ratios = [median(row["ratio"][each]["cpu_s"] for row in compiled) for each in (TORCH, WITH_TIMM)]
     cpu_s, wall_s = (median(row[clock] for row in compiled) for clock in ("cpu_s", "wall_s"))
     without = median(row["cpu_s"] for row in bare)

@@ -1,4 +1,4 @@
-"""What commands take to start: their help, and each on a small prepared input, beside importing torch and timm.
+"""Time how commands start: their help, and each on a small prepared input, beside importing torch and timm.
 
     python -m benchmarks.speed.startup --output benchmarks/results/startup.json
 

@@ -60,7 +60,7 @@ _BUILDERS: dict[str, Callable[[Architecture], nn.Module]] = {
 
 
 def builds_installed_code(architecture: Architecture) -> bool:
-    """Whether installed libraries alone build the model, by its name."""
+    """Return whether installed libraries alone build the model, by its name."""
     if architecture.family == timm_library.NAME:
         return timm_library.is_installed(architecture.name)
     return architecture.family in (bert.NAME, decoder.NAME, _OF_LIBRARY)

@@ -19,7 +19,7 @@ from . import timm_library
 from .family import builds_installed_code, outputs_of
 
 MOST_PROGRAMS = 4
-"""That a process keeps, the ones used last."""
+"""The number of programs that a process keeps, those used last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

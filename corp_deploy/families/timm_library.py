@@ -206,13 +206,13 @@ def _built(architecture: Architecture) -> nn.Module:
 
 
 def is_installed(name: str) -> bool:
-    """Whether timm itself builds models of this name, and not a function that was registered from elsewhere."""
+    """Return whether timm itself builds models of this name, not a function that somebody registered."""
     base = name.partition(".")[0]
     return timm.is_model(base) and timm.model_entrypoint(base).__module__.partition(".")[0] == NAME
 
 
 def settings() -> tuple[object, ...]:
-    """What timm reads beside a model's arguments while it builds and runs one."""
+    """Return the settings that timm reads, beside arguments, while it builds and runs a model."""
     attention = [layers.use_fused_attn(experimental=each) for each in (False, True)]
     return (*attention, layers.is_exportable(), layers.is_scriptable(), layers.is_no_jit())
 

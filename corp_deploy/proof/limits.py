@@ -1,4 +1,4 @@
-"""What the user allows a reduced model to differ from the dense one by. Imports no torch."""
+"""Limits on how far a reduced model may differ from the dense one. Imports no torch."""
 
 import math
 from collections.abc import Mapping

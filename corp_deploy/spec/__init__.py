@@ -1,1 +1,1 @@
-"""What options, recipes and config.json say of a model, as plain values. Imports no torch."""
+"""Plain values with which options, recipes and config.json describe a model. Imports no torch."""

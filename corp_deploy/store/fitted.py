@@ -1,4 +1,4 @@
-"""Which inputs a model was fitted to, by its lineage, and how many of them judge it; torch is imported to compare."""
+"""The inputs that a model was fitted to, by its lineage, and how many of them judge it. Comparing imports torch."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What an ONNX file says about itself, read without torch."""
+"""Facts that an ONNX file states about itself, read without torch."""
 
 import re
 from collections.abc import Mapping

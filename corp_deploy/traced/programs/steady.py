@@ -1,4 +1,4 @@
-"""Whether two runs of a program give the same finite outputs, and the first operation that doesn't."""
+"""Check that two runs of a program give the same finite outputs, and name the first operation that doesn't."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
