@@ -27,8 +27,8 @@ REASONS = {
 }
 QUICK = "not slow and not nightly"
 SLOW = "slow and not nightly"
-SHARE, FEWEST = 1 / 80, 1000
-"""Five seconds of six minutes; of fewer tests than those, a share says nothing."""
+SHARE, FEWEST = 1 / 50, 1000
+"""Seven seconds of six minutes; of fewer tests than those, a share says nothing."""
 _START = pytest.StashKey[float]()
 
 
