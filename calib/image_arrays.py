@@ -62,7 +62,7 @@ class ImageArray:
         return str(position)
 
     def content(self, position: int) -> bytes:
-        """What identifies the image."""
+        """Return the digest that identifies the image."""
         content: bytes = self.images_N3HW[position].tobytes()
         return content
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import corp_deploy
-from corp_deploy.traced.programs.steady import NotFinite, require_steady
+from corp_deploy.traced.programs.steady import NotFinite, _Summary, require_steady
 from corp_deploy.traced.programs.tracing import trace
 from tests.refusals import rejects
 
@@ -78,3 +78,10 @@ def test_infinities_that_masks_add_are_no_fault() -> None:
     model = Net(second=lambda _, x: torch.where(x > 1e9, torch.full_like(x, -torch.inf), x))
     program = trace(model, [torch.zeros(2, *Net.input_size)])
     require_steady(program, [torch.randn(2, *Net.input_size)])
+
+
+def test_rounding_in_another_order_is_no_fault() -> None:
+    one = _Summary(sums=((1.0, 10.0),), is_number=True, is_finite=True)
+    for change, alike in ((0.0, True), (1e-6, True), (1e-3, False)):
+        other = _Summary(sums=((1.0 + change, 10.0),), is_number=True, is_finite=True)
+        assert one.is_like(other) is alike

@@ -91,7 +91,7 @@ Callback = Callable[..., int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Some:
-    """Which of a record's options a command has, of all where none is named; `helps` say what some are for here."""
+    """The options of a record that a command has, all if none is named; `helps` replace help texts."""
 
     only: tuple[str, ...] = ()
     helps: Mapping[str, str] = field(default_factory=dict)

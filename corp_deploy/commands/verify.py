@@ -77,7 +77,7 @@ def verify(
 
 
 def _is_decoder_graph(path: Path) -> bool:
-    """Whether export-decoder has written this directory."""
+    """Return whether export-decoder has written this directory."""
     if not path.is_dir():
         return False
     from corp_deploy.families.decoder_builder import SETTINGS
@@ -200,7 +200,7 @@ def bench(
 
 
 def _are_of_decoders(*paths: Path) -> bool:
-    """Whether one of them is a directory of a decoder."""
+    """Return whether one of the paths is a directory of a decoder."""
     directories = [path for path in paths if path.is_dir()]
     if not directories:
         return False

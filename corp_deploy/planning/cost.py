@@ -1,4 +1,4 @@
-"""What a whole model costs, which the shares of a budget are of."""
+"""Count what a whole model costs; budgets are shares of it."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""How far a budget goes into what can be cut, by costs alone, before any statistics and without weights."""
+"""Plan a budget by costs alone, before any statistics and without weights."""
 
 import math
 from bisect import bisect_left

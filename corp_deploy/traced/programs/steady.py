@@ -17,13 +17,22 @@ class NotFinite(BadInput):
     """A program gives NaN or infinity on these inputs."""
 
 
+ROUNDING = 1e-6
+"""Relative to the sum of magnitudes. Rounding in another order, as on GPUs, changes a sum by less; noise by more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Summary:
-    """A node's values in short: sums without what isn't finite, and whether all are numbers, or finite."""
+    """A node's finite values in short, as pairs of a sum and the sum of magnitudes, and whether all are finite."""
 
-    sums: tuple[float, ...]
+    sums: tuple[tuple[float, float], ...]
     is_number: bool
     is_finite: bool
+
+    def is_like(self, other: "_Summary") -> bool:
+        """Return whether the sums differ by no more than rounding."""
+        pairs = zip(self.sums, other.sums, strict=True)
+        return all(abs(one - two) <= ROUNDING * magnitude for (one, magnitude), (two, _) in pairs)
 
 
 class _Watched(fx.Interpreter):
@@ -38,7 +47,7 @@ class _Watched(fx.Interpreter):
         values = [each.double() for each in tree_leaves(result) if isinstance(each, Tensor)]
         finite = [each.nan_to_num(0.0, 0.0, 0.0) for each in values]
         self.summaries[n] = _Summary(
-            sums=tuple(float(total) for each in finite for total in (each.sum(), each.square().sum())),
+            sums=tuple((float(each.sum()), float(each.abs().sum())) for one in finite for each in (one, one.square())),
             is_number=not any(bool(each.isnan().any()) for each in values),
             is_finite=all(bool(each.isfinite().all()) for each in values),
         )
@@ -49,7 +58,7 @@ def require_steady(program: Program, inputs: Sequence[Tensor]) -> None:
     """Raise BadInput if two runs differ, NotFinite if outputs aren't finite; both name the operation and its module."""
     first, second = (_summaries(program, inputs) for _ in range(2))
     for node, summary in first.items():
-        if summary.sums != second[node].sums:
+        if not summary.is_like(second[node]):
             raise BadInput(
                 f"{_name(node)} gives other values at each call; expected a model that gives the same outputs "
                 "for the same inputs: (a) give dropout training=self.training, (b) let no forward call train(), (c) "
