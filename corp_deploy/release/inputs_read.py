@@ -17,7 +17,7 @@ from corp_deploy.families.family import output_ports
 from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_of
 from corp_deploy.proof.heads import opened_heads
-from corp_deploy.proof.limits import unreachable
+from corp_deploy.proof.limits import ParityLimits, unreachable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import graph_ports
@@ -68,10 +68,13 @@ def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: Rec
     if recipe.held_out.labels is not None:
         with mistakes.at("held_out.labels"):
             labels_from_path(recipe.held_out.labels, proving, model)
-    if recipe.parity.min_agreement is not None:
-        with mistakes.at("parity.min_agreement"):
-            for port in output_ports(model):
+    with mistakes.at("[parity]"):
+        limits, ports = ParityLimits.from_options(recipe.parity.options.values), output_ports(model)
+        for port in ports:
+            if limits.of_port(port).min_agreement is not None:
                 require_agreement(port, proving.count)
+        with opened_heads(recipe.parity.head, ports) as heads:
+            limits.require_applied([*ports, *heads.ports])
 
 
 def _read_class_names(path: Path, model: nn.Module) -> None:
@@ -125,9 +128,6 @@ def read_inputs(
         fitted = FittedInputs(judging=proving.count, same=int(torch.isin(proving.ids, fitted_ids).sum()))
         if fitted.has_overlap:
             warn(f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it")
-    if any(label.startswith("parity.head") for label in labels):
-        with mistakes.at("parity.head"), opened_heads(recipe.parity.head, output_ports(model)):
-            pass
     if "package.labels" in labels and recipe.package.labels is not None:
         with mistakes.at("package.labels"):
             _read_class_names(recipe.package.labels, model)
