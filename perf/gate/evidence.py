@@ -244,9 +244,9 @@ def outputs_judged(rule: Rule, parity: Parity) -> list[str]:
         return []
     if rule.metric == ACCURACY:
         return [name for name, links in parity.outputs.items() if links[0].role == "logits"][:1]
-    link = _link(parity.links, rule, "this record")
-    reaches = link in _shipped(parity.links) or link.kind == "reduced"
-    return [link.output or link.role] if reaches else []
+    links = [_link(parity.links, each, "this record") for each in for_each_output(rule, parity)]
+    shipped = _shipped(parity.links)
+    return [each.output or each.role for each in links if each in shipped or each.kind == "reduced"]
 
 
 def _accuracy(parity: Parity, rule: Rule, subject: str | None, where: str, confidence: float) -> Reading:

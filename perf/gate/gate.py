@@ -93,8 +93,8 @@ class Gate:
 
 
 def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None, *, starting: bool = False) -> Gate:
-    """Judge every rule, at each output that has its figure unless it names one. With `starting` this record may become the baseline: rules that ask for one are UNJUDGED, but
-    for those whose figure this record doesn't have either.
+    """Judge every rule, at each output that has its figure unless it names one. With `starting` this record may become
+    the baseline: rules that ask for one are UNJUDGED, but for those whose figure this record doesn't have either.
 
     Raises:
         BadInput: no rules, a rule asks for something the records lack, or for a baseline when there is none.

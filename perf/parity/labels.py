@@ -19,8 +19,8 @@ from .logits import threshold_of
 class Accuracy:
     """Top-1 accuracy of one model on labelled images, with its 95 % Wilson interval.
 
-    `chance`: the accuracy that answers and labels with these frequencies would have if they were independent; None in
-    records that don't tell.
+    `chance`: the accuracy that answers and labels with these frequencies would have if they were independent; None for
+    labels of one class alone, and in records that don't tell.
     """
 
     model: str
@@ -73,7 +73,7 @@ def accuracy(
         accuracy=correct / images,
         low=low,
         high=high,
-        chance=float(np.dot(*shares)),
+        chance=None if len(np.unique(labels_N)) == 1 else float(np.dot(*shares)),
     )
 
 

@@ -65,7 +65,7 @@ class LogitMeasures(CommonMeasures):
             side = "above" if self.positives else "at or below"
             return (
                 f"the reference is {side} {self.threshold:g} on every image, so that no agreement can be told; give "
-                "images of both classes or another --threshold, or limit the error instead"
+                "images of both classes or another --logit-threshold, or limit the error instead"
             )
         side = "" if self.threshold is None else f" (on the same side of {self.threshold:g})"
         return f"{self.agreement_name} {percent(self.top1_agreement)}{side}"

@@ -182,7 +182,8 @@ class Parity:
         return (
             f"{first.model} is right on {percent(first.accuracy)} of {first.images} labelled images, no better than "
             f"chance ({percent(first.chance or 0.0)}): look for (a) labels in another order than the images, (b) class "
-            "indices in another order than the model's, (c) other preprocessing than in training",
+            "indices in another order than the model's, (c) other preprocessing than in training, "
+            "(d) a model that answers one class alone",
         )
 
     @property
