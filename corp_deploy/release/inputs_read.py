@@ -3,6 +3,7 @@ decoded or run. Everything heavy is imported here.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -24,9 +25,10 @@ from corp_deploy.store.onnx_file import graph_ports
 from export.graph.precision import kept_modules
 from export.triton.variants import require_labels
 from ground.errors import BadInput
+from ground.ports import OutputPort
 from perf.bench.latency_table import SUFFIX, load_table
-from perf.gate.rule import FITTED
-from perf.parity.measures import SHARES, require_agreement
+from perf.gate.rule import ACCURACY, FITTED
+from perf.parity.measures import MEASURES, SHARES, require_agreement
 from perf.record.runs import FittedInputs
 
 from .calls import range_samples
@@ -74,7 +76,23 @@ def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: Rec
             if limits.of_port(port).min_agreement is not None:
                 require_agreement(port, proving.count)
         with opened_heads(recipe.parity.head, ports) as heads:
-            limits.require_applied([*ports, *heads.ports])
+            every = [*ports, *heads.ports]
+            limits.require_applied(every)
+            with mistakes.at("gate.fail_if"):
+                _require_figures(recipe, every)
+
+
+def _require_figures(recipe: Recipe, ports: Sequence[OutputPort]) -> None:
+    """Raise BadInput for a rule on a figure that no output of this model has, and for one on accuracy without labels."""
+    known = {each.name for port in ports for each in fields(MEASURES[port.role])} | {FITTED, ACCURACY}
+    for rule in (*recipe.rules, *(rule for target in recipe.targets for rule in target.rules)):
+        if rule.is_own or rule.is_of_bench:
+            continue
+        if rule.metric not in known:
+            gives = ", ".join(f"{port.name} ({port.role})" for port in ports)
+            raise BadInput(f"rule {rule.text!r}: no output has {rule.metric}, since the model gives {gives}")
+        if rule.metric == ACCURACY and recipe.held_out.labels is None:
+            raise BadInput(f"rule {rule.text!r}: accuracy needs the labels of held-out images; give held_out.labels")
 
 
 def _read_class_names(path: Path, model: nn.Module) -> None:
