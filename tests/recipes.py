@@ -13,6 +13,7 @@ OF_EVERY: Tables = {
     "bench": {
         "batches": [2], "time_limit_s": 0.5, "half_width": 0.9, "block_ms": 1, "min_rounds": 6, "threads": 1
     },
+    "parity": {"max_error": 9},
     "samples": {"count": 3},
 }  # fmt: skip
 

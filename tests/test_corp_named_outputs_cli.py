@@ -344,7 +344,7 @@ def test_a_recipe_has_heads_and_limits_of_their_maps(base: Path) -> None:
     assert "--head ../saliency.onnx --map-threshold 0.5" in (base / "release" / "report.md").read_text()
     assert "saliency.onnx" in (base / "release" / "MODEL_CARD.md").read_text()
     (base / "recipe.toml").write_text(RECIPE.replace("[parity]", "[parity]\nmin_iou = 0.5"))
-    refuses("[parity]: --min-iou 0.5 is not honoured by no head", "release", base / "recipe.toml", "-o", base / "x")
+    refuses("[parity]: --min-iou: it applies to no output", "release", base / "recipe.toml", "-o", base / "x")
     (base / "recipe.toml").write_text(RECIPE.replace('"class", "patches"', '"class", "nose"'))
     refuses("[model]: outputs: 'nose' is none", "release", base / "recipe.toml", "-o", base / "x")
 

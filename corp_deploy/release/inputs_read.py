@@ -70,20 +70,21 @@ def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: Rec
     if recipe.held_out.labels is not None:
         with mistakes.at("held_out.labels"):
             labels_from_path(recipe.held_out.labels, proving, model)
+    limits, ports = ParityLimits.from_options(recipe.parity.options.values), output_ports(model)
     with mistakes.at("[parity]"):
-        limits, ports = ParityLimits.from_options(recipe.parity.options.values), output_ports(model)
         for port in ports:
             if limits.of_port(port).min_agreement is not None:
                 require_agreement(port, proving.count)
-        with opened_heads(recipe.parity.head, ports) as heads:
-            every = [*ports, *heads.ports]
+    with mistakes.at("parity.head"), opened_heads(recipe.parity.head, ports) as heads:
+        every = [*ports, *heads.ports]
+        with mistakes.at("[parity]"):
             limits.require_applied(every)
-            with mistakes.at("gate.fail_if"):
-                _require_figures(recipe, every)
+        with mistakes.at("gate.fail_if"):
+            _require_figures(recipe, every)
 
 
 def _require_figures(recipe: Recipe, ports: Sequence[OutputPort]) -> None:
-    """Raise BadInput for a rule on a figure that no output of this model has, and for one on accuracy without labels."""
+    """Raise BadInput for a rule on a figure that no output of the model has, and on accuracy without labels."""
     known = {each.name for port in ports for each in fields(MEASURES[port.role])} | {FITTED, ACCURACY}
     for rule in (*recipe.rules, *(rule for target in recipe.targets for rule in target.rules)):
         if rule.is_own or rule.is_of_bench:
@@ -92,7 +93,7 @@ def _require_figures(recipe: Recipe, ports: Sequence[OutputPort]) -> None:
             gives = ", ".join(f"{port.name} ({port.role})" for port in ports)
             raise BadInput(f"rule {rule.text!r}: no output has {rule.metric}, since the model gives {gives}")
         if rule.metric == ACCURACY and recipe.held_out.labels is None:
-            raise BadInput(f"rule {rule.text!r}: accuracy needs the labels of held-out images; give held_out.labels")
+            raise BadInput(f"rule {rule.text!r}: accuracy needs labels of held-out images; give held_out.labels")
 
 
 def _read_class_names(path: Path, model: nn.Module) -> None:
