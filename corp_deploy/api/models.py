@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from corp_deploy.invocation.option import Record
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import inputs_for_model
+from corp_deploy.store.inputs import inputs_for_model, left_out
 from corp_deploy.store.module_model import checkpoint_from_module
 from ground.errors import BadInput
 from ground.ports import Role
@@ -67,7 +68,10 @@ def opened_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[
     by the names of its inputs; `how` they are drawn and decoded. Raises BadInput for what it doesn't take.
     """
     with on_disk(inputs) as path:
-        yield inputs_for_model(model, path, **how)
+        opened_set = inputs_for_model(model, path, **how)
+        if opened_set.skipped:
+            warnings.warn(left_out(path, opened_set), stacklevel=5)
+        yield opened_set
 
 
 @dataclass(frozen=True, kw_only=True)

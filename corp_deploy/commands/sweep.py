@@ -86,14 +86,14 @@ def sweep_command(
         sweep = sweep.of_model(checkpoint.model)
         sweep.refuse_far(checkpoint.model)
         requests = sweep.requests(len(moments))
-        source = inputs.open(checkpoint)
+        source = inputs.open(checkpoint, out.note)
         labels, calibration = inputs.class_indices(source, checkpoint), sweep.calibration
         swept = SweepContext(
             dense=checkpoint,
             moments=moments,
             source=source,
             scored=scored_inputs(checkpoint.model, source, labels, trials.batch_size),
-            calibration=None if calibration.path is None else calibration.open(checkpoint),
+            calibration=None if calibration.path is None else calibration.open(checkpoint, out.note),
         )
         if trials.jobs > 1 and ranks.size == 1:
             with out.progress(f"{len(requests)} trials by {trials.jobs} processes", None):

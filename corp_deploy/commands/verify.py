@@ -113,7 +113,7 @@ def _verify_models(
                 f"{step.label}: its batch is fixed at {step.batch}, and --batch "
                 f"{','.join(map(str, options.batches))} leaves that out; add {step.batch}, or leave --batch out"
             )
-    proof_inputs = inputs.of_model(dense, pixels=any(step.takes_pixels for step in steps))
+    proof_inputs = inputs.of_model(dense, out.note, pixels=any(step.takes_pixels for step in steps))
     for sentence in limits.unreachable(proof_inputs.images):
         out.warn(sentence)
     meter = Meter(options.metrics, proof_inputs, time_limit_s=options.metric_time_limit)

@@ -57,6 +57,11 @@ def images_for_model(
     )
 
 
+def left_out(path: Path, images: InputSet) -> str:
+    """Say which files of a folder or shards were not read as images."""
+    return f"{path}: {images.available} images; left out: {images.skipped}"
+
+
 def pictures_for_port(
     port: Port, preprocessing: str, path: Path, *, where: str, samples: int | None, seed: int
 ) -> Images:
