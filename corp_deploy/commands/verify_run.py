@@ -231,4 +231,4 @@ class ProofInputChoice(InputOptions):
         if self.random is not None:
             return random_inputs(dense, self.random, self.seed, pixels=pixels)
         source = self.proving(self.open(dense, note), self.seed)
-        return inputs_from_set(source, self.class_indices(source, dense))
+        return inputs_from_set(source, self.class_indices(source, dense, note))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from corp_deploy.spec.class_labels import LABELS_HELP
 from ground.errors import BadInput
 from ground.quantity import BAD_IMAGES, IMAGES, SEED, WORKERS
 
@@ -106,7 +107,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         help="For a model of arrays: .npz or .safetensors with an array for each input under its name, or a .npy "
         "for a single input.",
     )
-    labels: Path | None = option(FILE, help="Class indices of the images in their order (.npy, or key labels of .npz).")
+    labels: Path | None = option(FILE, help=LABELS_HELP)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,11 +159,13 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         """
         return self.proving(self._open_images(model, note), self.seed)
 
-    def class_indices(self, inputs: "InputSet", checkpoint: "Checkpoint") -> "NDArray[np.int64] | None":
+    def class_indices(
+        self, inputs: "InputSet", checkpoint: "Checkpoint", note: Callable[[str], None]
+    ) -> "NDArray[np.int64] | None":
         """Those of the opened images [N], where labels are given."""
-        from corp_deploy.store.inputs import labels_from_path
+        from corp_deploy.store.labels import labels_for
 
-        return None if self.labels is None else labels_from_path(self.labels, inputs, checkpoint.model)
+        return None if self.labels is None else labels_for(self.labels, inputs, checkpoint.model, note)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from corp_deploy.planning.request import request_of
 from corp_deploy.proof.heads import opened_heads
 from corp_deploy.proof.limits import unreachable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.inputs import images_for_model, labels_from_path, left_out
+from corp_deploy.store.inputs import images_for_model, left_out
+from corp_deploy.store.labels import labels_for
 from corp_deploy.store.onnx_file import graph_ports
 from export.graph.precision import kept_modules
 from export.triton.variants import require_labels
@@ -68,10 +69,12 @@ def _calibration_images(
     return None
 
 
-def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: RecipeProblems) -> None:
+def _read_proof(
+    recipe: Recipe, model: nn.Module, proving: Images, mistakes: RecipeProblems, warn: Callable[[str], None]
+) -> None:
     if recipe.held_out.labels is not None:
         with mistakes.at("held_out.labels"):
-            labels_from_path(recipe.held_out.labels, proving, model)
+            labels_for(recipe.held_out.labels, proving, model, warn)
     if recipe.parity.min_agreement is not None:
         with mistakes.at("parity.min_agreement"):
             for port in output_ports(model):
@@ -119,7 +122,7 @@ def read_inputs(
         with mistakes.at("held_out.images"):
             proving = recipe.proof_images.proving_images(model, lambda text: warn(f"held_out.images: {text}"))
     if names & PROVING and proving is not None:
-        _read_proof(recipe, model, proving, mistakes)
+        _read_proof(recipe, model, proving, mistakes, warn)
         for sentence in out_of_reach(recipe, proving.count):
             warn(sentence)
         if calibration is not None:  # of the images that will be fitted to, or were where the calibration is done

@@ -59,18 +59,27 @@ def mcnemar(
     return PairedAccuracy(a=a, b=b, only_a=only_a, only_b=only_b, p_value=p_value)
 
 
+def predicted_classes(logits_NC: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Return the class of each image: the largest logit, or of a single one whether it is positive."""
+    rows_NC = logits_NC.reshape(len(logits_NC), -1)
+    classes_N: NDArray[np.int64] = rows_NC.argmax(axis=1)
+    return (rows_NC[:, 0] > 0).astype(np.int64) if rows_NC.shape[1] == 1 else classes_N
+
+
 def _right(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer]) -> NDArray[np.bool_]:
-    if logits_NC.ndim != 2 or labels_N.shape != logits_NC.shape[:1] or len(labels_N) == 0:
+    if logits_NC.ndim not in (1, 2) or labels_N.shape != logits_NC.shape[:1] or len(labels_N) == 0:
         raise BadInput(
             f"labels for {model}: got {labels_N.shape} labels for logits {logits_NC.shape}, expected one label "
             "per image; give the labels of exactly these images, in their order"
         )
-    if labels_N.min() < 0 or labels_N.max() >= logits_NC.shape[1]:
+    rows_NC = logits_NC.reshape(len(logits_NC), -1)
+    most = max(rows_NC.shape[1] - 1, 1)
+    if labels_N.min() < 0 or labels_N.max() > most:
         raise BadInput(
-            f"labels for {model}: got classes {labels_N.min()} to {labels_N.max()}, expected 0 to "
-            f"{logits_NC.shape[1] - 1}; labels are class indices in the model's own order"
+            f"labels for {model}: got classes {labels_N.min()} to {labels_N.max()}, expected 0 to {most}; labels are "
+            "class indices in the model's own order, or 0 and 1 of a model with one logit"
         )
-    right_N: NDArray[np.bool_] = (logits_NC.argmax(axis=1) == labels_N) & np.isfinite(logits_NC).all(axis=1)
+    right_N: NDArray[np.bool_] = (predicted_classes(rows_NC) == labels_N) & np.isfinite(rows_NC).all(axis=1)
     return right_N
 
 
