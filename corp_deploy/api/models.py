@@ -7,12 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
-from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from calib.inputs import InputSet
@@ -32,34 +29,7 @@ from ground.errors import BadInput
 from ground.ports import Role
 
 from .in_python import speaking_python
-
-Array: TypeAlias = NDArray[Any] | Tensor
-InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor | Mapping[str, Array]
-IN_MEMORY = "inputs.npy"  # the same name wherever an array comes from: names are part of digests
-
-
-def _array(values: Array) -> NDArray[Any]:
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-
-
-@contextmanager
-def on_disk(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
-    """The path itself, or that of a file with the array for as long as the context is open."""
-    if isinstance(values, str | os.PathLike):
-        yield Path(values)
-        return
-    with TemporaryDirectory() as scratch:
-        path = Path(scratch) / name
-        if isinstance(values, Mapping):
-            path = path.with_suffix(".safetensors")
-            save_file({key: np.ascontiguousarray(_array(each)) for key, each in values.items()}, path)
-        else:
-            np.save(path, _array(values), allow_pickle=False)
-        try:
-            yield path
-        except BadInput as error:
-            error.args = (str(error).replace(str(path), path.stem),)
-            raise
+from .values import InputsLike, on_disk, refuse_other_inputs
 
 
 @contextmanager
@@ -165,6 +135,8 @@ def opened(model: ModelLike, example: InputsLike | Moments | None = None) -> Ite
 
     Raises BadInput for a path where nothing is, and as load does.
     """
+    if example is not None and not isinstance(example, Moments):
+        refuse_other_inputs(example)
     named = model if isinstance(model, Source) else Source(model)
     own = in_memory(named)
     if own is not None:

@@ -23,7 +23,8 @@ from ground.errors import BadInput
 from perf.parity.parity import Parity
 
 from .in_python import in_python, verb
-from .models import InputsLike, ModelLike, PathLike, beside, opened, opened_inputs
+from .models import ModelLike, PathLike, beside, opened, opened_inputs
+from .values import InputsLike
 
 
 def _candidates(
