@@ -29,6 +29,8 @@ class ImageArray:
     allows it.
     """
 
+    skipped: ClassVar[str] = ""
+
     path: Path
     images_N3HW: NDArray[np.float32] | NDArray[np.uint8]
     shape: ImageShape

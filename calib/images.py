@@ -65,6 +65,10 @@ class Images(OpenedInputs[Tensor]):
     shape: ImageShape
     workers: int
 
+    @property
+    def skipped(self) -> str:
+        return self.source.skipped
+
     def example(self) -> Tensor:
         """One black image."""
         return torch.zeros(1, *self.shape)
@@ -119,8 +123,9 @@ def open_images(
     workers: int = 0,
     max_bad: int = 0,
 ) -> Images:
-    """The images at `path`: a folder (recursive, sorted), tar shards (`x-{000..099}.tar`, in the order written), or an
-    array of preprocessed images [N,3,H,W] float32 (.npy memory-mapped; .npz and .safetensors under key `images`).
+    """The images at `path`: a folder (recursive, sorted, see ground.pictures), tar shards (`x-{000..099}.tar`, in the
+    order written), or an array of preprocessed images [N,3,H,W] float32 (.npy memory-mapped; .npz and .safetensors
+    under key `images`).
 
     `transform` turns a PIL image of a folder or shard into [3,H,W] float32; arrays of those are taken as they are, and
     those of uint8 as what `pixels` gives makes images of them, which is asked for once there are any; None refuses

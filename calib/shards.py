@@ -15,9 +15,10 @@ from typing import IO, NamedTuple
 
 from ground.errors import BadInput
 from ground.files import escapes_directory, regular_file
+from ground.pictures import Skips, select_pictures
 
 from .image_arrays import ImageShape
-from .sources import SUFFIXES, Pictures, Transform, refuse_large
+from .sources import EXPECTED, Pictures, Transform, refuse_large
 
 BLOCK = tarfile.BLOCKSIZE
 LONGEST_NOTE = 2**20
@@ -168,18 +169,22 @@ def paths_from_pattern(pattern: str) -> list[Path]:
     return [Path(text) for text in woven]
 
 
-def _members_of(shard: Path) -> list[Member]:
+def _members_of(shard: Path, skips: Skips) -> list[Member]:
     try:
-        return [member for member in members_of_tar(shard) if member.name.lower().endswith(SUFFIXES)]
+        members = list(members_of_tar(shard))
     except FileNotFoundError as error:
         raise BadInput(f"{shard}: no such shard") from error
     except OSError as error:
         raise BadInput(f"{shard}: can't be read ({error.strerror})") from error
+    chosen = set(select_pictures((member.name for member in members), skips))
+    return [member for member in members if member.name in chosen]
 
 
 def shards_from_pattern(pattern: str, *, shape: ImageShape, transform: Transform) -> Shards:
     """Opens `x.tar` or `x-{000..099}.tar`; reads only the headers. Raises BadInput for a missing or damaged shard."""
-    members = [member for path in paths_from_pattern(pattern) for member in _members_of(path)]
+    skips = Skips()
+    members = [member for path in paths_from_pattern(pattern) for member in _members_of(path, skips)]
     if not members:
-        raise BadInput(f"{pattern}: no images in it, expected members ending in {', '.join(SUFFIXES)}")
-    return Shards(members=tuple(members), shape=shape, transform=transform)
+        left_out = f" ({skips.line})" if skips.line else ""
+        raise BadInput(f"{pattern}: no images in it{left_out}, {EXPECTED}")
+    return Shards(members=tuple(members), shape=shape, transform=transform, skipped=skips.line)

@@ -1,7 +1,6 @@
 """Where images lie: what each is called, its bytes, and how it becomes a tensor [3,H,W] float32."""
 
 import io
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,23 +9,27 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from ground.errors import BadInput
 from ground.files import regular_file
+from ground.pictures import formats_for, pictures_below
 
 from .image_arrays import ImageArray, ImageShape
 
-SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
-# A file's content says which of these it is, whatever its name ends in; every other reader of Pillow's stays unused.
-FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
+EXPECTED = "expected pictures, such as .jpg, .png, .webp, .tif or .gif"
 MOST_BYTES = 2**28
 Transform = Callable[[Image.Image], Tensor]
 
 
 class Source(Protocol):
-    """Images by position; `content` is what identifies one, `image` raises BadInput if it can't be read."""
+    """Images by position; `content` is what identifies one, `image` raises BadInput if it can't be read. `skipped` says
+    what was left out.
+    """
+
+    @property
+    def skipped(self) -> str: ...
 
     def __len__(self) -> int: ...
 
@@ -53,19 +56,31 @@ def refuse_large(size_bytes: int, name: str) -> None:
 
 
 def image_from_bytes(content: bytes, name: str, shape: ImageShape, transform: Transform) -> Tensor:
-    """Decodes to RGB and transforms to [3,H,W]. A picture of more pixels than Pillow takes for safe is none."""
+    """Decodes to RGB and transforms to [3,H,W]. A picture of more pixels than Pillow takes for safe is none; of several
+    frames or pages the first one is taken.
+    """
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of notes beside the pixels, and of a transparency
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            opened: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
-        if opened.mode == "I;16":  # grey, which Pillow would clip at 255; of colours it takes the high byte too
-            opened = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
-        picture = opened.convert("RGB")
+            picture = _with_eight_bits(Image.open(io.BytesIO(content), formats=formats_for(name))).convert("RGB")
     except MemoryError:
         raise
+    except UnidentifiedImageError:
+        why = "the content is no picture that Pillow reads" if content else "the file is empty"
+        raise BadInput(f"{name}: not a readable image ({why}); remove it or allow bad images") from None
     except Exception as error:  # each format's decoder raises its own at a damaged picture
         raise BadInput(f"{name}: not a readable image ({error!s:.200}); remove it or allow bad images") from error
     return checked_image(transform(picture), name, shape)
+
+
+def _with_eight_bits(opened: Image.Image) -> Image.Image:
+    """Return a picture that Pillow converts to RGB without clipping. Raises ValueError for numbers of unknown range."""
+    if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format == "PPM"):
+        return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))  # of colours Pillow takes the high byte too
+    if opened.mode in ("I", "F"):
+        raise ValueError("grey of 32 bits, whose range is not known; save it with 8 or 16 bits")
+    return opened.convert(opened.mode.upper()) if opened.mode in ("La", "RGBa") else opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +89,7 @@ class Pictures:
 
     shape: ImageShape
     transform: Transform
+    skipped: str = ""
 
     def where(self, position: int) -> str:
         raise NotImplementedError
@@ -111,12 +127,12 @@ class Folder(Pictures):
 
 
 def folder_from_path(root: Path, *, shape: ImageShape, transform: Transform) -> Folder:
-    """Every image file below `root`, hidden ones aside."""
-    files = sorted((Path(at) / file).relative_to(root).as_posix() for at, _, held in os.walk(root) for file in held)
-    names = tuple(n for n in files if n.lower().endswith(SUFFIXES) and not n.rpartition("/")[2].startswith("."))
+    """Every picture below `root`; see ground.pictures for what is left out."""
+    names, skips = pictures_below(root)
     if not names:
-        raise BadInput(f"{root}: no images among {len(files)} files, expected files ending in {', '.join(SUFFIXES)}")
-    return Folder(root=root, names=names, shape=shape, transform=transform)
+        left_out = f" ({skips.line})" if skips.line else ""
+        raise BadInput(f"{root}: no images among {skips.files} files{left_out}, {EXPECTED}")
+    return Folder(root=root, names=names, shape=shape, transform=transform, skipped=skips.line)
 
 
 class Array(ImageArray):

@@ -2,6 +2,7 @@
 waited on for ever, a device read until memory is full. And directories for one process alone.
 """
 
+import codecs
 import fcntl
 import hashlib
 import json
@@ -14,8 +15,10 @@ from typing import Any
 
 from .errors import BadInput
 
-BYTE_ORDER_MARK = "\ufeff"
-"""Editors of Windows write it in front of UTF-8."""
+_OTHER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}  # fmt: skip
 MOST_TEXT_BYTES = 2**20
 
 
@@ -82,14 +85,25 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def text_from_file(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """A whole text file. Raises BadInput for what is no regular file, too large or not UTF-8, and OSError as open."""
+    """A whole text file without a byte-order mark. Raises BadInput for what is no regular file, too large or not UTF-8,
+    and OSError as open.
+    """
     size = regular_file(path).stat().st_size
     if size > most_bytes:
         raise BadInput(f"{path}: {size} bytes, at most {most_bytes} are read of such a file")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
+        with path.open("rb") as file:
+            refuse_utf16(file.read(4), str(path))
         raise BadInput(f"{path}: not UTF-8 ({error.reason} at byte {error.start + 1})") from None
+
+
+def refuse_utf16(begin: bytes, where: str) -> None:
+    """Raise BadInput for a text whose first bytes are the byte-order mark of UTF-16 or UTF-32."""
+    name = next((name for mark, name in _OTHER_MARKS.items() if begin.startswith(mark)), None)
+    if name is not None:
+        raise BadInput(f"{where}: the text is {name}, expected UTF-8; save it as UTF-8")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -31,7 +31,7 @@ from corp_deploy.cli import main
 from corp_deploy.commands.options import RegularPath
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.graph_facts import PREFIX
-from corp_deploy.store.inputs import labels_from_path
+from corp_deploy.store.labels import labels_for
 from corp_deploy.views.console import Output
 from export.engine.record import record_path
 from export.triton.repository import write_repository
@@ -387,8 +387,8 @@ def npz(path: Path, name: str, content: bytes) -> Path:
 
 
 LABELS = (
-    np.arange(13) % 7, np.arange(11) % 7, np.zeros(12, "timedelta64[s]"), np.zeros(12, bool), np.full(12, -1),
-    np.full(12, 7), np.full(12, 2**62), np.full(12, 2**63, np.uint64), np.zeros((12, 1), np.int64),
+    np.arange(13) % 7, np.arange(11) % 7, np.zeros(12, "timedelta64[s]"), np.full(12, 0.5), np.full(12, -1),
+    np.full(12, 7), np.full(12, 2**62), np.full(12, 2**63, np.uint64), np.zeros((12, 2), np.int64),
 )  # fmt: skip
 
 
@@ -410,7 +410,7 @@ def test_labels_are_one_class_index_an_image(home: Path, tmp_path: Path) -> None
 def test_labels_are_of_images_alone(tmp_path: Path) -> None:
     said = r"labels\.npy: labels are of images, the model takes texts; leave them out"
     texts: Any = SimpleNamespace(noun="texts")
-    rejects(said, labels_from_path, tmp_path / "labels.npy", texts, tiny.checkpoint().model)
+    rejects(said, labels_for, tmp_path / "labels.npy", texts, tiny.checkpoint().model)
 
 
 # Moments

@@ -5,9 +5,11 @@ import re
 from collections.abc import Callable
 
 import corp_deploy
-from corp_deploy.api.models import InputsLike, ModelLike, PathLike
+from corp_deploy.api.models import ModelLike, PathLike
+from corp_deploy.api.values import InputsLike
+from corp_deploy.invocation.option import Labels
 
-ALIASES = {"ModelLike": ModelLike, "InputsLike": InputsLike, "PathLike": PathLike}
+ALIASES = {"ModelLike": ModelLike, "InputsLike": InputsLike, "Labels": Labels, "PathLike": PathLike}
 _MODULES = re.compile(r"\b(?:[a-z_]\w*\.)+")
 
 

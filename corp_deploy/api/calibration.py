@@ -14,7 +14,8 @@ from corp_deploy.reduction.moments_files import CalibrationRun, held_out_path, w
 from ground.gpu import require_device
 
 from .in_python import verb
-from .models import InputsLike, OfModel, Written, opened, opened_inputs
+from .models import OfModel, Written, opened, opened_inputs
+from .values import InputsLike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

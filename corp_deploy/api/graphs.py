@@ -13,7 +13,8 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file
 
 from .in_python import verb
-from .models import InputsLike, ModelLike, OfModel, Written, opened, opened_inputs
+from .models import ModelLike, OfModel, Written, opened, opened_inputs
+from .values import InputsLike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

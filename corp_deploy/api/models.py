@@ -2,16 +2,14 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
-from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from calib.inputs import InputSet
@@ -25,40 +23,13 @@ from corp_deploy.invocation.option import Record
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import inputs_for_model
+from corp_deploy.store.inputs import inputs_for_model, left_out
 from corp_deploy.store.module_model import checkpoint_from_module
 from ground.errors import BadInput
 from ground.ports import Role
 
 from .in_python import speaking_python
-
-Array: TypeAlias = NDArray[Any] | Tensor
-InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor | Mapping[str, Array]
-IN_MEMORY = "inputs.npy"  # the same name wherever an array comes from: names are part of digests
-
-
-def _array(values: Array) -> NDArray[Any]:
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-
-
-@contextmanager
-def on_disk(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
-    """The path itself, or that of a file with the array for as long as the context is open."""
-    if isinstance(values, str | os.PathLike):
-        yield Path(values)
-        return
-    with TemporaryDirectory() as scratch:
-        path = Path(scratch) / name
-        if isinstance(values, Mapping):
-            path = path.with_suffix(".safetensors")
-            save_file({key: np.ascontiguousarray(_array(each)) for key, each in values.items()}, path)
-        else:
-            np.save(path, _array(values), allow_pickle=False)
-        try:
-            yield path
-        except BadInput as error:
-            error.args = (str(error).replace(str(path), path.stem),)
-            raise
+from .values import InputsLike, on_disk, refuse_other_inputs
 
 
 @contextmanager
@@ -67,7 +38,10 @@ def opened_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[
     by the names of its inputs; `how` they are drawn and decoded. Raises BadInput for what it doesn't take.
     """
     with on_disk(inputs) as path:
-        yield inputs_for_model(model, path, **how)
+        opened_set = inputs_for_model(model, path, **how)
+        if opened_set.skipped:
+            warnings.warn(left_out(path, opened_set), stacklevel=5)
+        yield opened_set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +135,8 @@ def opened(model: ModelLike, example: InputsLike | Moments | None = None) -> Ite
 
     Raises BadInput for a path where nothing is, and as load does.
     """
+    if example is not None and not isinstance(example, Moments):
+        refuse_other_inputs(example)
     named = model if isinstance(model, Source) else Source(model)
     own = in_memory(named)
     if own is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from calib.store import load as load_moments
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
+from corp_deploy.invocation.option import Labels
 from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, require_batches, with_runtimes
 from corp_deploy.proof.chain import prove
@@ -17,12 +18,13 @@ from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
 from corp_deploy.proof.outcome import save_proof
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import labels_from_path
+from corp_deploy.store.labels import labels_for
 from ground.errors import BadInput
 from perf.parity.parity import Parity
 
 from .in_python import in_python, verb
-from .models import Array, InputsLike, ModelLike, PathLike, beside, on_disk, opened, opened_inputs
+from .models import ModelLike, PathLike, beside, opened, opened_inputs
+from .values import InputsLike
 
 
 def _candidates(
@@ -43,7 +45,7 @@ class VerifyCall(HoldOutOptions, Drawn, ProofOptions, ProofFiles):
     reference: ModelLike = field(kw_only=False)
     candidates: PathLike | Sequence[PathLike] = field(kw_only=False)
     inputs: InputsLike = field(kw_only=False)
-    labels: PathLike | Array | None = None
+    labels: Labels | None = None
     trust_engine: bool = False
 
 
@@ -54,8 +56,8 @@ def verify(call: VerifyCall) -> Parity:
     `candidates` in the order in which they were made: reduced directory, FP32 graph, FP16 graph, engine. Each is held
     against the one before. The reduced model is judged, at every output, by `min_agreement` (the share of inputs that
     agree) and `max_error` (‖candidate − reference‖ / ‖reference‖), or by `output_limit` at single ones, unless
-    `exclude_output` names it. `labels` are class indices
-    [N], a file or an array, of all inputs where `hold_out` leaves some of these to judge; `moments` tell whether these
+    `exclude_output` names it. `labels` are class indices [N] of all inputs, also where `hold_out` leaves some of these
+    to judge: an array, a list, a file, a mapping from file names, or the word folders; `moments` tell whether these
     inputs look like those of calibration. `output` gets the record, parity.json, with the figures of every input
     beside it.
 
@@ -79,8 +81,7 @@ def verify(call: VerifyCall) -> Parity:
         input_set = stack.enter_context(opened_inputs(dense.model, call.inputs, **call.drawn))
         proving, labels = call.proving(input_set, call.seed), None
         if call.labels is not None:
-            path = stack.enter_context(on_disk(call.labels, name="labels.npy"))
-            labels = labels_from_path(path, proving, dense.model)
+            labels = labels_for(call.labels, proving, dense.model)
         proof_inputs = inputs_from_set(proving, labels)
         for sentence in limits.unreachable(proof_inputs.images):
             warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)

@@ -24,7 +24,8 @@ from ground.errors import BadInput
 from ground.gpu import require_device
 
 from .in_python import in_python, speaking_python, verb
-from .models import Directory, InputsLike, OfModel, in_memory, opened, opened_inputs
+from .models import Directory, OfModel, in_memory, opened, opened_inputs
+from .values import InputsLike
 
 
 @dataclass(frozen=True, kw_only=True)

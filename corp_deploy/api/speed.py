@@ -17,7 +17,8 @@ from perf.stats.stats import Interval
 from perf.stats.summary import Summary, summarise
 
 from .in_python import verb
-from .models import InputsLike, PathLike, beside, on_disk
+from .models import PathLike, beside
+from .values import InputsLike, on_disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ def calibrate(
     with timed_on(options.device) as watch, ranks_of_this_run(options.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = merging_checkpoint(model.load(out), options)
-        source = options.in_order(inputs.open(checkpoint), samples=inputs.samples, seed=inputs.seed)
+        source = options.in_order(inputs.open(checkpoint, out.note), samples=inputs.samples, seed=inputs.seed)
         unsaved = "" if options.checkpoint_every is None else ", which --checkpoint-every saves only where it is given"
         run = CalibrationRun(
             ranks=ranks,
@@ -151,7 +151,7 @@ def _by_block(
         raise BadInput(f"--sequential: --model {model.model} is no directory of a decoder; give --model hf:DIR")
     with timed_on(options.device) as watch:
         layers = open_layers(Path(model.model.removeprefix(PREFIX)), model.kwargs or {})
-        source = inputs.open(layers.checkpoint)
+        source = inputs.open(layers.checkpoint, out.note)
         blocks = layers.arguments.decoder.layers
         with out.progress(f"calibrating {output.stem}", blocks, unit="blocks") as bar, watch.measure("calibrate"):
             run = SequentialRun(

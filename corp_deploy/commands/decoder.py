@@ -130,7 +130,7 @@ def perplexity(
 
     limits, dense = LanguageLimits.from_options(options.values), model.load(out)
     steps = [candidate_from_path(path) for path in candidates]
-    sequences = inputs.open(dense)
+    sequences = inputs.open(dense, out.note)
     if limits.some and limits.confidence and sequences.count < LEAST_SEQUENCES:
         out.warn(
             f"{sequences.count} {sequences.noun} have no interval, so that no limit is decided: {LEAST_SEQUENCES} are "

@@ -70,7 +70,7 @@ def export_command(
     output, rows = Path(files.output), list[dict[str, Any]]()
     with timed_on() as watch:
         checkpoint = model.load(out)
-        feeds = None if inputs.path is None else inputs_from_set(inputs.open(checkpoint)).feeds
+        feeds = None if inputs.path is None else inputs_from_set(inputs.open(checkpoint, out.note)).feeds
         yardstick = None if dense is None else model_of_directory(Path(dense))
         graphs = Graphs(checkpoint, options, feeds, dense=yardstick, where=model.model, command=command_line())
         with out.progress("exporting", len(options.precisions), unit="graphs") as bar, watch.measure("export"):

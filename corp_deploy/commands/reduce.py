@@ -70,7 +70,7 @@ def reduce_command(
     ):
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         dense = on_device(model.load(out), reduction.device)
-        images = None if inputs.path is None else inputs.split(inputs.open(dense), inputs.seed).fitted
+        images = None if inputs.path is None else inputs.split(inputs.open(dense, out.note), inputs.seed).fitted
         judges = judges_from_choice(dense.model, images, reduction)
         with out.progress(title, None, unit="sites" if judges is None else "models") as bar:
             result, plan = reduce_checkpoint(

@@ -12,6 +12,7 @@ import click
 
 from corp_deploy.invocation.inputs import KINDS, RequiredInputs
 from corp_deploy.invocation.running import SweepSpeedChoice
+from corp_deploy.spec.class_labels import LABELS_HELP
 from corp_deploy.views.console import Output
 from ground.errors import BadInput, Missing
 from ground.threads import THREADS, usable_cpus
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from corp_deploy.views.console import Bar
 
 
-LABELS = "Class indices of the images, for accuracy."
+LABELS = f"{LABELS_HELP} For accuracy."
 
 
 @command(first="model weights moments images output sparsity macs preset bench min-agreement")
@@ -86,14 +87,14 @@ def sweep_command(
         sweep = sweep.of_model(checkpoint.model)
         sweep.refuse_far(checkpoint.model)
         requests = sweep.requests(len(moments))
-        source = inputs.open(checkpoint)
-        labels, calibration = inputs.class_indices(source, checkpoint), sweep.calibration
+        source = inputs.open(checkpoint, out.note)
+        labels, calibration = inputs.class_indices(source, checkpoint, out.note), sweep.calibration
         swept = SweepContext(
             dense=checkpoint,
             moments=moments,
             source=source,
             scored=scored_inputs(checkpoint.model, source, labels, trials.batch_size),
-            calibration=None if calibration.path is None else calibration.open(checkpoint),
+            calibration=None if calibration.path is None else calibration.open(checkpoint, out.note),
         )
         if trials.jobs > 1 and ranks.size == 1:
             with out.progress(f"{len(requests)} trials by {trials.jobs} processes", None):

@@ -111,7 +111,7 @@ def _verify_models(
     if "batch" in explicit_options():
         for sentence in require_batches(steps, options.batches):
             out.warn(sentence)
-    proof_inputs = inputs.of_model(dense, pixels=any(step.takes_pixels for step in steps))
+    proof_inputs = inputs.of_model(dense, out.note, pixels=any(step.takes_pixels for step in steps))
     for sentence in limits.unreachable(proof_inputs.images):
         out.warn(sentence)
     meter = Meter(options.metrics, proof_inputs, time_limit_s=options.metric_time_limit)

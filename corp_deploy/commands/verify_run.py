@@ -1,6 +1,6 @@
 """What `verify` runs and on what, and engines of one graph held against each other, in one environment or in two."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,11 +229,11 @@ class ProofInputChoice(InputOptions):
         (port,), where = artefact.inputs, str(artefact.path)
         return images_of_port(port, artefact.preprocessing, self.images, where=where, **self.drawn)
 
-    def of_model(self, dense: "Checkpoint", *, pixels: bool = False) -> "ProofInputs":
+    def of_model(self, dense: "Checkpoint", note: Callable[[str], None], *, pixels: bool = False) -> "ProofInputs":
         """`pixels`: random ones are made of pixels."""
         from corp_deploy.proof.model_inputs import inputs_from_set, random_inputs
 
         if self.random is not None:
             return random_inputs(dense, self.random, self.seed, pixels=pixels)
-        source = self.proving(self.open(dense), self.seed)
-        return inputs_from_set(source, self.class_indices(source, dense))
+        source = self.proving(self.open(dense, note), self.seed)
+        return inputs_from_set(source, self.class_indices(source, dense, note))

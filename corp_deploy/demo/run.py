@@ -24,7 +24,8 @@ from corp_deploy.release import steps
 from corp_deploy.release.incremental import StageDirs
 from corp_deploy.store.checkpoint import CONFIG, WEIGHTS, Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import images_for_model, labels_from_path
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.labels import labels_for
 from corp_deploy.store.manifest import write_manifest
 from ground.errors import Missing
 from ground.files import replacing, write_json
@@ -191,7 +192,7 @@ def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.M
     """The same widths by the presets beside and by the demo's own, on the held-out images."""
     path = directory / "images" / "held-out.npz"
     held_out = images_for_model(dense.model, path)
-    labels, pixels = labels_from_path(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))
+    labels, pixels = labels_for(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))
     moments = load_moments(directory / "moments.safetensors")
     methods = {preset: method_from_preset(preset, **example.method) for preset in example.beside}
     models = {preset: reduce(dense.model, moments, method).model for preset, method in methods.items()}

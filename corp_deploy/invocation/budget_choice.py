@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from corp_deploy.spec.class_labels import LABELS_HELP
 from ground.errors import BadInput
 from ground.quantity import BATCH, SHARE, SHARE_KEPT, Real, quoted
 
-from .option import PathLike, Record, option
-from .values import DIRECTORY, FILE, PATH, ParsedText
+from .option import Labels, PathLike, Record, option
+from .values import DIRECTORY, FILE_OR_VALUES, PATH, ParsedText
 
 CALIBRATE, BUDGET, CLOSED_LOOP, EXAMPLE_IMAGES = 2, 2, 6, 512
 """What they cost in bare forward passes over so many images, rounded; with fewer, solving weighs more. A test holds
@@ -100,8 +101,8 @@ class BudgetChoice(Record, heading="Budget"):
         in_recipe=False,
         help="Other images (texts) that judge --within; default: those of --images (--text) that calibrate held out.",
     )
-    labels: PathLike | None = option(
-        FILE, in_recipe=False, help="Class indices of the images that judge, for --within accuracy."
+    labels: Labels | None = option(
+        FILE_OR_VALUES, in_recipe=False, help=f"{LABELS_HELP} Of those that judge, for --within accuracy."
     )
     latency_tables: PathLike | None = option(DIRECTORY, help="Where --latency and --within keep latency tables.")
     batch: int | None = option(BATCH, help="Batch size for the latency; default 1.")

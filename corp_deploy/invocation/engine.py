@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from corp_deploy.spec.class_labels import LABELS_HELP
 from export.engine.options import BatchProfile, BuildOptions
 from ground.precision import EVERY_WORD
 from ground.quantity import BATCH, INSTANCES, MODEL_VERSION, OPTIMIZATION_LEVEL, QUEUE_DELAY_US, THREADS, WORKSPACE_MIB
@@ -145,7 +146,7 @@ class ShipOptions(Record, heading="What is made"):
         "is fitted to.",
     )
     labels: Path | None = option(
-        FILE, help="Class indices of --held-out, without that of all --images: accuracy is told then."
+        FILE, help=f"{LABELS_HELP} Of --held-out, without that of all --images: accuracy is told then."
     )
     target: TargetName | None = option(
         OneOf(get_args(TargetName)), unset="the fastest that is here", help="What the model is to run on."

@@ -1,11 +1,12 @@
 """Options that name the inputs of a model. Torch is imported when they are opened."""
 
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from corp_deploy.spec.class_labels import LABELS_HELP
 from ground.errors import BadInput
 from ground.quantity import BAD_IMAGES, IMAGES, SEED, WORKERS
 
@@ -106,7 +107,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         help="For a model of arrays: .npz or .safetensors with an array for each input under its name, or a .npy "
         "for a single input.",
     )
-    labels: Path | None = option(FILE, help="Class indices of the images in their order (.npy, or key labels of .npz).")
+    labels: Path | None = option(FILE, help=LABELS_HELP)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,9 +130,11 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         """The option by which they were given, as a command line has it."""
         return f"{spelled(next(iter(self._chosen_paths), 'images'))} {shlex.quote(str(self.path))}"
 
-    def open(self, checkpoint: "Checkpoint") -> "InputSet":
-        """The inputs as the model takes them. Raises BadInput for a model that takes the other kind."""
-        from corp_deploy.store.inputs import arrays_for_model, ids_for_model, images_for_model, texts_for_model
+    def open(self, checkpoint: "Checkpoint", note: Callable[[str], None]) -> "InputSet":
+        """The inputs as the model takes them; `note` is told of files that were left out. Raises BadInput for a model
+        that takes the other kind.
+        """
+        from corp_deploy.store.inputs import arrays_for_model, ids_for_model, texts_for_model
 
         if self.text is not None:
             return texts_for_model(checkpoint.model, self.text, **self.drawn)
@@ -139,23 +142,30 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
             return ids_for_model(checkpoint.model, self.tokens, **self.drawn)
         if self.arrays is not None:
             return arrays_for_model(checkpoint.model, self.arrays, **self.drawn)
-        assert self.images is not None, self
-        return images_for_model(checkpoint.model, self.images, **self.drawn, **self.decoded)
+        return self._open_images(checkpoint.model, note, **self.decoded)
 
-    def proving_images(self, model: "nn.Module") -> "Images":
+    def _open_images(self, model: "nn.Module", note: Callable[[str], None], **decoded: Any) -> "Images":
+        from corp_deploy.store.inputs import images_for_model, left_out
+
+        assert self.images is not None, self
+        images = images_for_model(model, self.images, **self.drawn, **decoded)
+        if images.skipped:
+            note(left_out(self.images, images))
+        return images
+
+    def proving_images(self, model: "nn.Module", note: Callable[[str], None] = lambda text: None) -> "Images":
         """Those that a model is proved on. Raises BadInput as images_for_model does, and where so many can't be held
         out.
         """
-        from corp_deploy.store.inputs import images_for_model
+        return self.proving(self._open_images(model, note), self.seed)
 
-        assert self.images is not None, self
-        return self.proving(images_for_model(model, self.images, **self.drawn), self.seed)
-
-    def class_indices(self, inputs: "InputSet", checkpoint: "Checkpoint") -> "NDArray[np.int64] | None":
+    def class_indices(
+        self, inputs: "InputSet", checkpoint: "Checkpoint", note: Callable[[str], None]
+    ) -> "NDArray[np.int64] | None":
         """Those of the opened images [N], where labels are given."""
-        from corp_deploy.store.inputs import labels_from_path
+        from corp_deploy.store.labels import labels_for
 
-        return None if self.labels is None else labels_from_path(self.labels, inputs, checkpoint.model)
+        return None if self.labels is None else labels_for(self.labels, inputs, checkpoint.model, note)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,19 +7,28 @@ table, and api/in_python.py the parameters of a function; its constructor takes 
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from inspect import get_annotations
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, get_args, get_origin
 
 from ground.errors import BadInput
 
 from .option_support import spelled, words_of
-from .values import FLAG, ListOf, OneOf, Repeated, Values
+from .values import FILE_OR_VALUES, FLAG, InMemory, ListOf, OneOf, Repeated, Values
 
 PathLike: TypeAlias = str | os.PathLike[str]
+
+
+class SupportsArray(Protocol):
+    """An array of numpy, a tensor, and the like."""
+
+    def __array__(self) -> Any: ...
+
+
+Labels: TypeAlias = PathLike | SupportsArray | Sequence[int] | Mapping[str, int]
 NEEDED = MISSING
 """The default of an option that has to be given."""
 
@@ -62,6 +71,8 @@ def _read(of: Values, value: Any) -> Any:
         return value
     if isinstance(value, tuple) and isinstance(of, ListOf | Repeated):
         return tuple(_read(of.each, one) for one in value)
+    if of is FILE_OR_VALUES and not isinstance(value, str | os.PathLike):
+        return InMemory(value)
     if getattr(of, "kind", None) is Path and not isinstance(value, str | os.PathLike):
         raise BadInput(f"got {type(value).__name__}, expected a path, or what a function returned that wrote the file")
     return of.from_text(os.fspath(value) if isinstance(value, os.PathLike) else str(value))

@@ -6,6 +6,7 @@ Quantities (ground/quantity.py) are such too.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any, Protocol
 
 from ground.errors import BadInput
@@ -60,7 +61,7 @@ class ParsedText:
 
     span: str
     expected: str
-    kind: type
+    kind: type | UnionType
     read: Callable[[str], Any]
     or_whole: bool = False
     pattern: str = r"\S"
@@ -86,10 +87,20 @@ def text_of(span: str) -> ParsedText:
 
 TEXT = text_of("TEXT")
 FLAG = ParsedText(span="", expected="true or false", kind=bool, read=_no_flag)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InMemory:
+    """What Python gave in place of a file."""
+
+    value: Any
+
+
 FILE, DIRECTORY, PATH = (
     ParsedText(span=span, expected="a text that is not empty", kind=Path, read=Path)
     for span in ("FILE", "DIRECTORY", "PATH")
 )
+FILE_OR_VALUES = ParsedText(span="FILE", expected=FILE.expected, kind=Path | InMemory, read=Path)
 TABLE = ParsedText(span="json", expected="a table of arguments", kind=dict, read=str)
 SERVED_NAME = ParsedText(
     span="NAME",

@@ -15,10 +15,13 @@ from calib.moments import Moments
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import output_ports
 from corp_deploy.invocation.budget_choice import BudgetChoice, Measure
-from corp_deploy.store.inputs import inputs_for_model, labels_from_path
+from corp_deploy.invocation.values import InMemory
+from corp_deploy.store.inputs import inputs_for_model
+from corp_deploy.store.labels import labels_for
 from corp_deploy.traced.models.module import device
 from ground.errors import BadInput
 from ground.ports import OutputPort, Role
+from perf.parity.labels import predicted_classes
 from perf.parity.measures import MEASURES, measures, require_agreement
 
 from .sweep_points import DensePoint, OutputScore
@@ -38,7 +41,13 @@ def outputs(model: nn.Module, batches: Iterable[Inputs]) -> tuple[Answer, ...]:
 
 
 def top_k(logits_NC: Answer, labels_N: NDArray[np.int64], k: int) -> float:
-    """Share of the inputs whose label is among the k largest logits; all of them where there are no more classes."""
+    """Share of the inputs whose label is among the k largest logits; all of them where there are no more classes. Of a
+    single logit the sign tells the two classes apart.
+    """
+    if k == 1:
+        return float((predicted_classes(logits_NC) == labels_N).mean())
+    if logits_NC.shape[1] == 1:
+        return 1.0
     best_NK = np.argsort(-logits_NC, axis=1, kind="stable")[:, :k]
     return float((best_NK == labels_N[:, None]).any(1).mean())
 
@@ -178,7 +187,8 @@ def judges_from_choice(model: nn.Module, images: InputSet | None, choice: Budget
         return None
     others = None if choice.judge is None else inputs_for_model(model, Path(choice.judge))
     labelled = images if others is None else others
-    labels_N = None if choice.labels is None else labels_from_path(Path(choice.labels), labelled, model)
+    labels = choice.labels.value if isinstance(choice.labels, InMemory) else choice.labels
+    labels_N = None if labels is None else labels_for(labels, labelled, model)
     return Judges(inputs=others, labels_N=labels_N)
 
 
@@ -235,8 +245,8 @@ class Judge:
             bounds = found.agreement_bounds
             assert bounds is not None, found
             return Judgement(value=found.agreement or 0.0, low=bounds[0], high=bounds[1])
-        right = (outputs.argmax(-1) == self.labels_N).astype(np.float64)
-        change_N = 100.0 * (right - (dense.argmax(-1) == self.labels_N))
+        right = (predicted_classes(outputs) == self.labels_N).astype(np.float64)
+        change_N = 100.0 * (right - (predicted_classes(dense) == self.labels_N))
         return _bootstrapped(len(change_N), float(change_N.mean()), lambda drawn: float(change_N[drawn].mean()))
 
 

@@ -13,8 +13,11 @@ import msgspec
 from ground.effort import is_effort
 from ground.errors import BadInput
 from ground.files import sha256_of_file, sha256_of_text, write_json
+from ground.pictures import pictures_below
 from ground.records import record_from_file
 
+IMAGE_LABELS = ("calibration.images", "held_out.images")
+"""Of folders of images, by the labels of stages."""
 # A file that was written this recently may change again without its time of change moving.
 SETTLED_NS = 2_000_000_000
 
@@ -26,12 +29,15 @@ class KnownDigests(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     files: dict[str, tuple[int, int, str]]
 
 
-def files_of(path: Path) -> list[Path]:
+def files_of(path: Path, *, pictures: bool = False) -> list[Path]:
     """The files that a path stands for, in a fixed order: itself, all below a folder but what says how long they took,
-    or numbered shards such as x-{00..07}.tar; none when there are none.
+    or numbered shards such as x-{00..07}.tar; none when there are none. `pictures`: of a folder those that are read as
+    images.
     """
     if path.is_file():
         return [path]
+    if pictures and path.is_dir():
+        return [each for name in pictures_below(path)[0] if (each := path / name).is_file()]
     if path.is_dir():
         return sorted(each for each in path.rglob("*") if each.is_file() and not is_effort(each))
     if "{" in path.name and path.parent.is_dir():
@@ -68,11 +74,11 @@ class Digests:
             self._entries[key] = (*mark, digest)
         return digest
 
-    def of_path(self, path: Path) -> str:
-        """Of a file, or of a folder or shards by names and files. Raises BadInput when nothing is there."""
+    def of_path(self, path: Path, *, pictures: bool = False) -> str:
+        """Of a file, or of a folder or shards by names and files, see `files_of`. Raises BadInput where nothing is."""
         if path.is_file():
             return self.of_file(path)
-        files = files_of(path)
+        files = files_of(path, pictures=pictures)
         if not files:
             raise BadInput(f"{path}: no such file or folder, or nothing in it; check the recipe")
         base = path if path.is_dir() else path.parent

@@ -22,7 +22,7 @@ from ground.files import locked as locked_directory
 from ground.files import sha256_of_file, sha256_of_text
 from ground.transaction import install_files, roll_back_interrupted
 
-from .digests import Digests, Stamp, files_of, read_stamp, stamp_path, write_stamp
+from .digests import IMAGE_LABELS, Digests, Stamp, files_of, read_stamp, stamp_path, write_stamp
 
 STATE = ".stages"
 DIGESTS = "digests.json"
@@ -103,7 +103,8 @@ def inputs_of(stage: Stage, root: Path, digests: Digests) -> dict[str, str]:
         raise BadInput(f"stage {stage.name}: {root / absent[0]} is not there; run the stage that makes it first")
     inputs = {key: json.dumps(value, sort_keys=True) for key, value in stage.settings.items()}
     inputs |= {name: digests.of_path(root / name) for name in stage.reads}
-    return inputs | {label: digests.of_path(path) for label, path in stage.outside.items()}
+    outside = stage.outside.items()
+    return inputs | {label: digests.of_path(path, pictures=label in IMAGE_LABELS) for label, path in outside}
 
 
 def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], root: Path, digests: Digests) -> str:

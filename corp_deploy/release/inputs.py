@@ -16,7 +16,7 @@ from perf.stats.trend import require_directory
 
 from . import incremental
 from .baseline import Baseline
-from .digests import files_of
+from .digests import IMAGE_LABELS, files_of
 from .incremental import Stage, StageStatus
 from .recipe import Recipe, trusted_metrics
 from .recipe_record import RecipeProblems
@@ -24,7 +24,7 @@ from .recipe_tables import ModelTable
 
 OF_OPTIONS = "gate"
 """The stage whose inputs beyond the release are named by options."""
-FOLDERS = ("model", "calibration.images", "held_out.images")
+FOLDERS = ("model", *IMAGE_LABELS)
 """What may be folders, by the labels of stages."""
 KEYS = {"model": "model.model", "weights": "model.weights"}
 """The keys of these labels; all others are called as their keys are."""
@@ -77,7 +77,7 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
     outside = {label: path for stage in stages if stage.name != OF_OPTIONS for label, path in stage.outside.items()}
     for label, path in outside.items():
         key = KEYS.get(label, label)
-        if not files_of(path):
+        if not files_of(path) and not (label in IMAGE_LABELS and path.is_dir() and any(path.iterdir())):
             home = " (~ stands for nothing in a recipe)" if "~" in path.parts else ""
             yield f"{key}: {path} is not there, or is empty{home}; correct the recipe"
         elif path.is_dir() and label not in FOLDERS:

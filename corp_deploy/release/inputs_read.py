@@ -20,7 +20,8 @@ from corp_deploy.planning.request import request_of
 from corp_deploy.proof.heads import opened_heads
 from corp_deploy.proof.limits import ParityLimits, unreachable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.inputs import images_for_model, labels_from_path
+from corp_deploy.store.inputs import images_for_model, left_out
+from corp_deploy.store.labels import labels_for
 from corp_deploy.store.onnx_file import graph_ports
 from export.graph.precision import kept_modules
 from export.triton.variants import require_labels
@@ -43,13 +44,17 @@ PROVING = {"size", "samples", "parity"}
 """The stages that open the images that the result is proved on."""
 
 
-def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProblems) -> Split[Images] | None:
+def _calibration_images(
+    recipe: Recipe, model: nn.Module, mistakes: RecipeProblems, warn: Callable[[str], None]
+) -> Split[Images] | None:
     """The images that are calibrated on, parted as they will be; None where something is wrong with them."""
     table, images = recipe.calibration, None
     with mistakes.at("calibration.images"):
         images = images_for_model(model, table.images, samples=table.samples, seed=table.seed, max_bad=table.max_bad)
     if images is None:
         return None
+    if images.skipped:
+        warn(f"calibration.images: {left_out(table.images, images)}")
     if recipe.export.quantised and range_samples(recipe) > images.available:
         mistakes.add(
             f"export.range_samples: the ranges of {', '.join(recipe.export.quantised)} are computed from "
@@ -66,10 +71,12 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProble
     return None
 
 
-def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: RecipeProblems) -> None:
+def _read_proof(
+    recipe: Recipe, model: nn.Module, proving: Images, mistakes: RecipeProblems, warn: Callable[[str], None]
+) -> None:
     if recipe.held_out.labels is not None:
         with mistakes.at("held_out.labels"):
-            labels_from_path(recipe.held_out.labels, proving, model)
+            labels_for(recipe.held_out.labels, proving, model, warn)
     limits, ports = ParityLimits.from_options(recipe.parity.options.values), output_ports(model)
     with mistakes.at("[parity]"):
         for port in ports:
@@ -131,13 +138,13 @@ def read_inputs(
     if "export.dense" in names and recipe.export.keep_fp32:
         with mistakes.at("[export]"):
             kept_modules(traced_model.exportable(model), recipe.export.keep_fp32)
-    calibration = _calibration_images(recipe, model, mistakes) if "calibration.images" in labels else None
+    calibration = _calibration_images(recipe, model, mistakes, warn) if "calibration.images" in labels else None
     proving = calibration.held_out if recipe.proves_on_own and calibration is not None else None
     if names & PROVING and not recipe.proves_on_own:
         with mistakes.at("held_out.images"):
-            proving = recipe.proof_images.proving_images(model)
+            proving = recipe.proof_images.proving_images(model, lambda text: warn(f"held_out.images: {text}"))
     if names & PROVING and proving is not None:
-        _read_proof(recipe, model, proving, mistakes)
+        _read_proof(recipe, model, proving, mistakes, warn)
         for sentence in out_of_reach(recipe, proving.count):
             warn(sentence)
         if calibration is not None:  # of the images that will be fitted to, or were where the calibration is done

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from corp_deploy.machine import versions
+from corp_deploy.spec.class_labels import labels_file
 from ground.files import write_text
 from ground.gpu import missing_gpu
 from perf.stats.trend import release_of_file
@@ -115,6 +116,11 @@ def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
     )
 
 
+def _labels_file(recipe: Recipe) -> Path | None:
+    labels = recipe.held_out.labels
+    return None if labels is None else labels_file(labels)
+
+
 def _proving(recipe: Recipe) -> dict[str, Path | None]:
     return _calibrating(recipe) if recipe.proves_on_own else {"held_out.images": recipe.held_out.images}
 
@@ -134,7 +140,7 @@ def _samples_stage(recipe: Recipe) -> Stage:
         step("samples", recipe),
         outputs=(names.SAMPLES, names.SAMPLES_RECORD, *((names.SAMPLE_LABELS,) if labelled else ()), *answers),
         reads=(*names.MODELS["dense"], *names.graphs_of(recipe, "dense"), *names.graphs_of(recipe, "reduced")),
-        outside=_proving(recipe) | {"held_out.labels": recipe.held_out.labels if labelled else None},
+        outside=_proving(recipe) | {"held_out.labels": _labels_file(recipe) if labelled else None},
         settings=_drawn_for_proof(recipe)
         | ({"samples.named": True} if recipe.parity.metric else {})
         | {"samples.count": recipe.samples.count},
@@ -148,7 +154,7 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
         calls.verify(recipe, root),
         outputs=(names.PARITY, names.outputs_name(names.PARITY)),
         reads=(*names.BOTH_MODELS, names.MOMENTS, *names.graphs_of(recipe, "reduced")),
-        outside=_proving(recipe) | heads_read(recipe) | {"held_out.labels": recipe.held_out.labels},
+        outside=_proving(recipe) | heads_read(recipe) | {"held_out.labels": _labels_file(recipe)},
         settings=settings_of("parity", recipe.parity, without=("head", "metric_files")) | _drawn_for_proof(recipe),
         tools=(*TORCH, "onnxruntime"),
     )

@@ -128,7 +128,7 @@ def _has_rows(architecture: Architecture) -> tuple[bool, bool]:
 def require_named(options: Mapping[str, Path | None]) -> None:
     """Raise BadInput, naming the option, for files that a recipe can't be filled in with as they are not there."""
     for option, path in options.items():
-        if path is not None and not files_of(path):
+        if path is not None and not files_of(path) and not (path.is_dir() and any(path.iterdir())):
             raise BadInput(
                 f"{option} {path}: not there, or empty; give what is there, or leave it out and edit the recipe"
             )
@@ -165,7 +165,7 @@ def starter(
             raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
     convolutions, linear = (False, True) if architecture is None else _has_rows(architecture)
     # Half of a folder at most; how many images other files hold is told when they are read.
-    count = HOLD_OUT if images is None or not images.is_dir() else max(len(files_of(images)) // 2, 1)
+    count = HOLD_OUT if images is None or not images.is_dir() else max(len(files_of(images, pictures=True)) // 2, 1)
 
     return rendered(
         "starter.toml",

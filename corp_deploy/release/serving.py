@@ -12,7 +12,7 @@ from export.triton.config import DEFAULT_MAX_BATCH, Agreement, Expected, Latency
 from export.triton.lint import lint_repository
 from export.triton.variants import Package
 from ground.errors import BadInput
-from ground.files import BYTE_ORDER_MARK, text_from_file
+from ground.files import text_from_file
 from perf.parity.logits import LogitMeasures
 from perf.parity.parity import load_parity
 from perf.record.runs import Bench, load_bench
@@ -112,7 +112,7 @@ def class_names(path: Path) -> tuple[str, ...]:
         text = text_from_file(path, most_bytes=MOST_LABELS_BYTES)
     except OSError as error:
         raise BadInput(f"{path}: can't be read as a list of labels, one a line ({error})") from None
-    lines = text.removeprefix(BYTE_ORDER_MARK).splitlines()
+    lines = text.splitlines()
     labels = tuple(line.strip() for line in lines if line.strip())
     if not labels:
         raise BadInput(f"{path}: holds no labels, expected one a line; leave it out to serve without them")

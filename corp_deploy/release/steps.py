@@ -40,7 +40,8 @@ from corp_deploy.proof.speed import measure
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.moments import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.inputs import images_for_model, labels_from_path
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.labels import labels_for
 from export.triton.repository import write_repository
 from ground.arrays import array_from_npy
 from ground.effort import measured
@@ -135,7 +136,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     reference, *candidates = run.arguments
     dense = load_checkpoint(dirs.root / reference)
     source = _held_out(dirs, run).proving(_images(dense, dirs, run), Drawn.from_options(run.options).seed)
-    labels = None if run["labels"] is None else labels_from_path(dirs.root / run["labels"], source, dense.model)
+    labels = None if run["labels"] is None else labels_for(dirs.root / run["labels"], source, dense.model)
     limits = ParityLimits.from_options(run.options)
     inputs = inputs_from_set(source, labels)
     meter = Meter(trusted_metrics(run["metric"] or ()), inputs, below=dirs.root)
@@ -206,7 +207,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
                 np.save(dirs.into / expected, replayed(runner, images))
             graphs[graph] = GraphAnswers(expected=expected, max_relative_error=REPLAY_ERROR[precision])
     if labels is not None:
-        np.save(dirs.into / names.SAMPLE_LABELS, labels_from_path(labels, source, dense.model)[:count])
+        np.save(dirs.into / names.SAMPLE_LABELS, labels_for(labels, source, dense.model)[:count])
     record = SamplesRecord(
         images=names.SAMPLES,
         count=count,

@@ -23,9 +23,8 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
 from corp_deploy.families.timm_images import ImageSpec, fitting, image_spec_of_note
 from corp_deploy.spec.merging import Merging
-from ground.arrays import array_from_file
 from ground.errors import BadInput
-from ground.files import BYTE_ORDER_MARK, text_from_file
+from ground.files import text_from_file
 from ground.pixels import PIXEL
 from ground.ports import Port
 from ground.records import record_from_bytes, record_from_text
@@ -55,6 +54,11 @@ def images_for_model(
         workers=workers,
         max_bad=max_bad,
     )
+
+
+def left_out(path: Path, images: InputSet) -> str:
+    """Say which files of a folder or shards were not read as images."""
+    return f"{path}: {images.available} images; left out: {images.skipped}"
 
 
 def pictures_for_port(
@@ -125,7 +129,7 @@ def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None,
         return open_texts(path, encode=text_spec(model).encoder(), samples=samples, seed=seed)
     if path.suffix == SUFFIX:
         return ids_for_model(model, path, samples=samples, seed=seed)
-    text = text_from_file(path, most_bytes=MOST_TEXT).removeprefix(BYTE_ORDER_MARK)
+    text = text_from_file(path, most_bytes=MOST_TEXT)
     lines = io.StringIO(text, newline="\n")
     ids_SN = spec.sequences(lines, where=str(path))
     return sequences_of(ids_SN, where=str(path), samples=samples, seed=seed)
@@ -216,30 +220,3 @@ def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet, digest: str | 
         **lineage_of_model(checkpoint.model, digest),
         "images": inputs.digest,
     }
-
-
-def labels_from_path(path: Path, images: InputSet, model: nn.Module) -> NDArray[np.int64]:
-    """The model's class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for others, and
-    for inputs that are no images.
-    """
-    if not isinstance(images, Images):
-        raise BadInput(f"{path}: labels are of images, the model takes {images.noun}; leave them out")
-    classes = traced_model.classes(model)
-    if not classes:
-        raise BadInput(f"{path}: the model has no classifier, so labels say nothing of its outputs; leave them out")
-    try:
-        labels = array_from_file(path, "labels")
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file, expected labels (.npy, or key labels of .npz)") from None
-    except BadInput as error:
-        raise BadInput(f"{error}; expected labels in .npy, or under key labels in .npz") from None
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}, expected whole numbers [N]")
-    if len(labels) != images.available:
-        raise BadInput(f"{path}: {len(labels)} labels for {images.available} images; give one label an image")
-    if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise BadInput(
-            f"{path}: labels from {labels.min()} to {labels.max()}, expected 0 to {classes - 1}: class indices in the "
-            f"order of the model's {classes} outputs"
-        )
-    return np.asarray(labels[np.asarray(images.places)], dtype=np.int64)

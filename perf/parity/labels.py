@@ -101,26 +101,31 @@ def mcnemar(
     return PairedAccuracy(a=a, b=b, only_a=only_a, only_b=only_b, p_value=p_value)
 
 
+def predicted_classes(logits_NC: NDArray[np.floating], threshold: float | None = None) -> NDArray[np.int64]:
+    """Return the class of each image [N]: the largest logit, or of a single one whether it lies above the threshold."""
+    rows_NC = logits_NC.reshape(len(logits_NC), -1)
+    between = threshold_of(rows_NC, threshold)
+    classes_N: NDArray[np.int64] = rows_NC.argmax(axis=1)
+    return classes_N if between is None else (rows_NC[:, 0] > between).astype(np.int64)
+
+
 def _answers(
     model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer], threshold: float | None
 ) -> NDArray[np.int64]:
     """Return the class that each image is given [N]; -1 where the logits are not finite."""
-    rows_NC = logits_NC[:, None] if logits_NC.ndim == 1 else logits_NC
-    if rows_NC.ndim != 2 or labels_N.shape != rows_NC.shape[:1] or len(labels_N) == 0:
+    if logits_NC.ndim not in (1, 2) or labels_N.shape != logits_NC.shape[:1] or len(labels_N) == 0:
         raise BadInput(
             f"labels for {model}: got {labels_N.shape} labels for logits {logits_NC.shape}, expected one label "
             "per image; give the labels of exactly these images, in their order"
         )
-    finite_N = np.isfinite(rows_NC).all(axis=1)
-    between = threshold_of(rows_NC[finite_N], threshold) if finite_N.any() else threshold
-    classes = max(2, rows_NC.shape[1])
-    if labels_N.min() < 0 or labels_N.max() >= classes:
+    rows_NC = logits_NC.reshape(len(logits_NC), -1)
+    finite_N, most = np.isfinite(rows_NC).all(axis=1), max(rows_NC.shape[1] - 1, 1)
+    if labels_N.min() < 0 or labels_N.max() > most:
         raise BadInput(
-            f"labels for {model}: got classes {labels_N.min()} to {labels_N.max()}, expected 0 to {classes - 1}; "
-            "labels are class indices in the model's own order"
+            f"labels for {model}: got classes {labels_N.min()} to {labels_N.max()}, expected 0 to {most}; labels are "
+            "class indices in the model's own order, or 0 and 1 of a model with one logit"
         )
-    chosen_N = rows_NC.argmax(axis=1) if between is None else (rows_NC[:, 0] > between).astype(np.int64)
-    return np.where(finite_N, chosen_N, -1)
+    return np.where(finite_N, predicted_classes(rows_NC, threshold), -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
-from corp_deploy.store.inputs import images_for_model, labels_from_path
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.labels import labels_for
 from corp_deploy.store.weights import read_weights
 from export.graph.check import check_onnx
 from export.graph.ports import ports_of_graph
@@ -199,7 +200,7 @@ def readers(home: Path) -> Readers:
         return list(images_for_model(model, path).batches(1))
 
     def labelled(path: Path) -> object:
-        return labels_from_path(path, three, model)
+        return labels_for(path, three, model)
 
     def grouped(path: Path) -> object:
         return group_ids(three, str(path))

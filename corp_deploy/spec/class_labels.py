@@ -1,0 +1,15 @@
+"""Ways to say which class each image shows, as options and recipes name them."""
+
+from pathlib import Path
+
+FOLDERS = "folders"
+KINDS = ".npy, .npz with the key labels, .txt, .csv or .json"
+LABELS_HELP = (
+    f"Class indices of the images: {KINDS}, one an image in their order or by file name; or the word {FOLDERS}, for "
+    "the class folders that the images lie in, in sorted order."
+)
+
+
+def labels_file(path: Path) -> Path | None:
+    """Return the file that labels are in, None where the word for folders is given and no file is called so."""
+    return None if path.name == FOLDERS and not path.exists() else path
