@@ -47,6 +47,11 @@ def path_inside(directory: Path, name: str, *, where: str) -> Path:
     return regular_file(path)
 
 
+def beside(path: Path) -> Path:
+    """Return a name for a temporary file in the folder of `path`."""
+    return path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
+
+
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
     """An empty file beside `path`, gone afterwards. Raises BadInput where something else than a regular file stands: a
@@ -54,7 +59,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
     """
     regular_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
+    temporary = beside(path)
     try:  # from before it is there, as a signal may come at any moment
         temporary.open("xb").close()
         yield temporary

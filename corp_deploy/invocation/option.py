@@ -22,6 +22,11 @@ from .values import FLAG, ListOf, OneOf, Repeated, Values
 PathLike: TypeAlias = str | os.PathLike[str]
 NEEDED = MISSING
 """The default of an option that has to be given."""
+WRITTEN = (
+    *("output", "summary", "write_golden", "polygraphy"),
+    *("timing_cache", "latency_tables", "history", "track"),
+)
+"""The options that name what is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
