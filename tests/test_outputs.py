@@ -4,14 +4,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import click
 import pytest
 
 import corp_deploy
 from corp_deploy.cli import main
-from corp_deploy.commands.options import WRITTEN
-from ground import outputs
+from corp_deploy.invocation.option import WRITTEN
 from ground.errors import BadInput, Missing
 from ground.outputs import require_space, require_writable
 from tests.command import refuses
@@ -63,15 +63,15 @@ def test_every_option_that_names_an_output_is_tried() -> None:
 @pytest.fixture
 def sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which no file can be made, whoever runs the tests; no command gets as far as its work."""
-    folder, real = tmp_path / "sealed", outputs.TemporaryFile
+    folder = tmp_path / "sealed"
     folder.mkdir()
 
     def temporary(*, dir: Path) -> object:
         if dir == folder:
             raise PermissionError(13, "Permission denied")
-        return real(dir=dir)
+        return TemporaryFile(dir=dir)
 
-    monkeypatch.setattr(outputs, "TemporaryFile", temporary)
+    monkeypatch.setattr("ground.outputs.TemporaryFile", temporary)
     monkeypatch.chdir(tmp_path)
     return folder
 
@@ -160,7 +160,7 @@ def test_a_full_disk_is_the_machines_lack(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*, dir: Path) -> object:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(outputs, "TemporaryFile", full)
+    monkeypatch.setattr("ground.outputs.TemporaryFile", full)
     refuses(f"{tmp_path / 'b.json'}: the disk is full", "bench", "a.onnx", "b.onnx", "-o", tmp_path / "b.json", code=4)
 
 
