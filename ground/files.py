@@ -8,9 +8,10 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TextIO
 
 from .errors import BadInput
 
@@ -119,25 +120,44 @@ def sha256_of_text(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
+def _opened_lock(directory: Path, lock: Path, what: str) -> TextIO:
+    """Open the file `lock` for this process alone. Raises BadInput, naming the process that has it."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    file = lock.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        other = file.read().strip() or "unknown process"
+        file.close()
+        raise BadInput(
+            f"{directory}: another {what} ({other}) works in this directory; wait until it ends, or give another "
+            "directory"
+        ) from None
+    if os.fstat(file.fileno()).st_nlink:
+        return file
+    file.close()  # another process removed it as it ended
+    return _opened_lock(directory, lock, what)
+
+
 @contextmanager
 def locked(directory: Path, lock: Path, *, what: str) -> Iterator[None]:
     """The directory for this process alone, by the file `lock`; the kernel releases it when the process ends, however
-    it ends. `what` works there is told to another one.
+    it ends. `what` works there is told to another one. Folders made for the lock go with it if nothing is left there.
 
     Raises BadInput when another process works there.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise BadInput(
-                f"{directory}: another {what} ({file.read().strip() or 'unknown process'}) works in this directory; "
-                "wait until it ends, or give another directory"
-            ) from None
+    made = [each for each in lock.parents if not each.exists()]
+    with _opened_lock(directory, lock, what) as file:
         file.seek(0)
         file.truncate()
-        file.write(f"process {os.getpid()}\n")
+        file.write(f"process {os.getpid()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            if made and list(lock.parent.iterdir()) == [lock]:
+                lock.unlink()
+                with suppress(OSError):
+                    for each in made:
+                        each.rmdir()

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from ground.effort import Effort, Stopwatch, measured
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_text
 from perf.timing.watch import cpu_name
+from tests.command import invoked, refuses
 from tests.killing import fake_stages, tree
 from tests.refusals import rejects
 
@@ -141,11 +143,36 @@ def test_a_run_killed_at_any_file_operation_ends_with_the_same_bytes(tmp_path: P
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(BadInput, match=r"another release \(process \d+\) works in this directory"):  # noqa: SIM117
+    said = r"another release \(process \d+ since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\) works in this directory"
+    with locked(tmp_path), pytest.raises(BadInput, match=said):  # noqa: SIM117
         with locked(tmp_path):
             pass
     with locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    "words", [("ship", "absent", "--images", "absent.npy"), ("release", "r.toml"), ("release", "r.toml", "--plan-only")]
+)
+def test_a_second_release_is_refused_before_its_model_is_looked_for(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("w.safetensors", "x.npy"):
+        (tmp_path / name).touch()
+    invoked("release", "r.toml", "--init", "vit_tiny_patch16_224", "--weights", "w.safetensors", "--images", "x.npy")
+    with locked(tmp_path / "out"):
+        refuses(f"out: another release (process {os.getpid()} since 20", *words, "-o", "out")
+
+
+def test_folders_made_for_the_lock_go_with_it_where_nothing_is_left_there(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "out"
+    with locked(root):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with locked(root):
+        (root / "result").touch()
+    assert [path.name for path in root.iterdir()] == ["result"]
 
 
 FULL = [

@@ -95,7 +95,7 @@ def release(
 
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
-    from corp_deploy.release.pace import Pace
+    from corp_deploy.release.incremental import locked
     from corp_deploy.release.recipe_file import load_recipe
     from corp_deploy.release.run import Job
 
@@ -117,14 +117,23 @@ def release(
         planned = job.plan()
         open_stages = sum(row.state != "cached" for row in planned)
         _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
-    elif run.plan_only:
+        return 0
+    with locked(output):
+        return _carry_out(job, run, out)
+
+
+def _carry_out(job: "Job", run: RunChoice, out: Output) -> int:
+    """Do as much of a release as is asked for; the exit code."""
+    from corp_deploy.release.pace import Pace
+
+    if run.plan_only:
         script, planned = job.write_script()
         none = f"this machine can do every open stage; {script} has nothing in it"
         then = f"{script}: run it where the targets are, in this directory, then run release again"
         _rows(planned, out, then if planned else none)
     elif run.only:
         outcome = replace(job, starts=Pace(out.note)).run_only(run.only)
-        _say_of_weights(outcome.finished, output, out)
+        _say_of_weights(outcome.finished, job.root, out)
         message = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
         out.result({"made": outcome.finished, "cached": outcome.cached}, message)
     else:

@@ -48,15 +48,19 @@ def ship(
     Example: corp-deploy ship deit_small_patch16_224 --weights deit_small.safetensors --images photos/ --macs 0.7
     -o shipped
     """
+    from corp_deploy.release.incremental import locked
     from corp_deploy.release.names import RECIPE
     from corp_deploy.release.run import Job
     from corp_deploy.release.ship import ToShip, again, recipe_to_ship
 
     request = ToShip(source=model, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
-    recipe, path = recipe_to_ship(request, output), output / RECIPE
-    closing = f"to change anything: edit {path}, then run {again(recipe, output)}; it does only what changed"
-    try:
-        return make(Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn), out, closing)
-    except BadInput as error:
-        # What is refused before any work is so of options: the recipe was not written.
-        raise BadInput(str(error) if path.exists() else str(error).replace(f"{path.resolve()}: ", "")) from error
+    path = output / RECIPE
+    with locked(output):
+        recipe = recipe_to_ship(request, output)
+        closing = f"to change anything: edit {path}, then run {again(recipe, output)}; it does only what changed"
+        try:
+            return make(Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn), out, closing)
+        except BadInput as error:
+            # What is refused before any work is so of options: the recipe was not written.
+            words = str(error) if path.exists() else str(error).replace(f"{path.resolve()}: ", "")
+            raise BadInput(words) from error

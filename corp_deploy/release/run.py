@@ -12,7 +12,7 @@ from perf.stats.trend import add_release
 
 from . import calls, incremental
 from .baseline import Baseline
-from .incremental import Outcome, Stage, StageStatus, locked
+from .incremental import Outcome, Stage, StageStatus
 from .inputs import require_inputs
 from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS
 from .pipeline import own_records, stages_of
@@ -51,8 +51,8 @@ class Job:
     result will not be able to show; `planned`, before the first stage starts, what will be done; `starts` each stage
     and why it runs.
 
-    Each way of doing it raises BadInput for what it would not even begin with, and, but for `plan`, when another
-    process works in the directory.
+    Each way of doing it raises BadInput for what it would not even begin with. Whoever calls one, but for `plan`, holds
+    the lock of the directory.
     """
 
     recipe: Recipe
@@ -85,17 +85,16 @@ class Job:
                 )
             self.signer.require()
         self.root.mkdir(parents=True, exist_ok=True)
-        with locked(self.root):
-            outcome = self._run_all()
-            if outcome.blocked:
-                if outcome.finished:
-                    _unsign(self.root)
-                return Released(outcome=outcome, verdict=None, exit_code=None)
-            gate, own = load_gate(self.root / GATE), own_records(self.recipe, self.root)
-            if self.recipe.gate.history is not None:
-                add_release(self.recipe.gate.history, own["bench"])
-            self.baseline.start(own, exit_code=gate.exit_code)
-            signature = self._signature(passed=gate.exit_code == 0, changed=bool(outcome.finished))
+        outcome = self._run_all()
+        if outcome.blocked:
+            if outcome.finished:
+                _unsign(self.root)
+            return Released(outcome=outcome, verdict=None, exit_code=None)
+        gate, own = load_gate(self.root / GATE), own_records(self.recipe, self.root)
+        if self.recipe.gate.history is not None:
+            add_release(self.recipe.gate.history, own["bench"])
+        self.baseline.start(own, exit_code=gate.exit_code)
+        signature = self._signature(passed=gate.exit_code == 0, changed=bool(outcome.finished))
         return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
 
     def _run_all(self) -> Outcome:
@@ -126,8 +125,7 @@ class Job:
                 raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(every))}")
         chosen = [stage for name, stage in every.items() if name in names]
         self._required(chosen)
-        with locked(self.root):
-            outcome = incremental.run(chosen, self.root, starts=self.starts, is_complete=False)
+        outcome = incremental.run(chosen, self.root, starts=self.starts, is_complete=False)
         if outcome.blocked:
             raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
         return outcome
@@ -137,14 +135,13 @@ class Job:
         stages, root = self._stages(), self.root
         self._required(stages)
         root.mkdir(parents=True, exist_ok=True)
-        with locked(root):
-            incremental.run(stages[:1], root, starts=self.starts, is_complete=False)
-            pairs = zip(stages, incremental.plan(stages, root), strict=True)
-            elsewhere = [status for stage, status in pairs if status.state != "cached" and stage.missing() is not None]
-            rows = [
-                {"name": each.stage, "why": each.why, "words": calls.only(each.stage, self.recipe).argv}
-                for each in elsewhere
-            ]
-            write_text(root / SCRIPT, rendered("remaining.sh", release=self.recipe.name, stages=rows))
-            (root / SCRIPT).chmod(0o755)
+        incremental.run(stages[:1], root, starts=self.starts, is_complete=False)
+        pairs = zip(stages, incremental.plan(stages, root), strict=True)
+        elsewhere = [status for stage, status in pairs if status.state != "cached" and stage.missing() is not None]
+        rows = [
+            {"name": each.stage, "why": each.why, "words": calls.only(each.stage, self.recipe).argv}
+            for each in elsewhere
+        ]
+        write_text(root / SCRIPT, rendered("remaining.sh", release=self.recipe.name, stages=rows))
+        (root / SCRIPT).chmod(0o755)
         return root / SCRIPT, elsewhere
