@@ -376,6 +376,16 @@ def test_what_will_not_do_is_refused_before_any_work(
         assert not (tmp_path / "new").exists()
 
 
+def test_weights_beyond_a_file_are_refused_before_any_work(
+    wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("export.graph.to_onnx.MAX_BYTES", 10_000)
+    (wrong / "recipe.toml").write_text(RECIPE)
+    refuses("export.precisions: the weights take", "release", wrong / "recipe.toml",
+            "-o", tmp_path / "new", "--trust-code")  # fmt: skip
+    assert not (tmp_path / "new").exists()
+
+
 def test_several_mistakes_are_told_together(wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     text = RECIPE.replace("hold_out = 4", "hold_out = 12").replace('labels = "held-out.npz"', 'labels = "three.npy"')

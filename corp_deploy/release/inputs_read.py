@@ -22,6 +22,7 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import graph_ports
 from export.graph.precision import kept_modules
+from export.graph.to_onnx import require_size
 from export.triton.variants import require_labels
 from ground.errors import BadInput
 from perf.bench.latency_table import SUFFIX, load_table
@@ -106,6 +107,10 @@ def read_inputs(
         for path in () if tables is None else sorted(tables.glob(f"*{SUFFIX}")):
             with mistakes.at("reduce.latency_tables"):
                 load_table(path)
+    if "export.dense" in names:
+        with mistakes.at("export.precisions"):
+            for precision in recipe.export.precisions:
+                require_size(model, precision)
     if "export.dense" in names and recipe.export.keep_fp32:
         with mistakes.at("[export]"):
             kept_modules(traced_model.exportable(model), recipe.export.keep_fp32)
