@@ -1,5 +1,5 @@
-"""What a recipe names, read as the stages will read it: the model, each set of images once, labels, heads. Nothing is
-decoded or run. Everything heavy is imported here.
+"""What a recipe names, read as the stages will read it: the model, each set of images once, labels, heads. The first
+images alone are decoded and run. Everything heavy is imported here.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_of
 from corp_deploy.proof.heads import opened_heads
 from corp_deploy.proof.limits import unreachable
+from corp_deploy.reduction.steady_inputs import require_steady_on
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import graph_ports
@@ -115,6 +116,9 @@ def read_inputs(
         with mistakes.at("[export]"):
             kept_modules(traced_model.exportable(model), recipe.export.keep_fp32)
     calibration = _calibration_images(recipe, model, mistakes) if "calibration.images" in labels else None
+    if "moments" in names and calibration is not None:
+        with mistakes.at("[model]"):
+            require_steady_on(model, calibration.fitted)
     proving = calibration.held_out if recipe.proves_on_own and calibration is not None else None
     if names & PROVING and not recipe.proves_on_own:
         with mistakes.at("held_out.images"):
