@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -374,6 +375,14 @@ def test_what_will_not_do_is_refused_before_any_work(
         assert lines[0].startswith(f"Error: {wrong.resolve() / 'recipe.toml'}: ")
         assert said.replace("{}", str(wrong.resolve())) in lines[0]
         assert not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_is_told_before_any_work(wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ground.outputs.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    (wrong / "recipe.toml").write_text(RECIPE)
+    refuses("the models and graphs take about", "release", wrong / "recipe.toml",
+            "-o", tmp_path / "new", "--trust-code", code=4)  # fmt: skip
+    assert not (tmp_path / "new").exists()
 
 
 def test_weights_beyond_a_file_are_refused_before_any_work(

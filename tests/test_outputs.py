@@ -14,6 +14,7 @@ from corp_deploy.cli import main
 from corp_deploy.invocation.option import WRITTEN
 from ground.errors import BadInput, Missing
 from ground.outputs import require_space, require_writable
+from tests import tiny
 from tests.command import refuses
 
 MODEL, INPUTS = ("--model", "m"), ("--images", "x.npy")
@@ -168,6 +169,18 @@ def test_too_little_space_is_told_with_both_figures(tmp_path: Path) -> None:
     require_space(tmp_path / "new" / "x", 1, what="the moments take")
     with pytest.raises(Missing, match=r"x: the moments take about 1,073,741,824 MiB, and the disk has [\d,]+ MiB free"):
         require_space(tmp_path / "new" / "x", 2.0**50, what="the moments take")
+
+
+def test_a_calibration_asks_for_the_space_of_all_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[float]()
+    monkeypatch.setattr(
+        "corp_deploy.reduction.moments_files.require_space", lambda path, size_bytes, what: asked.append(size_bytes)
+    )
+    images = tiny.images(8)
+    moments = corp_deploy.calibrate(tiny.checkpoint().model, images, tmp_path / "one.safetensors")
+    corp_deploy.calibrate(tiny.checkpoint().model, images, tmp_path / "two.safetensors", hold_out=4, groups="image")
+    assert asked[0] <= moments.path.stat().st_size <= 1.2 * asked[0]
+    assert asked[1] == 4 * asked[0]
 
 
 def test_functions_refuse_outputs_before_inputs_are_opened(sealed: Path) -> None:

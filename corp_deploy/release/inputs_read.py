@@ -2,7 +2,7 @@
 images alone are decoded and run. Everything heavy is imported here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +26,8 @@ from export.graph.precision import kept_modules
 from export.graph.to_onnx import require_size
 from export.triton.variants import require_labels
 from ground.errors import BadInput
+from ground.outputs import require_space
+from ground.precision import type_by_name
 from perf.bench.latency_table import SUFFIX, load_table
 from perf.gate.rule import FITTED
 from perf.parity.measures import SHARES, require_agreement
@@ -85,11 +87,18 @@ def _read_class_names(path: Path, model: nn.Module) -> None:
         raise BadInput(f"{path}: {len(names)} labels for the model's {classes} classes; give one for each, a line each")
 
 
+def _bytes_to_write(recipe: Recipe, model: nn.Module, names: Collection[str]) -> float:
+    """Estimate what these stages write of models and graphs, a reduced one as half of the dense."""
+    graphs = sum(1.0 if type_by_name(each).size_bytes == 4 else 0.5 for each in recipe.export.precisions)
+    shares = {"dense": 1.0, "reduce": 0.5, "export.dense": graphs, "export.reduced": graphs / 2, "package": graphs / 2}
+    return sum(each.nbytes for each in model.parameters()) * sum(shares.get(name, 0.0) for name in names)
+
+
 def read_inputs(
     recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: RecipeProblems, warn: Callable[[str], None]
 ) -> None:
     """Note what these stages would refuse of what they are made from beyond the release, and warn of what they would
-    find. The model is the recipe's, or that of the release where it stands already.
+    find. The model is the recipe's, or that of the release where it stands already. Raises Missing for a full disk.
     """
     names, labels = {stage.name for stage in stages}, {label for stage in stages for label in stage.outside}
     dense: Checkpoint | None = None
@@ -98,6 +107,7 @@ def read_inputs(
     if dense is None:
         return
     model = dense.model
+    require_space(root, _bytes_to_write(recipe, model, names), what="the models and graphs take")
     if "dense" in names:
         with mistakes.at("export.input"):
             graph_ports(dense, recipe.export.input)
