@@ -124,11 +124,15 @@ def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
     assert "nothing to do: all 13 stages are up to date" in said(release(home))
     assert "nothing to do" in release(home, "--dry-run").stdout
+    assert "asked for by --again" in release(home, "--dry-run", "--again", "bench.*").stdout
     after = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
     assert {path for path in after if before.get(path) != after[path]} <= {
         home / "out" / ".stages",
         home / "out" / ".stages" / "digests.json",
     }
+    assert "made recipe, report" in said(release(home, "--only", "re[cp]*", "--again", "re[cp]*"))
+    assert "nothing to do" in release(home, "--dry-run").stdout
+    assert "--again benhc: no such stage; there are" in release(home, "--again", "benhc", expect=2).stderr
 
 
 @pytest.mark.slow("graph")

@@ -5,16 +5,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from corp_deploy.machine import versions
+from corp_deploy.release import stage_parts
 from corp_deploy.release.digests import files_of
-from corp_deploy.release.incremental import STATE, Outcome, Stage, StageDirs, locked, plan, run
+from corp_deploy.release.incremental import AGAIN, STATE, Outcome, Stage, StageDirs, locked, plan, run
 from corp_deploy.release.pace import efforts_in, efforts_of, timed
+from corp_deploy.release.recipe_tables import ExportTable, TargetTable
+from corp_deploy.release.stage_parts import measured_by
+from corp_deploy.release.targets import target_of
 from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts
 from ground.effort import Effort, Stopwatch, measured
 from ground.errors import BadInput
@@ -149,6 +154,43 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
             pass
     with locked(tmp_path):
         pass
+
+
+def test_a_stage_runs_again_where_asked_and_what_reads_it_only_if_it_comes_out_different(
+    root: Path, source: Path
+) -> None:
+    stages = [replace(each, again=each.name == "two") for each in fake_stages(source)]
+    assert {row.stage: row.why for row in plan(stages, root)}["two"] == AGAIN
+    assert finished(stages, root).finished == ("two",)
+    assert finished(fake_stages(source), root).finished == ()
+
+
+def test_what_is_measured_on_another_machine_is_measured_anew_and_stands_where_it_cannot_run(
+    tmp_path: Path, source: Path
+) -> None:
+    def on(machine: str, missing: str | None = None) -> list[Stage]:
+        one, two, *others = fake_stages(source)
+        return [one, replace(two, machine=lambda: {"driver": machine}, missing=lambda: missing), *others]
+
+    root = tmp_path / "out"
+    assert "two" in finished(on("610.1"), root).finished
+    assert finished(on("610.1"), root).finished == ()
+    assert set(states(on("640.2", missing="no GPU"), root).values()) == {"cached"}
+    assert {row.stage: row.why for row in plan(on("640.2"), root)}["two"] == "changed: machine"
+    assert finished(on("640.2"), root).finished == ("two",)
+
+
+def test_the_machine_of_a_measurement_is_told_by_cpu_gpu_driver_and_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def watched() -> Iterator[tuple[None, dict[str, str]]]:
+        yield None, {"gpu": "H200", "driver": "610.1"}
+
+    monkeypatch.setattr(stage_parts, "watching", watched)
+    monkeypatch.setattr("perf.timing.watch.version", lambda package: f"{package} 1")
+    on_cpu, on_gpu = (measured_by(target_of(name, TargetTable(), ExportTable(), (1,), ()))
+                      for name in ("onnxruntime-cpu", "tensorrt"))  # fmt: skip
+    assert on_cpu.keys() == {"machine", "cpu", "cpu_count"}
+    assert on_gpu == on_cpu | {"gpu": "H200", "driver": "610.1", "tensorrt": "tensorrt 1"}
 
 
 @pytest.mark.parametrize(

@@ -54,16 +54,24 @@ class RunChoice(Record, heading="How much is done"):
     dry_run: bool = option(default=False, help="Show what would be done and why; write nothing.")
     plan_only: bool = option(default=False, help="Write the stages that this machine can't run as a shell script.")
     only: Sequence[str] = option(
-        Repeated(), (), help="Run this stage only, on the results already in the directory; repeatable."
+        Repeated(),
+        (),
+        help="Run this stage only, on the results already in the directory; a pattern such as 'bench.*' takes several; "
+        "repeatable.",
+    )
+    again: Sequence[str] = option(
+        Repeated(),
+        (),
+        help="Run this stage although nothing changed, such as 'bench.*' to measure anew; a pattern; repeatable.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.non_default) > 1:
+        if len(self.non_default.keys() - {"again"}) > 1:
             raise BadInput("--dry-run, --plan-only and --only exclude one another")
 
 
-@command(first="output init weights images dry-run only baseline init-baseline sign trust-code")
+@command(first="output init weights images dry-run only again baseline init-baseline sign trust-code")
 @click.argument("recipe", type=FILE)
 @click.option("--output", "-o", type=DIRECTORY, default=None, help="Directory of the release.")
 @trust_option
@@ -99,7 +107,7 @@ def release(
     from corp_deploy.release.recipe_file import load_recipe
     from corp_deploy.release.run import Job
 
-    if signing.sign is not None and (new.init_model or run.non_default):
+    if signing.sign is not None and (new.init_model or run.non_default.keys() - {"again"}):
         raise click.UsageError("--sign signs a whole release; leave out --init, --dry-run, --plan-only and --only")
     if new.init_model is not None:
         return _init(recipe, new.init_model, new, out)
@@ -112,6 +120,7 @@ def release(
         baseline=baseline,
         signer=signing.signer(),
         warn=out.warn,
+        again=run.again,
     )
     if run.dry_run:
         planned = job.plan()
@@ -134,7 +143,8 @@ def _carry_out(job: "Job", run: RunChoice, out: Output) -> int:
     elif run.only:
         outcome = replace(job, starts=Pace(out.note)).run_only(run.only)
         _say_of_weights(outcome.finished, job.root, out)
-        message = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
+        none = "nothing to do: up to date; give --again too to run it anew"
+        message = f"made {', '.join(outcome.finished)}" if outcome.finished else none
         out.result({"made": outcome.finished, "cached": outcome.cached}, message)
     else:
         return make(job, out)

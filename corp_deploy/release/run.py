@@ -1,7 +1,8 @@
 """What is done with the stages of a recipe: planned, run, run one by one, or written as a script. Imports no torch."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import fnmatch
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +38,15 @@ class Released:
     signature: Signature | None = None
 
 
+def _names_like(patterns: Sequence[str], stages: Sequence[Stage], option: str) -> set[str]:
+    """Return the names that fit patterns, such as bench.*. Raises BadInput for a pattern that fits none."""
+    names = [stage.name for stage in stages]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise BadInput(f"{option} {pattern}: no such stage; there are {', '.join(sorted(names))}")
+    return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+
+
 def _unsign(root: Path) -> bool:
     """Remove a signature, first of all; whether there was one."""
     there = (root / SIGNATURE).is_file()
@@ -49,7 +59,7 @@ def _unsign(root: Path) -> bool:
 class Job:
     """A recipe that is carried out in the directory `root`; `path` is its file. `warn` hears, before any work, what the
     result will not be able to show; `planned`, before the first stage starts, what will be done; `starts` each stage
-    and why it runs.
+    and why it runs. `again`: patterns of stages that run although they are done.
 
     Each way of doing it raises BadInput for what it would not even begin with. Whoever calls one, but for `plan`, holds
     the lock of the directory.
@@ -63,9 +73,13 @@ class Job:
     planned: Callable[[Sequence[StageStatus]], None] = lambda statuses: None
     starts: Callable[[Stage, str], None] = lambda stage, why: None
     signer: Signer | None = None
+    again: Sequence[str] = ()
 
-    def _stages(self) -> list[Stage]:
-        return stages_of(self.recipe, self.root, self.baseline)
+    def _stages(self, *, done: Collection[str] = ()) -> list[Stage]:
+        """Return all stages; those of `again` run although they are done, but for those that just were."""
+        stages = stages_of(self.recipe, self.root, self.baseline)
+        again = _names_like(self.again, stages, "--again") - {*done}
+        return [replace(stage, again=True) if stage.name in again else stage for stage in stages]
 
     def _required(self, stages: Sequence[Stage]) -> list[StageStatus]:
         return require_inputs(self.recipe, self.root, stages, self.baseline, path=self.path, warn=self.warn)
@@ -104,7 +118,7 @@ class Job:
         first = incremental.run(stages[:gate], self.root, starts=self.starts, is_complete=False)
         if first.blocked:
             return first
-        rest = incremental.run(self._stages(), self.root, starts=self.starts)
+        rest = incremental.run(self._stages(done=first.finished), self.root, starts=self.starts)
         finished = (*first.finished, *rest.finished)
         cached = tuple(name for name in rest.cached if name not in finished)
         return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
@@ -119,11 +133,9 @@ class Job:
 
     def run_only(self, names: Sequence[str]) -> Outcome:
         """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
-        every = {stage.name: stage for stage in self._stages()}
-        for name in names:
-            if name not in every:
-                raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(every))}")
-        chosen = [stage for name, stage in every.items() if name in names]
+        stages = self._stages()
+        named = _names_like(names, stages, "--only")
+        chosen = [stage for stage in stages if stage.name in named]
         self._required(chosen)
         outcome = incremental.run(chosen, self.root, starts=self.starts, is_complete=False)
         if outcome.blocked:
@@ -137,11 +149,15 @@ class Job:
         root.mkdir(parents=True, exist_ok=True)
         incremental.run(stages[:1], root, starts=self.starts, is_complete=False)
         pairs = zip(stages, incremental.plan(stages, root), strict=True)
-        elsewhere = [status for stage, status in pairs if status.state != "cached" and stage.missing() is not None]
+        elsewhere = [each for each in pairs if each[1].state != "cached" and each[0].missing() is not None]
         rows = [
-            {"name": each.stage, "why": each.why, "words": calls.only(each.stage, self.recipe).argv}
-            for each in elsewhere
+            {
+                "name": stage.name,
+                "why": status.why,
+                "words": (*calls.only(stage.name, self.recipe).argv, *(("--again", stage.name) if stage.again else ())),
+            }
+            for stage, status in elsewhere
         ]
         write_text(root / SCRIPT, rendered("remaining.sh", release=self.recipe.name, stages=rows))
         (root / SCRIPT).chmod(0o755)
-        return root / SCRIPT, elsewhere
+        return root / SCRIPT, [status for _, status in elsewhere]
