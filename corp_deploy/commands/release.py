@@ -200,6 +200,7 @@ def make(job: "Job", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
     from corp_deploy.release.names import GATE
     from corp_deploy.release.pace import Pace
+    from corp_deploy.release.pipeline import own_records
     from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate
 
@@ -224,8 +225,10 @@ def make(job: "Job", out: Output, *closing: str) -> int:
     done, kept = len(outcome.finished), len(outcome.cached)
     summary = f"{done} stages done, {kept} kept as they were"
     summary = summary if done else f"nothing to do: all {kept} stages are up to date"
-    judged = gate_shown(load_gate(output / GATE))
-    out.result(record, summary, *judged, f"{output}: gate {released.verdict}{signature}", *closing)
+    gate = load_gate(output / GATE)
+    for sentence in job.baseline.unwritten(own_records(job.recipe, output), gate):
+        out.warn(sentence)
+    out.result(record, summary, *gate_shown(gate), f"{output}: gate {released.verdict}{signature}", *closing)
     return released.exit_code
 
 
