@@ -104,6 +104,18 @@ def test_the_recipe_of_what_was_asked_for(home: Path, tmp_path: Path, monkeypatc
     assert ([each.name for each in recipe.targets], recipe.calibration.samples) == (["openvino"], 12)
 
 
+def test_a_limit_is_kept_on_images_that_do_not_prove_the_result(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--within", "error 0.05", "--held-out", home / "few.npy")
+    recipe = recipe_of(home, tmp_path / "out", monkeypatch, *words)
+    assert (recipe.reduce.within, recipe.reduce.macs, recipe.reduce.effort) == ("error 0.05", None, "quick")
+    assert (recipe.calibration.hold_out, recipe.held_out.images) == (10, (home / "few.npy").resolve())
+    assert "interrupted" in ship(home, tmp_path / "out", *words).stderr, "the recipe that stands there is taken"
+    said = ship(home, tmp_path / "out", "--within", "error 0.1", "--held-out", home / "few.npy").stderr
+    assert "reduce.within is error 0.05 there, error 0.1 here" in said
+
+
 def test_the_fastest_target_that_is_here_is_taken(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"tensorrt": "none", "tensorrt-rtx": None, "onnxruntime-cuda": None}
     monkeypatch.setattr("corp_deploy.release.ship.missing_to_run", lambda target: here[target.name])
@@ -132,6 +144,8 @@ def test_features_are_judged_by_their_error(home: Path, tmp_path: Path, monkeypa
     [
         (("--images", "few.npy"), "15 images, too few to hold some out that prove the result; give 16 or more"),
         (("--images", "nowhere"), "nowhere"),
+        (("--within", "error 0.05"), "so that they can't prove it too; give others as --held-out"),
+        (("--within", "error 0.05", "--macs", 0.5), "--within chooses the budget itself; give it without --macs"),
         (("--macs", 0.5, "--params", 0.5), "--macs and --params are several budgets; give one"),
         (("--precision", "int8,fp16"), "also of those that calibration.hold_out leaves out to prove the result"),
         (("--held-out", "nowhere.npy"), "Error: held_out.images: "),

@@ -19,14 +19,14 @@ from .options import DIRECTORY, trust_engine_option
 from .release import make
 
 
-@command(first="weights images held-out macs params target precision batch samples output")
+@command(first="weights images held-out macs params within target precision batch samples output")
 @click.argument("model")
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory of the release, and of its recipe.toml.")
 @trust_engine_option
 def ship(
     model: ModelChoice,
     options: ShipOptions,
-    budget: Annotated[BudgetChoice, some("macs", "params", "latency", "latency_tables")],
+    budget: Annotated[BudgetChoice, some("macs", "params", "latency", "within", "latency_tables")],
     drawn: Drawn,
     run: Annotated[PassOptions, some("device", device="Where the calibration runs.")],
     timed: Annotated[BenchOptions, some("batches", "time_limit")],
@@ -37,7 +37,8 @@ def ship(
     what it was, judged, and packed for a server.
 
     MODEL is named as --model of the other commands. Without a budget 70 % of the MACs are kept. Images held out of all
-    before prove the result; which, is drawn by --seed.
+    before prove the result; which, is drawn by --seed. With --within they choose the smallest model, and those of
+    --held-out prove it.
 
     OUTPUT/recipe.toml says all that was done. Change it, and release does again what the change touches; the same
     command once more goes on where an interrupted one was.
