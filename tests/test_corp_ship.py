@@ -1,6 +1,7 @@
 """One command from a model and images to a release, the recipe that it leaves, and models that a file names."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,26 @@ def test_the_pace_of_stages(tmp_path: Path) -> None:
         "moments: half of it",
         f"[3 of 3, 0:31 so far, about 0:{31 * 25 // 21} left by estimate] reduce: changed",
     ]
+
+
+def _paced(names: Sequence[str], times: Sequence[float], started: Sequence[str], **seconds: float) -> list[str]:
+    """The lines of stages that are all open, of which some start, the first at `times[2]`."""
+    said, clock = list[str](), iter(times)
+    pace = Pace(said.append, seconds=seconds, clock=lambda: next(clock))
+    pace.plan([StageStatus(stage=name, state="runs", why="") for name in names])
+    for name in started:
+        pace(Stage(name=name, outputs=(name,), run=lambda dirs: None), "not done yet")
+    return said
+
+
+def test_stages_that_were_up_to_date_are_no_measure_of_what_is_left() -> None:
+    said = _paced(("moments", "reduce", "parity", "export.dense"), (0, 0, 0, 30), ("parity", "export.dense"))
+    assert said[1] == "[4 of 4, 0:30 so far, about 0:10 left by estimate] export.dense"
+
+
+def test_a_measurement_takes_its_limit() -> None:
+    said = _paced(("parity", "bench", "gate"), (0, 0, 0, 60), ("parity", "bench"), bench=8.0)
+    assert said[1] == "[2 of 3, 1:00 so far, about 0:13 left by estimate] bench"
 
 
 # A model that a file names

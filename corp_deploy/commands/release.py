@@ -199,12 +199,12 @@ SIGNATURES = {
 def make(job: "Job", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
     from corp_deploy.release.names import GATE
-    from corp_deploy.release.pace import Pace
+    from corp_deploy.release.pace import Pace, limited_seconds
     from corp_deploy.release.pipeline import own_records
     from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate
 
-    pace, output = Pace(out.note), job.root
+    pace, output = Pace(out.note, seconds=limited_seconds(job.recipe)), job.root
     released = replace(job, starts=pace, planned=pace.plan).release()
     outcome = released.outcome
     _say_of_weights(outcome.finished, output, out)
