@@ -389,6 +389,15 @@ def test_a_full_disk_is_told_before_any_work(wrong: Path, tmp_path: Path, monkey
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_in_the_way_of_a_stage_is_told_before_any_work(wrong: Path, tmp_path: Path) -> None:
+    (tmp_path / "new" / "dense" / "config.json").mkdir(parents=True)
+    (wrong / "recipe.toml").write_text(RECIPE)
+    for more in ((), ("--only", "dense")):
+        refuses("new/dense/config.json: a directory, expected a regular file",
+                "release", wrong / "recipe.toml", "-o", tmp_path / "new", "--trust-code", *more)  # fmt: skip
+    assert not (tmp_path / "new" / ".stages").exists()
+
+
 def test_weights_beyond_a_file_are_refused_before_any_work(
     wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from ground.errors import BadInput, Missing
 from ground.files import write_text
+from ground.outputs import require_writable
 from perf.gate.verdicts import load_gate
 from perf.stats.trend import add_release
 
@@ -88,9 +89,19 @@ class Job:
         """What `release` would do now; writes nothing."""
         return self._required(self._stages())
 
+    def _plan_to_write(self, stages: Sequence[Stage]) -> list[StageStatus]:
+        """Return the plan. Raises BadInput for a file or folder of an open stage that can't be written."""
+        statuses = self._required(stages)
+        for stage, status in zip(stages, statuses, strict=True):
+            for name in stage.outputs if status.state != "cached" else ():
+                require_writable(self.root / name, folder=name.endswith("/"))
+        if self.recipe.gate.history is not None:
+            require_writable(self.recipe.gate.history, folder=True)
+        return statuses
+
     def release(self) -> Released:
         """Run what is not done, and sign what passes."""
-        self.planned(self.plan())
+        self.planned(self._plan_to_write(self._stages()))
         if self.signer is not None:
             if self.recipe.release.version is None:
                 raise BadInput(
@@ -136,7 +147,7 @@ class Job:
         stages = self._stages()
         named = _names_like(names, stages, "--only")
         chosen = [stage for stage in stages if stage.name in named]
-        self._required(chosen)
+        self._plan_to_write(chosen)
         outcome = incremental.run(chosen, self.root, starts=self.starts, is_complete=False)
         if outcome.blocked:
             raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))

@@ -121,10 +121,10 @@ def _new(request: ToShip, root: Path) -> Recipe:
         )
     count = images_for_model(model, request.options.images, **request.drawn.drawn).count
     if (held_out is None or limit is not None) and count < LEAST_IMAGES:
-        what, others = ("choose", "") if limit is not None else ("prove", ", or others as --held-out")
+        what, remedy = ("choose", "") if limit is not None else ("prove", ", or others as --held-out")
         raise BadInput(
             f"--images {request.options.images}: {count} images, too few to hold some out that {what} the result; give "
-            f"{LEAST_IMAGES} or more{others}"
+            f"{LEAST_IMAGES} or more{remedy}"
         )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", root.resolve().name).lstrip("_.-") or "model"
     classifies = all(port.role == "logits" for port in output_ports(model))
