@@ -5,7 +5,9 @@ Signals are heard before the rest is imported, and threads get their policy befo
 
 import os
 import sys
+from contextlib import nullcontext
 
+from corp_deploy.views.waiting import Waiting, waits_quietly
 from ground.signals import ending, raising_on_signals
 from ground.threads import set_thread_policy_, thread_limit
 
@@ -20,7 +22,9 @@ def main() -> None:
         message, code = ending(error)
         print(f"Error: {message}", file=sys.stderr)
         sys.exit(code)
-    commands(prog_name="corp-deploy")
+    waiting = Waiting()
+    with nullcontext() if waits_quietly(sys.argv) else waiting.watching():
+        commands(prog_name="corp-deploy", obj=waiting)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TextIO
 
 from .errors import BadInput
 
@@ -50,6 +51,11 @@ def path_inside(directory: Path, name: str, *, where: str) -> Path:
     return regular_file(path)
 
 
+def beside(path: Path) -> Path:
+    """Return a name for a temporary file in the folder of `path`."""
+    return path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
+
+
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
     """An empty file beside `path`, gone afterwards. Raises BadInput where something else than a regular file stands: a
@@ -57,7 +63,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
     """
     regular_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
+    temporary = beside(path)
     try:  # from before it is there, as a signal may come at any moment
         temporary.open("xb").close()
         yield temporary
@@ -128,25 +134,44 @@ def sha256_of_text(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
+def _opened_lock(directory: Path, lock: Path, what: str) -> TextIO:
+    """Open the file `lock` for this process alone. Raises BadInput, naming the process that has it."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    file = lock.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        other = file.read().strip() or "unknown process"
+        file.close()
+        raise BadInput(
+            f"{directory}: another {what} ({other}) works in this directory; wait until it ends, or give another "
+            "directory"
+        ) from None
+    if os.fstat(file.fileno()).st_nlink:
+        return file
+    file.close()  # another process removed it as it ended
+    return _opened_lock(directory, lock, what)
+
+
 @contextmanager
 def locked(directory: Path, lock: Path, *, what: str) -> Iterator[None]:
     """The directory for this process alone, by the file `lock`; the kernel releases it when the process ends, however
-    it ends. `what` works there is told to another one.
+    it ends. `what` works there is told to another one. Folders made for the lock go with it if nothing is left there.
 
     Raises BadInput when another process works there.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise BadInput(
-                f"{directory}: another {what} ({file.read().strip() or 'unknown process'}) works in this directory; "
-                "wait until it ends, or give another directory"
-            ) from None
+    made = [each for each in lock.parents if not each.exists()]
+    with _opened_lock(directory, lock, what) as file:
         file.seek(0)
         file.truncate()
-        file.write(f"process {os.getpid()}\n")
+        file.write(f"process {os.getpid()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            if made and list(lock.parent.iterdir()) == [lock]:
+                lock.unlink()
+                with suppress(OSError):
+                    for each in made:
+                        each.rmdir()

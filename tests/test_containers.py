@@ -133,3 +133,14 @@ def test_the_linter_finds_nothing() -> None:
         pytest.skip("hadolint is not installed: make build/dist-tools/ready")
     done = subprocess.run([LINTER, IMAGE, WORKPLACE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_nightly_example_times_anew_and_runs_no_strangers_code() -> None:
+    workflow = yaml.safe_load((ROOT / "examples" / "ci" / "nightly.yml").read_text())
+    job = workflow["jobs"]["timing"]
+    steps = [step["run"] for step in job["steps"] if "run" in step]
+    for step in steps:
+        subprocess.run(["sh", "-n", "-c", step], check=True)
+    assert "--again 'bench.*'" in next(step for step in steps if "release.sh" in step)
+    assert "head.repo.full_name == github.repository" in job["if"]
+    assert all("github.event" not in step for step in steps), "texts of a pull request are no part of a script"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,11 +124,15 @@ def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
     assert "nothing to do: all 13 stages are up to date" in said(release(home))
     assert "nothing to do" in release(home, "--dry-run").stdout
+    assert "asked for by --again" in release(home, "--dry-run", "--again", "bench.*").stdout
     after = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
     assert {path for path in after if before.get(path) != after[path]} <= {
         home / "out" / ".stages",
         home / "out" / ".stages" / "digests.json",
     }
+    assert "made recipe, report" in said(release(home, "--only", "re[cp]*", "--again", "re[cp]*"))
+    assert "nothing to do" in release(home, "--dry-run").stdout
+    assert "--again benhc: no such stage; there are" in release(home, "--again", "benhc", expect=2).stderr
 
 
 @pytest.mark.slow("graph")
@@ -374,6 +379,33 @@ def test_what_will_not_do_is_refused_before_any_work(
         assert lines[0].startswith(f"Error: {wrong.resolve() / 'recipe.toml'}: ")
         assert said.replace("{}", str(wrong.resolve())) in lines[0]
         assert not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_is_told_before_any_work(wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ground.outputs.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    (wrong / "recipe.toml").write_text(RECIPE)
+    refuses("the models and graphs take about", "release", wrong / "recipe.toml",
+            "-o", tmp_path / "new", "--trust-code", code=4)  # fmt: skip
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_in_the_way_of_a_stage_is_told_before_any_work(wrong: Path, tmp_path: Path) -> None:
+    (tmp_path / "new" / "dense" / "config.json").mkdir(parents=True)
+    (wrong / "recipe.toml").write_text(RECIPE)
+    for more in ((), ("--only", "dense")):
+        refuses("new/dense/config.json: a directory, expected a regular file",
+                "release", wrong / "recipe.toml", "-o", tmp_path / "new", "--trust-code", *more)  # fmt: skip
+    assert not (tmp_path / "new" / ".stages").exists()
+
+
+def test_weights_beyond_a_file_are_refused_before_any_work(
+    wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("export.graph.to_onnx.MAX_BYTES", 10_000)
+    (wrong / "recipe.toml").write_text(RECIPE)
+    refuses("export.precisions: the weights take", "release", wrong / "recipe.toml",
+            "-o", tmp_path / "new", "--trust-code")  # fmt: skip
+    assert not (tmp_path / "new").exists()
 
 
 def test_several_mistakes_are_told_together(wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """One command from a model and images to a release, the recipe that it leaves, and models that a file names."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,18 @@ def test_the_recipe_of_what_was_asked_for(home: Path, tmp_path: Path, monkeypatc
     assert ([each.name for each in recipe.targets], recipe.calibration.samples) == (["openvino"], 12)
 
 
+def test_a_limit_is_kept_on_images_that_do_not_prove_the_result(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--within", "error 0.05", "--held-out", home / "few.npy")
+    recipe = recipe_of(home, tmp_path / "out", monkeypatch, *words)
+    assert (recipe.reduce.within, recipe.reduce.macs, recipe.reduce.effort) == ("error 0.05", None, "quick")
+    assert (recipe.calibration.hold_out, recipe.held_out.images) == (10, (home / "few.npy").resolve())
+    assert "interrupted" in ship(home, tmp_path / "out", *words).stderr, "the recipe that stands there is taken"
+    said = ship(home, tmp_path / "out", "--within", "error 0.1", "--held-out", home / "few.npy").stderr
+    assert "reduce.within is error 0.05 there, error 0.1 here" in said
+
+
 def test_the_fastest_target_that_is_here_is_taken(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"tensorrt": "none", "tensorrt-rtx": None, "onnxruntime-cuda": None}
     monkeypatch.setattr("corp_deploy.release.ship.missing_to_run", lambda target: here[target.name])
@@ -132,6 +145,8 @@ def test_features_are_judged_by_their_error(home: Path, tmp_path: Path, monkeypa
     [
         (("--images", "few.npy"), "15 images, too few to hold some out that prove the result; give 16 or more"),
         (("--images", "nowhere"), "nowhere"),
+        (("--within", "error 0.05"), "so that they can't prove it too; give others as --held-out"),
+        (("--within", "error 0.05", "--macs", 0.5), "--within chooses the budget itself; give it without --macs"),
         (("--macs", 0.5, "--params", 0.5), "--macs and --params are several budgets; give one"),
         (("--precision", "int8,fp16"), "also of those that calibration.hold_out leaves out to prove the result"),
         (("--held-out", "nowhere.npy"), "Error: held_out.images: "),
@@ -181,6 +196,26 @@ def test_the_pace_of_stages(tmp_path: Path) -> None:
         "moments: half of it",
         f"[3 of 3, 0:31 so far, about 0:{31 * 25 // 21} left by estimate] reduce: changed",
     ]
+
+
+def _paced(names: Sequence[str], times: Sequence[float], started: Sequence[str], **seconds: float) -> list[str]:
+    """The lines of stages that are all open, of which some start, the first at `times[2]`."""
+    said, clock = list[str](), iter(times)
+    pace = Pace(said.append, seconds=seconds, clock=lambda: next(clock))
+    pace.plan([StageStatus(stage=name, state="runs", why="") for name in names])
+    for name in started:
+        pace(Stage(name=name, outputs=(name,), run=lambda dirs: None), "not done yet")
+    return said
+
+
+def test_stages_that_were_up_to_date_are_no_measure_of_what_is_left() -> None:
+    said = _paced(("moments", "reduce", "parity", "export.dense"), (0, 0, 0, 30), ("parity", "export.dense"))
+    assert said[1] == "[4 of 4, 0:30 so far, about 0:10 left by estimate] export.dense"
+
+
+def test_a_measurement_takes_its_limit() -> None:
+    said = _paced(("parity", "bench", "gate"), (0, 0, 0, 60), ("parity", "bench"), bench=8.0)
+    assert said[1] == "[2 of 3, 1:00 so far, about 0:13 left by estimate] bench"
 
 
 # A model that a file names

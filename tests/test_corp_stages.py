@@ -2,23 +2,30 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from corp_deploy.machine import versions
+from corp_deploy.release import stage_parts
 from corp_deploy.release.digests import files_of
-from corp_deploy.release.incremental import STATE, Outcome, Stage, StageDirs, locked, plan, run
+from corp_deploy.release.incremental import AGAIN, STATE, Outcome, Stage, StageDirs, locked, plan, run
 from corp_deploy.release.pace import efforts_in, efforts_of, timed
+from corp_deploy.release.recipe_tables import ExportTable, TargetTable
+from corp_deploy.release.stage_parts import measured_by
+from corp_deploy.release.targets import target_of
 from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts
 from ground.effort import Effort, Stopwatch, measured
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_text
 from perf.timing.watch import cpu_name
+from tests.command import invoked, refuses
 from tests.killing import fake_stages, tree
 from tests.refusals import rejects
 
@@ -141,11 +148,73 @@ def test_a_run_killed_at_any_file_operation_ends_with_the_same_bytes(tmp_path: P
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(BadInput, match=r"another release \(process \d+\) works in this directory"):  # noqa: SIM117
+    said = r"another release \(process \d+ since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\) works in this directory"
+    with locked(tmp_path), pytest.raises(BadInput, match=said):  # noqa: SIM117
         with locked(tmp_path):
             pass
     with locked(tmp_path):
         pass
+
+
+def test_a_stage_runs_again_where_asked_and_what_reads_it_only_if_it_comes_out_different(
+    root: Path, source: Path
+) -> None:
+    stages = [replace(each, again=each.name == "two") for each in fake_stages(source)]
+    assert {row.stage: row.why for row in plan(stages, root)}["two"] == AGAIN
+    assert finished(stages, root).finished == ("two",)
+    assert finished(fake_stages(source), root).finished == ()
+
+
+def test_what_is_measured_on_another_machine_is_measured_anew_and_stands_where_it_cannot_run(
+    tmp_path: Path, source: Path
+) -> None:
+    def on(machine: str, missing: str | None = None) -> list[Stage]:
+        one, two, *others = fake_stages(source)
+        return [one, replace(two, machine=lambda: {"driver": machine}, missing=lambda: missing), *others]
+
+    root = tmp_path / "out"
+    assert "two" in finished(on("610.1"), root).finished
+    assert finished(on("610.1"), root).finished == ()
+    assert set(states(on("640.2", missing="no GPU"), root).values()) == {"cached"}
+    assert {row.stage: row.why for row in plan(on("640.2"), root)}["two"] == "changed: machine"
+    assert finished(on("640.2"), root).finished == ("two",)
+
+
+def test_the_machine_of_a_measurement_is_told_by_cpu_gpu_driver_and_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def watched() -> Iterator[tuple[None, dict[str, str]]]:
+        yield None, {"gpu": "H200", "driver": "610.1"}
+
+    monkeypatch.setattr(stage_parts, "watching", watched)
+    monkeypatch.setattr("perf.timing.watch.version", lambda package: f"{package} 1")
+    on_cpu, on_gpu = (measured_by(target_of(name, TargetTable(), ExportTable(), (1,), ()))
+                      for name in ("onnxruntime-cpu", "tensorrt"))  # fmt: skip
+    assert on_cpu.keys() == {"machine", "cpu", "cpu_count"}
+    assert on_gpu == on_cpu | {"gpu": "H200", "driver": "610.1", "tensorrt": "tensorrt 1"}
+
+
+@pytest.mark.parametrize(
+    "words", [("ship", "absent", "--images", "absent.npy"), ("release", "r.toml"), ("release", "r.toml", "--plan-only")]
+)
+def test_a_second_release_is_refused_before_its_model_is_looked_for(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("w.safetensors", "x.npy"):
+        (tmp_path / name).touch()
+    invoked("release", "r.toml", "--init", "vit_tiny_patch16_224", "--weights", "w.safetensors", "--images", "x.npy")
+    with locked(tmp_path / "out"):
+        refuses(f"out: another release (process {os.getpid()} since 20", *words, "-o", "out")
+
+
+def test_folders_made_for_the_lock_go_with_it_where_nothing_is_left_there(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "out"
+    with locked(root):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with locked(root):
+        (root / "result").touch()
+    assert [path.name for path in root.iterdir()] == ["result"]
 
 
 FULL = [

@@ -32,8 +32,8 @@ from corp_deploy.planning.judging import top_k
 from corp_deploy.planning.probe import effects_of_new_tensors
 from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, fastest_that_agrees, front, with_fronts
 from corp_deploy.planning.sweep_speed import Bench
-from corp_deploy.planning.sweep_trials import sweep_folder
 from corp_deploy.store.checkpoint import load_checkpoint, save
+from ground.files import locked
 from perf.record.runs import load_bench
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
@@ -256,8 +256,16 @@ def test_where_no_trial_agrees_so_much_the_tables_are_written_all_the_same(tmp_p
 
 
 def test_a_directory_is_one_sweeps_at_a_time_and_none_s_where_nothing_was_made(tmp_path: Path) -> None:
-    with sweep_folder(tmp_path / "s"):
-        refuses("another sweep (process", "sweep", *given_words(), "--sparsity", 0.5, "-o", tmp_path / "s")
+    with locked(tmp_path / "s", tmp_path / "s/.lock", what="sweep"):
+        refuses(
+            f"another sweep (process {os.getpid()} since 20",
+            "sweep",
+            *given_words(),
+            "--sparsity",
+            0.5,
+            "-o",
+            tmp_path / "s",
+        )
     assert not (tmp_path / "s").exists()
     save(tiny.checkpoint(seed=5, depth=1), tmp_path / "other")
     words = ["--model", tmp_path / "other", *given_words()[2:]]

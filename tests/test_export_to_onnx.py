@@ -357,3 +357,16 @@ def test_a_graph_that_is_too_large_for_one_file_is_refused() -> None:
 
     proto = SimpleNamespace(SerializeToString=refuses)
     rejects("more bytes than a single ONNX file may", onnx_bytes, proto)  # type: ignore[arg-type]
+
+
+def test_weights_beyond_one_file_are_refused_before_tracing_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_onnx, "MAX_BYTES", 4 * 12 * 8 - 1)
+    tied = nn.Sequential(nn.Linear(12, 8, bias=False), nn.Linear(12, 8, bias=False))
+    tied[1].weight = tied[0].weight
+    rejects("give precision fp16 or bf16", to_onnx.require_size, tied, "fp32")
+    rejects("the weights take 384 bytes in int8", to_onnx.require_size, tied, "int8")
+    to_onnx.require_size(tied, "fp16")
+    monkeypatch.setattr(to_onnx, "MAX_BYTES", 4 * 12 * 8 + 1)
+    to_onnx.require_size(tied, "fp32")  # weights in two places are stored once
+    monkeypatch.setattr(to_onnx, "MAX_BYTES", 10)
+    rejects("take a smaller model", to_onnx.require_size, tied, "fp16")

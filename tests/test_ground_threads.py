@@ -93,6 +93,6 @@ def test_the_command_sets_the_policy_before_it_runs(monkeypatch: pytest.MonkeyPa
     seen = dict[str, str]()
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
     monkeypatch.setattr(command, "thread_limit", lambda: 3)
-    monkeypatch.setattr(corp_deploy.cli, "main", lambda prog_name: seen.update(os.environ))
+    monkeypatch.setattr(corp_deploy.cli, "main", lambda prog_name, obj: seen.update(os.environ))
     command.main()
     assert (seen["OMP_WAIT_POLICY"], seen["OMP_NUM_THREADS"]) == ("PASSIVE", "3")

@@ -27,9 +27,9 @@ from tests.refusals import rejects
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, Paths)
 # fmt: off
 TEXTS = {
-    "metric", "break_fusion", "dense", "expect_name", "expect_version", "groups", "init_model", "issuer", "keep_fp32",
-    "keep_rest", "merge_tokens", "model", "name", "names", "only", "sites", "reference", "repair", "rules", "select",
-    "server", "sign", "sm", "sparse", "title", "verify", "within",
+    "metric", "again", "break_fusion", "dense", "expect_name", "expect_version", "groups", "init_model", "issuer",
+    "keep_fp32", "keep_rest", "merge_tokens", "model", "name", "names", "only", "sites", "reference", "repair", "rules",
+    "select", "server", "sign", "sm", "sparse", "title", "verify", "within",
 }
 # fmt: on
 NO_NUMBERS = (

@@ -10,6 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import corp_deploy
+from corp_deploy.families.traced_model import traced
+from corp_deploy.reduction.steady_inputs import require_steady_on
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.programs.steady import NotFinite, _Summary, require_steady
 from corp_deploy.traced.programs.tracing import trace
 from tests.refusals import rejects
@@ -65,6 +69,25 @@ def test_models_of_positive_inputs_are_reduced(name: str, tmp_path: Path) -> Non
     reduced = corp_deploy.reduce(model, moments, tmp_path / "half", mlp=0.5, align={"mlp": 8})
     assert reduced.macs[1] < reduced.macs[0]
     assert bool(reduced.model(torch.from_numpy(IMAGES[:2])).isfinite().all())
+
+
+def test_nan_on_the_users_own_images_is_refused_before_calibration(tmp_path: Path) -> None:
+    model = Net(first=lambda _, x: torch.log(x - 2.0))
+    rejects("log in forward gives NaN or infinity on the first images",
+            corp_deploy.calibrate, model, IMAGES, tmp_path / "m.safetensors")  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_batches_of_the_users_images_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[Tensor]()
+    monkeypatch.setattr(
+        "corp_deploy.reduction.steady_inputs.require_steady_model", lambda model, each, called: tried.extend(each)
+    )
+    np.save(tmp_path / "x.npy", IMAGES)
+    model = traced(Net().eval(), Architecture(name="net", family="module"))
+    require_steady_on(model, images_for_model(model, tmp_path / "x.npy"))
+    assert torch.equal(torch.cat(tried), torch.from_numpy(IMAGES[:4]))
+    assert [len(each) for each in tried] == [2, 2]
 
 
 def test_nan_on_any_input_is_named() -> None:

@@ -7,18 +7,20 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
-from corp_deploy.invocation.option import Option, Record, options_of
+from corp_deploy.invocation.option import WRITTEN, Option, Record, options_of
 from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.invocation.source import Source
-from corp_deploy.invocation.values import FLAG, ByKind, OneOf, Values
+from corp_deploy.invocation.values import DIRECTORY, FLAG, ByKind, OneOf, Values
 from ground.errors import BadInput, Missing
+from ground.outputs import require_writable
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
@@ -145,6 +147,9 @@ def verb(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]
                 call = record(*args, **kwargs)
                 kept = call.values
                 call.refuse_ignored({name: kept[name] for name in kept if arguments.get(name) is not None})
+                for name in WRITTEN:
+                    if kept.get(name) is not None:
+                        require_writable(Path(kept[name]), folder=options_of(record)[name].of is DIRECTORY)
                 return function(call)
 
         hints = {name: each.annotation for name, each in signature.parameters.items()}

@@ -11,6 +11,7 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.option import Labels
 from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime
+from corp_deploy.proof.candidate_names import distinct
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, require_batches, with_runtimes
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.engine_trust import trusting_engines
@@ -35,7 +36,8 @@ def _candidates(
         raise BadInput(f"candidates: a {odd[0]}; give what reduce returned, or a directory, a graph or an engine")
     if not every:
         raise BadInput("nothing to hold against the reference: give a directory, a graph or an engine as candidates")
-    return of_model(with_runtimes([candidate_from_path(os.fspath(path)) for path in every], runtimes), dense)
+    named = distinct([candidate_from_path(os.fspath(path)) for path in every])
+    return of_model(with_runtimes(named, runtimes), dense)
 
 
 @dataclass(frozen=True, kw_only=True)

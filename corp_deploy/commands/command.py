@@ -21,9 +21,10 @@ from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.source import Source
 from corp_deploy.invocation.values import FLAG, OneOf, Repeated, Values
 from corp_deploy.views.console import Output
+from corp_deploy.views.waiting import Waiting
 
 from .help import Command, Headed
-from .options import ANY_PATH, DIRECTORY, FILE, TRUST_CODE, Value, explicit_options, refuse_own_inputs, usage_errors
+from .options import ANY_PATH, DIRECTORY, FILE, TRUST_CODE, Value, check_outputs, explicit_options, usage_errors
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -140,8 +141,9 @@ def _built(record: type[Record], **values: Any) -> Record:
 
 
 def _output(as_json: bool, quiet: bool) -> Output:
-    refuse_own_inputs(click.get_current_context())
-    return Output(json=as_json, quiet=quiet)
+    context = click.get_current_context()
+    check_outputs(context)
+    return Output(json=as_json, quiet=quiet, waiting=context.obj or Waiting())
 
 
 def _flag(*names: str, help: str) -> click.Option:

@@ -121,6 +121,7 @@ def perplexity(
 
     Example: corp-deploy perplexity hf:opt-1.3b reduced --text held-out.txt --max-ratio 1.05 -o perplexity.json
     """
+    from corp_deploy.proof.candidate_names import distinct
     from corp_deploy.proof.candidates import candidate_from_path
     from corp_deploy.proof.outcome import EXIT_CODES
     from corp_deploy.proof.perplexity import LanguageLimits, perplexities
@@ -129,7 +130,7 @@ def perplexity(
     from perf.parity.perplexity import LEAST_SEQUENCES
 
     limits, dense = LanguageLimits.from_options(options.values), model.load(out)
-    steps = [candidate_from_path(path) for path in candidates]
+    steps = distinct([candidate_from_path(path) for path in candidates])
     sequences = inputs.open(dense, out.note)
     if limits.some and limits.confidence and sequences.count < LEAST_SEQUENCES:
         out.warn(

@@ -97,6 +97,8 @@ def gate(
         out.note(f"{history}: {bench} is kept as release {len(trend.releases) if trend else 1}")
     for path, record in baseline.start(files, exit_code=judged.exit_code).items():
         out.note(f"{path}: {record} is the baseline now")
+    for sentence in baseline.unwritten(files, judged):
+        out.warn(sentence)
     result = {"verdict": judged.verdict, "exit_code": judged.exit_code, **asdict(judged)}
     out.result(result, *gate_shown(judged), f"gate {judged.verdict}")
     return judged.exit_code

@@ -12,13 +12,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from corp_deploy.invocation.option import Invocation, Pairs
+from corp_deploy.invocation.option import WRITTEN, Invocation, Pairs
 from corp_deploy.invocation.values import ByKind, Values
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
+from ground.outputs import require_writable
 
-WRITTEN = ("output", "summary")
+BASELINES = ("path", "parity")
 IN_A_MODEL = ("config.json", "model.safetensors")
 
 
@@ -30,22 +31,48 @@ def _paths(context: click.Context, parameter: click.Parameter) -> Iterator[Path]
 
 
 def _beside(context: click.Context, output: Path) -> Iterator[Path]:
-    """What else a command writes, named after its output."""
-    if context.command.name == "verify":
-        yield output.with_suffix(".npz")
-    elif context.command.name == "calibrate":
-        parts = [*(context.params["snapshots"] or ()), *["held-out"] * (context.params["hold_out"] is not None)]
-        yield from (output.with_name(f"{output.stem}.{part}{output.suffix}") for part in parts)
+    """Yield the other files that a command writes, named after its output."""
+    match context.command.name:
+        case "verify":
+            yield output.with_suffix(".npz")
+        case "calibrate":
+            parts = [*(context.params["snapshots"] or ()), *["held-out"] * (context.params["hold_out"] is not None)]
+            yield from (output.with_name(f"{output.stem}.{part}{output.suffix}") for part in parts)
+        case "reduce":
+            yield from (output / name for name in IN_A_MODEL)
+        case "build":
+            yield output.with_name(f"{output.name}.json")
 
 
-def refuse_own_inputs(context: click.Context) -> None:
-    """Raise UsageError where a result would stand in the place of something that it is made from."""
-    parameters = context.command.params
-    written = [path for each in parameters if each.name in WRITTEN for path in _paths(context, each)]
+def _is_written(context: click.Context, parameter: click.Parameter) -> bool:
+    """Return whether the command writes to the path of this parameter."""
+    of_command = {"release": "recipe" if context.params.get("init_model") else "", "package serve": "repository"}
+    others = BASELINES if context.params.get("init") else (of_command.get(context.command.name or ""),)
+    return parameter.name in WRITTEN or parameter.name in others
+
+
+def _require_writable(context: click.Context, outputs: Mapping[click.Parameter, list[Path]]) -> None:
+    """Raise BadInput for a path of these parameters that can't be written to."""
+    for parameter, paths in outputs.items():
+        folder = isinstance(parameter.type, click.Path) and not parameter.type.file_okay
+        for path in paths:
+            require_writable(path, folder=folder)
+            for each in _beside(context, path) if parameter.name == "output" else ():
+                require_writable(each, folder=False)
+
+
+def check_outputs(context: click.Context) -> None:
+    """Check all paths that a command writes to. Raise BadInput where one can't be written, and UsageError where a
+    result would stand in the place of something that it is made from.
+    """
+    outputs = {each: [*_paths(context, each)] for each in context.command.params if _is_written(context, each)}
+    if not context.params.get("dry_run"):
+        _require_writable(context, outputs)
+    written = [path for paths in outputs.values() for path in paths]
     written += [each for path in written for each in _beside(context, path)]
     if saved_as := context.params.get("save_as"):
         written += [path / saved_as for path in written]
-    sources = [path for each in parameters if each.name not in WRITTEN for path in _paths(context, each)]
+    sources = [path for each in context.command.params if each not in outputs for path in _paths(context, each)]
     read = sources + [path / name for path in sources if path.is_dir() for name in IN_A_MODEL]
     for path in written:
         for own in read:
@@ -60,6 +87,10 @@ class RegularPath(click.Path):
         if str(value) == "":
             self.fail("an empty path names nothing", param, ctx)
         path: Any = super().convert(value, param, ctx)
+        try:
+            path.exists()
+        except OSError as error:
+            self.fail(f"{path} can't be looked at ({error.strerror})", param, ctx)
         if path.exists() and not path.is_file() and not path.is_dir():
             self.fail(f"{path} is a pipe, socket or device, expected a regular file or a directory", param, ctx)
         if (above := next((each for each in path.parents if each.exists()), None)) and not above.is_dir():

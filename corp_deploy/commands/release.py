@@ -54,16 +54,24 @@ class RunChoice(Record, heading="How much is done"):
     dry_run: bool = option(default=False, help="Show what would be done and why; write nothing.")
     plan_only: bool = option(default=False, help="Write the stages that this machine can't run as a shell script.")
     only: Sequence[str] = option(
-        Repeated(), (), help="Run this stage only, on the results already in the directory; repeatable."
+        Repeated(),
+        (),
+        help="Run this stage only, on the results already in the directory; a pattern such as 'bench.*' takes several; "
+        "repeatable.",
+    )
+    again: Sequence[str] = option(
+        Repeated(),
+        (),
+        help="Run this stage although nothing changed, such as 'bench.*' to measure anew; a pattern; repeatable.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.non_default) > 1:
+        if len(self.non_default.keys() - {"again"}) > 1:
             raise BadInput("--dry-run, --plan-only and --only exclude one another")
 
 
-@command(first="output init weights images dry-run only baseline init-baseline sign trust-code")
+@command(first="output init weights images dry-run only again baseline init-baseline sign trust-code")
 @click.argument("recipe", type=FILE)
 @click.option("--output", "-o", type=DIRECTORY, default=None, help="Directory of the release.")
 @trust_option
@@ -95,11 +103,11 @@ def release(
 
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
-    from corp_deploy.release.pace import Pace
+    from corp_deploy.release.incremental import locked
     from corp_deploy.release.recipe_file import load_recipe
     from corp_deploy.release.run import Job
 
-    if signing.sign is not None and (new.init_model or run.non_default):
+    if signing.sign is not None and (new.init_model or run.non_default.keys() - {"again"}):
         raise click.UsageError("--sign signs a whole release; leave out --init, --dry-run, --plan-only and --only")
     if new.init_model is not None:
         return _init(recipe, new.init_model, new, out)
@@ -112,20 +120,31 @@ def release(
         baseline=baseline,
         signer=signing.signer(),
         warn=out.warn,
+        again=run.again,
     )
     if run.dry_run:
         planned = job.plan()
         open_stages = sum(row.state != "cached" for row in planned)
         _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
-    elif run.plan_only:
+        return 0
+    with locked(output):
+        return _carry_out(job, run, out)
+
+
+def _carry_out(job: "Job", run: RunChoice, out: Output) -> int:
+    """Do as much of a release as is asked for; the exit code."""
+    from corp_deploy.release.pace import Pace
+
+    if run.plan_only:
         script, planned = job.write_script()
         none = f"this machine can do every open stage; {script} has nothing in it"
         then = f"{script}: run it where the targets are, in this directory, then run release again"
         _rows(planned, out, then if planned else none)
     elif run.only:
         outcome = replace(job, starts=Pace(out.note)).run_only(run.only)
-        _say_of_weights(outcome.finished, output, out)
-        message = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
+        _say_of_weights(outcome.finished, job.root, out)
+        none = "nothing to do: up to date; give --again too to run it anew"
+        message = f"made {', '.join(outcome.finished)}" if outcome.finished else none
         out.result({"made": outcome.finished, "cached": outcome.cached}, message)
     else:
         return make(job, out)
@@ -180,12 +199,13 @@ SIGNATURES = {
 def make(job: "Job", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
     from corp_deploy.release.names import GATE, PARITY
-    from corp_deploy.release.pace import Pace
+    from corp_deploy.release.pace import Pace, limited_seconds
+    from corp_deploy.release.pipeline import own_records
     from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate
     from perf.parity.parity import load_parity
 
-    pace, output = Pace(out.note), job.root
+    pace, output = Pace(out.note, seconds=limited_seconds(job.recipe)), job.root
     released = replace(job, starts=pace, planned=pace.plan).release()
     outcome = released.outcome
     _say_of_weights(outcome.finished, output, out)
@@ -206,12 +226,11 @@ def make(job: "Job", out: Output, *closing: str) -> int:
     done, kept = len(outcome.finished), len(outcome.cached)
     summary = f"{done} stages done, {kept} kept as they were"
     summary = summary if done else f"nothing to do: all {kept} stages are up to date"
-    judged, parity = gate_shown(load_gate(output / GATE)), load_parity(output / PARITY)
-    for sentence in parity.warnings:
+    gate, parity = load_gate(output / GATE), load_parity(output / PARITY)
+    for sentence in (*job.baseline.unwritten(own_records(job.recipe, output), gate), *parity.warnings):
         out.warn(sentence)
-    out.result(
-        record, summary, *judged, *parity.accuracy_lines, f"{output}: gate {released.verdict}{signature}", *closing
-    )
+    verdict = f"{output}: gate {released.verdict}{signature}"
+    out.result(record, summary, *gate_shown(gate), *parity.accuracy_lines, verdict, *closing)
     return released.exit_code
 
 

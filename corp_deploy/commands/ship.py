@@ -19,14 +19,14 @@ from .options import DIRECTORY, trust_engine_option
 from .release import make
 
 
-@command(first="weights images held-out macs params target precision batch samples output")
+@command(first="weights images held-out macs params within target precision batch samples output")
 @click.argument("model")
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory of the release, and of its recipe.toml.")
 @trust_engine_option
 def ship(
     model: ModelChoice,
     options: ShipOptions,
-    budget: Annotated[BudgetChoice, some("macs", "params", "latency", "latency_tables")],
+    budget: Annotated[BudgetChoice, some("macs", "params", "latency", "within", "latency_tables")],
     drawn: Drawn,
     run: Annotated[PassOptions, some("device", device="Where the calibration runs.")],
     timed: Annotated[BenchOptions, some("batches", "time_limit")],
@@ -37,7 +37,8 @@ def ship(
     what it was, judged, and packed for a server.
 
     MODEL is named as --model of the other commands. Without a budget 70 % of the MACs are kept. Images held out of all
-    before prove the result; which, is drawn by --seed.
+    before prove the result; which, is drawn by --seed. With --within they choose the smallest model, and those of
+    --held-out prove it.
 
     OUTPUT/recipe.toml says all that was done. Change it, and release does again what the change touches; the same
     command once more goes on where an interrupted one was.
@@ -48,15 +49,19 @@ def ship(
     Example: corp-deploy ship deit_small_patch16_224 --weights deit_small.safetensors --images photos/ --macs 0.7
     -o shipped
     """
+    from corp_deploy.release.incremental import locked
     from corp_deploy.release.names import RECIPE
     from corp_deploy.release.run import Job
     from corp_deploy.release.ship import ToShip, again, recipe_to_ship
 
     request = ToShip(source=model, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
-    recipe, path = recipe_to_ship(request, output), output / RECIPE
-    closing = f"to change anything: edit {path}, then run {again(recipe, output)}; it does only what changed"
-    try:
-        return make(Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn), out, closing)
-    except BadInput as error:
-        # What is refused before any work is so of options: the recipe was not written.
-        raise BadInput(str(error) if path.exists() else str(error).replace(f"{path.resolve()}: ", "")) from error
+    path = output / RECIPE
+    with locked(output):
+        recipe = recipe_to_ship(request, output)
+        closing = f"to change anything: edit {path}, then run {again(recipe, output)}; it does only what changed"
+        try:
+            return make(Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn), out, closing)
+        except BadInput as error:
+            # What is refused before any work is so of options: the recipe was not written.
+            words = str(error) if path.exists() else str(error).replace(f"{path.resolve()}: ", "")
+            raise BadInput(words) from error

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.spec.class_labels import LABELS_HELP
 from corp_deploy.views.console import Output
 from ground.errors import BadInput, Missing
+from ground.files import locked
 from ground.threads import THREADS, usable_cpus
 
 from .command import ModelChoice, command, some
@@ -69,10 +70,33 @@ def sweep_command(
     Example: corp-deploy sweep --model dense --moments moments.safetensors --images held-out/ --sparsity 0.3,0.5,0.7
     --bench onnxruntime --batch 1,16 --min-agreement 0.99 -o sweep
     """
+    with _alone_in(output) as alone:
+        _swept(model, moments, inputs, output, sweep, speed, trials, alone, out)
+
+
+def _alone_in(folder: Path) -> ExitStack:
+    """Lock the folder for this sweep; of torchrun's processes the first one does so for all."""
+    stack = ExitStack()
+    if os.environ.get("RANK", "0") == "0":
+        stack.enter_context(locked(folder, folder / ".lock", what="sweep"))
+    return stack
+
+
+def _swept(
+    model: ModelChoice,
+    moments: tuple[Path, ...],
+    inputs: RequiredInputs,
+    output: Path,
+    sweep: SweepChoice,
+    speed: SweepSpeedChoice,
+    trials: TrialsChoice,
+    alone: ExitStack,
+    out: Output,
+) -> None:
+    """Try the reductions, and write what was found. `alone` holds the lock of the folder."""
     from corp_deploy.planning.judging import scored_inputs
     from corp_deploy.planning.sweep import SweepContext, SweepRun
     from corp_deploy.planning.sweep import sweep as sweep_of
-    from corp_deploy.planning.sweep_trials import sweep_folder
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from ground.gpu import require_device
 
@@ -97,11 +121,12 @@ def sweep_command(
             calibration=None if calibration.path is None else calibration.open(checkpoint, out.note),
         )
         if trials.jobs > 1 and ranks.size == 1:
+            alone.close()  # those processes work there, and one of them takes the lock
             with out.progress(f"{len(requests)} trials by {trials.jobs} processes", None):
                 without = (*ALONE, *(() if speed.engine else ("batch",)))
                 run_jobs(words_again(without=without, keep_models=True), trials.jobs)
-        alone = nullcontext() if ranks.rank else sweep_folder(output)
-        with alone, out.progress("sweeping", len(requests), unit="trials") as bar:
+            alone.enter_context(_alone_in(output))
+        with out.progress("sweeping", len(requests), unit="trials") as bar:
             run = SweepRun(
                 folder=output,
                 speed=speed,

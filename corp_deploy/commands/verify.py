@@ -96,6 +96,7 @@ def _verify_models(
 ) -> int:
     """Prove the chain from a model to the last candidate; the exit code."""
     from calib.store import load as load_moments
+    from corp_deploy.proof.candidate_names import distinct
     from corp_deploy.proof.candidates import candidate_from_path, of_model, require_batches, with_runtimes
     from corp_deploy.proof.chain import prove
     from corp_deploy.proof.custom_metrics import Meter, require_runnable
@@ -104,8 +105,9 @@ def _verify_models(
     inputs.require()
     output = options.record_of(candidates)
     require_runnable(options.metrics)
+    named = distinct([candidate_from_path(path) for path in candidates])
     dense = model.load(out)
-    steps = of_model(with_runtimes([candidate_from_path(path) for path in candidates], options.runtimes), dense)
+    steps = of_model(with_runtimes(named, options.runtimes), dense)
     if options.polygraphy is not None:
         require_second_opinion(steps)
     if "batch" in explicit_options():

@@ -31,6 +31,11 @@ class SupportsArray(Protocol):
 Labels: TypeAlias = PathLike | SupportsArray | Sequence[int] | Mapping[str, int]
 NEEDED = MISSING
 """The default of an option that has to be given."""
+WRITTEN = (
+    *("output", "summary", "write_golden", "polygraphy"),
+    *("timing_cache", "latency_tables", "history", "track"),
+)
+"""The options that name what is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

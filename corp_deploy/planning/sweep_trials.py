@@ -10,8 +10,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from ground.effort import Effort
 from ground.errors import BadInput
-from ground.files import locked, write_json
+from ground.files import write_json
 from ground.records import json_from_record, record_from_file
 
 from .sweep_points import EngineFigures, SpeedAtBatch, SweepPoint
@@ -95,19 +94,6 @@ class Timing(Finding):
 
 FILES: Mapping[type[Finding], str] = {Scores: "score.json", EngineBuilt: "engine.json", Timing: "timing.json"}
 Found = TypeVar("Found", bound=Finding)
-
-
-@contextmanager
-def sweep_folder(folder: Path) -> Iterator[None]:
-    """For this process alone; gone where nothing was left in it. Raises BadInput where another works."""
-    lock = folder / ".lock"
-    with locked(folder, lock, what="sweep"):
-        try:
-            yield
-        finally:
-            if [path.name for path in folder.iterdir()] == [lock.name]:
-                lock.unlink()
-                folder.rmdir()
 
 
 def key_of(**what: Any) -> str:

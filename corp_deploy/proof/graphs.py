@@ -13,6 +13,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint, graph_ports, paths_by_precision
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from export.graph.quantiser import Quantiser
+from export.graph.to_onnx import require_size
 from ground.feeds import Feeds
 from ground.precision import PRECISIONS, QUANTISED
 
@@ -40,6 +41,8 @@ class Graphs:
             way = "uneven" if has_uneven_heads(checkpoint.model) else "even"
             EXPORT_HEADS.refuse([(where, way)], {"heads": options.heads})
         graph_ports(checkpoint, options.graph_input)
+        for name in options.precisions:
+            require_size(checkpoint.model, name)
         self._checkpoint, self._dense = checkpoint, dense or checkpoint
         self._options, self._optional_feeds = options, feeds
         self._command = command

@@ -40,9 +40,7 @@ from corp_deploy.families.family import (
 from corp_deploy.spec.widths import aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
-from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.module import device as device_of
-from corp_deploy.traced.models.narrowing import require_steady_model
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import TracedConvolutions, TracedStream, calibration_taps
 from ground.errors import BadInput
@@ -51,6 +49,7 @@ from .heads import kept_planes
 from .method import method_from_preset
 from .model import uniform_widths
 from .moments import require_same_model, site_moments
+from .steady_inputs import require_steady_on
 
 
 def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
@@ -251,8 +250,7 @@ def calibrate(
     statistics = statistics or Statistics()
     there = on_device(checkpoint, device)
     sites = chosen_sites(there, statistics)
-    if isinstance(there.model, TracedModule):
-        require_steady_model(there.model)
+    require_steady_on(there.model, images)
     options = Options(
         attention_system=statistics.attention_system and statistics.kept is None,
         kept=statistics.kept,

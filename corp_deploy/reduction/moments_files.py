@@ -20,6 +20,7 @@ from calib.sites import PatchTaps
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput, is_out_of_memory
+from ground.outputs import require_space
 from ground.transaction import replacing_files
 
 from .calibrate import (
@@ -134,12 +135,17 @@ class _Passes:
     output: Path
 
     def refuse_too_large(self, images: InputSet, widths: Mapping[str, int]) -> None:
-        """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one."""
+        """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one, and Missing when
+        the disk is too full for them.
+        """
         checkpoint, request, run, statistics = self.checkpoint, self.request, self.run, self.request.statistics
         sites, available = chosen_sites(checkpoint, statistics), memory.bytes_available(request.device)
         copies, needed = run.copies(request, images), memory_needed(checkpoint, sites, statistics, widths)
         bytes_needed = {name: copies * size for name, size in needed.items()}
         run.on_bytes_needed(sum(bytes_needed.values()))
+        files = 1 + len(run.snapshots) + (request.hold_out is not None)
+        stored = sum(needed.values()) / 2 * (2 if request.groups else 1)  # of symmetric sums one half is stored
+        require_space(self.output, stored * files, what="the moments take")
         try:
             memory.refuse_too_large(bytes_needed, available)
         except BadInput as error:

@@ -12,6 +12,7 @@ from ground.errors import BadInput
 from ground.files import replacing, sha256_of_file
 
 if TYPE_CHECKING:
+    from perf.gate.gate import Gate
     from perf.gate.rule import Rule
 
 
@@ -80,3 +81,13 @@ class Baseline(Record, heading="Baseline"):
             with replacing(path) as temporary:
                 shutil.copyfile(record, temporary)
         return started
+
+    def unwritten(self, own: Mapping[str, Path], gate: "Gate") -> list[str]:
+        """Say for each baseline that was to be started and is not there why the record did not become it."""
+        causes = [f"{row.rule}: {row.message}" for row in gate.rules if row.verdict == gate.verdict]
+        return [
+            f"{path}: baseline not written, because the gate is {gate.verdict} ({causes[0]}); the first record that "
+            "passes becomes it: measure again, or correct the rule"
+            for kind, path in self.by_kind.items()
+            if self.init and kind in own and not path.exists()
+        ]

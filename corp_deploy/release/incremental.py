@@ -26,7 +26,9 @@ from .digests import IMAGE_LABELS, Digests, Stamp, files_of, read_stamp, stamp_p
 
 STATE = ".stages"
 DIGESTS = "digests.json"
-NOT_DONE = "not done yet"
+NOT_DONE, AGAIN = "not done yet", "asked for by --again"
+MACHINE = "machine"
+"""The input of a stage that measures which describes the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,8 @@ class StageDirs:
 class Stage:
     """One step. `reads` and `outputs` are files below the directory of results, or whole folders when a slash ends
     them. `outside` are files or folders elsewhere, by label. `settings` are JSON values. `missing` says what this
-    machine lacks for it (None: nothing).
+    machine lacks for it (None: nothing). `machine` describes the machine for a stage that measures; it counts where the
+    stage can run. `again`: whether it runs although it is done.
     """
 
     name: str
@@ -57,6 +60,8 @@ class Stage:
     outside: Mapping[str, Path] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     missing: Callable[[], str | None] = lambda: None
+    machine: Callable[[], Mapping[str, Any]] | None = None
+    again: bool = False
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -103,6 +108,8 @@ def inputs_of(stage: Stage, root: Path, digests: Digests) -> dict[str, str]:
         raise BadInput(f"stage {stage.name}: {root / absent[0]} is not there; run the stage that makes it first")
     inputs = {key: json.dumps(value, sort_keys=True) for key, value in stage.settings.items()}
     inputs |= {name: digests.of_path(root / name) for name in stage.reads}
+    if stage.machine is not None and stage.missing() is None:
+        inputs[MACHINE] = json.dumps(stage.machine(), sort_keys=True)
     outside = stage.outside.items()
     return inputs | {label: digests.of_path(path, pictures=label in IMAGE_LABELS) for label, path in outside}
 
@@ -111,7 +118,8 @@ def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], 
     """Why a stage is not done, or nothing when it is."""
     if stamp is None:
         return NOT_DONE
-    changed = sorted(key for key in {*stamp.inputs, *inputs} if stamp.inputs.get(key) != inputs.get(key))
+    keys = {*stamp.inputs, *inputs} - ({MACHINE} - {*inputs})  # what was measured elsewhere stands
+    changed = sorted(key for key in keys if stamp.inputs.get(key) != inputs.get(key))
     if changed:
         return f"changed: {', '.join(changed[:4])}" + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
     if not _complete(stamp.outputs.keys(), stage.outputs):
@@ -121,7 +129,7 @@ def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], 
             return f"{name} is gone"
         if digests.of_file(root / name) != digest:
             return f"{name} was changed after it was made"
-    return ""
+    return AGAIN if stage.again else ""
 
 
 def plan(stages: Sequence[Stage], root: Path) -> list[StageStatus]:

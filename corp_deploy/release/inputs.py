@@ -12,6 +12,7 @@ from corp_deploy.spec import trusted_code
 from corp_deploy.spec.architecture import OF_TORCHVISION
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput
+from ground.outputs import require_writable
 from perf.stats.trend import require_directory
 
 from . import incremental
@@ -113,6 +114,9 @@ def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path
         if not standing.is_dir():
             words = f"{standing} is a file, expected the folder where measured tables are kept; give another"
             mistakes.add(f"reduce.latency_tables: {words}")
+        else:
+            with mistakes.at("reduce.latency_tables"):
+                require_writable(tables, folder=True)
     if OF_OPTIONS in names and history is not None:
         with mistakes.at("gate.history"):
             require_directory(history)

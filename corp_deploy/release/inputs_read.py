@@ -1,8 +1,8 @@
-"""What a recipe names, read as the stages will read it: the model, each set of images once, labels, heads. Nothing is
-decoded or run. Everything heavy is imported here.
+"""What a recipe names, read as the stages will read it: the model, each set of images once, labels, heads. The first
+images alone are decoded and run. Everything heavy is imported here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,14 +19,18 @@ from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_of
 from corp_deploy.proof.heads import opened_heads
 from corp_deploy.proof.limits import ParityLimits, unreachable
+from corp_deploy.reduction.steady_inputs import require_steady_on
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, left_out
 from corp_deploy.store.labels import labels_for
 from corp_deploy.store.onnx_file import graph_ports
 from export.graph.precision import kept_modules
+from export.graph.to_onnx import require_size
 from export.triton.variants import require_labels
 from ground.errors import BadInput
+from ground.outputs import require_space
 from ground.ports import OutputPort
+from ground.precision import type_by_name
 from perf.bench.latency_table import SUFFIX, load_table
 from perf.gate.rule import ACCURACY, FITTED
 from perf.parity.measures import MEASURES, SHARES, require_agreement
@@ -112,11 +116,18 @@ def _read_class_names(path: Path, model: nn.Module) -> None:
         raise BadInput(f"{path}: {len(names)} labels for the model's {classes} classes; give one for each, a line each")
 
 
+def _bytes_to_write(recipe: Recipe, model: nn.Module, names: Collection[str]) -> float:
+    """Estimate what these stages write of models and graphs, a reduced one as half of the dense."""
+    graphs = sum(1.0 if type_by_name(each).size_bytes == 4 else 0.5 for each in recipe.export.precisions)
+    shares = {"dense": 1.0, "reduce": 0.5, "export.dense": graphs, "export.reduced": graphs / 2, "package": graphs / 2}
+    return sum(each.nbytes for each in model.parameters()) * sum(shares.get(name, 0.0) for name in names)
+
+
 def read_inputs(
     recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: RecipeProblems, warn: Callable[[str], None]
 ) -> None:
     """Note what these stages would refuse of what they are made from beyond the release, and warn of what they would
-    find. The model is the recipe's, or that of the release where it stands already.
+    find. The model is the recipe's, or that of the release where it stands already. Raises Missing for a full disk.
     """
     names, labels = {stage.name for stage in stages}, {label for stage in stages for label in stage.outside}
     dense: Checkpoint | None = None
@@ -125,6 +136,7 @@ def read_inputs(
     if dense is None:
         return
     model = dense.model
+    require_space(root, _bytes_to_write(recipe, model, names), what="the models and graphs take")
     if "dense" in names:
         with mistakes.at("export.input"):
             graph_ports(dense, recipe.export.input)
@@ -135,10 +147,17 @@ def read_inputs(
         for path in () if tables is None else sorted(tables.glob(f"*{SUFFIX}")):
             with mistakes.at("reduce.latency_tables"):
                 load_table(path)
+    if "export.dense" in names:
+        with mistakes.at("export.precisions"):
+            for precision in recipe.export.precisions:
+                require_size(model, precision)
     if "export.dense" in names and recipe.export.keep_fp32:
         with mistakes.at("[export]"):
             kept_modules(traced_model.exportable(model), recipe.export.keep_fp32)
     calibration = _calibration_images(recipe, model, mistakes, warn) if "calibration.images" in labels else None
+    if "moments" in names and calibration is not None:
+        with mistakes.at("[model]"):
+            require_steady_on(model, calibration.fitted)
     proving = calibration.held_out if recipe.proves_on_own and calibration is not None else None
     if names & PROVING and not recipe.proves_on_own:
         with mistakes.at("held_out.images"):

@@ -5,15 +5,17 @@ keeps its record of the run that made its files, with the machine.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from corp_deploy.store.manifest import Efforts, Step, load_effort, timed_on, write_effort
 from ground.effort import Stopwatch
 from perf.runners.protocol import stopwatch
 
 from .incremental import NOT_DONE, STATE, Stage, StageDirs, StageStatus
+from .recipe import Recipe
 
 SHARES = {"moments": 20, "reduce": 25, "size": 25, "export": 4, "parity": 12, "engine": 60, "bench": 30, "gain": 15}
 """About how the time of a release is shared out among its stages, by the first word of their names; others take 1."""
@@ -30,12 +32,18 @@ def _clock(seconds: float) -> str:
 
 
 class Pace:
-    """Hears the stages as they start, and says a line of each."""
+    """Hears the stages as they start, and says a line of each. `seconds`: of stages whose time is limited, by name."""
 
-    def __init__(self, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
-        self._open: list[str] = []
-        self._began = clock()
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        seconds: Mapping[str, float] = MappingProxyType({}),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._say, self._seconds, self._clock = say, seconds, clock
+        self._open, self._took = list[str](), dict[str, float]()
+        self._began = self._started = clock()
         self._now: str | None = None
 
     def plan(self, statuses: Sequence[StageStatus]) -> None:
@@ -45,17 +53,35 @@ class Pace:
 
     def __call__(self, stage: Stage, why: str) -> None:
         """A stage, and why it is done again; told of once more, what goes otherwise than asked in it."""
-        is_open = stage.name in self._open and stage.name != self._now
+        place = ""
+        if stage.name != self._now and stage.name in self._open:
+            now = self._clock()
+            if self._now is not None:
+                self._took[self._now] = now - self._started
+            self._started, place = now, self._place(stage.name, now)
         self._now = stage.name
-        self._say(f"{self._place(stage.name) if is_open else ''}{stage.name}{'' if why == NOT_DONE else f': {why}'}")
+        self._say(f"{place}{stage.name}{'' if why == NOT_DONE else f': {why}'}")
 
-    def _place(self, stage: str) -> str:
-        at, took = self._open.index(stage), self._clock() - self._began
-        finished, left = sum(map(_share, self._open[:at])), sum(map(_share, self._open[at:]))
-        words = f"{at + 1} of {len(self._open)}, {_clock(took)} so far"
-        if finished >= LEAST_DONE * (finished + left):
-            words += f", about {_clock(took * left / finished)} left by estimate"
-        return f"[{words}] "
+    def _place(self, stage: str, now: float) -> str:
+        at = self._open.index(stage)
+        words = f"{at + 1} of {len(self._open)}, {_clock(now - self._began)} so far"
+        left = self._left(self._open[at:])
+        return f"[{words}] " if left is None else f"[{words}, about {_clock(left)} left by estimate] "
+
+    def _left(self, stages: Sequence[str]) -> float | None:
+        """Estimate the seconds that stages take, by those that ran and not by those that were up to date."""
+        ran = {name: took for name, took in self._took.items() if name not in self._seconds}
+        finished, left = (sum(_share(name) for name in names if name not in self._seconds) for names in (ran, stages))
+        if left and finished < LEAST_DONE * (finished + left):
+            return None
+        limited = sum(self._seconds.get(name, 0.0) for name in stages)
+        return limited + (sum(ran.values()) * left / finished if left else 0.0)
+
+
+def limited_seconds(recipe: Recipe) -> dict[str, float]:
+    """Return how long the stages that measure take at most, by name."""
+    seconds = recipe.bench.time_limit_s * len(recipe.bench.batches)
+    return {f"{kind}.{target.name}": seconds for target in recipe.targets for kind in ("bench", "gain")}
 
 
 SUFFIX = ".effort"  # stamps are all that ends in .json there

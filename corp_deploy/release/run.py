@@ -1,18 +1,20 @@
 """What is done with the stages of a recipe: planned, run, run one by one, or written as a script. Imports no torch."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import fnmatch
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ground.errors import BadInput, Missing
 from ground.files import write_text
+from ground.outputs import require_writable
 from perf.gate.verdicts import load_gate
 from perf.stats.trend import add_release
 
 from . import calls, incremental
 from .baseline import Baseline
-from .incremental import Outcome, Stage, StageStatus, locked
+from .incremental import Outcome, Stage, StageStatus
 from .inputs import require_inputs
 from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS
 from .pipeline import own_records, stages_of
@@ -37,6 +39,15 @@ class Released:
     signature: Signature | None = None
 
 
+def _names_like(patterns: Sequence[str], stages: Sequence[Stage], option: str) -> set[str]:
+    """Return the names that fit patterns, such as bench.*. Raises BadInput for a pattern that fits none."""
+    names = [stage.name for stage in stages]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise BadInput(f"{option} {pattern}: no such stage; there are {', '.join(sorted(names))}")
+    return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+
+
 def _unsign(root: Path) -> bool:
     """Remove a signature, first of all; whether there was one."""
     there = (root / SIGNATURE).is_file()
@@ -49,10 +60,10 @@ def _unsign(root: Path) -> bool:
 class Job:
     """A recipe that is carried out in the directory `root`; `path` is its file. `warn` hears, before any work, what the
     result will not be able to show; `planned`, before the first stage starts, what will be done; `starts` each stage
-    and why it runs.
+    and why it runs. `again`: patterns of stages that run although they are done.
 
-    Each way of doing it raises BadInput for what it would not even begin with, and, but for `plan`, when another
-    process works in the directory.
+    Each way of doing it raises BadInput for what it would not even begin with. Whoever calls one, but for `plan`, holds
+    the lock of the directory.
     """
 
     recipe: Recipe
@@ -63,9 +74,13 @@ class Job:
     planned: Callable[[Sequence[StageStatus]], None] = lambda statuses: None
     starts: Callable[[Stage, str], None] = lambda stage, why: None
     signer: Signer | None = None
+    again: Sequence[str] = ()
 
-    def _stages(self) -> list[Stage]:
-        return stages_of(self.recipe, self.root, self.baseline)
+    def _stages(self, *, done: Collection[str] = ()) -> list[Stage]:
+        """Return all stages; those of `again` run although they are done, but for those that just were."""
+        stages = stages_of(self.recipe, self.root, self.baseline)
+        again = _names_like(self.again, stages, "--again") - {*done}
+        return [replace(stage, again=True) if stage.name in again else stage for stage in stages]
 
     def _required(self, stages: Sequence[Stage]) -> list[StageStatus]:
         return require_inputs(self.recipe, self.root, stages, self.baseline, path=self.path, warn=self.warn)
@@ -74,9 +89,19 @@ class Job:
         """What `release` would do now; writes nothing."""
         return self._required(self._stages())
 
+    def _plan_to_write(self, stages: Sequence[Stage]) -> list[StageStatus]:
+        """Return the plan. Raises BadInput for a file or folder of an open stage that can't be written."""
+        statuses = self._required(stages)
+        for stage, status in zip(stages, statuses, strict=True):
+            for name in stage.outputs if status.state != "cached" else ():
+                require_writable(self.root / name, folder=name.endswith("/"))
+        if self.recipe.gate.history is not None:
+            require_writable(self.recipe.gate.history, folder=True)
+        return statuses
+
     def release(self) -> Released:
         """Run what is not done, and sign what passes."""
-        self.planned(self.plan())
+        self.planned(self._plan_to_write(self._stages()))
         if self.signer is not None:
             if self.recipe.release.version is None:
                 raise BadInput(
@@ -85,17 +110,16 @@ class Job:
                 )
             self.signer.require()
         self.root.mkdir(parents=True, exist_ok=True)
-        with locked(self.root):
-            outcome = self._run_all()
-            if outcome.blocked:
-                if outcome.finished:
-                    _unsign(self.root)
-                return Released(outcome=outcome, verdict=None, exit_code=None)
-            gate, own = load_gate(self.root / GATE), own_records(self.recipe, self.root)
-            if self.recipe.gate.history is not None:
-                add_release(self.recipe.gate.history, own["bench"])
-            self.baseline.start(own, exit_code=gate.exit_code)
-            signature = self._signature(passed=gate.exit_code == 0, changed=bool(outcome.finished))
+        outcome = self._run_all()
+        if outcome.blocked:
+            if outcome.finished:
+                _unsign(self.root)
+            return Released(outcome=outcome, verdict=None, exit_code=None)
+        gate, own = load_gate(self.root / GATE), own_records(self.recipe, self.root)
+        if self.recipe.gate.history is not None:
+            add_release(self.recipe.gate.history, own["bench"])
+        self.baseline.start(own, exit_code=gate.exit_code)
+        signature = self._signature(passed=gate.exit_code == 0, changed=bool(outcome.finished))
         return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
 
     def _run_all(self) -> Outcome:
@@ -105,7 +129,7 @@ class Job:
         first = incremental.run(stages[:gate], self.root, starts=self.starts, is_complete=False)
         if first.blocked:
             return first
-        rest = incremental.run(self._stages(), self.root, starts=self.starts)
+        rest = incremental.run(self._stages(done=first.finished), self.root, starts=self.starts)
         finished = (*first.finished, *rest.finished)
         cached = tuple(name for name in rest.cached if name not in finished)
         return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
@@ -120,14 +144,11 @@ class Job:
 
     def run_only(self, names: Sequence[str]) -> Outcome:
         """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
-        every = {stage.name: stage for stage in self._stages()}
-        for name in names:
-            if name not in every:
-                raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(every))}")
-        chosen = [stage for name, stage in every.items() if name in names]
-        self._required(chosen)
-        with locked(self.root):
-            outcome = incremental.run(chosen, self.root, starts=self.starts, is_complete=False)
+        stages = self._stages()
+        named = _names_like(names, stages, "--only")
+        chosen = [stage for stage in stages if stage.name in named]
+        self._plan_to_write(chosen)
+        outcome = incremental.run(chosen, self.root, starts=self.starts, is_complete=False)
         if outcome.blocked:
             raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
         return outcome
@@ -137,14 +158,17 @@ class Job:
         stages, root = self._stages(), self.root
         self._required(stages)
         root.mkdir(parents=True, exist_ok=True)
-        with locked(root):
-            incremental.run(stages[:1], root, starts=self.starts, is_complete=False)
-            pairs = zip(stages, incremental.plan(stages, root), strict=True)
-            elsewhere = [status for stage, status in pairs if status.state != "cached" and stage.missing() is not None]
-            rows = [
-                {"name": each.stage, "why": each.why, "words": calls.only(each.stage, self.recipe).argv}
-                for each in elsewhere
-            ]
-            write_text(root / SCRIPT, rendered("remaining.sh", release=self.recipe.name, stages=rows))
-            (root / SCRIPT).chmod(0o755)
-        return root / SCRIPT, elsewhere
+        incremental.run(stages[:1], root, starts=self.starts, is_complete=False)
+        pairs = zip(stages, incremental.plan(stages, root), strict=True)
+        elsewhere = [each for each in pairs if each[1].state != "cached" and each[0].missing() is not None]
+        rows = [
+            {
+                "name": stage.name,
+                "why": status.why,
+                "words": (*calls.only(stage.name, self.recipe).argv, *(("--again", stage.name) if stage.again else ())),
+            }
+            for stage, status in elsewhere
+        ]
+        write_text(root / SCRIPT, rendered("remaining.sh", release=self.recipe.name, stages=rows))
+        (root / SCRIPT).chmod(0o755)
+        return root / SCRIPT, [status for _, status in elsewhere]

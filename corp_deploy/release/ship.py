@@ -48,9 +48,10 @@ class ToShip:
             "calibration": {"images": self.options.images.resolve(), **self.drawn.drawn, "device": self.run.device},
             "held_out": {"images": held_out and held_out.resolve(), "labels": labels and labels.resolve()},
             "reduce": {
-                "macs": MACS if self.budget.currency is None else self.budget.macs,
+                "macs": self.budget.macs if self.budget.allocates else MACS,
                 "params": self.budget.params,
                 "latency": self.budget.latency,
+                "within": None if self.budget.limit is None else str(self.budget.limit),
                 "latency_tables": tables and Path(tables).resolve(),
             },
             "export": {"precisions": self.options.precision},
@@ -106,6 +107,12 @@ def _new(request: ToShip, root: Path) -> Recipe:
     from corp_deploy.families.family import output_ports
     from corp_deploy.store.inputs import images_for_model
 
+    limit, held_out = request.budget.limit, request.options.held_out
+    if limit is not None and held_out is None:
+        raise BadInput(
+            f"--within '{limit}' chooses the model on images held out of --images, so that they can't prove it too; "
+            "give others as --held-out"
+        )
     model = request.source.opened().model
     if (takes := traced_model.input_spec(model).medium) != "images":
         raise BadInput(
@@ -113,10 +120,11 @@ def _new(request: ToShip, root: Path) -> Recipe:
             "calibrate, reduce, export, verify, bench, gate"
         )
     count = images_for_model(model, request.options.images, **request.drawn.drawn).count
-    if request.options.held_out is None and count < LEAST_IMAGES:
+    if (held_out is None or limit is not None) and count < LEAST_IMAGES:
+        what, remedy = ("choose", "") if limit is not None else ("prove", ", or others as --held-out")
         raise BadInput(
-            f"--images {request.options.images}: {count} images, too few to hold some out that prove the result; give "
-            f"{LEAST_IMAGES} or more, or others as --held-out"
+            f"--images {request.options.images}: {count} images, too few to hold some out that {what} the result; give "
+            f"{LEAST_IMAGES} or more{remedy}"
         )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", root.resolve().name).lstrip("_.-") or "model"
     # Of a single logit nobody knows here whether it tells two classes apart: its error is judged.
@@ -125,8 +133,8 @@ def _new(request: ToShip, root: Path) -> Recipe:
     own: Mapping[str, dict[str, Any]] = {
         "release": {"name": name},
         "package": {"name": name if "fp32" in request.options.precision else None},
-        "calibration": {"hold_out": min(MOST_HELD_OUT, count // 2) if request.options.held_out is None else None},
-        "reduce": {"effort": "standard"},
+        "calibration": {"hold_out": min(MOST_HELD_OUT, count // 2) if held_out is None or limit is not None else None},
+        "reduce": {"effort": "standard"} if limit is None else {},
         "parity": {"min_agreement": 0.98 if classifies else None, "max_error": 0.05},
         "gate": {"fail_if": rules if classifies else rules[:1]},
     }

@@ -3,6 +3,7 @@ proves them, and what times them. Imports no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,12 +13,13 @@ from msgspec.structs import asdict
 from corp_deploy import __version__
 from corp_deploy.invocation.option import Invocation
 from corp_deploy.machine import versions
+from perf.timing.watch import environment, watching
 
 from . import calls, names
 from .incremental import Stage, StageDirs
 from .recipe import Recipe
 from .recipe_record import Table
-from .targets import Target, missing_to_build, missing_to_run
+from .targets import ON_CPU, Target, missing_to_build, missing_to_run
 
 TORCH = ("torch", "timm", "numpy")
 
@@ -64,6 +66,7 @@ def stage(
     settings: Mapping[str, Any] = MappingProxyType({}),
     tools: Sequence[str] = (),
     missing: Callable[[], str | None] = lambda: None,
+    machine: Callable[[], Mapping[str, Any]] | None = None,
 ) -> Stage:
     """What this command does, or `run` in its place; a file that may be `outside` is None where it isn't asked for.
     `tools`: the packages that its result depends on. A GPU's stages name none: that machine has others.
@@ -80,6 +83,7 @@ def stage(
             "versions": {"corp-deploy": __version__} | {each: here[each] for each in tools if each in here},
         },
         missing=missing,
+        machine=machine,
         command=str(command),
     )
 
@@ -91,6 +95,12 @@ def heads_read(recipe: Recipe) -> dict[str, Path]:
 
 # What times a target on the CPU; a GPU's machine has versions of its own.
 TIMED_BY = {"onnxruntime-cpu": ("onnxruntime",), "openvino": ("openvino",)}
+OF_MACHINE = ("machine", "cpu", "cpu_count", "gpu", "driver")
+RUNTIMES = {
+    "onnxruntime-cuda": ("onnxruntime_gpu",),
+    "tensorrt": ("tensorrt",),
+    "tensorrt-rtx": ("tensorrt_rtx",),
+}
 
 
 def _with_records(plans: Sequence[str], target: Target) -> tuple[str, ...]:
@@ -132,6 +142,13 @@ def _target_parity_stage(recipe: Recipe, target: Target, reads: Sequence[str]) -
     )
 
 
+def measured_by(target: Target) -> dict[str, Any]:
+    """Describe what of this machine decides a target's times."""
+    with nullcontext((None, None)) if target.name in ON_CPU else watching() as (_, gpu):
+        here = environment(gpu)
+    return {key: here[key] for key in (*OF_MACHINE, *RUNTIMES.get(target.name, ())) if here[key] is not None}
+
+
 def _timing_stage(
     name: str, recipe: Recipe, target: Target, call: Invocation, reads: Sequence[str], **compared: Any
 ) -> Stage:
@@ -143,6 +160,7 @@ def _timing_stage(
         settings=settings_of("bench", recipe.bench) | compared,
         tools=TIMED_BY.get(target.name, ()) if name == "bench" else (),
         missing=lambda: missing_to_run(target),
+        machine=lambda: measured_by(target),
     )
 
 

@@ -5,7 +5,7 @@ machine has, and reasons in tables, of one line each: a longer one stands below 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -24,6 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ground.text import printable
+
+from .waiting import Waiting
 
 WIDTH_WITHOUT_TERMINAL = 110
 
@@ -69,13 +71,15 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Where a command's words go."""
+    """Where a command's words go; `waiting` speaks while they are lacking."""
 
     json: bool
     quiet: bool
+    waiting: Waiting = field(default_factory=Waiting)
 
     def result(self, record: Mapping[str, Any], *shown: RenderableType) -> None:
         """The command's result: the record as JSON, or the renderables made for people."""
+        self.waiting.heard()
         if self.json:
             click.echo(json.dumps(record, indent=2, allow_nan=False))
         elif not self.quiet:
@@ -85,11 +89,13 @@ class Output:
 
     def note(self, text: str) -> None:
         """One line about what is going on, for people only."""
+        self.waiting.heard()
         if not (self.quiet or self.json):
             click.echo(printable(text), err=True)
 
     def warn(self, text: str) -> None:
         """A line that is shown even when --quiet is given: it changes what the result means."""
+        self.waiting.heard()
         click.echo(printable(f"warning: {text}"), err=True)
 
     @contextmanager
@@ -103,7 +109,7 @@ class Output:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=_console(stderr=True), disable=self.quiet) as bar:
+        with self.waiting.bar(), Progress(*columns, console=_console(stderr=True), disable=self.quiet) as bar:
             yield Bar(progress=bar, task=bar.add_task(printable(title), total=total, unit=unit))
 
 

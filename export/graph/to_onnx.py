@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
+from ground.precision import MIXED, PRECISIONS, QUANTISED, type_by_name
 
 from . import tidy
 from .check import MAX_BYTES, SPELLED_OUT, check_onnx, decomposed_norms, unsupported_nodes
@@ -97,6 +98,28 @@ PREFIX = "export."
 _NEWER_HINT = f"\n  opset {OPSETS[-1]} will do: export with --opset {OPSETS[-1]}, or leave --opset out"
 
 
+def _graph_bytes(model: nn.Module, precision: str) -> int:
+    """Return how many bytes the weights take in a graph; at least so many where some are kept in float32.
+
+    Quantised graphs are made of a float32 one.
+    """
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
+    float_bytes = 4 if precision in QUANTISED else type_by_name(precision).size_bytes
+    return sum(each.numel() * (float_bytes if each.is_floating_point() else each.element_size()) for each in tensors)
+
+
+def require_size(model: nn.Module, precision: str) -> None:
+    """Raise BadInput for weights that a single ONNX file can't hold in this precision."""
+    size_bytes = _graph_bytes(model, precision)
+    if size_bytes >= MAX_BYTES:
+        fits = [name for name in PRECISIONS if name not in MIXED and _graph_bytes(model, name) < MAX_BYTES]
+        remedy = f"give precision {' or '.join(fits)}" if fits else "take a smaller model"
+        raise BadInput(
+            f"the weights take {size_bytes:,} bytes in {precision}, and one ONNX file has to hold them in fewer than "
+            f"{MAX_BYTES:,}; {remedy}"
+        )
+
+
 def onnx_from_model(
     model: nn.Module,
     inputs: Sequence[Port],
@@ -124,11 +147,9 @@ def onnx_from_model(
     assert opset is None or opset in OPSETS, opset
     assert all(key[: len(PREFIX)] != PREFIX for key in metadata), metadata
     _refuse_odd_ports(inputs, outputs)
+    require_size(model, precision)
     with torch.no_grad():
         typed = typed_copy(model, precision, keep_fp32, norms=norms)
-    size_bytes = sum(tensor.nbytes for tensor in typed.state_dict().values())
-    if size_bytes >= MAX_BYTES:
-        raise BadInput(f"the weights take {size_bytes} bytes, a single ONNX file must stay under {MAX_BYTES}; try fp16")
     samples = _samples(inputs, batch or 2)
     names = [port.name for port in inputs] + [port.name for port in outputs]
 

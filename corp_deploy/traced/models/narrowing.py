@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -78,10 +77,9 @@ def _random_inputs(model: nn.Module, own: Tracing) -> list[Tensor]:
     return random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
 
 
-def require_steady_model(model: nn.Module) -> None:
-    """Raise BadInput for a model that gives other outputs at each call."""
-    with suppress(NotFinite):  # noise isn't what the model was made for
-        require_steady(tracing(model).program, _random_inputs(model, tracing(model)))
+def require_steady_model(model: nn.Module, inputs: Sequence[Tensor], *, called: str) -> None:
+    """Raise BadInput for a model whose outputs on these inputs differ at each call or are not finite."""
+    require_steady(tracing(model).program, inputs, called=called)
 
 
 def _by_key(own: Tracing, kept: Mapping[str, Index]) -> dict[str, Index]:

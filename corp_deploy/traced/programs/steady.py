@@ -54,8 +54,10 @@ class _Watched(fx.Interpreter):
         return result
 
 
-def require_steady(program: Program, inputs: Sequence[Tensor]) -> None:
-    """Raise BadInput if two runs differ, NotFinite if outputs aren't finite; both name the operation and its module."""
+def require_steady(program: Program, inputs: Sequence[Tensor], *, called: str = "noise") -> None:
+    """Raise BadInput if two runs differ, NotFinite if outputs aren't finite on inputs that are `called` so; both name
+    the operation and its module.
+    """
     first, second = (_summaries(program, inputs) for _ in range(2))
     for node, summary in first.items():
         if not summary.is_like(second[node]):
@@ -66,7 +68,7 @@ def require_steady(program: Program, inputs: Sequence[Tensor]) -> None:
             )
     if not first[program.output].is_finite:
         causes = (node for node, summary in first.items() if not summary.is_number)
-        raise NotFinite(f"{_name(next(causes, program.output))} gives NaN or infinity, got noise as inputs")
+        raise NotFinite(f"{_name(next(causes, program.output))} gives NaN or infinity on {called}")
 
 
 def _summaries(program: Program, inputs: Sequence[Tensor]) -> dict[fx.Node, _Summary]:

@@ -1,0 +1,54 @@
+"""Names and labels that tell the candidates of one proof apart."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ground.errors import BadInput
+
+from .candidates import Candidate
+from .own_noise import DENSE
+
+WHOLE = "whole"
+"""The name of the link from the dense model to the last candidate."""
+
+
+def _renamed(candidate: Candidate, parts: Sequence[str]) -> Candidate:
+    """Return the candidate, called by the last parts of its path."""
+    path = candidate.path
+    is_file = candidate.form != "torch"
+    name = candidate.name.removeprefix(path.parent.name if is_file else path.name)
+    label = candidate.label.removeprefix(f"{path.parent.name}/{path.name}" if is_file else path.name)
+    *folders, last = parts
+    words = [*folders, Path(last).stem if is_file else last]
+    return replace(candidate, name=f"{'-'.join(words)}{name}", label=f"{'/'.join(parts)}{label}")
+
+
+def _are_distinct(candidates: Sequence[Candidate]) -> bool:
+    names, labels = {each.name for each in candidates} - {WHOLE}, {each.label for each in candidates} - {DENSE}
+    return len(names) == len(labels) == len(candidates)
+
+
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates; those with one name or one label are called by as much of their paths as differs.
+
+    Raises BadInput where one path is given twice.
+    """
+    paths = [Path(os.path.abspath(each.path)) for each in candidates]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path, count in Counter(paths).items() if count > 1)
+        raise BadInput(f"{twice}: given twice as a candidate; give each candidate once")
+    names, labels = Counter(each.name for each in candidates), Counter(each.label for each in candidates)
+    chosen, depth = list(candidates), 0
+    while not _are_distinct(chosen):
+        depth += 1
+        assert depth <= max(len(path.parts) for path in paths), paths
+        chosen = [
+            _renamed(each, path.parts[-depth:])
+            if names[each.name] > 1 or labels[each.label] > 1 or each.name == WHOLE or each.label == DENSE
+            else each
+            for each, path in zip(candidates, paths, strict=True)
+        ]
+    return chosen

@@ -1,0 +1,20 @@
+"""Check a model on the first of the user's own inputs, before a long pass over all of them."""
+
+from torch import nn
+
+from calib.inputs import InputSet, tensors_by_name, to_device
+from corp_deploy.traced.models.module import TracedModule, device
+from corp_deploy.traced.models.narrowing import require_steady_model
+
+AT_ONCE, BATCHES = 2, 2
+
+
+def require_steady_on(model: nn.Module, inputs: InputSet) -> None:
+    """Run the first two batches twice. Raise BadInput, naming the operation, where outputs differ or are not finite."""
+    if not isinstance(model, TracedModule):
+        return
+    first = inputs.subset(range(min(inputs.count, AT_ONCE * BATCHES)))
+    for batch in first.batches(AT_ONCE):
+        tensors = list(tensors_by_name(to_device(batch, device(model))).values())
+        if all(bool(each.isfinite().all()) for each in tensors):  # others are named with their file as they are read
+            require_steady_model(model, tensors, called=f"the first {inputs.noun}")

@@ -1,0 +1,117 @@
+"""Lines on stderr that name what a command is at while it says nothing else, as an import or a trace takes long.
+
+Imports nothing heavy: it is at work before torch is loaded.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+AFTER_S = 2.0
+"""How long a command may be silent."""
+PHASES = {
+    "corp_deploy.traced.programs": "tracing the model",
+    "corp_deploy.traced": "looking for what can be reduced",
+    "corp_deploy.families": "reading the model",
+    "corp_deploy.store": "reading the model",
+    "corp_deploy.release.digests": "comparing files with what was made of them",
+    "corp_deploy.release.inputs": "checking what the recipe names",
+    "calib": "reading the inputs",
+    "export": "making a graph",
+    "perf": "running the models",
+}
+"""What a package is at, by the beginnings of its modules' names; the first that fits counts."""
+OWN = ("corp_deploy", "calib", "export", "ground", "perf")
+_IMPORT, _IMPORTER = "_find_and_load", "<frozen importlib"
+
+
+def phase_of(frames: Sequence[FrameType]) -> str:
+    """Return what frames, the innermost first, are at: a phase of ours, or the library that is loaded meanwhile."""
+    loaded = ""
+    for frame in frames:
+        code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
+        if code.co_filename.startswith(_IMPORTER):
+            package = str(frame.f_locals.get("name", "")).partition(".")[0] if code.co_name == _IMPORT else ""
+            loaded = loaded if package in (*OWN, "") else package  # of libraries that import others the outermost one
+        elif module.partition(".")[0] not in OWN:
+            loaded = loaded if code.co_name == "<module>" else ""  # a function of a library loads something small
+        elif loaded:
+            break
+        elif (words := next((words for start, words in PHASES.items() if module.startswith(start)), None)) is not None:
+            return words
+    return f"loading {loaded}" if loaded else "working"
+
+
+def _frames_of_main() -> list[FrameType]:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = list[FrameType]()
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Waiting:
+    """What is said while a command is silent: each phase once."""
+
+    def __init__(
+        self,
+        *,
+        say: Callable[[str], None] = _say,
+        clock: Callable[[], float] = time.monotonic,
+        frames: Callable[[], Sequence[FrameType]] = _frames_of_main,
+    ) -> None:
+        self._say, self._clock, self._frames = say, clock, frames
+        self._heard_at, self._bars, self._said = clock(), 0, set[str]()
+        self._ended = threading.Event()
+
+    def heard(self) -> None:
+        """Count the time from now on, as something was said."""
+        self._heard_at = self._clock()
+
+    def look(self) -> None:
+        """Say the phase where nothing was said for long, and no bar is shown."""
+        if self._bars or self._clock() - self._heard_at < AFTER_S:
+            return
+        phase = phase_of(self._frames())
+        if phase not in self._said:
+            self._said.add(phase)
+            self._say(f"{phase} ...")
+        self.heard()
+
+    @contextmanager
+    def bar(self) -> Iterator[None]:
+        """Say nothing while a progress bar is shown."""
+        self._bars += 1
+        try:
+            yield
+        finally:
+            self._bars -= 1
+            self.heard()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look from a thread of its own for as long as this is open."""
+
+        def watch() -> None:
+            while not self._ended.wait(AFTER_S / 8):
+                self.look()
+
+        threading.Thread(target=watch, daemon=True, name="waiting").start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+
+
+def waits_quietly(words: Sequence[str]) -> bool:
+    """Return whether a command says no lines: it is quiet, its output is JSON, or another process speaks."""
+    return bool({"-q", "--quiet", "--json"} & {*words}) or os.environ.get("RANK", "0") != "0"

@@ -1,0 +1,62 @@
+"""Check before any work that results can be written where they are to go."""
+
+import errno
+import os
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from .errors import BadInput, Missing
+from .files import beside, regular_file
+
+OF_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
+"""Errors that no other path would mend."""
+
+
+def _standing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that is there."""
+    return next(each for each in (path, *path.parents) if os.path.lexists(each))
+
+
+def _is_of_another_user(path: Path) -> bool:
+    """Return whether a file may not be replaced although its folder may be written to, as in /tmp."""
+    folder, user = path.parent.stat(), os.geteuid()
+    is_kept = os.path.lexists(path) and bool(folder.st_mode & stat.S_ISVTX)
+    return is_kept and user not in (0, folder.st_uid, path.lstat().st_uid)
+
+
+def require_writable(path: Path, *, folder: bool) -> None:
+    """Raise BadInput where no file, or no folder of files, can be written under this path; nothing is left there.
+
+    Raises OSError, with the path, for what the machine lacks: space, or open files.
+    """
+    standing = _standing(path)
+    where = standing if folder or standing != path else path.parent
+    if not where.is_dir():
+        kind = "a dangling link" if where.is_symlink() and not where.exists() else "no directory"
+        raise BadInput(f"{path}: can't be written, as {where} is {kind}; give another path")
+    try:
+        with suppress(FileNotFoundError):  # a name too long is refused here
+            (path if folder else beside(regular_file(path))).lstat()
+        with TemporaryFile(dir=where):
+            pass
+        if not folder and where == path.parent and _is_of_another_user(path):
+            raise PermissionError(errno.EPERM, "the file is another user's")
+    except OSError as error:
+        if error.errno in OF_MACHINE:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise BadInput(
+            f"{path}: can't be written in {where} ({error.strerror}); give another path, or make that one writable"
+        ) from None
+
+
+def require_space(path: Path, size_bytes: float, *, what: str) -> None:
+    """Raise Missing where the disk has less space than is needed for what will be written under the path."""
+    free = shutil.disk_usage(_standing(path)).free
+    if free < size_bytes:
+        raise Missing(
+            f"{path}: {what} about {size_bytes / 2**20:,.0f} MiB, and the disk has {free / 2**20:,.0f} MiB free; free "
+            "some space, or write elsewhere"
+        )

@@ -1,0 +1,83 @@
+"""Candidates of one proof have names and labels of their own, whatever their files are called."""
+
+from pathlib import Path
+
+import pytest
+
+from corp_deploy.proof.candidate_names import distinct
+from corp_deploy.proof.candidates import Candidate, in_runtime
+from ground.errors import BadInput
+from ground.precision import FLOAT32
+from tests.command import refuses
+from tests.export_served import write_onnx
+
+
+def graph(path: str, precision: str = "fp32") -> Candidate:
+    """As candidate_from_path makes one of a file."""
+    place = Path(path)
+    return Candidate(
+        label=f"{place.parent.name}/{place.name} ONNX {precision}",
+        name=f"{place.parent.name}-onnx-{precision}",
+        form="graph",
+        path=place,
+        float_type=FLOAT32,
+    )
+
+
+def directory(path: str) -> Candidate:
+    place = Path(path)
+    return Candidate(
+        label=f"{place.name} torch fp32", name=place.name, form="torch", path=place, float_type=FLOAT32
+    )  # fmt: skip
+
+
+def names(*candidates: Candidate) -> list[str]:
+    return [each.name for each in distinct(candidates)]
+
+
+def labels(*candidates: Candidate) -> list[str]:
+    return [each.label for each in distinct(candidates)]
+
+
+def test_candidates_that_differ_keep_their_names() -> None:
+    every = [directory("reduced"), graph("out/a.onnx"), graph("out/b.onnx", "fp16")]
+    assert distinct(every) == every
+    assert distinct([]) == []
+
+
+def test_graphs_of_one_folder_are_called_by_their_files() -> None:
+    pair = graph("out/a.onnx"), graph("out/b.v2.onnx")
+    assert names(*pair) == ["a-onnx-fp32", "b.v2-onnx-fp32"]
+    assert labels(*pair) == ["a.onnx ONNX fp32", "b.v2.onnx ONNX fp32"]
+    assert in_runtime(distinct(pair)[0], "openvino-bf16").name == "a-openvino-bf16-fp32"
+
+
+def test_graphs_right_here_are_called_by_their_files() -> None:
+    assert names(graph("a.onnx"), graph("b.onnx")) == ["a-onnx-fp32", "b-onnx-fp32"]
+
+
+def test_files_of_one_name_are_called_by_the_folders_that_differ() -> None:
+    pair = graph("one/out/a.onnx"), graph("two/out/a.onnx")
+    assert names(*pair) == ["one-out-a-onnx-fp32", "two-out-a-onnx-fp32"]
+    assert labels(*pair) == ["one/out/a.onnx ONNX fp32", "two/out/a.onnx ONNX fp32"]
+    assert names(directory("one/reduced"), directory("two/reduced")) == ["one-reduced", "two-reduced"]
+
+
+def test_a_file_that_would_take_another_name_takes_more_of_its_path() -> None:
+    assert len(set(names(graph("out/a.onnx"), graph("out/b.onnx"), graph("a/model.onnx")))) == 3
+
+
+def test_a_directory_is_not_called_as_the_reference_or_the_whole_chain() -> None:
+    assert labels(directory("x/dense")) == ["x/dense torch fp32"]
+    assert names(directory("x/whole")) == ["x-whole"]
+
+
+def test_one_path_given_twice_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"a\.onnx: given twice as a candidate; give each candidate once"):
+        distinct([graph("out/a.onnx"), graph("out/../out/a.onnx")])
+
+
+def test_verify_refuses_one_path_given_twice_before_the_model_is_loaded(tmp_path: Path) -> None:
+    path = write_onnx(tmp_path / "model.onnx")
+    refuses("given twice as a candidate", "verify", "absent", path, path,
+            "--images", "x.npy", "-o", tmp_path / "p.json")  # fmt: skip
