@@ -136,9 +136,28 @@ def test_a_changed_rule_runs_only_the_gate_and_what_tells_of_it(home: Path) -> N
     dry = json.loads(release(home, "--dry-run", "--json").stdout)
     assert {row["stage"]: row["why"] for row in dry["stages"]}["gate"] == "changed: gate.fail_if"
     result = release(home, "--json", expect=1)
-    assert made(result) == ["recipe", "gate", "report", "manifest"]
+    assert made(result) == ["recipe", "gate", "package", "report", "manifest"]
     assert json.loads(result.stdout)["gate"] == "FAIL"
     assert run("check", home / "out").exit_code == 0
+
+
+@pytest.mark.slow("graph")
+def test_a_release_that_fails_is_packed_only_with_allow_failed(home: Path) -> None:
+    edit(home, '"params >= dense"', '"params < 1e9"')
+    result, out = said(release(home, expect=1)), home / "out"
+    assert "not packed, because its proof failed: gate.json: FAIL: params < 1e9" in result
+    assert not (out / "repository").exists()
+    card = (out / "MODEL_CARD.md").read_text()
+    assert "This model failed its proof:\n\n* gate.json: FAIL: params < 1e9" in card
+    assert "`repository/` was not written." in card
+    assert made(release(home, "--json", expect=1)) == []
+    edit(home, "[package]\n", "[package]\nallow_failed = true\n")
+    assert "not packed" not in said(release(home, expect=1))
+    assert "was written all the same" in (out / "MODEL_CARD.md").read_text()
+    entry = json.loads((out / "repository/expected.json").read_text())["models"]["tiny_cpu"]["1"]
+    assert entry["proof"]["parity.json"].startswith("PASS (1 link judged")
+    assert entry["proof"]["gate.json"].startswith("FAIL: params < 1e9")
+    assert run("check", out).exit_code == 0
 
 
 @pytest.mark.slow("graph")

@@ -181,6 +181,7 @@ def make(job: "Job", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
     from corp_deploy.release.names import GATE
     from corp_deploy.release.pace import Pace
+    from corp_deploy.release.proven import proof_of_directory
     from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate
 
@@ -205,7 +206,9 @@ def make(job: "Job", out: Output, *closing: str) -> int:
     done, kept = len(outcome.finished), len(outcome.cached)
     summary = f"{done} stages done, {kept} kept as they were"
     summary = summary if done else f"nothing to do: all {kept} stages are up to date"
-    judged = gate_shown(load_gate(output / GATE))
+    judged, proof = gate_shown(load_gate(output / GATE)), proof_of_directory(output)
+    if proof.failed and job.recipe.package.name is not None and not job.recipe.package.allow_failed:
+        out.warn(proof.refusal(output, "allow_failed = true under [package]"))
     out.result(record, summary, *judged, f"{output}: gate {released.verdict}{signature}", *closing)
     return released.exit_code
 

@@ -120,13 +120,16 @@ class ServingOptions(Record, heading="Serving"):
         (),
         help="A profile min:opt:max for the script that builds a missing plan; may be given several times.",
     )
+    allow_failed: bool = option(
+        default=False, help="Pack a model whose parity or gate is FAIL; expected.json says that it failed."
+    )
 
     @property
     def serving(self) -> "Serving":
         """The same to the room of export; the batch to prefer is measured."""
         from export.triton.config import Serving
 
-        others = ("name", "model_version", "labels", "server", "batch")
+        others = ("name", "model_version", "labels", "server", "batch", "allow_failed")
         return Serving(**{name: value for name, value in self.values.items() if name not in others})
 
 

@@ -241,7 +241,7 @@ class SamplesTable(table_of(SAMPLES)):  # type: ignore[misc]
     """The held-out inputs that are kept."""
 
 
-class PackageTable(table_of(PACKAGE, options_of(ServingOptions, "labels"))):  # type: ignore[misc]
+class PackageTable(table_of(PACKAGE, options_of(ServingOptions, "labels", "allow_failed"))):  # type: ignore[misc]
     """The model repository that is written where it is named."""
 
 

@@ -4,33 +4,26 @@ signed as a whole: every model and version in it, under one name and version.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from corp_deploy.invocation.engine import ServingOptions
+from corp_deploy.machine import versions
+from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
 from export.engine.record import record_of_plan
-from export.triton.config import DEFAULT_MAX_BATCH, Agreement, Expected, Latency, Serving
+from export.triton.config import DEFAULT_MAX_BATCH, EXPECTED_NAME, Agreement, Expected, Latency, Serving
 from export.triton.lint import lint_repository
+from export.triton.lint_artifact import ERROR
 from export.triton.variants import Package
 from ground.errors import BadInput
-from ground.files import BYTE_ORDER_MARK, text_from_file
+from ground.files import BYTE_ORDER_MARK, text_from_file, write_json
 from perf.parity.logits import LogitMeasures
 from perf.parity.parity import load_parity
 from perf.record.runs import Bench, load_bench
 from perf.stats.summary import summarise
 
-from .names import BENCH, PARITY, SIGNATURE, graph_name
+from .names import BENCH, MANIFEST, PARITY, SIGNATURE, graph_name
+from .proven import Proof
 from .signature import entries_below
 from .signer import Signer, sign
-
-if TYPE_CHECKING:
-    pass
-from corp_deploy.machine import versions
-from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
-from export.triton.config import EXPECTED_NAME
-from export.triton.lint_artifact import ERROR
-from ground.files import write_json
-
-from .names import MANIFEST
 
 
 def to_serve(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
@@ -147,9 +140,9 @@ def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, S
     return fp32, serving, []
 
 
-def package_of_directory(directory: Path, options: ServingOptions) -> tuple[Package, list[str]]:
-    """What a release's (or the demo's) directory offers to a server, and what is left out and why. The batch to prefer,
-    and the largest one where the options name none, come from what was measured.
+def package_of_directory(directory: Path, proof: Proof, options: ServingOptions) -> tuple[Package, list[str]]:
+    """Return what a directory of results offers to a server, and notes: what is left out and why, and what its proof
+    lacks. The batch to prefer, and the largest one where the options name none, come from what was measured.
 
     Raises BadInput when there is no reduced graph in it.
     """
@@ -187,8 +180,9 @@ def package_of_directory(directory: Path, options: ServingOptions) -> tuple[Pack
         expected=expected,
         profiles=profiles,
         server=options.server,
+        proof=proof.lines,
     )
-    return package, notes
+    return package, [*notes, *proof.failed, *proof.undecided]
 
 
 def unsign_repository(repository: Path) -> bool:
