@@ -111,6 +111,7 @@ def test_the_folder_holds_what_is_promised(first: Path) -> None:
     assert json.loads((out / "moments.json").read_text())["sha256"] == sha256_of_file(out / MOMENTS)
     assert str(first) not in (out / "manifest.json").read_text()
     card = (out / "MODEL_CARD.md").read_text()
+    assert re.search(r"`dense` made smaller by corp-deploy; images [x\d]+. Architecture: vit_tiny\w+ \(", card), card
     for words in ("blocks.0.mlp", "8 unlabelled images", "lost, held out", "held-out images", "speed-up", "## Limits"):
         assert words in card
     assert not [name for name in manifest["files"] if "effort" in name]

@@ -91,7 +91,7 @@ class ServingOptions(Record, heading="Serving"):
 
     name: str = option(TEXT, "vit", help="Model name; variants are NAME, NAME_onnx and NAME_cpu.")
     model_version: int = option(MODEL_VERSION, 1, help="Version directory to add.")
-    labels: Path | None = option(FILE, help="Class names, one a line.")
+    labels: Path | None = option(FILE, help="Class names, one a line; default: those of the model's configuration.")
     server: str | None = option(TEXT, help="Server release such as 26.07, to warn when versions don't match.")
     queue_delay_us: int = option(
         QUEUE_DELAY_US, 500, help="How long a request may wait for others to make a batch, in microseconds."

@@ -217,8 +217,9 @@ def card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Efforts) 
     shape = "x".join(map(str, config.input.shape))
     version = recipe.release.version
     lines = [f"# {markdown_line(recipe.name)}{'' if version is None else f' {markdown_line(version)}'}", ""]
-    model = markdown_line(config.built.name)
-    lines += [f"`{model}` made smaller by corp-deploy; images {shape}. Gate: **{load_gate(root / GATE).verdict}**.", ""]
+    named = f"`{markdown_line(recipe.model.shown)}` made smaller by corp-deploy; images {shape}."
+    built = f"Architecture: {markdown_line(config.architecture_line)}."
+    lines += [f"{named} {built} Gate: **{load_gate(root / GATE).verdict}**.", ""]
     lines += _unproven(root, recipe)
     reduction = reduction_of(config, root / "reduced")
     lines += ["## What was removed", "", *_removed(reduction, recipe), ""]

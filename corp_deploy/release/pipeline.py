@@ -163,7 +163,7 @@ def _package_stage(recipe: Recipe, root: Path) -> Stage:
         "package",
         package,
         outputs=(f"{names.REPOSITORY}/",),
-        reads=(*names.graphs_of(recipe, "reduced"), *plans, *records),
+        reads=(names.MODELS["reduced"][0], *names.graphs_of(recipe, "reduced"), *plans, *records),
         outside={"package.labels": recipe.package.labels},
         settings={key: package[key] for key in ("name", "cpu_backend", "allow_failed")},
     )
