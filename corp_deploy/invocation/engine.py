@@ -148,7 +148,7 @@ class ShipOptions(Record, heading="What is made"):
         "is fitted to.",
     )
     labels: Path | None = option(
-        FILE, help="Class indices of --held-out, without that of all --images: accuracy is told then."
+        FILE, help="Class indices of --held-out, or of all --images if there is no --held-out; adds accuracy."
     )
     target: TargetName | None = option(
         OneOf(get_args(TargetName)), unset="the fastest that is here", help="What the model is to run on."
