@@ -545,6 +545,15 @@ def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> Non
     assert script() == 2
 
 
+@pytest.mark.parametrize("name", ["github-actions.yml", "gitlab-ci.yml", "container.yml"])
+def test_ci_examples_name_nothing_that_only_this_repository_has(name: str) -> None:
+    text = (ROOT / "examples" / "ci" / name).read_text()
+    assert "sh ci/release.sh release.toml" in " ".join(text.replace('"$IMAGE"', "").split())
+    assert "release.sh (beside this file) to ci/release.sh" in text
+    for own in ("examples/ci", "pip install '.", "docker build", "demo"):
+        assert own not in text, own
+
+
 @pytest.mark.slow("graph")
 def test_a_starter_is_written_once(home: Path) -> None:
     starter, deit = home / "new.toml", ("release", home / "other.toml", "--init", "deit_tiny_patch16_224")
