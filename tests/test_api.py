@@ -4,6 +4,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -262,6 +263,14 @@ def test_mistakes_get_one_message_and_leave_nothing(home: Path, tmp_path: Path) 
         with pytest.raises(corp_deploy.Missing):
             corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", device="cuda")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "call", [corp_deploy.load, corp_deploy.Source, lambda model: corp_deploy.export(model, "x.onnx")]
+)
+@pytest.mark.parametrize("model", [5, None, ["dense"]])
+def test_what_is_no_model_is_a_mistake_and_no_error_of_a_type(call: Callable[[Any], Any], model: Any) -> None:
+    rejects("expected a name, a directory or a module", call, model)
 
 
 def test_a_source_says_what_goes_with_a_name(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_the_example_for_ci_runs_the_release_in_the_image() -> None:
         subprocess.run(["sh", "-n", "-c", step], check=True)
     assert "latest" not in job["env"]["IMAGE"]
     script = shlex.split(steps[-1])[shlex.split(steps[-1]).index("$IMAGE") + 1]
-    assert (ROOT / script).is_file()
+    assert (ROOT / "examples" / script).is_file()
 
 
 def test_the_linter_finds_nothing() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from corp_deploy import load
+from corp_deploy.store.model_config import load_model_config
 from tests import hf_towers, tiny
 from tests.command import invoked, refuses
 from tests.recipes import recipe
@@ -175,7 +176,8 @@ def test_a_recipe_takes_a_directory_of_transformers_and_writes_one(tmp_path: Pat
     from corp_deploy.release.recipe_file import load_recipe
     from corp_deploy.release.recipe_toml import text_of_recipe
 
-    hf_towers.write_tower(tmp_path / "source", "ViTForImageClassification", qkv_bias=True)
+    names = dict(enumerate(["ant", "bee", "cat", "dog", "elk"]))
+    hf_towers.write_tower(tmp_path / "source", "ViTForImageClassification", qkv_bias=True, id2label=names)
     np.save(tmp_path / "images.npy", tiny.images(24))
     np.save(tmp_path / "held-out.npy", tiny.images(8, seed=5))
     (tmp_path / "recipe.toml").write_text(RECIPE)
@@ -186,6 +188,9 @@ def test_a_recipe_takes_a_directory_of_transformers_and_writes_one(tmp_path: Pat
     invoked("release", tmp_path / "recipe.toml", "-o", tmp_path / "out", *stages)
     saved = _theirs(tmp_path / "out" / "reduced" / "hf", "ViTForImageClassification")
     assert (saved.config.intermediate_size, saved.config.head_dim) == (40, 8)
+    own = load_model_config(tmp_path / "out" / "reduced")
+    assert own.lineage["class_names"] == [*names.values()]
+    assert own.architecture_line.startswith("ViTForImageClassification (img_size 32x32, patch_size 8x8, embed_dim")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     (tmp_path / "source" / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
     words = ("release", tmp_path / "recipe.toml", "-o", tmp_path / "out", "--dry-run")

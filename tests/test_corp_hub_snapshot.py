@@ -60,6 +60,12 @@ def test_a_snapshot_is_a_model_with_its_arguments_weights_and_preprocessing(snap
         assert taken.lineage["source"]["preprocessing"] == "snapshot/config.json"
 
 
+def test_names_of_classes_come_with_a_snapshot(snapshot: Path) -> None:
+    names = [f"digit {index}" for index in range(7)]
+    assert load(change(snapshot, CONFIG | {"label_names": names})).lineage["class_names"] == names
+    assert "class_names" not in load(change(snapshot, CONFIG | {"label_names": names[:-1]})).lineage
+
+
 def test_timms_own_loader_builds_the_same_model(snapshot: Path) -> None:
     theirs = timm.create_model(f"local-dir:{snapshot}", pretrained=True).eval()
     ours = load(snapshot)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -12,6 +13,11 @@ from export.triton.lint import lint_repository
 from export.triton.pbtxt import parse
 from export.triton.repository import write_repository
 from export.triton.variants import Package
+from ground.files import write_json
+from perf.gate.gate import Gate, JudgedRule, Verdict
+from perf.gate.verdicts import save_gate
+from perf.parity.parity import ImageSet, Parity, link
+from perf.parity.tolerance import limits
 from tests.command import invoked
 from tests.export_served import SHAPE, config_of, write_onnx
 from tests.triton_server import Server, lack
@@ -75,6 +81,73 @@ def test_without_options_nothing_changes(results: Path) -> None:
 def test_what_can_not_be_served_is_refused(results: Path, words: list[object], says: str) -> None:
     assert says in package(results, *words, code=2).output
     assert not (results / "repo").exists()
+
+
+# What the records beside the model say of its proof
+
+
+def judged(results: Path, *, parity: str | None = None, gate: Verdict | None = None) -> None:
+    """Write records with these verdicts: a proof without limits is UNJUDGED."""
+    if parity is not None:
+        answers = np.random.default_rng(0).standard_normal((20, 5))
+        bound = limits(max_error={"PASS": 0.1, "FAIL": 0.001}.get(parity))
+        made = link(
+            name="onnx", kind="whole", reference="dense", candidate="reduced/model.onnx", reference_rows=answers,
+            candidate_by_batch={4: answers * 1.01}, tolerance=bound,
+        )  # fmt: skip
+        proof = Parity(images=ImageSet(count=20, digest="sha256:00"), links=(made,))
+        write_json(results / "parity.json", proof.to_json())
+    if gate is not None:
+        rule = JudgedRule(rule="speedup@b1 < 1.1", verdict=gate, message="1.02 measured", metric="speedup")
+        save_gate(Gate(rules=(rule,)), results / "gate.json")
+
+
+def proof_in(results: Path) -> Any:
+    return json.loads((results / "repo/expected.json").read_text())["models"]["vit_cpu"]["1"]["proof"]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "names"),
+    [
+        ({"parity": "FAIL"}, "parity.json: FAIL (1 link judged) on 20 images: onnx: relative error"),
+        ({"parity": "PASS", "gate": "FAIL"}, "gate.json: FAIL: speedup@b1 < 1.1: 1.02 measured"),
+    ],
+)
+def test_model_that_failed_is_packed_only_with_allow_failed(
+    results: Path, verdicts: dict[str, Any], names: str
+) -> None:
+    judged(results, **verdicts)
+    refused = " ".join(package(results, code=1).output.split())
+    assert f"{results}: not packed, because its proof failed: {names}" in refused
+    assert "--allow-failed packs it all the same" in refused
+    assert not (results / "repo").exists()
+    assert names in package(results, "--allow-failed").output
+    assert any(f"{name}: {line}".startswith(names) for name, line in proof_in(results).items())
+
+
+def test_failed_record_of_one_target_is_enough_to_refuse(results: Path) -> None:
+    judged(results, parity="FAIL")
+    (results / "parity.json").rename(results / "parity.tensorrt.json")
+    assert "parity.tensorrt.json: FAIL" in package(results, code=1).output
+
+
+def test_model_that_neither_passed_nor_failed_is_packed_with_a_warning(results: Path) -> None:
+    judged(results, parity="UNJUDGED", gate="INCONCLUSIVE")
+    said = package(results).output
+    assert "warning: parity.json: UNJUDGED (0 links judged" in said
+    assert "warning: gate.json: INCONCLUSIVE: speedup@b1 < 1.1" in said
+    assert proof_in(results)["parity.json"].startswith("UNJUDGED")
+
+
+def test_model_without_any_verdict_is_packed_as_unproven(results: Path) -> None:
+    assert "warning: no parity.json: nothing shows that the model's answers agree" in package(results).output
+    assert proof_in(results) == {}
+
+
+def test_model_that_passed_is_packed_without_a_warning_of_its_proof(results: Path) -> None:
+    judged(results, parity="PASS", gate="PASS")
+    assert ".json" not in package(results).output
+    assert proof_in(results)["gate.json"] == "PASS"
 
 
 # A version in a running server: a release's samples, refusals, exit codes

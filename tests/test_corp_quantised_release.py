@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from corp_deploy.invocation.engine import ServingOptions
+from corp_deploy.release.proven import proof_of_directory
 from corp_deploy.release.serving import is_faster, package_of_directory, quantised_graph, to_serve
 from corp_deploy.store.graph_facts import facts_of_onnx
 from perf.record.runs import Bench, Block, Row, load_bench, save_bench
@@ -84,7 +85,7 @@ def test_only_what_is_faster_is_served(home: Path, tmp_path: Path, times: float,
     assert graph == tmp_path / "reduced" / "model.int8.onnx"
     path, note = to_serve(tmp_path, "onnxruntime-cpu", graph)
     assert (path.name, note is None) == (served, times > 1)
-    package, notes = package_of_directory(tmp_path, ServingOptions(name="tiny"))
+    package, notes = package_of_directory(tmp_path, proof_of_directory(tmp_path), ServingOptions(name="tiny"))
     assert some(package.cpu_onnx).name == served
     assert bool(package.expected) == (times > 1)  # what was measured is told of what is served
     assert any("model.int8.onnx is left out" in each for each in notes) == (times <= 1)

@@ -112,6 +112,7 @@ def test_the_folder_holds_what_is_promised(first: Path) -> None:
     assert json.loads((out / "moments.json").read_text())["sha256"] == sha256_of_file(out / MOMENTS)
     assert str(first) not in (out / "manifest.json").read_text()
     card = (out / "MODEL_CARD.md").read_text()
+    assert re.search(r"`dense` made smaller by corp-deploy; images [x\d]+. Architecture: vit_tiny\w+ \(", card), card
     for words in ("blocks.0.mlp", "8 unlabelled images", "lost, held out", "held-out images", "speed-up", "## Limits"):
         assert words in card
     assert not [name for name in manifest["files"] if "effort" in name]
@@ -141,9 +142,28 @@ def test_a_changed_rule_runs_only_the_gate_and_what_tells_of_it(home: Path) -> N
     dry = json.loads(release(home, "--dry-run", "--json").stdout)
     assert {row["stage"]: row["why"] for row in dry["stages"]}["gate"] == "changed: gate.fail_if"
     result = release(home, "--json", expect=1)
-    assert made(result) == ["recipe", "gate", "report", "manifest"]
+    assert made(result) == ["recipe", "gate", "package", "report", "manifest"]
     assert json.loads(result.stdout)["gate"] == "FAIL"
     assert run("check", home / "out").exit_code == 0
+
+
+@pytest.mark.slow("graph")
+def test_a_release_that_fails_is_packed_only_with_allow_failed(home: Path) -> None:
+    edit(home, '"params >= dense"', '"params < 1e9"')
+    result, out = said(release(home, expect=1)), home / "out"
+    assert "not packed, because its proof failed: gate.json: FAIL: params < 1e9" in result
+    assert not (out / "repository").exists()
+    card = (out / "MODEL_CARD.md").read_text()
+    assert "This model failed its proof:\n\n* gate.json: FAIL: params < 1e9" in card
+    assert "`repository/` was not written." in card
+    assert made(release(home, "--json", expect=1)) == []
+    edit(home, "[package]\n", "[package]\nallow_failed = true\n")
+    assert "not packed" not in said(release(home, expect=1))
+    assert "was written all the same" in (out / "MODEL_CARD.md").read_text()
+    entry = json.loads((out / "repository/expected.json").read_text())["models"]["tiny_cpu"]["1"]
+    assert entry["proof"]["parity.json"].startswith("PASS (1 link judged")
+    assert entry["proof"]["gate.json"].startswith("FAIL: params < 1e9")
+    assert run("check", out).exit_code == 0
 
 
 @pytest.mark.slow("graph")
@@ -555,6 +575,15 @@ def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> Non
     assert summary.read_text() == (results / "report.md").read_text()
     edit(home, "[gate]", "[gate] # a mistake\nfail = 1")
     assert script() == 2
+
+
+@pytest.mark.parametrize("name", ["github-actions.yml", "gitlab-ci.yml", "container.yml"])
+def test_ci_examples_name_nothing_that_only_this_repository_has(name: str) -> None:
+    text = (ROOT / "examples" / "ci" / name).read_text()
+    assert "sh ci/release.sh release.toml" in " ".join(text.replace('"$IMAGE"', "").split())
+    assert "release.sh (beside this file) to ci/release.sh" in text
+    for own in ("examples/ci", "pip install '.", "docker build", "demo"):
+        assert own not in text, own
 
 
 @pytest.mark.slow("graph")

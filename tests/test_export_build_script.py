@@ -77,7 +77,7 @@ def test_every_word_arrives_as_it_was(word: str, tmp_path: Path) -> None:
     assert (target / f"p{word}.plan").read_text() == "built\n"
     assert (target.parent / "config.pbtxt").read_text() == "a config\n"
     image, *inside = some(run_script(folder / SCRIPT_NAME, tmp_path))[-4:]
-    assert image == f"tritonserver:26.07{word}"
+    assert image == f"nvcr.io/nvidia/tritonserver:26.07{word}"
     assert inside == ["sh", f"/models/m{word}_onnx/3/{SCRIPT_NAME}", "inside"]
     assert not list(tmp_path.rglob("stolen"))
 
@@ -86,7 +86,7 @@ def test_a_plain_name_needs_no_quotes() -> None:
     """Whoever reads the script sees the commands as they would write them."""
     text = script_of("", profiles=(BatchProfile(smallest=1, tuned=4, largest=8),))
     assert "'" not in text.replace("server's", "").replace("'%s  %s\\n'", "")
-    assert "# Inside such a container:      sh m_onnx/3/build_plan.sh inside\n" in text
+    assert "# Inside the server's container: sh m_onnx/3/build_plan.sh inside\n" in text
     assert "\n    --profile=0 --minShapes=i:1x3x4x4,attention_mask:1x7 " in text
     assert "\n    12.0) plan=p.plan ;;\n" in text
 

@@ -130,6 +130,15 @@ def test_verdicts_on_known_figures(text: str, verdict: str) -> None:
     assert one(text).verdict == verdict, one(text)
 
 
+def test_large_figures_are_written_without_an_exponent() -> None:
+    large = JudgedRule(
+        rule="size", verdict="FAIL", message="-", metric="size_bytes", value=1234567.5, low=1234000.0, high=1.2e9
+    )
+    text = markdown_from_gate(Gate(rules=(large,)))
+    assert "1,234,568 (1,234,000 to 1,200,000,000)" in text
+    assert "12,346" in one("p50@b8 > 1", plain(dense_ms=20000.0, reduced_ms=12345.6, spread=1e-6)).message
+
+
 def test_a_bound_inside_the_interval_is_inconclusive_and_says_how_many_more_blocks() -> None:
     """Width shrinks with the root of the rounds: recompute what is told from the interval itself."""
     judged = one("speedup@b8 < 1.255", plain(spread=0.1))

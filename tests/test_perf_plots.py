@@ -3,6 +3,8 @@
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,7 +16,7 @@ from perf.parity.parity import Link, link
 from perf.parity.tolerance import limits
 from perf.report import plots
 from perf.report.plots import HUES, Series, Spot
-from perf.report.svg import WIDTH, Drawing, Scale, element, linear, logarithmic, short
+from perf.report.svg import WIDTH, Drawing, Scale, element, fitted, linear, logarithmic, short, width_of
 from perf.stats.stats import Interval
 
 
@@ -38,7 +40,8 @@ def test_any_values_get_a_scale_with_ticks_inside(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [(0, "0"), (0.001, "0.001"), (2500, "2500"), (25000, "25k"), (1e-6, "1e-6"), (2e9, "2e9")]
+    ("value", "words"),
+    [(0, "0"), (0.001, "0.001"), (2500, "2500"), (25000, "25k"), (1e-6, "1e-6"), (2e9, "2G"), (1_200_000, "1.2M")],
 )
 def test_short_labels(value: float, words: str) -> None:
     assert short(value) == words
@@ -81,6 +84,63 @@ def test_plots_are_xml_inside_their_frame(draw: Callable[[], Drawing]) -> None:
     assert "nan" not in svg
     assert "inf" not in svg.replace("infinite", "")
     assert all(-1 <= float(x) <= WIDTH + 1 for x in re.findall(r'\b(?:x|x1|x2|cx)="([-\d.]+)"', svg))
+
+
+LONG = "encoder.layers.11.self_attention.qk.of.a.module.with.a.long.name"
+SLOW = Interval(value=123456.0, low=100000.0, high=150000.0)
+WIDE: list[Callable[[], Drawing]] = [
+    lambda: plots.dumbbells({"blocks.10.attn.qk": (0.3, 0.01), LONG: (0.4, 0.02)}),
+    lambda: plots.bounded([replace(each, name=f"{LONG} {each.name}") for each in links()], x_label="x"),
+    lambda: plots.gains({"batch 65536": (around(1.4), around(1.0))}, 2.0),
+    lambda: plots.distributions({"batch 65536": {LONG: [123456.0] * 9, f"{LONG}2": [98765.0] * 9}}),
+    lambda: plots.curve([Series(name=LONG, tone="dense", points=[(f"{5000 * n:,}", SLOW) for n in range(1, 31)]),
+                         Series(name=f"{LONG}2", tone="reduced", points=[("5,000", around(0.00125))])],
+                        title="t", unit="images/s", x_label="batch", log=False),
+    lambda: plots.scatter({f"{LONG}{place}": [Spot(x=0.4, value=1.25e-5, filled=True, tip="a")] for place in range(6)},
+                          title="t", unit="error", x_label="share", least=1e-6),
+]  # fmt: skip
+
+
+def extents(drawing: Drawing) -> list[tuple[float, float, float, str]]:
+    """Height, both ends and words of every text of a drawing, by the estimate of a letter's width."""
+    found = []
+    for each in ElementTree.fromstring(drawing.inline).iter():
+        if each.tag.endswith("text"):
+            x, words = float(each.attrib["x"]), each.text or ""
+            before = {"start": 0.0, "middle": 0.5, "end": 1.0}[each.attrib["text-anchor"]]
+            left = x - before * width_of(words)
+            found.append((float(each.attrib["y"]), left, left + width_of(words), words))
+    return found
+
+
+@pytest.mark.parametrize("draw", [*DRAWN, *WIDE])
+def test_labels_stay_in_the_frame_and_beside_each_other(draw: Callable[[], Drawing]) -> None:
+    texts = sorted(extents(draw()))
+    for _, left, right, words in texts:
+        assert left >= -1, words
+        assert right <= WIDTH + 1, words
+    for (y, _, end, one), (below, start, _, other) in pairwise(texts):
+        assert y != below or end <= start + 1, (one, other)
+
+
+def test_a_label_that_is_cut_keeps_both_its_ends_and_is_whole_in_its_tip() -> None:
+    svg = WIDE[0]().inline
+    assert ">blocks.10.attn.qk</text>" in svg
+    assert re.search(r">encoder\.[\w.]*…[\w.]*long\.name</text>", svg)
+    assert f"<title>{LONG}: 0.4 before" in svg
+
+
+@pytest.mark.parametrize(
+    ("label", "width", "shown"),
+    [
+        ("blocks.0", 100.0, "blocks.0"),
+        ("abcdefgh", 36.0, "ab…gh"),
+        ("abcdefgh", 1.0, "a…"),
+        ("模型模型", 44.0, "模…型"),
+    ],
+)
+def test_a_label_is_cut_in_the_middle(label: str, width: float, shown: str) -> None:
+    assert fitted(label, width) == shown
 
 
 def test_a_failed_row_and_its_reason_stay_visible() -> None:

@@ -3,24 +3,28 @@
 import csv as comma_separated
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cache
+from importlib import resources
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
+from ground.digits import plain
 from ground.ports import OutputPort, Role
+from perf.parity.labels import Accuracy
 from perf.parity.locate import FaultLocation
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.structure import batch_sizes, outputs
 from perf.parity.tolerance import limits
 from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
 from perf.report import tables
-from perf.report.content import ModelLine, content_from_record
-from perf.report.numbers import count, number, percent, size
+from perf.report.content import ModelLine, content_from_record, tiles
+from perf.report.numbers import count, error, number, percent, size
 from perf.report.render import csv, html, junit, markdown
 from tests.doubles import some
 from tests.histories import block, row
@@ -152,6 +156,44 @@ def test_every_table_and_plot_is_there() -> None:
     assert page.count("<svg") == 6
 
 
+def accuracies(*shares: tuple[str, float]) -> tuple[Accuracy, ...]:
+    return tuple(
+        Accuracy(model=name, correct=int(500 * share), images=500, accuracy=share, low=share - 0.01, high=share + 0.01)
+        for name, share in shares
+    )
+
+
+@pytest.mark.parametrize(
+    ("known", "shown"),
+    [
+        (accuracies(("dense", 0.988), ("reduced", 0.986)), "98.8 % → 98.6 %"),
+        (accuracies(("dense", 0.988), ("reduced", 0.986), ("fp16", 0.5)), "98.8 % → 98.6 %"),
+        (accuracies(("dense", 0.988), ("fp16", 0.5)), "98.8 % → 50.0 %"),
+        (accuracies(("dense", 0.988)), ""),
+    ],
+)
+def test_accuracy_of_the_dense_model_and_of_what_ships_has_a_tile(known: tuple[Accuracy, ...], shown: str) -> None:
+    proof = replace(parity(), accuracy=known).to_json()
+    large = {words: value for value, words in tiles(content_from_record(record(parity=proof)))}
+    found = [value for words, value in large.items() if words.startswith("accuracy")]
+    assert found == [shown] * bool(shown)
+
+
+def test_a_budget_has_a_section_as_wide_as_the_page() -> None:
+    beside, _, below = html(record()).partition("<section>")
+    assert 'id="ways"' in below
+    assert 'id="models"' in beside
+
+
+def test_only_numbers_are_kept_on_one_line_of_a_table() -> None:
+    """A cell that may not wrap widens its table, which is then cut off at the edge of its half of the page."""
+    css = resources.files("perf.report").joinpath("templates", "page.css").read_text(encoding="utf-8")
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", css)
+    unbroken = [name.strip() for name, body in rules if "nowrap" in body and name.strip().startswith(("td", "th"))]
+    assert unbroken == ["td.number", "td.number small"]
+    assert ".scroll { overflow-x: auto }" in css
+
+
 def test_a_failed_batch_stays_in_the_table() -> None:
     lines = [line for line in markdown(record()).splitlines() if line.startswith("| 64 ")]
     assert lines == ["| 64 · out of memory | oom | – | – | – | – | – | – | – |"]
@@ -190,6 +232,21 @@ def test_change_and_rounding() -> None:
         (number(25_312.0), "25,312"),
         (count(22_050_664), "22.1 M"),
         (size(830_000), "830 kB"),
+        (size(999_600_000), "1 GB"),
+        (size(1_234_000_000), "1.23 GB"),
+        (size(999_600), "1 MB"),
+        (size(120), "0.12 kB"),
+        (count(999_999), "1 M"),
+        (count(3_400_000_000_000), "3.4 T"),
+        (count(7), "7"),
+        (number(999.96), "1,000"),
+        (number(0.0000123), "0.0000123"),
+        (number(0.0), "0.00"),
+        (error(1234.5), "1,234"),
+        (error(99.7), "100"),
+        (error(0.00012), "0.00012"),
+        (plain(1_234_567.0, 6), "1,234,567"),
+        (plain(123.456, 4), "123.5"),
     ],
 )
 def test_numbers_as_people_write_them(made: str, words: str) -> None:

@@ -59,6 +59,9 @@ class Source(source.Source):
     module: nn.Module | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str | os.PathLike | nn.Module):
+            kind = type(self.name).__name__
+            raise BadInput(f"model is {self.name!r:.60} ({kind}), expected a name, a directory or a module")
         with speaking_python(source.Source, parameters=("trust_code",)):
             super().__post_init__()
 

@@ -16,7 +16,11 @@ from .options import DIRECTORY, FILE
 @command()
 @click.argument("records", nargs=-1, required=True, type=FILE)
 @click.option(
-    "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
+    "--output",
+    "-o",
+    type=FILE,
+    multiple=True,
+    help="File to write; its suffix chooses the format: .json (the record), .md or .xml (JUnit); repeat for several.",
 )
 def gate(
     records: tuple[Path, ...], options: GateOptions, baseline: Baseline, output: tuple[Path, ...], out: Output
@@ -106,7 +110,13 @@ def gate(
 
 @command()
 @click.argument("directory", type=DIRECTORY)
-@click.option("--output", "-o", type=FILE, required=True, help="Report to write: .html, .md, .csv, or .xml for JUnit.")
+@click.option(
+    "--output",
+    "-o",
+    type=FILE,
+    required=True,
+    help="Report to write; its suffix chooses the format: .html, .md, .csv or .xml (JUnit).",
+)
 @click.option("--title", default=None, help="Its heading; default: the directory's name.")
 def report(directory: Path, output: Path, title: str | None, out: Output) -> None:
     """Write the report of a directory's records. These are bench.json, parity.json, the records of the reduced model,

@@ -24,25 +24,33 @@ if TYPE_CHECKING:
     from export.triton.versions import ServedVersion
 
 
-@command(first="output name model-version labels server max-batch policy instances queue-delay-us sign")
+@command(first="output name model-version labels server max-batch policy instances queue-delay-us allow-failed sign")
 @click.argument("directory", type=DIRECTORY)
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Triton model repository, created or extended.")
-def package(directory: Path, output: Path, options: ServingOptions, signing: SigningChoice, out: Output) -> None:
+def package(directory: Path, output: Path, options: ServingOptions, signing: SigningChoice, out: Output) -> int:
     """Write a Triton model repository from a directory of results.
 
     --sign signs the whole repository, with its older versions, under --name and --model-version, if `package lint`
     finds no error; `check OUTPUT --verify KEY.pub.pem` verifies it. Any later change, such as another version or
     `package serve`, invalidates the signature.
 
+    Exit codes: 0 written, 1 refused, as parity.json or gate.json in DIRECTORY says FAIL; --allow-failed writes it.
+
     Example: corp-deploy package release -o repository --name vit --model-version 1
     """
+    from corp_deploy.release.proven import proof_of_directory
     from corp_deploy.release.serving import package_of_directory, sign_repository, unsign_repository
     from export.triton.repository import write_repository
 
     signer = signing.signer()
     if signer is not None:
         signer.require()
-    packaged, notes = package_of_directory(directory, options)
+    proof = proof_of_directory(directory)
+    if proof.failed and not options.allow_failed:
+        out.warn(proof.refusal(directory, "--allow-failed"))
+        out.result({"models": [], "warnings": proof.failed, "signed": False})
+        return EXIT_FAILED
+    packaged, notes = package_of_directory(directory, proof, options)
     written = write_repository(packaged, output)
     if unsign_repository(output) and signer is None:
         out.warn(f"{output / 'model.sig'} is removed: it was of what stood there before; sign with --sign")
@@ -53,6 +61,7 @@ def package(directory: Path, output: Path, options: ServingOptions, signing: Sig
     signed = "; signed: model.sig" if signer is not None else ""
     record = {"models": list(written.models), "warnings": [*notes, *written.warnings], "signed": signer is not None}
     out.result(record, f"{output}: version {options.model_version} of {', '.join(written.models)}{signed}")
+    return 0
 
 
 COMPARED = some("server", server="Server release such as 26.07, to compare versions with.")

@@ -201,6 +201,7 @@ def make(job: "Job", out: Output, *closing: str) -> int:
     from corp_deploy.release.names import GATE, PARITY
     from corp_deploy.release.pace import Pace, limited_seconds
     from corp_deploy.release.pipeline import own_records
+    from corp_deploy.release.proven import proof_of_directory
     from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate
     from perf.parity.parity import load_parity
@@ -226,9 +227,11 @@ def make(job: "Job", out: Output, *closing: str) -> int:
     done, kept = len(outcome.finished), len(outcome.cached)
     summary = f"{done} stages done, {kept} kept as they were"
     summary = summary if done else f"nothing to do: all {kept} stages are up to date"
-    gate, parity = load_gate(output / GATE), load_parity(output / PARITY)
+    gate, parity, proof = load_gate(output / GATE), load_parity(output / PARITY), proof_of_directory(output)
     for sentence in (*job.baseline.unwritten(own_records(job.recipe, output), gate), *parity.warnings):
         out.warn(sentence)
+    if proof.failed and job.recipe.package.name is not None and not job.recipe.package.allow_failed:
+        out.warn(proof.refusal(output, "allow_failed = true under [package]"))
     verdict = f"{output}: gate {released.verdict}{signature}"
     out.result(record, summary, *gate_shown(gate), *parity.accuracy_lines, verdict, *closing)
     return released.exit_code

@@ -92,7 +92,7 @@ class ServingOptions(Record, heading="Serving"):
 
     name: str = option(TEXT, "vit", help="Model name; variants are NAME, NAME_onnx and NAME_cpu.")
     model_version: int = option(MODEL_VERSION, 1, help="Version directory to add.")
-    labels: Path | None = option(FILE, help="Class names, one a line.")
+    labels: Path | None = option(FILE, help="Class names, one a line; default: those of the model's configuration.")
     server: str | None = option(TEXT, help="Server release such as 26.07, to warn when versions don't match.")
     queue_delay_us: int = option(
         QUEUE_DELAY_US, 500, help="How long a request may wait for others to make a batch, in microseconds."
@@ -121,13 +121,16 @@ class ServingOptions(Record, heading="Serving"):
         (),
         help="A profile min:opt:max for the script that builds a missing plan; may be given several times.",
     )
+    allow_failed: bool = option(
+        default=False, help="Pack a model whose parity or gate is FAIL; expected.json says that it failed."
+    )
 
     @property
     def serving(self) -> "Serving":
         """The same to the room of export; the batch to prefer is measured."""
         from export.triton.config import Serving
 
-        others = ("name", "model_version", "labels", "server", "batch")
+        others = ("name", "model_version", "labels", "server", "batch", "allow_failed")
         return Serving(**{name: value for name, value in self.values.items() if name not in others})
 
 
@@ -146,7 +149,7 @@ class ShipOptions(Record, heading="What is made"):
         "is fitted to.",
     )
     labels: Path | None = option(
-        FILE, help=f"{LABELS_HELP} Of --held-out, without that of all --images: accuracy is told then."
+        FILE, help=f"{LABELS_HELP} Of --held-out, or of all --images if there is no --held-out; adds accuracy."
     )
     target: TargetName | None = option(
         OneOf(get_args(TargetName)), unset="the fastest that is here", help="What the model is to run on."

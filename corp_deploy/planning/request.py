@@ -28,6 +28,7 @@ from corp_deploy.reduction.model import Reduction
 from corp_deploy.spec.merging import Merging, capped, schedule_from_text
 from corp_deploy.spec.widths import Widths, is_empty
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.class_names import CLASS_NAMES
 from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.model_config import FITTED
@@ -226,8 +227,7 @@ def reduced_checkpoint(
     fingerprints = _used_fingerprints(dense, fitted, looked_at)
     if len(fingerprints):
         lineage[FITTED] = fingerprints.as_json()
-    if "source" in dense.lineage:
-        lineage["source"] = dense.lineage["source"]
+    lineage |= {name: dense.lineage[name] for name in ("source", CLASS_NAMES) if name in dense.lineage}
     if held_out is not None:
         lineage["held_out_images"] = held_out.lineage["images"]
     if reduction.polish is not None:

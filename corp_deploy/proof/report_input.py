@@ -11,6 +11,8 @@ import msgspec
 
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.spec.merging import MergingRecord
+from corp_deploy.store.class_names import CLASS_NAMES
+from corp_deploy.store.hub_snapshot import ORIGIN
 from corp_deploy.store.manifest import efforts_below, load_manifest, rows_of_efforts
 from corp_deploy.store.model_config import CONFIG, FITTED, ModelConfig, load_model_config
 from ground.errors import BadInput
@@ -121,8 +123,12 @@ def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
 
 
 def lineage_of_model(config: ModelConfig) -> dict[str, Any]:
-    """Where a model comes from, without how it was reduced."""
-    return {key: value for key, value in config.lineage.items() if key not in ("reduction", "command", FITTED)}
+    """Where a model comes from, without how it was reduced and what its config.json alone has to hold."""
+    left_out = ("reduction", "command", FITTED, CLASS_NAMES)
+    lineage = {key: value for key, value in config.lineage.items() if key not in left_out}
+    if isinstance(source := lineage.get("source"), dict):
+        lineage["source"] = {key: value for key, value in source.items() if key != ORIGIN}
+    return lineage
 
 
 def record_of_directory(directory: Path, title: str | None = None) -> dict[str, Any]:

@@ -182,6 +182,7 @@ def package(recipe: Recipe, root: Path) -> Invocation:
         "name": recipe.package.name,
         "model_version": 1,
         "labels": path_from(root, recipe.package.labels),
+        "allow_failed": recipe.package.allow_failed,
         "cpu_backend": "openvino" if recipe.served_on_cpu == "openvino" else None,
         "output": names.REPOSITORY,
     }

@@ -10,6 +10,7 @@ from corp_deploy.reduction.report import SiteReport
 from corp_deploy.spec.merging import MergingRecord
 from corp_deploy.store.manifest import Efforts, input_of_graphs, rows_of_efforts
 from corp_deploy.store.model_config import ModelConfig, load_model_config
+from ground.digits import plain
 from ground.records import record_from_file
 from ground.text import markdown_line
 from perf.gate.verdicts import load_gate
@@ -22,7 +23,8 @@ from perf.report.tables import effort_table
 from perf.stats.decision import confidence_text
 from perf.stats.summary import summarise
 
-from .names import AGAIN, GATE, PARITY, SUMMARY, SUMMARY_KIND, bench_name, gain_name
+from .names import AGAIN, GATE, PARITY, REPOSITORY, SUMMARY, SUMMARY_KIND, bench_name, gain_name
+from .proven import proof_of_directory
 from .recipe import Recipe
 from .recipe_tables import ReduceTable
 
@@ -133,7 +135,7 @@ def _agreement(parity: Parity) -> Iterator[str]:
         yield f"Accuracy: {markdown_line(accuracies)}."
     for name in dict.fromkeys(row.name for row in parity.metrics):
         rows = [row for row in parity.metrics if row.name == name]
-        values = ", ".join(f"{row.model} {row.value:.6g}" for row in rows)
+        values = ", ".join(f"{row.model} {plain(row.value, 6)}" for row in rows)
         yield ""
         made_by = f"{markdown_line(rows[0].command)} `{rows[0].sha256[:16]}`"
         yield f"{markdown_line(name)}: {markdown_line(values)}, by {made_by}."
@@ -198,16 +200,36 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
         yield f"* Not judged, since the recipe excludes them: {', '.join(map(markdown_line, parity.excluded))}."
 
 
+def _unproven(root: Path, recipe: Recipe) -> Iterator[str]:
+    """Warn of verdicts other than PASS; nothing for a model that passed."""
+    proof = proof_of_directory(root)
+    if proof.failed:
+        yield "This model failed its proof:"
+        yield ""
+        yield from (f"* {markdown_line(line)}" for line in proof.failed)
+        yield ""
+    if proof.failed and recipe.package.name is not None:
+        packed = f"`{REPOSITORY}/` was written all the same (`package.allow_failed`)"
+        yield f"{packed if recipe.package.allow_failed else f'`{REPOSITORY}/` was not written'}."
+        yield ""
+    if proof.undecided:
+        yield "Not proven:"
+        yield ""
+        yield from (f"* {markdown_line(line)}" for line in proof.undecided)
+        yield ""
+
+
 def card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Efforts) -> str:
     """The card's text, from the records of a release, the commands that made it and what its stages took."""
     config = load_model_config(root / "reduced")
     parity = load_parity(root / PARITY)
-    gate = load_gate(root / GATE)
     shape = "x".join(map(str, config.input.shape))
     version = recipe.release.version
     lines = [f"# {markdown_line(recipe.name)}{'' if version is None else f' {markdown_line(version)}'}", ""]
-    model = markdown_line(config.built.name)
-    lines += [f"`{model}` made smaller by corp-deploy; images {shape}. Gate: **{gate.verdict}**.", ""]
+    named = f"`{markdown_line(recipe.model.shown)}` made smaller by corp-deploy; images {shape}."
+    built = f"Architecture: {markdown_line(config.architecture_line)}."
+    lines += [f"{named} {built} Gate: **{load_gate(root / GATE).verdict}**.", ""]
+    lines += _unproven(root, recipe)
     reduction = reduction_of(config, root / "reduced")
     lines += ["## What was removed", "", *_removed(reduction, recipe), ""]
     lines += [] if reduction.merging is None else _tokens(reduction.merging)

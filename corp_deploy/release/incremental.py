@@ -102,12 +102,13 @@ def _complete(names: Set[str], outputs: Sequence[str]) -> bool:
 
 
 def inputs_of(stage: Stage, root: Path, digests: Digests) -> dict[str, str]:
-    """Everything that decides a stage's outputs. Raises BadInput for a file that is not there."""
-    absent = [name for name in stage.reads if not files_of(root / name)]
+    """Return everything that decides a stage's outputs; a folder may be empty. Raises BadInput for an absent file."""
+    there = [name for name in stage.reads if files_of(root / name)]
+    absent = [name for name in stage.reads if name not in there and not name.endswith("/")]
     if absent:
         raise BadInput(f"stage {stage.name}: {root / absent[0]} is not there; run the stage that makes it first")
     inputs = {key: json.dumps(value, sort_keys=True) for key, value in stage.settings.items()}
-    inputs |= {name: digests.of_path(root / name) for name in stage.reads}
+    inputs |= {name: digests.of_path(root / name) for name in there}
     if stage.machine is not None and stage.missing() is None:
         inputs[MACHINE] = json.dumps(stage.machine(), sort_keys=True)
     outside = stage.outside.items()

@@ -164,14 +164,14 @@ def _package_stage(recipe: Recipe, root: Path) -> Stage:
     """The Triton model repository of everything that was built."""
     package = calls.package(recipe, root)
     plans = [names.artefact_name(target, "reduced") for target in recipe.targets if target.is_engine]
-    records = (*(f"{plan}.json" for plan in plans), *_benches(recipe), *names.parities_of(recipe))
+    records = (*(f"{plan}.json" for plan in plans), *_benches(recipe), *names.parities_of(recipe), names.GATE)
     return stage(
         "package",
         package,
         outputs=(f"{names.REPOSITORY}/",),
-        reads=(*names.graphs_of(recipe, "reduced"), *plans, *records),
+        reads=(names.MODELS["reduced"][0], *names.graphs_of(recipe, "reduced"), *plans, *records),
         outside={"package.labels": recipe.package.labels},
-        settings={"package.name": recipe.package.name, "cpu_backend": package["cpu_backend"]},
+        settings={key: package[key] for key in ("name", "cpu_backend", "allow_failed")},
     )
 
 

@@ -125,6 +125,13 @@ class ModelTable(table_of(MODEL, options_of(Source) | MODEL, kwargs={})):  # typ
         return path if path.is_absolute() else None
 
     @property
+    def shown(self) -> str:
+        """The model as its user named it, without the folders above it."""
+        if self.code is not None:
+            return f"module:{self.code.name}:{self.model.rpartition(':')[2]}"
+        return self.model if self.directory is None else f"{self.prefix}{self.directory.name}"
+
+    @property
     def prefix(self) -> str:
         """What stands before the directory of another library's model."""
         return PREFIX if self.model.startswith(PREFIX) else ""
@@ -241,7 +248,7 @@ class SamplesTable(table_of(SAMPLES)):  # type: ignore[misc]
     """The held-out inputs that are kept."""
 
 
-class PackageTable(table_of(PACKAGE, options_of(ServingOptions, "labels"))):  # type: ignore[misc]
+class PackageTable(table_of(PACKAGE, options_of(ServingOptions, "labels", "allow_failed"))):  # type: ignore[misc]
     """The model repository that is written where it is named."""
 
 

@@ -114,7 +114,7 @@ def _card(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> di
         "modelParameters": {
             "task": "image classification" if parity.compared == "logits" else f"images to {parity.compared}",
             "architectureFamily": config.family,
-            "modelArchitecture": config.built.name,
+            "modelArchitecture": config.architecture_line,
             "datasets": [{"ref": CALIBRATION}, {"ref": HELD_OUT}],
             "inputs": [{"format": f"{recipe.export.input} images, {shape}"}],
             "outputs": [{"format": parity.compared}],

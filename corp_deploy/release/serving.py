@@ -4,33 +4,32 @@ signed as a whole: every model and version in it, under one name and version.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from corp_deploy.invocation.engine import ServingOptions
+from corp_deploy.machine import versions
+from corp_deploy.store.class_names import class_names_of_lineage
+from corp_deploy.store.hub_snapshot import is_ours
+from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
+from corp_deploy.store.model_config import CONFIG
 from export.engine.record import record_of_plan
-from export.triton.config import DEFAULT_MAX_BATCH, Agreement, Expected, Latency, Serving
+from export.triton.config import DEFAULT_MAX_BATCH, EXPECTED_NAME, Agreement, Expected, Latency, Serving
 from export.triton.lint import lint_repository
+from export.triton.lint_artifact import ERROR
+from export.triton.signature import signature_from_onnx
 from export.triton.variants import Package
 from ground.errors import BadInput
-from ground.files import text_from_file
+from ground.files import text_from_file, write_json
+from ground.records import record_from_file
 from perf.parity.logits import LogitMeasures
 from perf.parity.parity import load_parity
 from perf.record.runs import Bench, load_bench
 from perf.stats.summary import summarise
 
-from .names import BENCH, PARITY, SIGNATURE, graph_name
+from .names import BENCH, MANIFEST, PARITY, SIGNATURE, graph_name
+from .proven import Proof
 from .signature import entries_below
 from .signer import Signer, sign
-
-if TYPE_CHECKING:
-    pass
-from corp_deploy.machine import versions
-from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
-from export.triton.config import EXPECTED_NAME
-from export.triton.lint_artifact import ERROR
-from ground.files import write_json
-
-from .names import MANIFEST
 
 
 def to_serve(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
@@ -119,6 +118,18 @@ def class_names(path: Path) -> tuple[str, ...]:
     return labels
 
 
+def _own_class_names(directory: Path, graph: Path) -> tuple[str, ...]:
+    """Return the names that came with the model, if the graph gives as many logits; none otherwise."""
+    if not (directory / CONFIG).is_file():
+        return ()
+    config = record_from_file(directory / CONFIG, dict[str, Any])
+    lineage = config.get("lineage")
+    names = class_names_of_lineage(lineage) if is_ours(config) and isinstance(lineage, dict) else ()
+    given = signature_from_onnx(graph)
+    counts = [port.shape[-1] for port in given.outputs if port.shape and given.output_roles[port.name] == "logits"]
+    return names if counts and all(count == len(names) for count in counts) else ()
+
+
 def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> dict[str, Expected]:
     """What was measured of the reduced model, by the variant of the repository that it was measured of."""
     described, here = bench.subjects[1].describe, bench.environment
@@ -143,9 +154,9 @@ def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, S
     return fp32, serving, []
 
 
-def package_of_directory(directory: Path, options: ServingOptions) -> tuple[Package, list[str]]:
-    """What a release's (or the demo's) directory offers to a server, and what is left out and why. The batch to prefer,
-    and the largest one where the options name none, come from what was measured.
+def package_of_directory(directory: Path, proof: Proof, options: ServingOptions) -> tuple[Package, list[str]]:
+    """Return what a directory of results offers to a server, and notes: what is left out and why, and what its proof
+    lacks. The batch to prefer, and the largest one where the options name none, come from what was measured.
 
     Raises BadInput when there is no reduced graph in it.
     """
@@ -178,13 +189,14 @@ def package_of_directory(directory: Path, options: ServingOptions) -> tuple[Pack
         plans=plans,
         onnx=fp16 if fp16.is_file() else fp32,
         cpu_onnx=cpu,
-        labels=() if options.labels is None else class_names(options.labels),
+        labels=class_names(options.labels) if options.labels else _own_class_names(directory / "reduced", fp32),
         serving=replace(serving, preferred_batches=preferred, max_batch=serving.max_batch or largest),
         expected=expected,
         profiles=profiles,
         server=options.server,
+        proof=proof.lines,
     )
-    return package, notes
+    return package, [*notes, *proof.failed, *proof.undecided]
 
 
 def unsign_repository(repository: Path) -> bool:

@@ -56,6 +56,7 @@ from perf.report.render import html
 from . import names
 from .check import REPLAY_ERROR, GraphAnswers, SamplesRecord, load_samples, of_release, opened_graph, replayed
 from .incremental import StageDirs
+from .proven import proof_of_directory
 from .recipe import Recipe, trusted_metrics
 from .recipe_tables import require_more
 from .serving import package_of_directory
@@ -176,11 +177,13 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
 
 
 def write_package(dirs: StageDirs, run: Invocation) -> None:
-    """The model repository that an inference server loads as it is."""
+    """Write the model repository that an inference server loads as it is; none for a model whose proof failed."""
     (directory,), labels = run.arguments, run["labels"]
     options = ServingOptions.from_options({**run.options, "labels": labels and dirs.root / labels})
-    what, _ = package_of_directory(dirs.root / directory, options)
-    write_repository(what, dirs.into / run["output"])
+    proof = proof_of_directory(dirs.root / directory)
+    if not proof.failed or options.allow_failed:
+        packaged, _ = package_of_directory(dirs.root / directory, proof, options)
+        write_repository(packaged, dirs.into / run["output"])
 
 
 def write_report(dirs: StageDirs, run: Invocation) -> None:

@@ -15,6 +15,7 @@ from corp_deploy.families import (
     hf_config,
     timm_library,
     torchvision_models,
+    traced_model,
 )
 from corp_deploy.families.bert import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
@@ -25,6 +26,7 @@ from ground.errors import BadInput
 from ground.records import record_from_value
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, load_weights
+from .class_names import CLASS_NAMES, class_names_in
 from .hub_snapshot import (
     CONFIG,
     PREFIX,
@@ -97,6 +99,12 @@ def with_weights(
 def model_of_directory(directory: Path) -> Checkpoint:
     """What a directory written by `save`, or a snapshot of one of timm's repositories, holds by itself."""
     return load_dense(str(directory), weights=None, kwargs={})
+
+
+def _with_class_names(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint with the names that its library's configuration has for its classes."""
+    names = class_names_in(config, traced_model.classes(checkpoint.model))
+    return replace(checkpoint, lineage={**checkpoint.lineage, CLASS_NAMES: names}) if names else checkpoint
 
 
 def _refuse_beside(directory: Path, extra: Mapping[str, Any]) -> None:
@@ -202,21 +210,21 @@ def _loaded(
     if model.startswith(trusted_code.PREFIX):
         return load_from_code(model, weights, kwargs, ema, preprocessing)
     if model.startswith(PREFIX):
-        _refuse_beside(Path(model.removeprefix(PREFIX)), {"weights": weights, "ema": ema})
-        return _from_transformers(Path(model.removeprefix(PREFIX)), kwargs, preprocessing)
+        directory = Path(model.removeprefix(PREFIX))
+        _refuse_beside(directory, {"weights": weights, "ema": ema})
+        checkpoint = _from_transformers(directory, kwargs, preprocessing)
+        return _with_class_names(checkpoint, config_of_transformers(directory))
     folder = Path(model.removeprefix("local-dir:"))
-    directory = folder if folder.is_dir() else None
-    architecture, file = Architecture(name=model), weights
-    if directory is not None:
-        config = config_of_directory(directory)
+    snapshot = folder if folder.is_dir() else None
+    architecture, file, config = Architecture(name=model), weights, dict[str, Any]()
+    if snapshot is not None:
+        config = config_of_directory(snapshot)
         if is_ours(config):
-            _refuse_beside(
-                directory, {"weights": weights, "model_kwargs": kwargs, "ema": ema, **preprocessing.settings}
-            )
-            return load_checkpoint(directory)
-        name, own_kwargs, own = model_of_snapshot(directory, config)
+            _refuse_beside(snapshot, {"weights": weights, "model_kwargs": kwargs, "ema": ema, **preprocessing.settings})
+            return load_checkpoint(snapshot)
+        name, own_kwargs, own = model_of_snapshot(snapshot, config)
         architecture = Architecture(name=name, kwargs=own_kwargs, preprocessing=own)
-        file = weights or weights_of_snapshot(directory)
+        file = weights or weights_of_snapshot(snapshot)
     requested = replace(architecture, kwargs={**architecture.kwargs, **kwargs})
     built = dense_from_architecture(requested)
     if file is None:
@@ -224,10 +232,11 @@ def _loaded(
             f"{model} is a timm name and needs --weights ({KINDS}) of the trained model; or give in its place a file "
             "that says both: the .model.toml that calibrate writes, or a recipe"
         )
-    return with_weights(
+    checkpoint = with_weights(
         built,
         requested,
         read_weights(file, ema=ema),
         preprocessing,
-        lambda model: _preprocessing_source(directory, model, preprocessing),
+        lambda model: _preprocessing_source(snapshot, model, preprocessing),
     )
+    return _with_class_names(checkpoint, config)

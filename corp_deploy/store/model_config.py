@@ -92,6 +92,14 @@ class ModelInput(msgspec.Struct, frozen=True, kw_only=True):
     preprocessing: dict[str, Any]
 
 
+_SIZES = ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "num_classes")
+
+
+def _size(value: Any) -> str:
+    """Write a size, or the sides of an image as 224x224."""
+    return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the dense model is built, the widths of its sites, how tokens are merged, what it gives and takes, which
     program was narrowed where the model is traced, which layers are sparse (2:4 by layer), and what its weights' file
@@ -119,6 +127,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def named_outputs(self) -> Outputs | None:
         """What the model gives by name, None for its own output."""
         return None if self.outputs is None else Outputs(self.outputs)
+
+    @property
+    def architecture_line(self) -> str:
+        """The class that the model's library calls it, else its name there, and the sizes that it was built with."""
+        source = self.lineage.get("source")
+        written = source.get("class") if isinstance(source, dict) else None
+        sizes = (f"{name} {_size(value)}" for name, value in self.built.kwargs.items() if name in _SIZES)
+        return " ".join((str(written or self.built.name), f"({', '.join(sizes)})")).removesuffix(" ()")
 
     @property
     def built(self) -> Built:

@@ -2,7 +2,7 @@
 and what was made of it tell of a text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from corp_deploy.proof.decoder_parity import DecoderParity
 from corp_deploy.proof.perplexity import LanguageProof
+from ground.digits import plain
 from perf.parity.perplexity import Range
 from perf.record.decoders import DecoderBench, KvCache
 from perf.stats.summary import summarise
@@ -21,10 +22,10 @@ from .speed import compared, interval, noise_told, p50, ratios, throughputs
 def bytes_in_words(size: float) -> str:
     """As people write sizes: three digits and a unit."""
     for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
+        if float(f"{size:.3g}") < 1000:
+            return f"{plain(size, 3)} {unit}"
         size /= 1000
-    return f"{size:,.3g} GB" if size < 1000 else f"{size:,.0f} GB"
+    return f"{plain(size, 3)} GB"
 
 
 def cache_record(cache: KvCache, *, length: int, batch: int) -> dict[str, Any]:
@@ -93,10 +94,10 @@ def decode_table(record: DecoderBench) -> Table:
     return table
 
 
-def _shown(value: Range, form: str) -> str:
+def _shown(value: Range, show: Callable[[float], str]) -> str:
     if value.low is None or value.high is None:
-        return format(value.value, form)
-    return f"{value.value:{form}} ({value.low:{form}} to {value.high:{form}})"
+        return show(value.value)
+    return f"{show(value.value)} ({show(value.low)} to {show(value.high)})"
 
 
 def perplexity_shown(proof: LanguageProof) -> list[RenderableType]:
@@ -105,9 +106,10 @@ def perplexity_shown(proof: LanguageProof) -> list[RenderableType]:
     for row in proof.rows:
         against = [""] * 4
         if row.model in proof.verdicts:
-            against = [_shown(row.ratio, ".4f"), _shown(row.agreement, ".2%"), _shown(row.kl, ".3g")]
+            forms = ((row.ratio, "{:.4f}"), (row.agreement, "{:.2%}"), (row.kl, "{:.3g}"))
+            against = [_shown(value, form.format) for value, form in forms]
             against.append(proof.verdicts[row.model][0])
-        table.add_row(row.model, _shown(row.perplexity, ".4g"), *against)
+        table.add_row(row.model, _shown(row.perplexity, lambda value: plain(value, 4)), *against)
     reasons = [f"{model}: {why}" for model, (_, why) in proof.verdicts.items() if why]
     first, verdict = proof.rows[0], "measured without a limit" if proof.verdict == "UNJUDGED" else proof.verdict
     return [table, *reasons, f"{verdict} on {first.tokens:,} tokens of {first.sequences} sequences"]

@@ -233,8 +233,10 @@ def expected_text(models: Mapping[str, Any]) -> str:
     return json.dumps({"version": VERSION, "kind": KIND, "models": models}, indent=2) + "\n"
 
 
-def expected_entry(variant: Variant, version: int) -> dict[str, Any]:
-    """One model's entry: figures (none were given: null), what its outputs are for, how to start and to measure it."""
+def expected_entry(variant: Variant, version: int, proof: Mapping[str, str]) -> dict[str, Any]:
+    """Return one model's entry: figures (null where none were given), the verdicts of its proof, what its outputs are
+    for, how to start and to measure it.
+    """
     expected = variant.expected
     latencies = None if expected is None else [each.as_json() for each in expected.latencies]
     agreement = None if expected is None else expected.top1_agreement
@@ -245,6 +247,7 @@ def expected_entry(variant: Variant, version: int) -> dict[str, Any]:
         "measured_on": expected.measured_on if expected else None,
         "latencies": latencies,
         "top1_agreement": None if agreement is None else agreement.as_json(),
+        "proof": dict(proof),
         "outputs": variant.signature.output_roles,
         **({"fusion_breaks": breaks} if breaks else {}),
         "serve": f"tritonserver --model-repository=. --model-control-mode=explicit --load-model={variant.name}",

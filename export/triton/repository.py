@@ -47,7 +47,9 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
         entries = read_expected(repository / EXPECTED_NAME)
         moves = {EXPECTED_NAME: folder / EXPECTED_NAME}
         for model in models:
-            entries.setdefault(model.name, {})[str(package.version)] = expected_entry(model, package.version)
+            entries.setdefault(model.name, {})[str(package.version)] = expected_entry(
+                model, package.version, package.proof
+            )
             moves |= _written(package, model, repository, folder / model.name)
         (folder / EXPECTED_NAME).write_text(expected_text(entries))
         _install(repository, moves)

@@ -22,6 +22,7 @@ from ground.vulnerabilities import SERVER, described, vulnerabilities_of
 
 TABLE_PATH = Path(__file__).with_name("server_releases.json")
 IMAGE = "tritonserver"
+REGISTRY = "nvcr.io/nvidia"  # where NVIDIA publishes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ def build_script(
             version=version,
             folder=f"{name}_onnx/{version}",
             script=SCRIPT_NAME,
-            image=f"{IMAGE}:{image_tag}",
+            image=f"{REGISTRY}/{IMAGE}:{image_tag}",
             onnx_sha256=onnx_sha256,
             cc_filenames=cc_filenames,
             profiles=[list(_shapes(inputs, profile)) for profile in profiles],

@@ -33,7 +33,8 @@ class Package:
     `plans` are TensorRT plans with their records beside them, one per compute capability; `onnx` the graph they were
     built from, served by ONNX Runtime on the GPU; `cpu_onnx` the graph for the CPU. Any of them may be missing.
     `expected` goes by variant: plan, onnx, cpu. `server` names the release that will serve, such as 26.07.
-    `profiles` are for the build script when there is no plan to take them from.
+    `profiles` are for the build script when there is no plan to take them from. `proof` is the verdict of each record
+    that proves the model, by the record's name; empty where nothing proved it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Package:
     expected: Mapping[str, Expected] = field(default_factory=dict)
     profiles: tuple[BatchProfile, ...] = ()
     server: str | None = None
+    proof: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_name(self.name)

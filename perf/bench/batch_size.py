@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ground.digits import plain
 from ground.errors import is_out_of_memory
 from ground.feeds import Feeds
 from perf.parity.structure import StructuralTest
@@ -195,8 +196,8 @@ class BatchSize:
         if least is not None:
             message = self._advice(self.before_s + spent_s + AMPLE * least)
         else:
-            message = f"binding it and its first call took {spent_s:.2g} s of {self.limit.limit_s:.2g}; give a longer "
-            message += "--time-limit"
+            message = f"binding it and its first call took {plain(spent_s, 2)} s of {plain(self.limit.limit_s, 2)}; "
+            message += "give a longer --time-limit"
         return self._late_row(message, **measured)
 
     def _advice(self, needed_s: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from time import perf_counter_ns
 
+from ground.digits import plain
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds
 from perf.parity.structure import StructuralTest
@@ -106,7 +107,7 @@ def bench(
         _require_measured(rows)
         descriptions = [subject.runners[0].describe() for subject in opened]
     opening = (
-        f"exporting and loading took {opening_s:.2g} s, and --time-limit {plan.time_limit_s:g} allows "
+        f"exporting and loading took {plain(opening_s, 2)} s, and --time-limit {plan.time_limit_s:g} allows "
         f"{plan.time_limit_s * len(batches):g} s for all; each batch size had half of its own none the less"
     )
     settings: dict[str, Scalar] = {

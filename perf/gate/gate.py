@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ground.digits import plain
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE, BadInput
 from perf.stats.decision import (
     STRADDLES,
@@ -283,4 +284,4 @@ def _figure_text(value: Reading, bound: Reading, confidence: float) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if float(value).is_integer() and abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) >= 1000 else plain(value, 4)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
+from ground.digits import plain
 from ground.files import write_json
 from ground.records import record_from_file
 from ground.text import markdown_line, printable
@@ -74,8 +75,8 @@ def _measured(rule: JudgedRule) -> str:
     if rule.value is None:
         return "-"
     if rule.low is None or rule.high is None or rule.low == rule.high:
-        return f"{rule.value:.4g}"
-    return f"{rule.value:.4g} ({rule.low:.4g} to {rule.high:.4g})"
+        return plain(rule.value, 4)
+    return f"{plain(rule.value, 4)} ({plain(rule.low, 4)} to {plain(rule.high, 4)})"
 
 
 def _cell(text: str) -> str:
@@ -105,5 +106,5 @@ def _figure(name: str, unit: str, figure: Interval | float) -> dict[str, Any]:
         return {"name": name, "unit": unit, "value": float(figure)}
     entry = {"name": name, "unit": unit, "value": figure.value}
     if figure.is_bounded:
-        entry["range"] = f"{figure.low:.4g} to {figure.high:.4g}"
+        entry["range"] = f"{plain(figure.low, 4)} to {plain(figure.high, 4)}"
     return entry

@@ -262,7 +262,7 @@ def where(content: Content) -> str:
 
 
 def tiles(content: Content) -> list[tuple[str, str]]:
-    """Up to four large numbers, each with what it is."""
+    """Up to five large numbers, each with what it is."""
     large = []
     row = headline_row(content)
     if row and row.speedup:
@@ -275,11 +275,22 @@ def tiles(content: Content) -> list[tuple[str, str]]:
             large.append((error(m.relative_error), f"relative error, {m.images:,} {m.inputs}"))
         else:
             large.append((percent(m.agreement), f"same {SAME[shipped.role]}, {m.images:,} {m.inputs}"))
+        large += _accuracy_tile(content.parity)
     if len(content.models) >= 2:
         dense, reduced = content.models[:2]
         costs = ("multiply-adds", dense.macs, reduced.macs), ("parameters", dense.params, reduced.params)
         large += [(signed_percent(after / before - 1, 0), what) for what, before, after in costs if before and after]
     return large
+
+
+def _accuracy_tile(parity: Parity) -> list[tuple[str, str]]:
+    """The accuracies of the dense model and of what ships, else of the last model; none without two of them."""
+    if len(parity.accuracy) < 2:
+        return []
+    dense, *others = parity.accuracy
+    shipped = next((each for each in others if each.model == shipped_link(parity).candidate), others[-1])
+    shares = f"{percent(dense.accuracy, 1)} → {percent(shipped.accuracy, 1)}"
+    return [(shares, f"accuracy, {dense.model} → {shipped.model}, {shipped.images:,} images")]
 
 
 def headline_row(content: Content) -> SummaryRow | None:

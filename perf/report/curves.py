@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from ground.digits import plain
 from perf.stats.changes import ChangePoint
-from perf.stats.stats import Interval, exact
+from perf.stats.stats import UNBOUNDED, Interval, exact
 from perf.stats.trend import BatchTrend, Trend
 
 from .numbers import Table
 from .plots import Series, curve, ends_of, line_with_whiskers
-from .svg import WIDTH, Drawing, Figure, grid_y, group, legend, line, linear, text
+from .svg import WIDTH, Drawing, Figure, grid_y, group, left_of, legend, line, linear, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +92,13 @@ def trend(
     stands where a level began.
     """
     count = len(releases)
-    left, right, top, bottom = 52, WIDTH - 14, 34, 236
+    right, top, bottom = WIDTH - 14, 34, 236
     y = linear(ends_of(series), start=bottom, end=top, zero=False)
+    left = max(52.0, left_of(y.ticks))
     step = (right - left - 24) / max(count - 1, 1)
     places = {str(i + 1): left + 12 + i * step if count > 1 else (left + right) / 2 for i in range(count)}
     every = -(-count // MOST_LABELS)
-    drawn: list[Markup] = [grid_y(y, left, right, unit), legend([(s.name, s.tone) for s in series])]
+    drawn: list[Markup] = [grid_y(y, left, right, unit), legend([(s.name, s.tone) for s in series], right=unit)]
     drawn += [text(places[str(i + 1)], bottom + 18, str(i + 1), anchor="middle") for i in range(0, count, every)]
     drawn.append(text((left + right) / 2, bottom + 36, "release", anchor="middle"))
     for change in changes:
@@ -168,4 +170,5 @@ def _rows(batch: BatchTrend, releases: Sequence[str]) -> Iterator[tuple[str, ...
 def _cell(value: Interval | None, unit: str) -> str:
     if value is None:
         return "-"
-    return value.describe(".4g", bounds=unit.replace("ms", " ms") + " ({} to {})")
+    bounds = f" ({plain(value.low, 4)} to {plain(value.high, 4)})" if value.is_bounded else f" ({UNBOUNDED})"
+    return f"{plain(value.value, 4)}{unit.replace('ms', ' ms')}{bounds}"

@@ -3,8 +3,10 @@ Markdown. A line break parts a cell's small print.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ground.digits import plain
 from perf.stats import decision
 from perf.stats.stats import Interval, Percentile
 
@@ -12,19 +14,24 @@ NOTHING = "–"
 MINUS = "−"
 
 
+UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+
 def count(value: float | None) -> str:
     """22.1 M, 4.6 G."""
-    if value is None:
-        return NOTHING
-    unit, scale = next(((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if value >= s), ("", 1.0))
-    return f"{value / scale:.3g} {unit}".rstrip()
+    return NOTHING if value is None else _in_units(value, (*UNITS, ("", 1.0))).rstrip()
 
 
 def size(value: float | None) -> str:
-    """In MB or kB of 1000."""
-    if value is None:
-        return NOTHING
-    return f"{value / 1e6:.3g} MB" if value >= 1e6 else f"{value / 1e3:.3g} kB"
+    """In kB, MB or GB of 1000."""
+    return NOTHING if value is None else f"{_in_units(value, UNITS)}B"
+
+
+def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Three digits that count, in the largest unit that the rounded value reaches, else in the last."""
+    rounded = float(f"{value:.3g}")
+    unit, scale = next(((name, scale) for name, scale in units if rounded >= scale), units[-1])
+    return f"{plain(rounded / scale, 3)} {unit}"
 
 
 def percent(value: float | None, decimals: int = 2) -> str:
@@ -46,14 +53,17 @@ def error(value: float | None) -> str:
     """Two digits that count."""
     if value is None:
         return NOTHING
-    return f"{value:.2g}" if math.isfinite(value) else "not finite"
+    return plain(value, 2) if math.isfinite(value) else "not finite"
 
 
 def number(value: float | None) -> str:
     """Three digits that count, and no exponent."""
     if value is None:
         return NOTHING
-    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+    shown = f"{value:#.3g}".rstrip(".")
+    if "e-" in shown:
+        return f"{value:.{2 - math.floor(math.log10(value))}f}"
+    return f"{value:,.0f}" if value >= 1000 or "e+" in shown else shown
 
 
 def middle(value: Interval | Percentile | None) -> str:

@@ -79,7 +79,7 @@ TONES = {"PASS": "pass", "FAIL": "fail"} | dict.fromkeys(
 )
 # These tables stand side by side under the headline, and these stand under the plots of the same numbers.
 BESIDE, SPEED, FIDELITY = (
-    ("models", "effects", "ways"),
+    ("models", "effects"),
     ("latency", "end_to_end", "gate"),
     ("parity", "located", "structure"),
 )

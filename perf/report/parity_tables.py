@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+from ground.digits import plain
 from perf.parity.maps import MapMeasures
 from perf.parity.parity import Link, Parity
 
@@ -31,7 +32,7 @@ def _link_cells(link: Link) -> tuple[str, ...]:
     return (
         f"{link.name}\n{link.reference} → {link.candidate}",
         link.status,
-        f"{error(m.relative_error)}\n{'no limit' if bound is None else f'{bound:.2g} allowed'}",
+        f"{error(m.relative_error)}\n{'no limit' if bound is None else f'{error(bound)} allowed'}",
         error(m.max_abs),
         percent(m.agreement) + ("" if span is None else f"\n{percent(span[0], 1)} to {percent(span[1], 1)}"),
         NOTHING if decisive is None else f"{m.decisive_flips}\nof {decisive:,}",
@@ -119,7 +120,7 @@ def own_metrics(parity: Parity) -> Table:
         title="Measures of your own",
         columns=("Measure", "Model", "Value", "Command"),
         rows=tuple(
-            (row.name, row.model, f"{row.value:.6g}", f"{row.command}\n{row.sha256[:16]}") for row in parity.metrics
+            (row.name, row.model, plain(row.value, 6), f"{row.command}\n{row.sha256[:16]}") for row in parity.metrics
         ),
         note="Made by the command on each artefact's outputs; the digest covers it, the files that it names and "
         "the labels.",

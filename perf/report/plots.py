@@ -1,16 +1,19 @@
 """The kinds of plots, each from values to a drawing of WIDTH units."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from ground.digits import plain
 from perf.parity.parity import Link
 from perf.stats.stats import Interval, exact
 
+from .numbers import error as error_words
+from .numbers import number
 from .svg import (
     WIDTH,
     Drawing,
@@ -18,21 +21,26 @@ from .svg import (
     bar,
     dot,
     element,
+    fitted,
     grid_x,
     grid_y,
     group,
+    left_of,
     legend,
     line,
     linear,
     logarithmic,
     path,
     text,
+    width_of,
 )
 
 HEAD, ROW_PX = 36, 38  # of figures with one row a batch, so that two of them line up
 LEAST_ERROR = 1e-9
 LEAST_BOUNDED = 1e-8
 HUES = 7  # as many as templates/plot.css has
+MOST_OF_NAMES = 0.45 * WIDTH
+MEDIANS = "median, ms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +62,17 @@ def shown_interval(value: Interval) -> Interval:
 def curve(series: Sequence[Series], *, title: str, unit: str, x_label: str, log: bool) -> Drawing:
     """Lines with intervals over evenly spaced labels (batch sizes), the legend above."""
     labels = list(dict.fromkeys(label for s in series for label, _ in s.points))
-    left, right, top, bottom = 46, WIDTH - 14, 34, 236
+    right, top, bottom = WIDTH - 14, 34, 236
     y = (logarithmic if log else linear)(ends_of(series), start=bottom, end=top)
+    left = left_of(y.ticks)
     step = (right - left - 36) / max(len(labels) - 1, 1)
     places = {label: left + 18 + i * step for i, label in enumerate(labels)}
     if len(labels) == 1:
         places = {labels[0]: (left + right) / 2}
-    marks = [grid_y(y, left, right, unit), legend([(s.name, s.tone) for s in series])]
-    marks += [text(x, bottom + 18, label, anchor="middle") for label, x in places.items()]
+    marks = [grid_y(y, left, right, unit), legend([(s.name, s.tone) for s in series], right=unit)]
+    every = math.ceil((max(map(width_of, labels), default=0) + 6) / step) if len(labels) > 1 else 1
+    shown = [*places.items()][::every]
+    marks += [text(x, bottom + 18, label, anchor="middle") for label, x in shown]
     marks += [text((left + right) / 2, bottom + 36, x_label, anchor="middle")]
     marks += [mark for s in series for mark in line_with_whiskers(s, places, y, unit)]
     return Drawing(title=title, height=280, marks=tuple(marks))
@@ -79,14 +90,14 @@ def line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, un
     for label, p in series.points:
         x, up, down = places[label], y.at(p.high), y.at(p.low)
         whisker = f"M{x - 4:.1f} {up:.1f}h8M{x:.1f} {up:.1f}V{down:.1f}M{x - 4:.1f} {down:.1f}h8"
-        tip = f"{series.name}, {label}: {p.value:.4g} {unit}{_bounds(p, '.4g')}"
+        tip = f"{series.name}, {label}: {plain(p.value, 4)} {unit}{_bounds(p, 4)}"
         marks.append(group(tip, path(f"whisker {series.tone}", whisker), dot(x, y.at(p.value), series.tone, 3.5)))
     return marks
 
 
-def _bounds(value: Interval, form: str) -> str:
+def _bounds(value: Interval, digits: int) -> str:
     """The interval in words behind the value."""
-    return f" ({value.low:{form}} to {value.high:{form}})" if value.low < value.high else ""
+    return f" ({plain(value.low, digits)} to {plain(value.high, digits)})" if value.low < value.high else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,17 +112,23 @@ class Spot:
 
 def scatter(clouds: Mapping[str, Sequence[Spot]], *, title: str, unit: str, x_label: str, least: float) -> Drawing:
     """Spots by the name of their cloud, each in its colour, on a logarithmic axis; below `least` is at `least`."""
-    left, right, top, bottom = 52, WIDTH - 14, 46, 268
+    right, top, bottom = WIDTH - 14, 46, 268
     spots = [spot for cloud in clouds.values() for spot in cloud]
-    x = linear([spot.x for spot in spots], start=left, end=right, zero=False)
     y = logarithmic([spot.value for spot in spots], start=bottom, end=top, least=least)
+    left = max(52.0, left_of(y.ticks))
+    x = linear([spot.x for spot in spots], start=left, end=right, zero=False)
     tones = {name: f"hue{place % HUES}" for place, name in enumerate(clouds)}
-    marks = [grid_y(y, left, right, unit), grid_x(x, top, bottom, x_label), legend(list(tones.items()))]
+    marks = [grid_y(y, left, right, unit), grid_x(x, top, bottom, x_label), legend(list(tones.items()), right=unit)]
     for name, cloud in clouds.items():
         for spot in cloud:
             css = tones[name] if spot.filled else f"{tones[name]} open"
             marks.append(group(spot.tip, dot(x.at(spot.x), y.at(max(spot.value, least)), css, 4.5)))
     return Drawing(title=title, height=bottom + 52, marks=tuple(marks))
+
+
+def _beside_rows(rows: Iterable[str]) -> float:
+    """Return where an axis begins to the right of its rows' names."""
+    return max([58.0, *(8 + width_of(name) for name in rows)])
 
 
 def distributions(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
@@ -123,23 +140,25 @@ def distributions(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
     Args:
         rows: by batch the samples of both subjects in milliseconds; the first name is the reference.
     """
-    left, right = 58, WIDTH - 92
+    shown = {
+        label: " → ".join(number(float(np.median(each))) for each in sides.values()) for label, sides in rows.items()
+    }
+    left, right = _beside_rows(rows), WIDTH - max([92.0, *(8 + width_of(words) for words in shown.values())])
     bottom = HEAD + len(rows) * ROW_PX
     relative = {label: _relative(by_name) for label, by_name in rows.items()}
     ends = [end for times_of in relative.values() for times in times_of.values() for end in _without_outliers(times)]
     x = linear(ends, start=left, end=right, zero=False)
     names = list(dict.fromkeys(name for by_name in rows.values() for name in by_name))
     tones = dict(zip(names, ("dense", "reduced"), strict=False))
-    marks = [grid_x(x, HEAD, bottom, f"time / median of {names[0]}"), legend(list(tones.items()))]
-    marks += [text(WIDTH - 2, 13, "median, ms", anchor="end")]
+    marks = [grid_x(x, HEAD, bottom, f"time / median of {names[0]}"), legend(list(tones.items()), right=MEDIANS)]
+    marks += [text(WIDTH - 2, 13, MEDIANS, anchor="end")]
     for place, (label, by_name) in enumerate(rows.items()):
         base = HEAD + (place + 1) * ROW_PX - 3
-        medians = " → ".join(f"{np.median(samples):#.3g}".rstrip(".") for samples in by_name.values())
         marks.append(text(2, base - 9, label, css="name"))
-        marks.append(text(WIDTH - 2, base - 9, medians, anchor="end", css="name"))
+        marks.append(text(WIDTH - 2, base - 9, shown[label], anchor="end", css="name"))
         for name, samples in by_name.items():
-            tip = f"{label}, {name}: median {np.median(samples):.4g} ms, {len(samples)} samples, "
-            tip += f"up to {max(samples):.4g} ms"
+            tip = f"{label}, {name}: median {plain(float(np.median(samples)), 4)} ms, {len(samples)} samples, "
+            tip += f"up to {plain(max(samples), 4)} ms"
             marks.append(group(tip, *_density(relative[label][name], tones[name], x, base)))
     return Drawing(title="Distribution of samples", height=bottom + 42, marks=tuple(marks))
 
@@ -178,7 +197,7 @@ def gains(rows: Mapping[str, tuple[Interval | None, Interval | None]], promised:
     """
     bottom = HEAD + len(rows) * ROW_PX
     ends = [end for pair in rows.values() for each in pair if each for end in (each.low, each.value, each.high)]
-    x = linear([1.0, *ends, promised or 1.0], start=58, end=WIDTH - 50, zero=False)
+    x = linear([1.0, *ends, promised or 1.0], start=_beside_rows(rows), end=WIDTH - 50, zero=False)
     marks = [grid_x(x, HEAD, bottom, "dense time / reduced time")]
     marks.append(legend([("dense against itself", "band"), ("reduced", "reduced")]))
     if promised:
@@ -200,7 +219,7 @@ def gains(rows: Mapping[str, tuple[Interval | None, Interval | None]], promised:
 
 def _ratio(label: str, ratio: Interval, x: Scale, y: float) -> list[Markup]:
     low, mid, high = x.at(ratio.low), x.at(ratio.value), x.at(ratio.high)
-    tip = f"{label}: {ratio.value:.3f}x{_bounds(ratio, '.3f')}"
+    tip = f"{label}: {ratio.value:.3f}x{_bounds(ratio, 4)}"
     whisker = f"M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8"
     mark = group(tip, path("whisker reduced", whisker), dot(mid, y, "reduced", 3.5))
     return [mark, text(WIDTH - 2, y + 4, f"{ratio.value:.2f}×", anchor="end", css="name")]
@@ -211,13 +230,14 @@ def dumbbells(rows: Mapping[str, tuple[float, float]]) -> Drawing:
     between.
     """
     row_px = 22 if len(rows) <= 16 else 17
-    left, right, head = 118, WIDTH - 16, 36
+    left = 14 + min(max((width_of(name) for name in rows), default=0), MOST_OF_NAMES)
+    right, head = WIDTH - 16, 36
     bottom = head + len(rows) * row_px
     x = logarithmic([v for pair in rows.values() for v in pair], start=left, end=right, least=LEAST_ERROR)
     marks = [grid_x(x, head, bottom, "relative error"), legend([("only cut", "dense"), ("compensated", "reduced")])]
     for i, (name, (before, after)) in enumerate(rows.items()):
         y, ends = head + (i + 0.5) * row_px, [x.at(max(value, LEAST_ERROR)) for value in (before, after)]
-        label = text(left - 10, y + 4, name, anchor="end", css="name")
+        label = text(left - 10, y + 4, fitted(name, left - 14), anchor="end", css="name")
         between = line("whisker reduced", (ends[0], ends[1]), (y, y))
         rings = dot(ends[0], y, "dense open"), dot(ends[1], y, "reduced")
         marks.append(group(f"{name}: {before:.3g} before, {after:.3g} after", label, between, *rings))
@@ -238,13 +258,14 @@ def bounded(links: Sequence[Link], *, x_label: str) -> Drawing:
 def _bounded(link: Link, x: Scale, y: float) -> Markup:
     error, bound = link.measures.relative_error, link.tolerance.max_relative_error
     tone = {"PASS": "pass", "FAIL": "fail"}.get(link.status, "dense")
-    value = f"{error:.2g}" if math.isfinite(error) else "not finite"
-    words = f"{value} no limit" if bound is None else f"{value} of {bound:.2g}"
+    value = error_words(error)
+    words = f"{value} no limit" if bound is None else f"{value} of {error_words(bound)}"
     room = []
     if bound is not None:
         end = x.at(max(bound, LEAST_BOUNDED))
         room = [bar("room", (x.start, end), (y - 6, y + 6), 2), line("bound", (end, end), (y - 8, y + 8))]
     track = line("track", (x.start, x.end), (y, y))
-    name, figure = text(x.start, y - 13, link.name, css="name"), text(x.end, y - 13, words, anchor="end")
+    short_name = fitted(link.name, x.end - x.start - width_of(words) - 12)
+    name, figure = text(x.start, y - 13, short_name, css="name"), text(x.end, y - 13, words, anchor="end")
     mark = dot(x.at(max(error, LEAST_BOUNDED)), y, tone, 5)
     return group(f"{link.name}: {words}", *room, track, name, figure, mark)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from unicodedata import east_asian_width
 
 from markupsafe import Markup
 
@@ -58,11 +59,12 @@ def logarithmic(values: Iterable[float], *, start: float, end: float, least: flo
 
 
 def short(value: float) -> str:
-    """A tick label: 0.001, 1, 20, 3k, 1e-6."""
+    """A tick label: 0.001, 1, 20, 30k, 2M, 1e-6."""
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.6g}"
-    if 1e4 <= abs(value) < 1e6:
-        return f"{value / 1e3:g}k"
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:g}{unit}"
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
@@ -86,6 +88,29 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 WIDTH = 460
+LETTER = 7.2  # the mean width of a letter of the widest font that plot.css names
+
+
+def width_of(label: str) -> float:
+    """Estimate how wide a label is at most; letters of East Asian scripts count twice."""
+    return LETTER * sum(2 if east_asian_width(letter) in "WF" else 1 for letter in label)
+
+
+def fitted(label: str, width: float) -> str:
+    """Return the label, cut in the middle if it is wider than `width`."""
+    kept = len(label)
+    while kept > 2 and width_of(cut := _cut(label, kept)) > width:
+        kept -= 1
+    return _cut(label, kept) if kept <= 2 else cut
+
+
+def _cut(label: str, kept: int) -> str:
+    return label if kept >= len(label) else f"{label[: kept // 2]}…{label[len(label) - (kept - kept // 2 - 1) :]}"
+
+
+def left_of(ticks: Iterable[float]) -> float:
+    """Return the room that the labels of a vertical axis take."""
+    return max(46.0, 12 + max((width_of(short(tick)) for tick in ticks), default=0.0))
 
 
 def element(tag: str, *inside: str, **attributes: str | float) -> Markup:
@@ -136,12 +161,14 @@ def path(css: str, path_data: str) -> Markup:
     return element("path", class_=css, d=path_data)
 
 
-def legend(entries: Sequence[tuple[str, str]]) -> Markup:
-    """Names beside dots of their class, on the top line from the left."""
-    parts, x = [], 2.0
+def legend(entries: Sequence[tuple[str, str]], *, right: str = "") -> Markup:
+    """Names beside dots of their class, on the top line from the left; long names share what `right` leaves of it."""
+    parts, x, room = [], 2.0, WIDTH - width_of(right) - 12
+    is_long = sum(30 + width_of(name) for name, _ in entries) > room
     for name, css in entries:
-        parts += [dot(x + 5, 9, css), text(x + 14, 13, name, css="name")]
-        x += 30 + 7.2 * len(name)
+        shown = fitted(name, room / len(entries) - 30) if is_long else name
+        parts += [dot(x + 5, 9, css), text(x + 14, 13, shown, css="name")]
+        x += 30 + width_of(shown)
     return Markup("").join(parts)
 
 
@@ -160,7 +187,9 @@ def grid_x(x: Scale, top: float, bottom: float, x_label: str) -> Markup:
     for tick in x.ticks:
         place = x.at(tick)
         parts += [line("grid", (place, place), (top, bottom)), text(place, bottom + 16, short(tick), anchor="middle")]
-    return Markup("").join([*parts, text((x.start + x.end) / 2, bottom + 35, x_label, anchor="middle")])
+    middle = (x.start + x.end) / 2
+    shown = fitted(x_label, 2 * min(middle, WIDTH - middle))
+    return Markup("").join([*parts, text(middle, bottom + 35, shown, anchor="middle")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+from ground.digits import plain
 from ground.text import markdown_line
 from perf.record.runs import Bench, Scalar, differing_keys
 
@@ -125,4 +126,4 @@ def _side(summary: Summary, batch: int, name: str) -> Side | None:
 def _p50(side: Side | None) -> str:
     if side is None:
         return "not measured"
-    return side.status if side.p50_ms is None else f"{side.p50_ms.value:.4g}"
+    return side.status if side.p50_ms is None else plain(side.p50_ms.value, 4)

@@ -1,0 +1,64 @@
+"""The verdicts of a directory of results: what `package` refuses to serve, and what its records say of the proof.
+
+Imports no torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from perf.gate.gate import PARITY as OF_PARITY
+from perf.gate.gate import Gate
+from perf.gate.verdicts import load_gate
+from perf.parity.parity import load_parity
+
+from .names import GATE, PARITY, PARITY_OF_TARGET
+
+NO_PARITY = "no parity.json: nothing shows that the model's answers agree with the dense model's; run `verify`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The verdict of every record in a directory, in one line, by the record's name."""
+
+    lines: dict[str, str]
+
+    def _with(self, *verdicts: str) -> list[str]:
+        return [f"{name}: {line}" for name, line in self.lines.items() if line.split()[0].rstrip(":") in verdicts]
+
+    @property
+    def failed(self) -> list[str]:
+        """Records with the verdict FAIL, with their failed links or rules."""
+        return self._with("FAIL")
+
+    @property
+    def undecided(self) -> list[str]:
+        """Records that neither passed nor failed, and the lack of a proof of the outputs."""
+        undecided = self._with("INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED")
+        return undecided if any(name.startswith("parity") for name in self.lines) else [*undecided, NO_PARITY]
+
+    def refusal(self, directory: Path, override: str) -> str:
+        """Say why the directory is not packed, and by what `override` it is packed all the same."""
+        failed = "; ".join(self.failed)
+        return f"{directory}: not packed, because its proof failed: {failed}. {override} packs it all the same"
+
+
+def _line_of_gate(gate: Gate) -> str:
+    """The verdict with its gravest rules; the proof's own rule is told by the proof."""
+    unmet = [rule for rule in gate.rules if rule.verdict == gate.verdict != "PASS"]
+    told = [rule.rule if rule.metric == OF_PARITY else f"{rule.rule}: {rule.message}" for rule in unmet]
+    return f"{gate.verdict}: {'; '.join(told)}" if told else gate.verdict
+
+
+def _lines(directory: Path) -> Iterator[tuple[str, str]]:
+    of_targets = sorted(directory.glob(f"{PARITY_OF_TARGET}*.json"))
+    for path in dict.fromkeys((directory / PARITY, *of_targets)):
+        if path.is_file():
+            yield path.name, load_parity(path).line
+    if (directory / GATE).is_file():
+        yield GATE, _line_of_gate(load_gate(directory / GATE))
+
+
+def proof_of_directory(directory: Path) -> Proof:
+    """Read parity.json, those of other targets, and gate.json. Raises BadInput for a record that can't be read."""
+    return Proof(lines=dict(_lines(directory)))

@@ -1,0 +1,47 @@
+"""The names of a classifier's classes, as configurations of transformers and timm have them. Imports no torch."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ground.text import printable
+
+CLASS_NAMES = "class_names"
+"""Entry of a lineage: a name for each class, in the order of the logits."""
+_UNNAMED = re.compile(r"LABEL_\d+")
+
+
+def _written(config: Mapping[str, Any]) -> list[Any]:
+    """Read id2label of transformers, or label_names of timm, which older configurations call labels."""
+    by_index = config.get("id2label")
+    if isinstance(by_index, Mapping):
+        indices = [str(index) for index in range(len(by_index))]
+        return [by_index[index] for index in indices] if set(indices) == set(by_index) else []
+    inner = config.get("pretrained_cfg")
+    places = (config, inner if isinstance(inner, Mapping) else {})
+    lists = [place.get(key) for key in ("label_names", "labels") for place in places]
+    return next((names for names in lists if isinstance(names, list)), [])
+
+
+def class_names_in(config: Mapping[str, Any], classes: int | None) -> list[str]:
+    """Return one printable name for each of the model's `classes`; a name that repeats gets its index.
+
+    The list is empty where the configuration names no classes, or another number of them.
+    """
+    written = _written(config)
+    if len(written) != classes or not all(isinstance(name, str) and name.strip() for name in written):
+        return []
+    names = [printable(" ".join(name.split())) for name in written]
+    if all(map(_UNNAMED.fullmatch, names)):
+        return []
+    counts = Counter(names)
+    distinct = [f"{name} ({index})" if counts[name] > 1 else name for index, name in enumerate(names)]
+    return distinct if len(set(distinct)) == len(distinct) else []
+
+
+def class_names_of_lineage(lineage: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names that a model's lineage carries; none where it carries no list of texts."""
+    names = lineage.get(CLASS_NAMES)
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return tuple(names) if is_list and names else ()

@@ -1,0 +1,117 @@
+"""Names of classes from configurations of transformers and timm, and the way they take to a server's labels."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corp_deploy.proof.report_input import lineage_of_model
+from corp_deploy.release.recipe_tables import ModelTable
+from corp_deploy.store.class_names import class_names_in, class_names_of_lineage
+from corp_deploy.store.model_config import Built, ModelConfig, ModelInput
+from tests.command import invoked
+from tests.export_served import config_of, write_onnx
+
+PETS = ["cat", "dog", "hen"]
+BY_INDEX = {str(index): name for index, name in enumerate(PETS)}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"id2label": BY_INDEX},
+        {"id2label": dict(reversed(BY_INDEX.items()))},
+        {"label_names": PETS},
+        {"pretrained_cfg": {"label_names": PETS}},
+        {"architecture": "vit", "labels": PETS},
+        {"id2label": {"0": " cat\n", "1": "dog", "2": "hen"}},
+    ],
+)
+def test_names_of_classes_are_read_in_the_order_of_the_logits(config: dict[str, Any]) -> None:
+    assert class_names_in(config, 3) == PETS
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"id2label": {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}},
+        {"id2label": {"0": "cat", "1": "dog"}},
+        {"id2label": {"0": "cat", "1": "dog", "3": "hen"}},
+        {"id2label": {"0": "cat", "1": "", "2": "hen"}},
+        {"id2label": {"0": "cat", "1": 7, "2": "hen"}},
+        {"label_names": "cat"},
+        {"label_names": None, "pretrained_cfg": None},
+    ],
+)
+def test_configuration_without_a_name_for_each_class_names_none(config: dict[str, Any]) -> None:
+    assert class_names_in(config, 3) == []
+
+
+def test_names_that_repeat_get_their_index() -> None:
+    assert class_names_in({"label_names": ["crane", "hen", "crane"]}, 3) == ["crane (0)", "hen", "crane (2)"]
+
+
+def test_names_of_a_lineage_that_are_no_texts_count_as_none() -> None:
+    assert class_names_of_lineage({"class_names": ["cat", 3]}) == ()
+
+
+def results(folder: Path, names: list[str]) -> Path:
+    (folder / "reduced").mkdir()
+    write_onnx(folder / "reduced/model.onnx", classes=3)
+    config = {"kind": "corp-deploy/model", "lineage": {"class_names": names}}
+    (folder / "reduced/config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_server_gets_the_names_that_came_with_the_model(tmp_path: Path) -> None:
+    invoked("package", results(tmp_path, PETS), "-o", tmp_path / "repo")
+    assert (tmp_path / "repo/vit_cpu/1/labels.txt").read_text().split() == PETS
+    assert config_of(tmp_path / "repo/vit_cpu").inner("output").text("label_filename") == "1/labels.txt"
+
+
+def test_labels_that_are_given_go_before_the_models_names(tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text("a\nb\nc\n")
+    invoked("package", results(tmp_path, PETS), "-o", tmp_path / "repo", "--labels", tmp_path / "names.txt")
+    assert (tmp_path / "repo/vit_cpu/1/labels.txt").read_text().split() == ["a", "b", "c"]
+
+
+def test_names_of_another_number_of_classes_are_left_out(tmp_path: Path) -> None:
+    invoked("package", results(tmp_path, PETS[:2]), "-o", tmp_path / "repo")
+    assert not (tmp_path / "repo/vit_cpu/1/labels.txt").exists()
+
+
+# What a model card calls the model
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ({"model": "hf:/models/pets"}, "hf:pets"),
+        ({"model": "/models/pets"}, "pets"),
+        ({"model": "vit_tiny_patch16_224", "weights": Path("/w.safetensors")}, "vit_tiny_patch16_224"),
+        ({"model": "module:/code/net.py:make"}, "module:net.py:make"),
+    ],
+)
+def test_model_is_shown_as_its_user_named_it(model: dict[str, Any], shown: str) -> None:
+    assert ModelTable(**model).shown == shown
+
+
+def config_of_model(source: dict[str, Any]) -> ModelConfig:
+    kwargs = {"img_size": [32, 32], "embed_dim": 48, "depth": 2, "norm_layer": {"eps": 1e-6}}
+    lineage = {"source": source, "class_names": PETS}
+    given = ModelInput(shape=(3, 32, 32), preprocessing={})
+    built = Built(name="vit_base_patch16_224", kwargs=kwargs)
+    return ModelConfig(timm=built, sites={}, input=given, weights_sha256="0" * 64, lineage=lineage)
+
+
+def test_architecture_is_the_class_of_the_models_own_library_with_its_sizes() -> None:
+    sizes = "(img_size 32x32, embed_dim 48, depth 2)"
+    assert config_of_model({"class": "ViTModel"}).architecture_line == f"ViTModel {sizes}"
+    assert config_of_model({}).architecture_line == f"vit_base_patch16_224 {sizes}"
+
+
+def test_lineage_in_reports_leaves_out_names_of_classes_and_copied_configurations() -> None:
+    config = config_of_model({"weights": "model.safetensors", "transformers": {"config": {"id2label": BY_INDEX}}})
+    assert lineage_of_model(config) == {"source": {"weights": "model.safetensors"}}
