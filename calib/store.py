@@ -193,11 +193,37 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
             raise BadInput(f"{where}: its entries are not those of {kind.__name__}; the file is damaged: {_REMEDY}")
         return kind(**numbers, **sums)
 
+    def rows_and_widths(self) -> dict[str, tuple[float, int]]:
+        """Return by site how many rows were summed and how wide it is, without reading its sums."""
+        found = dict[str, tuple[float, int]]()
+        with _opened(self._path) as file:
+            for site, own in self._own.sites.items():
+                rows, entry = ROWS_AND_WIDTH[_MOMENTS[type(own)]]
+                width = file.get_slice(f"{self._prefix}{site}/{entry}").get_shape()[-1]
+                found[site] = (msgspec.structs.asdict(own)[rows], width)
+        return found
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._own.order)
 
     def __len__(self) -> int:
         return len(self._own.sites)
+
+
+ROWS_AND_WIDTH: Mapping[type[SiteMoments], tuple[str, str]] = {
+    ChannelMoments: ("tokens", "sum_F"), HeadMoments: ("tokens", "z_sum_C"), PatchMoments: ("map_tokens", "map_sum_GC"),
+}  # fmt: skip
+
+
+def rows_and_widths(moments: Moments) -> dict[str, tuple[float, int]]:
+    """Return by site how many rows were summed and how wide it is; of a file its sums aren't read."""
+    if isinstance(moments.sites, _SitesOfFile):
+        return moments.sites.rows_and_widths()
+    names = {site: ROWS_AND_WIDTH[type(own)] for site, own in moments.sites.items()}
+    return {
+        site: (getattr(moments.sites[site], rows), getattr(moments.sites[site], entry).shape[-1])
+        for site, (rows, entry) in names.items()
+    }
 
 
 def _int64_tensor(path: Path, name: str, digests: Mapping[str, str], trailing: tuple[int, ...] = ()) -> Tensor:

@@ -29,6 +29,11 @@ class Calibration(Written):
     record: Mapping[str, Any]
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes a reduction by these moments less sure: too few different inputs, or values of another scale."""
+        return tuple(self.record.get("warnings", ()))
+
+    @property
     def moments(self) -> Moments:
         """The sums themselves, site by site, float64; each is read from the file when it is asked for."""
         return load_moments(self.path)

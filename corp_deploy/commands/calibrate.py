@@ -122,6 +122,8 @@ def _tell(
     from ground.files import write_json
 
     record, *held_out = summaries
+    for warning in record.get("warnings", ()):
+        out.warn(warning)
     if summary is not None:
         write_json(summary, reference_of_summary(record, str(record["moments"])))
     lines = [line_of_moments(each, noun) for each in (*record.get("snapshots", []), *summaries)]

@@ -13,6 +13,7 @@ from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
+from corp_deploy.reduction.calibration_warnings import warnings_of_moments
 from corp_deploy.reduction.model import Reduction, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model, without_held_out
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
@@ -183,7 +184,8 @@ def reduce_checkpoint(
             model, report = sparsified(reduction.model, fitted, sparse, on_progress=on_progress)
             decisions = (*reduction.decisions, *report.sentences())
             reduction = replace(reduction, model=model, sparsity=report, decisions=decisions)
-    reduction = replace(reduction, model=reduction.model.cpu())
+    notes = (*reduction.notes, *warnings_of_moments(dense.model, statistics))
+    reduction = replace(reduction, model=reduction.model.cpu(), notes=notes)
     if how.ranks.rank == 0:
         # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
         chosen_by = [images, None if judges is None else judges.inputs]

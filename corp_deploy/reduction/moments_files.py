@@ -32,6 +32,7 @@ from .calibrate import (
     memory_needed,
     sparsity_that_fits,
 )
+from .calibration_warnings import few_inputs, range_warning
 from .method import PRESETS
 from .moments import summary_of_moments
 from .overfitting import overfitting
@@ -251,6 +252,9 @@ def write_moments(
     summaries = _written(moments, output, run.ranks, gone=gone)
     if summaries and run.snapshots:
         summaries[0]["snapshots"] = run.files(output).summaries()
+    if summaries:
+        warnings = [range_warning(checkpoint.model, images), few_inputs(moments, images.noun)]
+        summaries[0] |= {"warnings": list(filter(None, warnings))} if any(warnings) else {}
     if summaries and (gap := overfitting(checkpoint.model, moments)) is not None:
         summaries[0]["overfitting"] = gap.as_json()
     if parts.held_out is not None:

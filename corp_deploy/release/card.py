@@ -103,12 +103,15 @@ class _Moments(msgspec.Struct, frozen=True, kw_only=True):
     images: int
     sha256: str
     size_bytes: int
+    warnings: tuple[str, ...] = ()
 
 
 def _calibrated(root: Path, config: ModelConfig) -> Iterator[str]:
     moments = record_from_file(root / SUMMARY, _Moments, kind=SUMMARY_KIND, remedy=AGAIN)
     yield f"{moments.images} unlabelled images, digest `{config.lineage['images'][:16]}`; moments"
     yield f"`{moments.sha256[:16]}` ({moments.size_bytes / 1e6:.1f} MB, kept beside the release, not shipped)."
+    for warning in moments.warnings:
+        yield f"\nNote: {markdown_line(warning)}"
     yield ""
     prepared = ", ".join(f"{name} {value}" for name, value in config.input.preprocessing.items())
     yield f"Images are prepared with: {markdown_line(prepared)}."

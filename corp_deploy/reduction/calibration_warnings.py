@@ -1,0 +1,94 @@
+"""Warnings of calibration inputs that make the figures of a reduction too good, or statistics those of other images.
+
+A fit of K weights to fewer independent rows than K repairs these rows exactly, and then says that nothing is lost. Rows
+(tokens, places of a map) of one image are alike, so an image counts for ROWS_OF_IMAGE of them at most, and copies of an
+image count once. Of texts every token counts. A layer behind pooling, with one row an image, is not looked at where
+others have more: it would ask for as many images as it is wide.
+"""
+
+import math
+from contextlib import suppress
+
+import numpy as np
+from torch import nn
+
+from calib.images import Images
+from calib.inputs import InputSet
+from calib.moments import Moments
+from calib.sources import Array
+from calib.store import rows_and_widths
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import image_spec
+from corp_deploy.families.timm_images import ImageSpec
+
+from .calibrate import PIXEL_RANGE
+
+ROWS_OF_IMAGE = 32
+LEAST_INPUTS = 8
+LOOKED_AT = 32  # images, evenly spaced
+FAR = 8.0
+"""Times the largest value that the preprocessing gives."""
+
+
+def few_inputs(moments: Moments, noun: str) -> str:
+    """Return what to say of moments of too few different inputs, empty where they are enough."""
+    distinct = len(moments.image_ids.unique()) or moments.images
+    most = ROWS_OF_IMAGE if noun == Images.noun else math.inf
+    sizes = {name: (rows / moments.images, width) for name, (rows, width) in rows_and_widths(moments).items()}
+    all_pooled = all(rows <= 1.0 for rows, _ in sizes.values())
+    needed = {
+        name: (max(LEAST_INPUTS, math.ceil(width / max(1.0, min(rows, most)))), width)
+        for name, (rows, width) in sizes.items()
+        if rows > 1.0 or all_pooled
+    }
+    name, (least, width) = max(needed.items(), key=lambda each: each[1][0])
+    if distinct >= least:
+        return ""
+    copies = f" ({moments.images} with copies)" if distinct < moments.images else ""
+    own = noun.removesuffix("s") if distinct == 1 else noun
+    return (
+        f"the moments are of {distinct} different {own}{copies}; {name}, {width} wide, needs at least {least}: with "
+        f"fewer, far more can be lost on other {noun} than is reported; calibrate on more, and judge on held-out ones"
+    )
+
+
+def far_range(low: float, high: float, spec: ImageSpec) -> str:
+    """Return what to say of images with values that the model's mean and std hardly give, empty where they may."""
+    if spec.normalisation_refusal:
+        return ""
+    ends = spec.normalisation.images(np.array([0, 255], np.uint8)[:, None, None, None])
+    least, most = float(ends.min()), float(ends.max())
+    is_far = max(abs(low), abs(high)) > FAR * max(abs(least), abs(most))
+    is_scaled = 0.0 <= low < high <= 1.0 and least < -0.5
+    if not is_far and not is_scaled:
+        return ""
+    if is_scaled:
+        look = "scaled to 0 to 1 and not normalised"
+    else:
+        look = "like pixels from 0 to 255" if low >= 0.0 and high <= 255.0 else "normalised in another way"
+    return (
+        f"the images have values from {low:.4g} to {high:.4g}, and the model's mean and std give {least:.3g} to "
+        f"{most:.3g}: they look {look}; give uint8 pixels or "
+        "image files, or normalise them, unless the model itself does"
+    )
+
+
+def range_warning(model: nn.Module, images: InputSet) -> str:
+    """Return far_range of some images of an array that is taken as it is; others are in range as they are made."""
+    if not isinstance(images, Images) or not isinstance(images.source, Array) or images.source.pixels is not None:
+        return ""
+    rows = images.source.images_N3HW[list(images.places[:: -(-images.count // LOOKED_AT)])]
+    low, high = float(rows.min()), float(rows.max())
+    return far_range(low, high, image_spec(model)) if math.isfinite(low + high) else ""
+
+
+def warnings_of_moments(model: nn.Module, moments: Moments) -> list[str]:
+    """Return what to say of the inputs that moments were taken of, as far as the moments tell."""
+    takes_images = traced_model.input_spec(model).medium == Images.noun
+    said = [few_inputs(moments, Images.noun if takes_images else "inputs")]
+    ranges = moments.lineage.get(PIXEL_RANGE)
+    if takes_images and ranges is not None:
+        with suppress(ValueError):  # of no numbers, which verify refuses
+            ends = [float(end) for pair in ranges.split("+") for end in pair.split(":")]
+            said.append(far_range(min(ends), max(ends), image_spec(model)))
+    return list(filter(None, said))

@@ -1,0 +1,88 @@
+"""Calibrations on too few different images, or on values that no preprocessing gives, are told."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import corp_deploy
+from calib.moments import ChannelMoments, Moments
+from calib.store import load, rows_and_widths, save
+from corp_deploy.families.family import image_spec
+from corp_deploy.reduction.calibration_warnings import far_range, few_inputs, range_warning
+from corp_deploy.store.checkpoint import save as save_model
+from tests import tiny
+
+
+def moments_of(ids: list[int], *, width: int = 192, rows: int = 17) -> Moments:
+    site = ChannelMoments(
+        tokens=float(rows * len(ids)), eps=0.0, sum_F=torch.ones(width, dtype=torch.float64),
+        gram_FF=torch.eye(width, dtype=torch.float64), active_F=torch.ones(width, dtype=torch.float64),
+    )  # fmt: skip
+    return Moments(sites={"mlp": site}, lineage={}, images=len(ids), image_ids=torch.tensor(sorted(ids)))
+
+
+@pytest.mark.parametrize("ids", [[1], [1] * 50, [1, 2, 3] * 10, list(range(11))])
+def test_few_different_images_are_told_however_often_they_repeat(ids: list[int]) -> None:
+    said = few_inputs(moments_of(ids), "images")
+    copies = f" ({len(ids)} with copies)" if len(set(ids)) < len(ids) else ""
+    own = "image" if len(set(ids)) == 1 else "images"
+    assert said.startswith(
+        f"the moments are of {len(set(ids))} different {own}{copies}; mlp, 192 wide, needs at least 12"
+    )
+
+
+def test_enough_different_images_are_not_told() -> None:
+    assert few_inputs(moments_of(list(range(12))), "images") == ""
+    assert few_inputs(moments_of(list(range(8)), width=4), "images") == ""
+    assert "needs at least 8" in few_inputs(moments_of(list(range(7)), width=4), "images")
+
+
+def test_an_image_of_many_tokens_counts_for_few_rows_and_a_text_for_all() -> None:
+    many = moments_of(list(range(20)), width=1024, rows=10_000)
+    assert "1024 wide, needs at least 32" in few_inputs(many, "images")
+    assert few_inputs(many, "sequences") == ""
+
+
+def test_rows_and_widths_of_a_file_are_those_in_memory(tmp_path: Path) -> None:
+    own = moments_of([1, 2])
+    save(own, tmp_path / "m.safetensors")
+    assert rows_and_widths(load(tmp_path / "m.safetensors")) == rows_and_widths(own) == {"mlp": (34.0, 192)}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.0, 255.0, "values from 0 to 255, and the model's mean and std give -1 to 1: they look like pix"),
+        (3.0, 251.0, "they look like pixels from 0 to 255"),
+        (-124.0, 151.0, "they look normalised in another way"),
+        (0.0, 1.0, "they look scaled to 0 to 1 and not normalised"),
+        (0.1, 0.9, "they look scaled to 0 to 1 and not normalised"),
+        (-1.0, 1.0, ""),
+        (-4.2, 4.4, ""),
+        (0.0, 0.0, ""),
+    ],
+)  # fmt: skip
+def test_values_far_from_the_preprocessing_are_told(low: float, high: float, said: str) -> None:
+    found = far_range(low, high, image_spec(tiny.checkpoint().model))
+    assert (said in found) if said else not found
+
+
+def test_pixels_as_floats_are_told_and_as_bytes_are_not(tmp_path: Path) -> None:
+    model, pixels = tiny.checkpoint().model, np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32)).astype(np.uint8)
+    assert "like pixels" in range_warning(model, tiny.opened(tmp_path / "f.npy", pixels.astype(np.float32)))
+    assert "scaled to 0 to 1" in range_warning(model, tiny.opened(tmp_path / "s.npy", pixels.astype(np.float32) / 255))
+    assert not range_warning(model, tiny.opened(tmp_path / "u.npy", pixels))  # type: ignore[arg-type]
+
+
+def test_calibrate_and_reduce_of_copies_tell_and_record_it(tmp_path: Path) -> None:
+    save_model(tiny.checkpoint(), tmp_path / "dense")
+    copies = np.repeat(tiny.images(1), 16, 0)
+    said = "the moments are of 1 different image"
+    calibrated = corp_deploy.calibrate(tmp_path / "dense", copies, tmp_path / "m.safetensors")
+    assert calibrated.record["warnings"] == list(calibrated.warnings)
+    assert calibrated.warnings[0].startswith(said)
+    reduced = corp_deploy.reduce(tmp_path / "dense", calibrated, tmp_path / "r", mlp=0.5)
+    assert reduced.notes[-1].startswith(said)
+    assert reduced.record["notes"][-1].startswith(said)
