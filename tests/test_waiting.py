@@ -75,8 +75,8 @@ def test_silence_is_broken_after_two_seconds_once_a_phase(capsys: pytest.Capture
     def after(seconds: float) -> list[str]:
         now[0] += seconds
         waiting.look()
-        heard, said[:] = list(said), []
-        return heard
+        lines, said[:] = list(said), []
+        return lines
 
     assert after(1.9) == []
     assert after(0.2) == ["loading torch ..."]

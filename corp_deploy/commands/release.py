@@ -128,10 +128,10 @@ def release(
         _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
         return 0
     with locked(output):
-        return _carry_out(job, run, out)
+        return _execute(job, run, out)
 
 
-def _carry_out(job: "Job", run: RunChoice, out: Output) -> int:
+def _execute(job: "Job", run: RunChoice, out: Output) -> int:
     """Do as much of a release as is asked for; the exit code."""
     from corp_deploy.release.pace import Pace
 

@@ -76,10 +76,10 @@ class Job:
     signer: Signer | None = None
     again: Sequence[str] = ()
 
-    def _stages(self, *, done: Collection[str] = ()) -> list[Stage]:
+    def _stages(self, *, finished: Collection[str] = ()) -> list[Stage]:
         """Return all stages; those of `again` run although they are done, but for those that just were."""
         stages = stages_of(self.recipe, self.root, self.baseline)
-        again = _names_like(self.again, stages, "--again") - {*done}
+        again = _names_like(self.again, stages, "--again") - {*finished}
         return [replace(stage, again=True) if stage.name in again else stage for stage in stages]
 
     def _required(self, stages: Sequence[Stage]) -> list[StageStatus]:
@@ -129,7 +129,7 @@ class Job:
         first = incremental.run(stages[:gate], self.root, starts=self.starts, is_complete=False)
         if first.blocked:
             return first
-        rest = incremental.run(self._stages(done=first.finished), self.root, starts=self.starts)
+        rest = incremental.run(self._stages(finished=first.finished), self.root, starts=self.starts)
         finished = (*first.finished, *rest.finished)
         cached = tuple(name for name in rest.cached if name not in finished)
         return Outcome(finished=finished, cached=cached, blocked=rest.blocked)

@@ -79,7 +79,7 @@ class Output:
 
     def result(self, record: Mapping[str, Any], *shown: RenderableType) -> None:
         """The command's result: the record as JSON, or the renderables made for people."""
-        self.waiting.heard()
+        self.waiting.restart()
         if self.json:
             click.echo(json.dumps(record, indent=2, allow_nan=False))
         elif not self.quiet:
@@ -89,13 +89,13 @@ class Output:
 
     def note(self, text: str) -> None:
         """One line about what is going on, for people only."""
-        self.waiting.heard()
+        self.waiting.restart()
         if not (self.quiet or self.json):
             click.echo(printable(text), err=True)
 
     def warn(self, text: str) -> None:
         """A line that is shown even when --quiet is given: it changes what the result means."""
-        self.waiting.heard()
+        self.waiting.restart()
         click.echo(printable(f"warning: {text}"), err=True)
 
     @contextmanager

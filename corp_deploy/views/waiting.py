@@ -20,6 +20,11 @@ PHASES = {
     "corp_deploy.store": "reading the model",
     "corp_deploy.release.digests": "comparing files with what was made of them",
     "corp_deploy.release.inputs": "checking what the recipe names",
+    "corp_deploy.reduction": "working on the sites",
+    "corp_deploy.algebra": "solving for the weights",
+    "corp_deploy.planning": "choosing the widths",
+    "corp_deploy.polish": "polishing",
+    "corp_deploy.proof": "comparing the models",
     "calib": "reading the inputs",
     "export": "making a graph",
     "perf": "running the models",
@@ -70,10 +75,10 @@ class Waiting:
         frames: Callable[[], Sequence[FrameType]] = _frames_of_main,
     ) -> None:
         self._say, self._clock, self._frames = say, clock, frames
-        self._heard_at, self._bars, self._said = clock(), 0, set[str]()
+        self._heard_at, self._bars, self._printed = clock(), 0, set[str]()
         self._ended = threading.Event()
 
-    def heard(self) -> None:
+    def restart(self) -> None:
         """Count the time from now on, as something was said."""
         self._heard_at = self._clock()
 
@@ -82,10 +87,10 @@ class Waiting:
         if self._bars or self._clock() - self._heard_at < AFTER_S:
             return
         phase = phase_of(self._frames())
-        if phase not in self._said:
-            self._said.add(phase)
+        if phase not in self._printed:
+            self._printed.add(phase)
             self._say(f"{phase} ...")
-        self.heard()
+        self.restart()
 
     @contextmanager
     def bar(self) -> Iterator[None]:
@@ -95,7 +100,7 @@ class Waiting:
             yield
         finally:
             self._bars -= 1
-            self.heard()
+            self.restart()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
