@@ -93,7 +93,7 @@ def shares(home: Path) -> list[float]:
 def test_a_measure_of_each_artefact_judged_against_the_dense_model(home: Path) -> None:
     command = f"hits={sys.executable} score.py {{outputs}}"
     result = run("verify", "dense", "reduced", "reduced/model.onnx", "--images", "images.npz", "--labels", "images.npz",
-                 "-o", "parity.json", "--metric", command)  # fmt: skip
+                 "-o", "parity.json", "--metric", command, "--max-error", 9)  # fmt: skip
     assert result.exit_code == 0, result.output
     parity = load_parity(home / "parity.json")
     dense, reduced = shares(home)
@@ -142,9 +142,9 @@ def test_a_function_is_run_where_code_is_trusted_only(home: Path) -> None:
     ("code", "says"),
     [
         ("print('0.5 mAP')", "the last line is '0.5 mAP', expected a number and nothing else"),
-        ("pass", "printed nothing, expected a number on the last line"),
-        ("print('nan')", "is nan, expected a finite number"),
-        ("print('inf')", "is inf, expected a finite number"),
+        ("pass", "printed nothing, expected one number, or one for each input on the last line"),
+        ("print('nan')", "gives 'nan', expected finite numbers"),
+        ("print('inf')", "gives 'inf', expected finite numbers"),
         ("raise SystemExit('no labels')", r"exit code 1, expected 0 \(the file holds logits, names\): no labels"),
         ("print(1); raise SystemExit(3)", r"exit code 3, expected 0 \(the file holds logits, names\): it said nothing"),
     ],

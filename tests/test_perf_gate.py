@@ -304,9 +304,9 @@ def test_a_slowdown_that_the_reference_shows_as_well_is_the_machines() -> None:
         ("teacher.p50@b8 > 3", "has no subject 'teacher', it has dense and reduced"),
         ("p50@b8 > teacher", "has no subject 'teacher'"),
         ("params > 3", "does not tell params of reduced"),
-        ("speed@b8 > 3", "no parity link 'b8'"),
+        ("speed@b8 > 3", "no parity link or output 'b8'"),
         ("speed > 3", "no figure is called 'speed'"),
-        ("relative_error@fp8 > 1", "no parity link 'fp8'; it has half, shipped"),
+        ("relative_error@fp8 > 1", "no parity link or output 'fp8'; it has half, shipped"),
         ("relative_error > dense", "parity is between two models"),
         ("p50@b8 > baseline", "no baseline to compare with"),
         ("device_memory@b99 > 1", "this record does not tell device_memory of reduced at batch 99"),
@@ -467,8 +467,9 @@ def test_of_several_outputs_the_one_that_tells_the_figure_is_meant() -> None:
     assert one("top1_agreement < 0.5", parity=proof).verdict == "PASS"
     assert one("neighbour_agreement < 0.3", parity=proof).verdict == "PASS"
     assert one("relative_error@reduced embedding > 0.005", parity=proof).verdict == "FAIL"
-    with pytest.raises(BadInput, match="write relative_error@reduced logits or relative_error@reduced embedding"):
-        one("relative_error > 0.5", parity=proof)
+    assert one("relative_error@embedding > 0.005", parity=proof).verdict == "FAIL"
+    rows = judge([rule_from_text("relative_error > 0.005")], Evidence(parity=proof)).rules
+    assert [row.rule for row in rows] == ["relative_error > 0.005 [logits]", "relative_error > 0.005 [embedding]"]
     rejects("no figure is called 'token_agreement'", one, "token_agreement < 0.9", parity=proof)
 
 

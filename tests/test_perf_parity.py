@@ -91,11 +91,14 @@ def test_the_verdict_follows_from_the_parts() -> None:
     good, free = linked(REF, name="good"), linked(REF, tolerance=limits(), name="free")
     assert parity(good).verdict == "PASS"
     assert parity(good).line == "PASS (1 link judged) on 40 images"
-    assert parity(good, free).line == "PASS (1 link judged, 1 measured without a limit) on 40 images"
+    assert parity(good, free).verdict == "UNJUDGED", "a step that nothing judged is no proof"
+    assert parity(good, free).line.startswith("UNJUDGED (1 link judged, 1 measured without a limit; no limit judged")
     assert parity(good, free).to_json()["line"] == parity(good, free).line
     assert parity(free).line == "UNJUDGED (0 links judged, 1 measured without a limit) on 40 images"
     bad = parity(good, free, linked(REF * 2, name="bad"))
-    assert bad.line.startswith("FAIL (2 links judged, 1 measured without a limit) on 40 images: bad: relative error 1")
+    assert bad.line.startswith(
+        "FAIL (2 links judged, 1 measured without a limit; no limit judged logits) on 40 images: bad: "
+    )
     failed = parity(good, structure=tuple(outputs("b", {"logits": REF * np.nan})))
     assert failed.verdict == "FAIL"
     assert "finite of b: NaN or Inf on 40 of 40 images" in failed.reason

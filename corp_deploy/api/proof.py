@@ -10,7 +10,7 @@ from pathlib import Path
 from calib.store import load as load_moments
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime
-from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, with_runtimes
+from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, require_batches, with_runtimes
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.limits import ParityLimits
@@ -52,8 +52,9 @@ def verify(call: VerifyCall) -> Parity:
     """Prove on real inputs, link by link, how far candidates are from a reference model.
 
     `candidates` in the order in which they were made: reduced directory, FP32 graph, FP16 graph, engine. Each is held
-    against the one before; a reduced model by `min_agreement` (of top-1 classes) and `max_error` (‖candidate −
-    reference‖ / ‖reference‖ of the outputs), maps of `heads` against the dense model's. `labels` are class indices
+    against the one before. The reduced model is judged, at every output, by `min_agreement` (the share of inputs that
+    agree) and `max_error` (‖candidate − reference‖ / ‖reference‖), or by `output_limit` at single ones, unless
+    `exclude_output` names it. `labels` are class indices
     [N], a file or an array, of all inputs where `hold_out` leaves some of these to judge; `moments` tell whether these
     inputs look like those of calibration. `output` gets the record, parity.json, with the figures of every input
     beside it.
@@ -61,10 +62,11 @@ def verify(call: VerifyCall) -> Parity:
     Least shares are met by an interval of this `confidence`. Warns before any work of one that so few inputs can never
     show to be kept.
 
-    Returns the proof: `verdict` is PASS, FAIL, INCONCLUSIVE (a limit lies within its interval) or UNJUDGED (no link had
-    one), `links` hold every figure, `located` names the block where a link breaks, `fitted` tells how many of the
-    inputs a candidate was fitted to. Raises BadInput for candidates that aren't of this model and for engines that were
-    not built here unless `trust_engine`; Missing where this machine can't run one.
+    Returns the proof: `verdict` is PASS, FAIL, INCONCLUSIVE (a limit lies within its interval) or UNJUDGED (no limit
+    judged one of the outputs, which `unjudged` names), `links` hold every figure, `located` names the block where a
+    link breaks, `fitted` tells how many of the inputs a candidate was fitted to. Raises BadInput for candidates that
+    aren't of this model and for engines that were not built here unless `trust_engine`; Missing where this machine
+    can't run one.
     """
     limits = ParityLimits.from_options(call.values)
     with ExitStack() as stack:
@@ -72,6 +74,8 @@ def verify(call: VerifyCall) -> Parity:
         dense = stack.enter_context(opened(call.reference, call.inputs))
         stack.enter_context(beside(call.candidates))
         steps = _candidates(call.candidates, dense, call.runtimes)
+        for sentence in require_batches(steps, call.batches) if "batches" in call.non_default else ():
+            warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)
         input_set = stack.enter_context(opened_inputs(dense.model, call.inputs, **call.drawn))
         proving, labels = call.proving(input_set, call.seed), None
         if call.labels is not None:

@@ -29,8 +29,13 @@ def gate(
     it, and fails if all of it does; in between it is INCONCLUSIVE, and the message says how much more data would
     decide. --confidence sets these intervals, as in verify.
 
-    The verdict of parity.json counts as well, with verify's confidence. If a record knows which images the model was
-    fitted to, the rule 'fitted_images > 0' is added, unless you give one on fitted_images.
+    The verdict of parity.json counts as well, with verify's confidence. Each output of the model must be judged by one
+    of verify's limits or by a rule here, unless verify excluded it by name: otherwise the gate is INCONCLUSIVE. A rule
+    without a place judges every output that has the figure; relative_error@boxes judges one. With labels, accuracy is a
+    figure: 'accuracy < dense - 0.005' judges the paired difference on the same images.
+
+    If a record knows which images the model was fitted to, the rule 'fitted_images > 0' is added, unless you give one
+    on fitted_images.
 
     --history fails when the time rose by 1 % or more at one of the last five releases and is still up. Changes are
     found by Student's t over every split of the releases, tested after each of them; fewer than 1 in 20 histories of 30
@@ -71,7 +76,7 @@ def gate(
             "nothing to judge: give a rule with --fail-if, a --history, or a parity.json, which has a verdict"
         )
     now = judging.evidence_of_files(bench, parity, options.confidence)
-    rows = [] if parity is None else [judging.parity_row(parity)]
+    rows = [] if parity is None else [judging.parity_row(parity, parsed)]
     older = baseline.older(files)
     before = judging.evidence_of_files(older.get("bench"), older.get("parity"))
     trend = None if history is None or bench is None else judging.trend_of_files(bench, history)

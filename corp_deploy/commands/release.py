@@ -179,10 +179,11 @@ SIGNATURES = {
 
 def make(job: "Job", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
-    from corp_deploy.release.names import GATE
+    from corp_deploy.release.names import GATE, PARITY
     from corp_deploy.release.pace import Pace
     from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate
+    from perf.parity.parity import load_parity
 
     pace, output = Pace(out.note), job.root
     released = replace(job, starts=pace, planned=pace.plan).release()
@@ -205,8 +206,12 @@ def make(job: "Job", out: Output, *closing: str) -> int:
     done, kept = len(outcome.finished), len(outcome.cached)
     summary = f"{done} stages done, {kept} kept as they were"
     summary = summary if done else f"nothing to do: all {kept} stages are up to date"
-    judged = gate_shown(load_gate(output / GATE))
-    out.result(record, summary, *judged, f"{output}: gate {released.verdict}{signature}", *closing)
+    judged, parity = gate_shown(load_gate(output / GATE)), load_parity(output / PARITY)
+    for sentence in parity.warnings:
+        out.warn(sentence)
+    out.result(
+        record, summary, *judged, *parity.accuracy_lines, f"{output}: gate {released.verdict}{signature}", *closing
+    )
     return released.exit_code
 
 

@@ -34,8 +34,9 @@ def verify(
 ) -> int:
     """Prove on real inputs how far CANDIDATES are from REFERENCE. Name REFERENCE as you name --model of other commands.
 
-    Link by link; exit code 1 when one fails. A link without a limit is measured, not passed: set --min-agreement or
-    --max-error. Exit 3 when no link had one.
+    Link by link; exit code 1 when one fails. --min-agreement and --max-error apply to every output of the model,
+    --output-limit to one of them. The verdict is PASS only if limits judged every output from REFERENCE to the last
+    candidate; otherwise it is UNJUDGED (exit code 3). --exclude-output names an output that need not be judged.
 
     An agreement is a share of inputs and has an interval: the link passes if no part of it lies below the limit, and
     fails if all of it does; in between it is INCONCLUSIVE (exit 3), and the message says how many inputs would decide.
@@ -95,7 +96,7 @@ def _verify_models(
 ) -> int:
     """Prove the chain from a model to the last candidate; the exit code."""
     from calib.store import load as load_moments
-    from corp_deploy.proof.candidates import candidate_from_path, of_model, with_runtimes
+    from corp_deploy.proof.candidates import candidate_from_path, of_model, require_batches, with_runtimes
     from corp_deploy.proof.chain import prove
     from corp_deploy.proof.custom_metrics import Meter, require_runnable
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
@@ -107,12 +108,9 @@ def _verify_models(
     steps = of_model(with_runtimes([candidate_from_path(path) for path in candidates], options.runtimes), dense)
     if options.polygraphy is not None:
         require_second_opinion(steps)
-    for step in steps:
-        if "batch" in explicit_options() and step.batch not in (None, *options.batches):
-            raise click.UsageError(
-                f"{step.label}: its batch is fixed at {step.batch}, and --batch "
-                f"{','.join(map(str, options.batches))} leaves that out; add {step.batch}, or leave --batch out"
-            )
+    if "batch" in explicit_options():
+        for sentence in require_batches(steps, options.batches):
+            out.warn(sentence)
     proof_inputs = inputs.of_model(dense, pixels=any(step.takes_pixels for step in steps))
     for sentence in limits.unreachable(proof_inputs.images):
         out.warn(sentence)

@@ -94,6 +94,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         else:
             inputs.require()
             first = artefact_from_path(reference)
+            limits.require_applied(first.outputs)
             elsewhere = commands(reference, candidates, inputs=inputs.describe, output=output)
             self._require_graph(first.source.graph_sha256, reference, steps)
             require_one_environment([first, *steps], elsewhere)
@@ -160,13 +161,17 @@ def keep_proof(proof: "Proof", output: Path, out: Output, *more: str) -> int:
     """Write a proof and say what came of it; the exit code."""
     from corp_deploy.proof.outcome import EXIT_CODES, save_proof
     from corp_deploy.views.parity import parity_shown
+    from perf.parity.parity import HOW_TO_JUDGE
 
     save_proof(proof, output)
     parity = proof.parity
     if parity.fitted is not None and parity.fitted.has_overlap:
         out.warn(parity.fitted.warning)
     if parity.verdict == "UNJUDGED":
-        out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
+        left = " and ".join(parity.unjudged) or "any output"
+        out.warn(f"no limit judged {left}: {HOW_TO_JUDGE}, or judge the record with gate --fail-if")
+    for sentence in parity.warnings:
+        out.warn(sentence)
     out.result(parity.to_json(), *parity_shown(parity), *more, parity.line)
     return EXIT_CODES[parity.verdict]
 

@@ -8,10 +8,23 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ground.errors import BadInput
-from ground.quantity import BATCH, CONFIDENCE, ERROR, FACTOR, LEVEL, NATS, RATIO, SECONDS, SHARE, TOKENS
+from ground.quantity import (
+    BATCH,
+    CONFIDENCE,
+    ERROR,
+    FACTOR,
+    LEVEL,
+    NATS,
+    RATIO,
+    SECONDS,
+    SHARE,
+    THRESHOLD,
+    TOKENS,
+    quoted,
+)
 
 from .option import PathLike, Record, option
-from .table import VERIFY_HEADS, VERIFY_REFERENCE
+from .table import VERIFY_REFERENCE
 from .values import DIRECTORY, FILE, ListOf, OneOf, Repeated, text_of
 
 Runtime = Literal["openvino", "openvino-fp16", "openvino-bf16"]
@@ -23,14 +36,22 @@ def confidence_option() -> Any:
     return option(CONFIDENCE, 0.95, help=words)
 
 
+OUTPUT_LIMITS = {"max_error": ERROR, "min_agreement": SHARE, "min_iou": SHARE}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions(Record, heading="Limits"):
-    """None sets no limit. The three behind `max_apart` are of maps that heads apart make, which the first two are not
-    of.
+    """The limits of every output of the model and every map of a head, and of single ones; None sets no limit.
+
+    For score maps `max_map_error` and `min_pixels` stand in for `max_error` and `min_agreement`.
     """
 
-    min_agreement: float | None = option(SHARE, help="Least top-1 agreement with the dense model.")
-    max_error: float | None = option(ERROR, help="Largest relative logit error of the reduced model.")
+    min_agreement: float | None = option(
+        SHARE,
+        help="Smallest share of inputs on which the reduced model agrees with the dense one, for every output: top-1 "
+        "classes, the side of a threshold for one logit, nearest neighbours of embeddings, pixels of score maps.",
+    )
+    max_error: float | None = option(ERROR, help="Largest relative error of the reduced model, for every output.")
     half_factor: float = option(
         FACTOR, 4.0, help="FP16 and BF16 links may err by this multiple of the dense model's own error in that type."
     )
@@ -42,23 +63,60 @@ class LimitOptions(Record, heading="Limits"):
         0.05,
         help="Largest share of inputs on which rounding may merge other tokens; these inputs are judged separately.",
     )
-    max_map_error: float | None = option(ERROR, help="Largest relative error of a head's maps.")
-    min_iou: float | None = option(SHARE, help="Least intersection over union of a head's maps.")
-    min_pixels: float | None = option(SHARE, help="Smallest share of a head's pixels with the same class.")
+    max_map_error: float | None = option(ERROR, help="Largest relative error of score maps, in place of --max-error.")
+    min_iou: float | None = option(SHARE, help="Least intersection over union of score maps.")
+    min_pixels: float | None = option(
+        SHARE, help="Smallest share of a score map's pixels with the same class, in place of --min-agreement."
+    )
+    output_limit: Sequence[str] = option(
+        Repeated(each=text_of("OUTPUT:LIMIT=NUMBER")),
+        (),
+        help="A limit for one output, in place of the general one: boxes:max_error=0.1, logits:min_agreement=0.99 or "
+        "mask:min_iou=0.9; repeat.",
+    )
+    exclude_output: Sequence[str] = option(
+        Repeated(each=text_of("OUTPUT")), (), help="An output that no limit has to judge; it is measured only; repeat."
+    )
+    logit_threshold: float | None = option(
+        THRESHOLD,
+        help="Threshold of an output of one logit; default: 0, or 0.5 if all answers of the dense model lie in [0, 1].",
+    )
     confidence: float = confidence_option()
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         if "confidence" in options and not self.shares:
             raise BadInput(
-                "--confidence is of the interval of a share of inputs: give --min-agreement, or --min-pixels with "
-                "--head"
+                "--confidence has no effect without a share of inputs to judge; give --min-agreement or --min-pixels "
+                "as well, or leave it out"
             )
 
     @property
     def shares(self) -> dict[str, float]:
         """The least shares of inputs, by the names of their fields."""
-        every = {"min_agreement": self.min_agreement, "min_pixels": self.min_pixels}
+        every: dict[str, float | None] = {"min_agreement": self.min_agreement, "min_pixels": self.min_pixels}
+        for output, own in self.by_output.items():
+            every[f"{output}:min_agreement"] = own.get("min_agreement")
         return {name: least for name, least in every.items() if least is not None}
+
+    @property
+    def by_output(self) -> dict[str, dict[str, float]]:
+        """The limits of single outputs by the output's name. Raises BadInput for a text that is no such limit."""
+        limits = dict[str, dict[str, float]]()
+        for text in self.output_limit:
+            output, _, limit = text.rpartition(":")
+            name, _, number = limit.partition("=")
+            if not output or name not in OUTPUT_LIMITS:
+                raise BadInput(
+                    f"output limit {quoted(text)}: expected OUTPUT:LIMIT=NUMBER with one of "
+                    f"{', '.join(OUTPUT_LIMITS)}, such as boxes:max_error=0.1"
+                )
+            if name in limits.setdefault(output, {}):
+                raise BadInput(f"output limit {quoted(text)}: {output} has a {name} already; give it once")
+            try:
+                limits[output][name] = OUTPUT_LIMITS[name].from_text(number)
+            except BadInput as error:
+                raise BadInput(f"output limit {quoted(text)}: {error}") from None
+        return limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +146,7 @@ class HeadOptions(Record, heading="Heads apart"):
         help="ONNX graph of a dense head: its inputs are named outputs of the model, its outputs score maps "
         "[B,K,H,W] or [B,H,W]; repeat.",
     )
-    map_threshold: float = option(LEVEL, 0.5, help="Threshold for maps of a single class; 0 for logits.")
-
-    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
-        VERIFY_HEADS.refuse([("", self._way)], options)
-        super().refuse_ignored(options)
-
-    @property
-    def _way(self) -> str:
-        return "some" if self.heads else "none"
+    map_threshold: float = option(LEVEL, 0.5, help="Threshold for score maps of a single class; 0 for logits.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +167,8 @@ class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
 
     @property
     def command_options(self) -> dict[str, Any]:
-        supported = VERIFY_HEADS.supported(self._way, super().command_options)
-        return {name: value for name, value in supported.items() if self.shares or name != "confidence"}
+        every = super().command_options
+        return {name: value for name, value in every.items() if self.shares or name != "confidence"}
 
 
 @dataclass(frozen=True, kw_only=True)

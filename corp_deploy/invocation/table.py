@@ -192,7 +192,8 @@ VERIFY = Axis(
     },
 )
 
-_OF_BOTH = "images tokens arrays samples batch min_agreement metric metric_time_limit"
+_LIMITS = "min_agreement max_error max_map_error min_iou min_pixels output_limit exclude_output confidence"
+_OF_BOTH = f"images tokens arrays samples batch metric metric_time_limit {_LIMITS} logit_threshold map_threshold"
 _OF_NAMES = "weights model_kwargs ema mean std crop_pct interpolation crop_mode outputs"
 _OF_MODELS = (
     "head half_factor quantised_factor max_apart moments labels hold_out groups text trust_code runtime polygraphy"
@@ -211,13 +212,6 @@ VERIFY_REFERENCE = Axis(
             "verify DIR GRAPH --random 2, with a directory of export-decoder",
             "length provider",
         ),
-    },
-)
-
-VERIFY_HEADS = Axis(
-    variants={
-        "none": variant("no head", "no --head"),
-        "some": variant("a head", "--head HEAD.onnx", "map_threshold max_map_error min_iou min_pixels"),
     },
 )
 

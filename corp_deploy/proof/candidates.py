@@ -265,3 +265,28 @@ def of_model(candidates: Sequence[Candidate], dense: "Checkpoint") -> list[Candi
 
     images = images_taken(dense)
     return [replace(each, images=images) for each in candidates]
+
+
+def require_batches(candidates: Sequence[Candidate], batches: Sequence[int]) -> list[str]:
+    """Return a sentence for each candidate with a fixed batch size, on which some of the requested sizes aren't run.
+
+    Raises BadInput for a fixed batch size that wasn't requested, and for a requested one that no candidate can run.
+    """
+    asked, sentences = ",".join(map(str, batches)), []
+    for each in (candidate for candidate in candidates if candidate.batch):
+        if each.batch not in batches:
+            raise BadInput(
+                f"{each.label}: its batch is fixed at {each.batch}, and --batch {asked} leaves that out; add "
+                f"{each.batch}, or leave --batch out"
+            )
+        if others := [size for size in batches if size != each.batch]:
+            left = " and ".join(map(str, others))
+            sentences.append(f"{each.label}: its batch is fixed at {each.batch}; batch {left} is not run on it")
+    if all(each.batch for each in candidates):
+        fixed = {each.batch for each in candidates if each.batch}
+        if missing := [size for size in batches if size not in fixed]:
+            raise BadInput(
+                f"--batch {asked}: no candidate runs at batch {missing[0]}, as every one is fixed at "
+                f"{' or '.join(map(str, sorted(fixed)))}; leave {missing[0]} out, or export with the batch left free"
+            )
+    return sentences

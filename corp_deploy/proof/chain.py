@@ -15,7 +15,6 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, checked_feeds, rows_of
-from ground.ports import OutputPort
 from ground.precision import FLOAT16, FloatType
 from perf.parity.block_outputs import headroom
 from perf.parity.labels import accuracy, mcnemar
@@ -102,15 +101,23 @@ class Chain:
             on_progress(steps)
         return steps
 
+    @property
+    def judging(self) -> list[LinkRules]:
+        """The rules of outputs that aren't excluded."""
+        return [rule for rule in self.rules if not rule.of_user().excluded]
+
     def whole(self, steps: Sequence[Step]) -> list[Link]:
-        """From the dense model to the last step, where there are several."""
-        if len(steps) < 2:
+        """From the dense model to the last step: where there are several, or where the only one is a graph or an engine
+        for which the user set limits.
+        """
+        is_reduced = steps[0].candidate.form == "torch"
+        if len(steps) < 2 and (is_reduced or not any(rule.of_user().bounds for rule in self.rules)):
             return []
         before, last = Reference(label=DENSE, answers=self.answers), steps[-1]
         return [rule.link(last.candidate, "whole", "whole", before, last.by_batch) for rule in self.rules]
 
     def _step(self, candidate: Candidate, before: Reference) -> Step:
-        bounds = [rule.rounding(candidate.float_type).max_relative_error for rule in self.rules]
+        bounds = [rule.rounding(candidate.float_type).max_relative_error for rule in self.judging]
         bound = max(each for each in bounds if each is not None)
         with self._opened(candidate) as run:
             by_batch = self._by_batch(candidate, run)
@@ -181,8 +188,8 @@ def prove(
     if moments is not None:
         require_same_model(dense.model, moments)
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
-    if limits.min_agreement is not None:
-        for port in ports:
+    for port in ports:
+        if limits.of_port(port).min_agreement is not None:
             require_agreement(port, proof_inputs.count)
     feeds = checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}")
     candidates = of_model(candidates, dense)
@@ -195,6 +202,7 @@ def prove(
         on_progress(len(steps))
 
     with opened_heads(limits.heads, ports, threshold=limits.map_threshold) as heads:
+        limits.require_applied([*ports, *heads.ports])
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
             answers = outputs_at(heads.behind(runner, max(batches)), feeds, max(batches))
         answered(DENSE, answers)
@@ -218,7 +226,7 @@ def prove(
             shift=None if moments is None else shift_of_inputs(dense, moments, feeds),
             heads=records,
             fitted=fitted_inputs(proof_inputs.fingerprints, fingerprints, noun=proof_inputs.kind),
-            **_labelled(by_label, proof_inputs.labels, ports),
+            **_labelled(by_label, proof_inputs.labels, rules),
         ),
         figures=_figures(by_label, rules),
         answers=by_label,
@@ -237,19 +245,21 @@ def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dic
 
 
 def _labelled(
-    by_label: Mapping[str, Outputs], labels: NDArray[np.int64] | None, ports: Sequence[OutputPort]
+    by_label: Mapping[str, Outputs], labels: NDArray[np.int64] | None, rules: Sequence[LinkRules]
 ) -> dict[str, Any]:
     """What labels tell of the first logits. Raises BadInput where there are labels and no logits."""
     if labels is None:
         return {"accuracy": (), "comparisons": ()}
-    own = next((port.name for port in ports if port.role == "logits"), None)
+    own = next((rule for rule in rules if rule.port.role == "logits"), None)
     if own is None:
-        roles = ", ".join(f"{port.name} is {port.role}" for port in ports)
-        raise BadInput(f"labels: this model tells no classes apart ({roles}); leave the labels away")
-    rows = {label: answers[own] for label, answers in by_label.items()}
+        roles = ", ".join(f"{rule.port.name} is {rule.port.role}" for rule in rules)
+        raise BadInput(f"labels: this model tells no classes apart ({roles}); leave the labels out")
+    rows = {label: answers[own.port.name] for label, answers in by_label.items()}
     return {
-        "accuracy": tuple(accuracy(label, each, labels) for label, each in rows.items()),
+        "accuracy": tuple(accuracy(label, each, labels, threshold=own.threshold) for label, each in rows.items()),
         "comparisons": tuple(
-            mcnemar(DENSE, rows[DENSE], label, each, labels) for label, each in rows.items() if label != DENSE
+            mcnemar(DENSE, rows[DENSE], label, each, labels, threshold=own.threshold)
+            for label, each in rows.items()
+            if label != DENSE
         ),
     }

@@ -165,7 +165,8 @@ def compare(
     """Every candidate against the golden answers, a link an output, as `prove` does; raises BadInput for others."""
     links, findings = [], []
     arrays: dict[str, NDArray[np.generic]] = {}
-    output_limits, several = limits.of_outputs(), len(golden.outputs) > 1
+    several = len(golden.outputs) > 1
+    limits.require_applied(golden.outputs)
     answered(golden.source.label, golden.answers)
     for place, each in enumerate(candidates):
         own, expected = ([port.name for port in outputs] for outputs in (each.outputs, golden.outputs))
@@ -190,12 +191,14 @@ def compare(
                     candidate=each.source.label,
                     reference_rows=golden.answers[port.name],
                     candidate_by_batch={size: rows[port.name] for size, rows in by_batch.items()},
-                    tolerance=output_limits,
+                    tolerance=limits.of_port(port),
                     port=port,
                     several=several,
+                    threshold=limits.threshold_of(port, golden.answers[port.name]),
                 )
             )
-            found = figures(golden.answers[port.name], {name: answers[port.name]}, role=port.role)
+            between = limits.threshold_of(port, golden.answers[port.name])
+            found = figures(golden.answers[port.name], {name: answers[port.name]}, role=port.role, threshold=between)
             arrays |= {f"{port.name}.{key}" if several else key: np.asarray(array) for key, array in found.items()}
         on_progress(place + 1)
     sources = (golden.source, *(each.source for each in candidates))

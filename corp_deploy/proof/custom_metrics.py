@@ -5,6 +5,7 @@ What is run comes from a command line or a recipe alone: no model, graph or reco
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import re
@@ -117,6 +118,7 @@ def require_runnable(requests: Sequence[MetricRequest], *, below: Path = Path())
 
 
 NAMES, LABELS = "names", "labels"
+_EXPECTED = "one number, or one for each input"
 _LAST_WORDS = 300
 
 
@@ -124,8 +126,10 @@ class Meter:
     """Measures outputs as soon as an artefact has given them, so that a command that fails ends a proof early.
 
     A command is run in `below`, without a shell, on an .npz with the outputs by name, `names` of the inputs and, where
-    given, `labels`; the last line that it prints is the number. A function is given the same arrays by name. Raises
-    BadInput for what can't be run, fails, takes longer than the limit or gives no finite number.
+    given, `labels`; the last line that it prints is the number, or a JSON list of one number for each input, whose mean
+    is the figure. A function is given the same arrays by name and returns either. With a number for each input the
+    figure has an interval, and its change from the reference's a paired one. Raises BadInput for what can't be run,
+    fails, takes longer than the limit or gives no finite number.
     """
 
     def __init__(
@@ -140,30 +144,48 @@ class Meter:
         self._requests, self._inputs, self._below, self._time_limit_s = requests, inputs, below, time_limit_s
         self._digests = [_digest(request, inputs, below) for request in requests]
         self._rows: list[list[OwnMetric]] = [[] for _ in requests]
+        self._of_reference: list[NDArray[np.float64]] = []
 
     def measure(self, label: str, outputs: Outputs) -> None:
         """Of the artefact of this label."""
-        for request, digest, rows in zip(self._requests, self._digests, self._rows, strict=True):
-            value = self._value(request, _arrays(outputs, self._inputs), f"metric {request.name} of {label}")
-            rows.append(OwnMetric(name=request.name, model=label, value=value, command=request.command, sha256=digest))
+        for place, (request, digest) in enumerate(zip(self._requests, self._digests, strict=True)):
+            values = self._values(request, _arrays(outputs, self._inputs), f"metric {request.name} of {label}")
+            if len(self._of_reference) == place:
+                self._of_reference.append(values)
+            row = OwnMetric(
+                name=request.name,
+                model=label,
+                value=float(values.mean()),
+                command=request.command,
+                sha256=digest,
+                **_errors(values, self._of_reference[place]),
+            )
+            self._rows[place].append(row)
 
-    def _value(self, request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str) -> float:
+    def _values(self, request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str) -> NDArray[np.float64]:
+        """Return one number for all inputs, or one for each of them [N]."""
+        answer: Any
         if request.is_code:
             code = request.code(self._below)
-            answer = code.called({"outputs": arrays})
-            try:
-                value = float(answer)
-            except (TypeError, ValueError):
-                raise BadInput(f"{where}: {code.function}() gives {quoted(str(answer))}, expected one number") from None
+            answer, where = code.called({"outputs": arrays}), f"{where}: {code.function}()"
         else:
             with tempfile.TemporaryDirectory() as private:  # of this user alone
                 path = Path(private) / "outputs.npz"
                 np.savez(path, **arrays)  # type: ignore[arg-type]
                 words = [word.replace(OUTPUTS, str(path)) for word in request.argv]
-                value = _number(self._printed(words, where, f"the file holds {', '.join(arrays)}"), where)
-        if not math.isfinite(value):
-            raise BadInput(f"{where}: is {value}, expected a finite number")
-        return value
+                answer = _answer(self._printed(words, where, f"the file holds {', '.join(arrays)}"), where)
+        inputs = self._inputs.count
+        try:
+            values = np.asarray(answer, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError):
+            raise BadInput(f"{where}: gives {quoted(str(answer))}, expected {_EXPECTED}") from None
+        if values.shape not in ((), (inputs,)):
+            raise BadInput(
+                f"{where}: gives numbers of shape {list(values.shape)} for {inputs} inputs, expected {_EXPECTED}"
+            )
+        if not np.isfinite(values).all():
+            raise BadInput(f"{where}: gives {quoted(str(answer))}, expected finite numbers")
+        return np.atleast_1d(values)
 
     def _printed(self, words: Sequence[str], where: str, source: str) -> str:
         """What the command prints. All that it started ends with it."""
@@ -228,11 +250,28 @@ def _digest(request: MetricRequest, inputs: "ProofInputs", below: Path) -> str:
     return digest.hexdigest()
 
 
-def _number(printed: str, where: str) -> float:
+def _errors(values_N: NDArray[np.float64], of_reference_N: NDArray[np.float64]) -> dict[str, Any]:
+    """Return the standard errors of a mean and of its change, by OwnMetric's fields; nothing for a single number."""
+    count = len(values_N)
+    if count < 2 or count != len(of_reference_N):
+        return {}
+    own, change = ((side_N.std(ddof=1) / math.sqrt(count)).item() for side_N in (values_N, values_N - of_reference_N))
+    return {"images": count, "error": own, "change_error": change}
+
+
+def _answer(printed: str, where: str) -> Any:
+    """Return the number on the last line, or the list there."""
     lines = printed.strip().splitlines()
     if not lines:
-        raise BadInput(f"{where}: printed nothing, expected a number on the last line")
+        raise BadInput(f"{where}: printed nothing, expected {_EXPECTED} on the last line")
+    with contextlib.suppress(ValueError):
+        answer = json.loads(lines[-1])
+        if isinstance(answer, list):
+            return answer
     try:
         return float(lines[-1].replace("_", "none"))  # which Python takes between digits
     except ValueError:
-        raise BadInput(f"{where}: the last line is {quoted(lines[-1])}, expected a number and nothing else") from None
+        raise BadInput(
+            f"{where}: the last line is {quoted(lines[-1])}, expected a number and nothing else, or a JSON list of one "
+            "number for each input"
+        ) from None

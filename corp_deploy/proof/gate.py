@@ -8,12 +8,12 @@ from typing import Any
 from ground.errors import BadInput
 from ground.files import write_text
 from ground.records import Head, record_from_file
-from perf.gate.evidence import Evidence
-from perf.gate.gate import PARITY, Gate, JudgedRule, judge
+from perf.gate.evidence import Evidence, outputs_judged
+from perf.gate.gate import PARITY, Gate, JudgedRule, Verdict, judge
 from perf.gate.history import save_trend
 from perf.gate.rule import FITTED, Rule, rule_from_text
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
-from perf.parity.parity import load_parity
+from perf.parity.parity import HOW_TO_JUDGE, load_parity
 from perf.record.runs import load_bench
 from perf.report.curves import trend_drawing
 from perf.stats.compare import Comparison
@@ -57,10 +57,22 @@ def evidence_of_files(bench: Path | None, parity: Path | None, confidence: float
     )
 
 
-def parity_row(path: Path) -> JudgedRule:
-    """The proof's own verdict as a row, by its own confidence: it fails the gate when a link failed."""
+def parity_row(path: Path, rules: Sequence[Rule] = ()) -> JudgedRule:
+    """Return the proof's own verdict as a row, by its own confidence: it fails the gate when a link failed.
+
+    A gate passes only if every output was judged, by a limit of the proof or by one of the rules: what neither judged
+    makes the row INCONCLUSIVE. It is UNJUDGED where the rules judge instead, or other inputs do.
+    """
     parity = load_parity(path)
-    return JudgedRule(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric=PARITY)
+    verdict: Verdict = parity.verdict
+    message, judged = parity.line, {name for rule in rules for name in outputs_judged(rule, parity)}
+    if verdict == "UNJUDGED" and parity.unjudged:
+        if left := [name for name in parity.unjudged if name not in judged]:
+            verdict = "INCONCLUSIVE"
+            message += f"; neither a limit of verify nor a rule judges {' and '.join(left)}: {HOW_TO_JUDGE}"
+        else:
+            message += "; the rules judge instead"
+    return JudgedRule(rule=f"parity ({path.name})", verdict=verdict, message=message, metric=PARITY)
 
 
 def with_fitted_rule(rules: Sequence[Rule], now: Evidence) -> list[Rule]:

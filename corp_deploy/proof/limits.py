@@ -1,12 +1,19 @@
 """Limits on how far a reduced model may differ from the dense one. Imports no torch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from corp_deploy.invocation.proof import ProofOptions
+from ground.errors import BadInput
+from ground.ports import OutputPort, Role
 from ground.precision import QUANTISED, FloatType
 from perf.parity import tolerance
+from perf.parity.logits import threshold_of
 from perf.parity.measures import Measures
 from perf.parity.parity import ImageSet
 from perf.parity.tolerance import Tolerance
@@ -37,32 +44,84 @@ def unreachable(shares: Mapping[str, float], *, count: int, noun: str, confidenc
     return sentences
 
 
+# The limits of an output that is a score map, and of any other one.
+MEASURED = {True: ("max_error", "min_agreement", "min_iou"), False: ("max_error", "min_agreement")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParityLimits(ProofOptions):
-    """What the user allows the reduced model to differ from the dense one by; None sets no limit.
+    """How far the reduced model may differ from the dense one, at each output; None sets no limit.
 
-    `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone. The three
-    behind it are of maps that heads apart make, which the first two are not of. `confidence`: of the interval with
-    which shares of inputs have to keep to their limits, 0 where the point alone decides. `elsewhere`: on what
-    those are judged that these inputs leave open. Raises BadInput for what is no limit.
+    `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone.
+    `confidence`: of the interval with which shares of inputs have to keep to their limits, 0 where the point alone
+    decides. `elsewhere`: on what those shares are judged that these inputs leave open. Raises BadInput for a number or
+    an output limit that can be none.
     """
 
     elsewhere: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.of_outputs(), self.of_maps()
+        for role in get_args(Role):
+            self.of_port(OutputPort(name="", role=role))
 
-    def of_outputs(self, noise: Measures | None = None) -> Tolerance:
-        """What they are for a model's own outputs."""
-        return self._of(noise, min_agreement=self.min_agreement, max_error=self.max_error)
+    def of_port(self, port: OutputPort, noise: Measures | None = None) -> Tolerance:
+        """Return the limits of one output; `noise`: the dense model's own error there in FP16."""
+        if port.name in self.exclude_output:
+            return tolerance.EXCLUDED
+        numbers = {limit: number for limit, (_, number) in self._set_for(port).items()}
+        return tolerance.limits(**numbers, confidence=self.confidence, noise=noise, elsewhere=self.elsewhere)
 
-    def of_maps(self, noise: Measures | None = None) -> Tolerance:
-        """What they are for the maps of heads apart."""
-        return self._of(noise, min_agreement=self.min_pixels, max_error=self.max_map_error, min_iou=self.min_iou)
+    def _set_for(self, port: OutputPort) -> dict[str, tuple[str, float]]:
+        """Return each limit of one output with the option that sets it: the output's own, else its role's."""
+        is_map, own = port.role == "score map", self.by_output.get(port.name, {})
+        every = [
+            ("max_error", "--max-error", self.max_error),
+            ("min_agreement", "--min-agreement", self.min_agreement),
+            *(each for each in self._for_maps if is_map),
+            *((limit, f"--output-limit {port.name}:{limit}", own[limit]) for limit in own if limit in MEASURED[is_map]),
+        ]
+        return {limit: (option, number) for limit, option, number in every if number is not None}
 
-    def _of(self, noise: Measures | None, **least: float | None) -> Tolerance:
-        return tolerance.limits(**least, confidence=self.confidence, noise=noise, elsewhere=self.elsewhere)
+    @property
+    def _for_maps(self) -> list[tuple[str, str, float | None]]:
+        return [
+            ("max_error", "--max-map-error", self.max_map_error),
+            ("min_agreement", "--min-pixels", self.min_pixels),
+            ("min_iou", "--min-iou", self.min_iou),
+        ]
+
+    def threshold_of(self, port: OutputPort, answers: NDArray[np.floating]) -> float | None:
+        """Return the threshold of a single logit or of a score map of one class; `answers`: the dense model's."""
+        if port.role == "score map":
+            return self.map_threshold
+        return threshold_of(answers, self.logit_threshold) if port.role == "logits" else None
+
+    def require_applied(self, ports: Sequence[OutputPort]) -> None:
+        """Raise BadInput for a limit that no output has, and where every output is excluded.
+
+        `ports`: the outputs of the model and the maps of heads.
+        """
+        gives = "the model gives " + ", ".join(f"{port.name} ({port.role})" for port in ports)
+        names = {port.name for port in ports}
+        if unknown := [name for name in (*self.by_output, *self.exclude_output) if name not in names]:
+            option = "--output-limit" if unknown[0] in self.by_output else "--exclude-output"
+            raise BadInput(f"{option}: there is no output {unknown[0]!r}; {gives}")
+        judged = [port for port in ports if port.name not in self.exclude_output]
+        if not judged:
+            raise BadInput(f"--exclude-output: it excludes every output, so that nothing is judged; {gives}")
+        general = [("", "--max-error", self.max_error), ("", "--min-agreement", self.min_agreement), *self._for_maps]
+        given = [option for _, option, number in general if number is not None]
+        given += [f"--output-limit {name}:{limit}" for name, limits in self.by_output.items() for limit in limits]
+        used = {option for port in judged for option, _ in self._set_for(port).values()}
+        if self.logit_threshold is not None:
+            given.append("--logit-threshold")
+            used |= {"--logit-threshold"} if "logits" in {port.role for port in judged} else set()
+        if unused := [option for option in given if option not in used]:
+            raise BadInput(
+                f"{unused[0]}: it applies to no output, since {gives}, and a limit for one output or for score maps "
+                "takes the place of a general one; leave it out, or set --max-error, which every output has"
+            )
 
     def unreachable(self, images: ImageSet) -> list[str]:
         """The limits that so many inputs can never show to be kept, a sentence each."""

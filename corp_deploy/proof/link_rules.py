@@ -15,7 +15,6 @@ from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, FloatType
 from perf.parity import tolerance
-from perf.parity.maps import THRESHOLD
 from perf.parity.measures import Measures, largest_logit, relative_errors
 from perf.parity.parity import Link, LinkKind, link
 from perf.parity.tolerance import Choices, Tolerance
@@ -51,18 +50,19 @@ class LinkRules:
     products: int
     largest_logit: float
     magnified: float = 1.0
-    threshold: float = THRESHOLD
+    threshold: float | None = None
 
     def rounding(self, float_type: FloatType) -> Tolerance:
         """How far two computations of one model may lie apart where one is held in this type."""
+        if self.port.name in self.limits.exclude_output:
+            return tolerance.EXCLUDED
         if float_type is not FLOAT32:
             return tolerance.half(self.noises[float_type], float_type=float_type, factor=self.limits.factor(float_type))
         return tolerance.exact(products=self.products, largest_logit=self.largest_logit, magnified=self.magnified)
 
     def of_user(self) -> Tolerance:
         """What the reduced model may differ from the dense one by."""
-        of_role = self.limits.of_maps if self.port.role == "score map" else self.limits.of_outputs
-        return of_role(self.noises[FLOAT16])
+        return self.limits.of_port(self.port, self.noises[FLOAT16])
 
     def link(
         self, candidate: Candidate, name: str, kind: LinkKind, before: Reference, by_batch: Mapping[int, Outputs]
@@ -71,13 +71,15 @@ class LinkRules:
         own, merges, float_type = self.port.name, before.merges, candidate.float_type
         bounds, choices = self.of_user() if kind in ("reduced", "whole") else self.rounding(float_type), None
         is_narrow = kind in ("half", "quantised")
-        if merges is not None and is_narrow:
+        if bounds.excluded:
+            pass
+        elif merges is not None and is_narrow:
             # Half precision alone has other tokens merged: its yardstick is what it does to this very model.
             noise, factor = merges.noise[float_type][own], self.limits.factor(float_type)
             bounds = tolerance.half(noise, float_type=float_type, factor=factor, whose="the merged model")
         elif merges is not None and kind == "exact":
             choices = Choices(margins_N=merges.margins_N, limit=self.limits.max_apart)
-        if is_narrow and candidate.emulated:
+        if is_narrow and candidate.emulated and not bounds.excluded:
             bounds = replace(bounds, rule=f"{bounds.rule}{AS_TYPED}")
         judged = link(
             name=name,
@@ -92,7 +94,7 @@ class LinkRules:
             several=self.several,
             threshold=self.threshold,
         )
-        if merges is None or not is_narrow:
+        if merges is None or not is_narrow or bounds.excluded:
             return judged
         # And on how many inputs it errs more than this type does where nothing is merged.
         answers, plain = by_batch[judged.batch][own], self.rounding(float_type).max_relative_error or 0.0
@@ -124,7 +126,15 @@ def link_rules(
         several = len(ports) + len(heads.ports) > 1
         return LinkRules(port=port, several=several, limits=limits, noises=of_port, **own)
 
-    own = [rules(port, products=products, largest_logit=largest_logit(answers[port.name], port.role)) for port in ports]
+    own = [
+        rules(
+            port,
+            products=products,
+            largest_logit=largest_logit(answers[port.name], port.role),
+            threshold=limits.threshold_of(port, answers[port.name]),
+        )
+        for port in ports
+    ]
     of_maps = [
         rules(
             port,

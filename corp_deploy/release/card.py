@@ -184,10 +184,18 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
     yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
     limits = recipe.parity
     sure = f" {confidence_text(limits.confidence)}" if limits.options.shares else ""
-    yield f"* Limits set: agreement at least {limits.min_agreement}{sure}, logit error at most {limits.max_error}."
-    if limits.head:
-        least = f"IoU at least {limits.min_iou}, pixels that agree at least {limits.min_pixels}"
-        yield f"* Limits of the heads' maps: error at most {limits.max_map_error}, {least}."
+    general = {
+        "agreement at least": limits.min_agreement,
+        "relative error at most": limits.max_error,
+        "relative error of score maps at most": limits.max_map_error,
+        "IoU of score maps at least": limits.min_iou,
+        "pixels of score maps that agree at least": limits.min_pixels,
+    }
+    given = [f"{words} {number:g}" for words, number in general.items() if number is not None]
+    given += map(markdown_line, limits.output_limit)
+    yield f"* Limits of every output: {', '.join(given) or 'none; the rules of the gate judge'}{sure}."
+    if parity.excluded:
+        yield f"* Not judged, since the recipe excludes them: {', '.join(map(markdown_line, parity.excluded))}."
 
 
 def card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Efforts) -> str:

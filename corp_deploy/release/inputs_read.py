@@ -3,6 +3,7 @@ decoded or run. Everything heavy is imported here.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -17,16 +18,17 @@ from corp_deploy.families.family import output_ports
 from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_of
 from corp_deploy.proof.heads import opened_heads
-from corp_deploy.proof.limits import unreachable
+from corp_deploy.proof.limits import ParityLimits, unreachable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from corp_deploy.store.onnx_file import graph_ports
 from export.graph.precision import kept_modules
 from export.triton.variants import require_labels
 from ground.errors import BadInput
+from ground.ports import OutputPort
 from perf.bench.latency_table import SUFFIX, load_table
-from perf.gate.rule import FITTED
-from perf.parity.measures import SHARES, require_agreement
+from perf.gate.rule import ACCURACY, FITTED
+from perf.parity.measures import MEASURES, SHARES, require_agreement
 from perf.record.runs import FittedInputs
 
 from .calls import range_samples
@@ -68,10 +70,29 @@ def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: Rec
     if recipe.held_out.labels is not None:
         with mistakes.at("held_out.labels"):
             labels_from_path(recipe.held_out.labels, proving, model)
-    if recipe.parity.min_agreement is not None:
-        with mistakes.at("parity.min_agreement"):
-            for port in output_ports(model):
+    with mistakes.at("[parity]"):
+        limits, ports = ParityLimits.from_options(recipe.parity.options.values), output_ports(model)
+        for port in ports:
+            if limits.of_port(port).min_agreement is not None:
                 require_agreement(port, proving.count)
+        with opened_heads(recipe.parity.head, ports) as heads:
+            every = [*ports, *heads.ports]
+            limits.require_applied(every)
+            with mistakes.at("gate.fail_if"):
+                _require_figures(recipe, every)
+
+
+def _require_figures(recipe: Recipe, ports: Sequence[OutputPort]) -> None:
+    """Raise BadInput for a rule on a figure that no output of this model has, and for one on accuracy without labels."""
+    known = {each.name for port in ports for each in fields(MEASURES[port.role])} | {FITTED, ACCURACY}
+    for rule in (*recipe.rules, *(rule for target in recipe.targets for rule in target.rules)):
+        if rule.is_own or rule.is_of_bench:
+            continue
+        if rule.metric not in known:
+            gives = ", ".join(f"{port.name} ({port.role})" for port in ports)
+            raise BadInput(f"rule {rule.text!r}: no output has {rule.metric}, since the model gives {gives}")
+        if rule.metric == ACCURACY and recipe.held_out.labels is None:
+            raise BadInput(f"rule {rule.text!r}: accuracy needs the labels of held-out images; give held_out.labels")
 
 
 def _read_class_names(path: Path, model: nn.Module) -> None:
@@ -125,9 +146,6 @@ def read_inputs(
         fitted = FittedInputs(judging=proving.count, same=int(torch.isin(proving.ids, fitted_ids).sum()))
         if fitted.has_overlap:
             warn(f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it")
-    if any(label.startswith("parity.head") for label in labels):
-        with mistakes.at("parity.head"), opened_heads(recipe.parity.head, output_ports(model)):
-            pass
     if "package.labels" in labels and recipe.package.labels is not None:
         with mistakes.at("package.labels"):
             _read_class_names(recipe.package.labels, model)

@@ -112,7 +112,11 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
 
 def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], starting: bool) -> None:
     """Parity first, then the recipe's rules on the first target, each target's own, and the first one's history."""
-    rows = [parity_row(dirs.root / name) for name in names.parities_of(recipe)]
+    # The recipe's rules judge the first target, which ships, and with it the chain down to its graph.
+    first, *others = recipe.targets
+    own_rules = {names.parity_name(target): target.rules for target in others}
+    own_rules |= dict.fromkeys((names.PARITY, names.parity_name(first)), (*recipe.rules, *first.rules))
+    rows = [parity_row(dirs.root / name, own_rules.get(name, ())) for name in names.parities_of(recipe)]
     before = evidence_of_files(older.get("bench"), older.get("parity"))
     for target in recipe.targets:
         records = dirs.root / names.bench_name(recipe, target), dirs.root / names.parity_name(target)

@@ -97,14 +97,10 @@ def _agreement(directory: Path) -> Agreement | None:
         return None
     links = load_parity(path).links
     errors = next((link for link in links if link.kind == "whole"), links[-1]).measures
-    if not isinstance(errors, LogitMeasures):
-        return None  # the first output has no classes
-    return Agreement(
-        share=errors.top1_agreement,
-        images=errors.images,
-        low=errors.top1_agreement_low,
-        high=errors.top1_agreement_high,
-    )
+    bounds = errors.agreement_bounds
+    if not isinstance(errors, LogitMeasures) or errors.top1_agreement is None or bounds is None:
+        return None  # the first output has no classes, or no agreement can be told
+    return Agreement(share=errors.top1_agreement, images=errors.images, low=bounds[0], high=bounds[1])
 
 
 MOST_LABELS_BYTES = 2**26

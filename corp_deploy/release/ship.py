@@ -119,7 +119,8 @@ def _new(request: ToShip, root: Path) -> Recipe:
             f"{LEAST_IMAGES} or more, or others as --held-out"
         )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", root.resolve().name).lstrip("_.-") or "model"
-    classifies = all(port.role == "logits" for port in output_ports(model))
+    # Of a single logit nobody knows here whether it tells two classes apart: its error is judged.
+    classifies = all(port.role == "logits" for port in output_ports(model)) and traced_model.classes(model) > 1
     rules = (f"speedup@b{max(request.timed.batches)} < 1.0", "top1_agreement < 0.98")
     own: Mapping[str, dict[str, Any]] = {
         "release": {"name": name},

@@ -42,6 +42,7 @@ def parity_shown(parity: Parity) -> list[RenderableType]:
     return [
         parity_table(parity),
         *(line for line in reasons if line not in parity.reason),
+        *parity.accuracy_lines,
         *(source.line for source in parity.sources),
         *(f"{each.link}: {each.site or 'no block'}: {each.reason} {each.command}" for each in parity.located),
         *(f"{row.name} of {row.model}: {row.value:.6g}" for row in parity.metrics),

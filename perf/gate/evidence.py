@@ -12,12 +12,12 @@ from perf.parity.labels import OwnMetric
 from perf.parity.measures import FIGURES, SHARES
 from perf.parity.parity import Link, Parity
 from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord, differing_keys
-from perf.stats.decision import share_interval
+from perf.stats.decision import paired_interval, share_interval, z_of
 from perf.stats.quiet import samples
 from perf.stats.stats import DEFAULT_CONFIDENCE, Interval, exact, needed_samples, percentile_interval
 from perf.stats.summary import SummaryRow, cached_subjects, summarise
 
-from .rule import COUNTED, FITTED, PLACED, TIMED, Rule
+from .rule import ACCURACY, COUNTED, FITTED, PLACED, TIMED, Rule
 
 DENSE = "dense"
 
@@ -58,8 +58,8 @@ class Evidence:
                 return _timed(bench, rule, subject, where, self.confidence)
             return _counted(bench, rule, subject, where)
         if rule.is_own:
-            return Reading(interval=exact(own_metric(self.parity, rule, subject, where).value))
-        return _parity(self.parity, rule, where, self.confidence)
+            return _own(own_metric(self.parity, rule, subject, where), self.confidence)
+        return _parity(self.parity, rule, subject, where, self.confidence)
 
     def covers(self, rule: Rule) -> bool:
         """Whether there is a record of the kind that the rule's figure stands in."""
@@ -77,23 +77,23 @@ def require_figure(rule: Rule, subjects: Collection[str], where: str) -> None:
     if not rule.wants_baseline:
         _require_subject(rule, rule.name, subjects, where)
     if not rule.is_own and not rule.is_of_bench:
-        _require_measure(rule, FIGURES | {FITTED})
+        _require_measure(rule, FIGURES | {FITTED, ACCURACY})
 
 
 def _require_subject(rule: Rule, subject: str | None, subjects: Collection[str], where: str) -> None:
     if subject is None:
         return
-    if rule.is_own and subject != DENSE:
-        raise BadInput(f"rule {rule.text!r}: own measures are of {DENSE!r} and of candidates, not of {subject!r}")
+    if (rule.is_own or rule.metric == ACCURACY) and subject != DENSE:
+        raise BadInput(f"rule {rule.text!r}: {rule.metric} is known of {DENSE!r} and of candidates, not of {subject!r}")
     if rule.is_of_bench and subject not in subjects:
         raise BadInput(f"rule {rule.text!r}: {where} has no subject {subject!r}, it has {' and '.join(subjects)}")
-    if not rule.is_own and not rule.is_of_bench:
+    if not rule.is_own and not rule.is_of_bench and rule.metric != ACCURACY:
         raise BadInput(f"rule {rule.text!r}: parity is between two models; {subject!r} alone has none")
 
 
 def _require_measure(rule: Rule, measures: Collection[str]) -> None:
     if rule.metric not in measures:
-        names = ", ".join(dict.fromkeys((*TIMED, *PLACED, *COUNTED, FITTED, *sorted(measures))))
+        names = ", ".join(dict.fromkeys((*TIMED, *PLACED, *COUNTED, FITTED, ACCURACY, *sorted(measures))))
         raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {names}")
 
 
@@ -159,7 +159,7 @@ def _or_doubt(interval: Interval | None, doubt: str) -> Reading:
     return Reading(interval=interval, doubt=doubt if interval is None else None)
 
 
-def _parity(parity: Parity | None, rule: Rule, where: str, confidence: float) -> Reading:
+def _parity(parity: Parity | None, rule: Rule, subject: str | None, where: str, confidence: float) -> Reading:
     if parity is None:
         raise BadInput(
             f"rule {rule.text!r}: {rule.metric} is no figure of a bench record, and {where} has no parity record"
@@ -171,6 +171,8 @@ def _parity(parity: Parity | None, rule: Rule, where: str, confidence: float) ->
                 "its directory among the candidates, or with --moments"
             )
         return Reading(interval=exact(parity.fitted.same))
+    if rule.metric == ACCURACY:
+        return _accuracy(parity, rule, subject, where, confidence)
     link = _link(parity.links, rule, where)
     measures = asdict(link.measures)
     _require_measure(rule, measures)
@@ -204,25 +206,98 @@ def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: st
     return row
 
 
+def _shipped(links: Sequence[Link]) -> list[Link]:
+    """Return the links, one for each output, from the dense model to what ships; else those of the last step."""
+    last = next((link for link in reversed(links) if link.kind == "whole"), links[-1])
+    return [link for link in links if (link.kind, link.candidate) == (last.kind, last.candidate)]
+
+
 def _link(links: Sequence[Link], rule: Rule, where: str) -> Link:
-    """The named link; without a name the whole chain from the dense model to what ships, else the last link. Of several
-    outputs it is that of the only one which tells the figure, unless that is the user's own.
+    """Return the link of the name, or of the output, that a rule names; without a name the link to what ships."""
+    shipped = _shipped(links)
+    if rule.link is None:
+        return shipped[-1]
+    named = {link.output: link for link in shipped} | {link.name: link for link in links}
+    if rule.link not in named:
+        names = ", ".join(
+            filter(None, dict.fromkeys((*(link.name for link in links), *(link.output for link in shipped))))
+        )
+        raise BadInput(f"rule {rule.text!r}: {where} has no parity link or output {rule.link!r}; it has {names}")
+    return named[rule.link]
+
+
+def for_each_output(rule: Rule, parity: Parity | None) -> list[Rule]:
+    """Return the rule once for each output that has its figure, if it names none and the model gives several."""
+    if parity is None or rule.link is not None or rule.is_own or rule.is_of_bench or rule.metric in (FITTED, ACCURACY):
+        return [rule]
+    telling = [link for link in _shipped(parity.links) if rule.metric in asdict(link.measures)]
+    if len(telling) < 2 and all(link.output is None for link in telling):
+        return [rule]
+    return [replace(rule, link=link.name, text=f"{rule.text} [{link.output}]") for link in telling] or [rule]
+
+
+def outputs_judged(rule: Rule, parity: Parity) -> list[str]:
+    """Return the outputs, as Parity.outputs names them, whose difference from the dense model a rule judges."""
+    if rule.is_own:  # the user's own measure is given every output
+        return list(parity.outputs)
+    if rule.is_of_bench or rule.metric == FITTED:
+        return []
+    if rule.metric == ACCURACY:
+        return [name for name, links in parity.outputs.items() if links[0].role == "logits"][:1]
+    links = [_link(parity.links, each, "this record") for each in for_each_output(rule, parity)]
+    shipped = _shipped(parity.links)
+    return [each.output or each.role for each in links if each in shipped or each.kind == "reduced"]
+
+
+def _accuracy(parity: Parity, rule: Rule, subject: str | None, where: str, confidence: float) -> Reading:
+    """Return the accuracy of what ships, of a link's candidate, or of the dense model."""
+    if not parity.accuracy:
+        raise BadInput(
+            f"rule {rule.text!r}: {where} has no accuracy, since it was made without labels; verify again with --labels"
+        )
+    label = parity.accuracy[0].model if subject == DENSE else _link(parity.links, rule, where).candidate
+    own = next(row for row in parity.accuracy if row.model == label)
+    interval = share_interval(own.accuracy, own.images, confidence)
+    return Reading(interval=interval, count=own.images, unit="images", share=own.accuracy)
+
+
+def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
+    """Return what a rule's figure differs by from the dense model's on the same images, and the dense figure; None
+    where the rule compares otherwise. Both models are right or wrong together on most images, so that the difference is
+    known better than either figure.
     """
-    if rule.link is not None:
-        link_by_name = next((link for link in links if link.name == rule.link), None)
-        if link_by_name is None:
-            names = ", ".join(link.name for link in links)
-            raise BadInput(f"rule {rule.text!r}: {where} has no parity link {rule.link!r}; it has {names}")
-        return link_by_name
-    shipped = next((link for link in reversed(links) if link.kind == "whole"), links[-1])
-    if rule.is_own or shipped.output is None:
-        return shipped
-    of_all = [link for link in links if (link.kind, link.candidate) == (shipped.kind, shipped.candidate)]
-    telling = [link for link in of_all if rule.metric in asdict(link.measures)]
-    if len(telling) > 1:
-        names = " or ".join(f"{rule.metric}@{link.name}" for link in telling)
-        raise BadInput(f"rule {rule.text!r}: several outputs tell {rule.metric}; write {names}")
-    return next(iter(telling), of_all[-1])
+    parity = now.parity
+    if parity is None or rule.name != DENSE or rule.subject is not None:
+        return None
+    if rule.is_own:
+        own, dense = (own_metric(parity, rule, subject, "this record") for subject in (None, DENSE))
+        if own.change_error is None or own.images is None:
+            return None
+        change, z = own.value - dense.value, z_of(now.confidence)
+        width = z * own.change_error
+        interval = Interval(value=change, low=change - width, high=change + width)
+        return Reading(interval=interval, count=own.images, unit="images"), exact(dense.value)
+    if rule.metric != ACCURACY:
+        return None
+    mine, dense_reading = (now.reading(rule, subject, "this record") for subject in (None, DENSE))
+    assert mine.interval is not None
+    assert dense_reading.interval is not None
+    label = _link(parity.links, rule, "this record").candidate
+    pair = next(each for each in parity.comparisons if each.b == label)
+    low, high = paired_interval(pair.only_b, pair.only_a, mine.count, now.confidence)
+    change = mine.interval.value - dense_reading.interval.value
+    return Reading(
+        interval=Interval(value=change, low=low, high=high), count=mine.count, unit="images"
+    ), dense_reading.interval
+
+
+def _own(metric: OwnMetric, confidence: float) -> Reading:
+    """Return the figure of a user's own measure: with an interval where it has a value for each image."""
+    if metric.error is None or metric.images is None:
+        return Reading(interval=exact(metric.value))
+    width = z_of(confidence) * metric.error
+    interval = Interval(value=metric.value, low=metric.value - width, high=metric.value + width)
+    return Reading(interval=interval, count=metric.images, unit="images")
 
 
 MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput")

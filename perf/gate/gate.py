@@ -19,14 +19,24 @@ from perf.stats.decision import (
     data_factor,
     decide,
     percent,
+    percent_change,
     percent_limit,
+    samples_for_interval,
     samples_for_share,
     share_interval,
 )
 from perf.stats.stats import UNBOUNDED, Interval, exact
 
-from .evidence import Evidence, Reading, differing, divided_by_machine_change, machine_change
-from .rule import BASELINE, Rule
+from .evidence import (
+    Evidence,
+    Reading,
+    differing,
+    divided_by_machine_change,
+    for_each_output,
+    machine_change,
+    paired_change,
+)
+from .rule import ACCURACY, BASELINE, Rule
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]
 EXIT_CODES: dict[Verdict, int] = {
@@ -76,15 +86,15 @@ class Gate:
 
     @property
     def exit_code(self) -> int:
-        """0 also where rules wait for the baseline that this record becomes, but not for a proof without limits."""
+        """0 also where rules wait for the baseline that this record becomes, but not for a proof alone."""
         if self.verdict == "UNJUDGED" and all(judged.metric == PARITY for judged in self.rules):
             return EXIT_CODES["INCONCLUSIVE"]
         return EXIT_CODES[self.verdict]
 
 
 def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None, *, starting: bool = False) -> Gate:
-    """Judge every rule. With `starting` this record may become the baseline: rules that ask for one are UNJUDGED, but
-    for those whose figure this record doesn't have either.
+    """Judge every rule, at each output that has its figure unless it names one. With `starting` this record may become
+    the baseline: rules that ask for one are UNJUDGED, but for those whose figure this record doesn't have either.
 
     Raises:
         BadInput: no rules, a rule asks for something the records lack, or for a baseline when there is none.
@@ -98,7 +108,11 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
             f"no baseline to compare with, but {lost[0].text!r} needs one: give an older {kind} record as baseline, or "
             "make this one it"
         )
-    rows = tuple(_judged(rule, now, None if rule in lost else older) for rule in rules)
+    rows = tuple(
+        _judged(each, now, None if rule in lost else older)
+        for rule in rules
+        for each in for_each_output(rule, now.parity)
+    )
     return Gate(rules=rows, confidence=now.confidence)
 
 
@@ -117,8 +131,14 @@ def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
     elif bound.broken is not None or mine is None or doubt is not None:
         message = bound.broken or doubt
     elif baseline is not None:
-        value = replace(value, interval=_paired(rule, now, mine))
-        verdict, message = _decided(rule, now, baseline, value, bound)
+        paired = paired_change(rule, now)
+        if paired is None:
+            value = replace(value, interval=_paired(rule, now, mine))
+            verdict, message = _decided(rule, now, baseline, value, bound)
+        else:
+            verdict, message = _changed(rule, *paired, now.confidence)
+        if rule.is_own and value.unit is None:
+            message = f"{message}; point only" if message else "point only: this measure has no value for each image"
     elif not mine.is_bounded:
         message = _too_few(value, now.confidence)
     else:
@@ -153,6 +173,26 @@ def _decided(
         change = f"{100 * (machine.value - 1):+.1f} %"
         return "INCONCLUSIVE", f"the machine itself moved: the reference model's own figure changed by {change}"
     return verdict, None
+
+
+def _changed(rule: Rule, change: Reading, dense: Interval, confidence: float) -> tuple[Verdict, str]:
+    """Judge a figure by its difference from the dense model's on the same images: mine - (scale * dense + offset)."""
+    difference = change.interval
+    assert difference is not None, rule
+    # What a factor other than 1 takes of the dense figure is as uncertain as that.
+    of_dense = (1 - rule.scale) * dense.value
+    spread = [abs(1 - rule.scale) * (end - dense.value) for end in (dense.low, dense.high)]
+    gap = difference.value + of_dense - rule.offset
+    low = gap - math.hypot(difference.value - difference.low, spread[0])
+    high = gap + math.hypot(difference.high - difference.value, spread[1])
+    verdict = decide(low, high, lambda end: rule.breaks(end, 0.0))
+    number = percent_change if rule.metric == ACCURACY else _number
+    sentence = f"differs from dense by {number(difference.value)}"
+    if difference.low < difference.high:
+        sentence += f" ({number(difference.low)} to {number(difference.high)} {confidence_text(confidence)}, paired)"
+    if verdict == "INCONCLUSIVE":
+        sentence += f": {samples_for_interval(gap, gap - low if gap > 0 else high - gap, change.count, 'images')}"
+    return verdict, sentence
 
 
 def _bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:

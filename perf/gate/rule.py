@@ -4,7 +4,9 @@
     metric  = p50 p90 p95 p99 (ms) | throughput (images/s) | speedup | peak_memory_bytes  each at a batch: @b8
             | device_memory (bytes: weights and activations)              of the profile of a batch: @b8
             | size_bytes | plan_bytes | params | macs | fused_attention | sparse_layers
-            | a measure of the parity record: relative_error, top1_agreement, ...         at a link: @half, or the whole
+            | a measure of the parity record: relative_error, top1_agreement, ...          at a link or output: @half,
+              @boxes; without a place at each output from the dense model to what ships
+            | accuracy on labelled images, of what ships, of a link's candidate or of the dense model
             | fitted_images (of those that the parity record judges by, how many the model was fitted to)
             | behind "metric.": a measure of the user's own by its name, at a link or of what ships
     compare = < <= > >=
@@ -40,6 +42,7 @@ IN_BYTES = ("size_bytes", "plan_bytes", "device_memory", "peak_memory_bytes")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 BASELINE = "baseline"
 FITTED = "fitted_images"
+ACCURACY = "accuracy"
 OWN = "metric"  # what stands before the names of a user's own measures
 _NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 LIMIT = Real(low=-1e18, high=1e18)

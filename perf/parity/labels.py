@@ -12,10 +12,16 @@ from ground.errors import BadInput
 from ground.records import Sha256
 from perf.stats.decision import wilson
 
+from .logits import threshold_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Top-1 accuracy of one model on labelled images, with its 95 % Wilson interval."""
+    """Top-1 accuracy of one model on labelled images, with its 95 % Wilson interval.
+
+    `chance`: the accuracy that answers and labels with these frequencies would have if they were independent; None for
+    labels of one class alone, and in records that don't tell.
+    """
 
     model: str
     correct: int
@@ -23,6 +29,12 @@ class Accuracy:
     accuracy: float
     low: float
     high: float
+    chance: float | None = None
+
+    @property
+    def is_near_chance(self) -> bool:
+        """Whether the interval reaches down to what labels in a wrong order would give."""
+        return self.chance is not None and self.low <= self.chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,20 +47,50 @@ class PairedAccuracy:
     only_b: int
     p_value: float
 
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"{self.only_a} images right in {self.a} alone, {self.only_b} here alone (McNemar p {self.p_value:.2g})"
 
-def accuracy(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer]) -> Accuracy:
-    """Raises BadInput for labels that don't fit the logits; an image whose logits are not finite counts as wrong."""
-    right_N = _right(model, logits_NC, labels_N)
-    correct, images = int(right_N.sum()), len(right_N)
+
+def accuracy(
+    model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer], *, threshold: float | None = None
+) -> Accuracy:
+    """Return the share of images [N] whose label the logits [N, C], or a single logit [N, 1], tell.
+
+    `threshold`: of a single logit, with labels 0 and 1. An image whose logits are not finite counts as wrong. Raises
+    BadInput for labels that don't fit the logits.
+    """
+    answers_N = _answers(model, logits_NC, labels_N, threshold)
+    correct, images = int((answers_N == labels_N).sum()), len(labels_N)
     low, high = wilson(correct, images)
-    return Accuracy(model=model, correct=correct, images=images, accuracy=correct / images, low=low, high=high)
+    classes = np.arange(max(int(answers_N.max()), int(labels_N.max())) + 1)
+    shares = ((side_N[:, None] == classes).mean(axis=0) for side_N in (answers_N, labels_N))
+    return Accuracy(
+        model=model,
+        correct=correct,
+        images=images,
+        accuracy=correct / images,
+        low=low,
+        high=high,
+        chance=None if len(np.unique(labels_N)) == 1 else float(np.dot(*shares)),
+    )
 
 
 def mcnemar(
-    a: str, logits_a_NC: NDArray[np.floating], b: str, logits_b_NC: NDArray[np.floating], labels_N: NDArray[np.integer]
+    a: str,
+    logits_a_NC: NDArray[np.floating],
+    b: str,
+    logits_b_NC: NDArray[np.floating],
+    labels_N: NDArray[np.integer],
+    *,
+    threshold: float | None = None,
 ) -> PairedAccuracy:
     """McNemar's exact test: of two equally good models, who is right alone on an image is a fair coin (two-sided)."""
-    right_a_N, right_b_N = _right(a, logits_a_NC, labels_N), _right(b, logits_b_NC, labels_N)
+    right_a_N, right_b_N = (
+        _answers(model, logits_NC, labels_N, threshold) == labels_N
+        for model, logits_NC in ((a, logits_a_NC), (b, logits_b_NC))
+    )
     only_a, only_b = int((right_a_N & ~right_b_N).sum()), int((right_b_N & ~right_a_N).sum())
     tosses = only_a + only_b
     log_ways = (
@@ -59,25 +101,35 @@ def mcnemar(
     return PairedAccuracy(a=a, b=b, only_a=only_a, only_b=only_b, p_value=p_value)
 
 
-def _right(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer]) -> NDArray[np.bool_]:
-    if logits_NC.ndim != 2 or labels_N.shape != logits_NC.shape[:1] or len(labels_N) == 0:
+def _answers(
+    model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer], threshold: float | None
+) -> NDArray[np.int64]:
+    """Return the class that each image is given [N]; -1 where the logits are not finite."""
+    rows_NC = logits_NC[:, None] if logits_NC.ndim == 1 else logits_NC
+    if rows_NC.ndim != 2 or labels_N.shape != rows_NC.shape[:1] or len(labels_N) == 0:
         raise BadInput(
             f"labels for {model}: got {labels_N.shape} labels for logits {logits_NC.shape}, expected one label "
             "per image; give the labels of exactly these images, in their order"
         )
-    if labels_N.min() < 0 or labels_N.max() >= logits_NC.shape[1]:
+    finite_N = np.isfinite(rows_NC).all(axis=1)
+    between = threshold_of(rows_NC[finite_N], threshold) if finite_N.any() else threshold
+    classes = max(2, rows_NC.shape[1])
+    if labels_N.min() < 0 or labels_N.max() >= classes:
         raise BadInput(
-            f"labels for {model}: got classes {labels_N.min()} to {labels_N.max()}, expected 0 to "
-            f"{logits_NC.shape[1] - 1}; labels are class indices in the model's own order"
+            f"labels for {model}: got classes {labels_N.min()} to {labels_N.max()}, expected 0 to {classes - 1}; "
+            "labels are class indices in the model's own order"
         )
-    right_N: NDArray[np.bool_] = (logits_NC.argmax(axis=1) == labels_N) & np.isfinite(logits_NC).all(axis=1)
-    return right_N
+    chosen_N = rows_NC.argmax(axis=1) if between is None else (rows_NC[:, 0] > between).astype(np.int64)
+    return np.where(finite_N, chosen_N, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnMetric:
-    """`model` is the label of the artefact whose outputs were measured, `sha256` covers the command, the files that
-    it names and the labels.
+    """A measure of the user's own of one artefact.
+
+    `model` is the label of the artefact whose outputs were measured, `sha256` covers the command, the files that it
+    names and the labels. `images`, `error` and `change_error` are known where the measure has a value for each image:
+    how many, the standard error of their mean, and that of its difference from the reference's on the same images.
     """
 
     name: str
@@ -85,6 +137,9 @@ class OwnMetric:
     value: float
     command: str
     sha256: Sha256
+    images: int | None = None
+    error: float | None = None
+    change_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

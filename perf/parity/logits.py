@@ -1,14 +1,17 @@
 """PURE: how far a candidate's logits are from a reference's, those of inputs and those of tokens. N inputs, T tokens of
 each, C classes; float64 inside.
+
+One logit tells two classes apart by a threshold: agreement is the share of images on the same side of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ground.records import Figure
+from perf.stats.decision import percent
 
 from .rows import Bools, CommonMeasures, Floats, OutputKind, Rows, bounded_share
 
@@ -34,15 +37,18 @@ class LogitMeasures(CommonMeasures):
 
     KL is in nats from the reference's softmax to the candidate's, the agreement's bounds are Wilson's at 95 %. A
     decisive flip is a top-1 flip on an image whose reference margin (first minus second logit) exceeds margin_noise.
+    `threshold` and `positives` belong to a single logit, None otherwise: the threshold that it is compared with, and
+    the images on which the reference lies above it. If that is all of them or none, agreement proves nothing, and
+    top1_agreement is None.
     """
 
     output_kind: ClassVar[OutputKind] = LOGITS
     share: ClassVar[str] = "top1_agreement"
     agreement_name: ClassVar[str] = "top-1 agreement"
 
-    top1_agreement: Figure
-    top1_agreement_low: Figure
-    top1_agreement_high: Figure
+    top1_agreement: float | None
+    top1_agreement_low: float | None
+    top1_agreement_high: float | None
     top5_overlap: Figure
     kl_mean: Figure
     kl_max: Figure
@@ -50,6 +56,19 @@ class LogitMeasures(CommonMeasures):
     margin_noise: float
     decisive_images: int
     decisive_flips: int
+    threshold: float | None = None
+    positives: int | None = None
+
+    @property
+    def agreement_line(self) -> str:
+        if self.top1_agreement is None:
+            side = "above" if self.positives else "at or below"
+            return (
+                f"the reference is {side} {self.threshold:g} on every image, so that no agreement can be told; give "
+                "images of both classes or another --logit-threshold, or limit the error instead"
+            )
+        side = "" if self.threshold is None else f" (on the same side of {self.threshold:g})"
+        return f"{self.agreement_name} {percent(self.top1_agreement)}{side}"
 
     @property
     def disagreement_line(self) -> str:
@@ -82,20 +101,49 @@ class TokenLogitMeasures(CommonMeasures):
         return f"{self.flips} of {self.tokens} tokens flipped"
 
 
+def threshold_of(reference_NC: NDArray[np.floating], threshold: float | None) -> float | None:
+    """Return the threshold of a single logit, None for several classes. Without a given one it is 0, or 0.5 if all of
+    the reference's answers lie in [0, 1], as those of a sigmoid do.
+    """
+    if reference_NC.ndim > 1 and reference_NC.shape[1] != 1:
+        return None
+    if threshold is not None:
+        return threshold
+    return 0.5 if reference_NC.min() >= 0 and reference_NC.max() <= 1 else 0.0
+
+
+def with_two_classes(rows: Rows, threshold: float | None) -> Rows:
+    """Return rows in which a single logit stands beside the threshold, as the logit of the other class."""
+    if threshold is None:
+        return rows
+    sides = (np.hstack((np.full_like(side, threshold), side)) for side in (rows.reference_NF, rows.candidate_NF))
+    reference_NF, candidate_NF = sides
+    return replace(rows, reference_NF=reference_NF, candidate_NF=candidate_NF)
+
+
 def logit_measures(
-    reference_NC: NDArray[np.floating], candidate_NC: NDArray[np.floating], *, margin_noise: float
+    reference_NC: NDArray[np.floating],
+    candidate_NC: NDArray[np.floating],
+    *,
+    margin_noise: float,
+    threshold: float | None = None,
 ) -> LogitMeasures:
-    """The errors of a candidate over all images; see LogitMeasures. Raises BadInput when the shapes differ, there is no
-    image, or the reference itself is not finite.
+    """The errors of a candidate over all images; see LogitMeasures. `threshold`: of a single logit, see threshold_of.
+    Raises BadInput when the shapes differ, there is no image, or the reference itself is not finite.
     """
     rows = LOGITS.rows(reference_NC, candidate_NC)
-    of_rows = _, margin_N, agrees_N = classified(rows)
-    images, agreeing = len(agrees_N), int(agrees_N.sum())
+    between = threshold_of(reference_NC, threshold)
+    classes = with_two_classes(rows, between)
+    of_rows = _, margin_N, agrees_N = classified(classes)
+    images, positives = len(agrees_N), None if between is None else int((rows.reference_NF > between).sum())
+    agreeing = None if positives in (0, images) else int(agrees_N.sum()) / images
     return LogitMeasures(
         **_common(rows, *of_rows, margin_noise),
-        **bounded_share("top1_agreement", agreeing / images, images),
-        top5_overlap=float(top5_overlap(rows).mean()),
+        **bounded_share("top1_agreement", agreeing, images),
+        top5_overlap=float(top5_overlap(classes).mean()),
         decisive_images=int((margin_N > margin_noise).sum()),
+        threshold=between,
+        positives=positives,
     )
 
 

@@ -22,9 +22,11 @@ from .logits import (
     TokenLogitMeasures,
     classified,
     logit_measures,
+    threshold_of,
     token_logit_measures,
     tokens_agreeing,
     top5_overlap,
+    with_two_classes,
 )
 from .maps import THRESHOLD, MapMeasures, map_measures, per_map
 from .rows import AnyMeasures, Floats, OutputKind, RowErrors, WithoutMargins, bounded_share
@@ -149,11 +151,16 @@ Array = NDArray[np.floating]
 
 @overload
 def measures(
-    reference: Array, candidate: Array, *, role: Literal["logits"] = ..., margin_noise: float = ...
+    reference: Array,
+    candidate: Array,
+    *,
+    role: Literal["logits"] = ...,
+    margin_noise: float = ...,
+    threshold: float | None = ...,
 ) -> LogitMeasures: ...
 @overload
 def measures(
-    reference: Array, candidate: Array, *, role: Role, margin_noise: float = ..., threshold: float = ...
+    reference: Array, candidate: Array, *, role: Role, margin_noise: float = ..., threshold: float | None = ...
 ) -> Measures: ...
 def measures(
     reference: Array,
@@ -161,15 +168,15 @@ def measures(
     *,
     role: Role = "logits",
     margin_noise: float = 0.0,
-    threshold: float = THRESHOLD,
+    threshold: float | None = None,
 ) -> Measures:
     """The errors of a candidate over all inputs, both [N, ...] of one role; flips on margins up to `margin_noise` are
-    not decisive, and what a score map shows is above `threshold`. Raises BadInput when the shapes differ or aren't the
-    role's, or the reference is not finite.
+    not decisive. A single logit, and a score map of one class, tell something where they lie above `threshold`. Raises
+    BadInput when the shapes differ or aren't the role's, or the reference is not finite.
     """
     match role:
         case "logits":
-            return logit_measures(reference, candidate, margin_noise=margin_noise)
+            return logit_measures(reference, candidate, margin_noise=margin_noise, threshold=threshold)
         case "token logits":
             return token_logit_measures(reference, candidate, margin_noise=margin_noise)
         case "embedding":
@@ -177,7 +184,7 @@ def measures(
         case "feature map":
             return feature_map_measures(reference, candidate)
         case "score map":
-            return map_measures(reference, candidate, threshold=threshold)
+            return map_measures(reference, candidate, threshold=THRESHOLD if threshold is None else threshold)
 
 
 def relative_errors(reference: Array, candidate: Array, *, role: Role = "logits") -> Floats:
@@ -202,7 +209,7 @@ def require_agreement(port: OutputPort, inputs: int) -> None:
 
 
 def figures(
-    reference: Array, candidates: Mapping[str, Array], *, role: Role = "logits", threshold: float = THRESHOLD
+    reference: Array, candidates: Mapping[str, Array], *, role: Role = "logits", threshold: float | None = None
 ) -> dict[str, NDArray[np.generic]]:
     """One figure per input and candidate, for the side file: arrays [N] named `<candidate>.kl` and so on."""
     arrays: dict[str, NDArray[np.generic]] = {}
@@ -210,14 +217,15 @@ def figures(
         own: dict[str, NDArray[np.generic] | None] = {}
         each: RowErrors
         if role == "score map":
-            each = place = per_map(reference, candidate, threshold=threshold)
+            each = place = per_map(reference, candidate, threshold=THRESHOLD if threshold is None else threshold)
             own = {"iou": place.iou_N, "pixel_agreement": place.agreement_N}
         else:
             rows = MEASURES[role].output_kind.rows(reference, candidate)
             each = rows.errors()
             if role == "logits":
-                kl_N, arrays["margin"], agrees_N = classified(rows)
-                own = {"kl": kl_N, "top5_overlap": top5_overlap(rows), "agrees": agrees_N}
+                classes = with_two_classes(rows, threshold_of(reference, threshold))
+                kl_N, arrays["margin"], agrees_N = classified(classes)
+                own = {"kl": kl_N, "top5_overlap": top5_overlap(classes), "agrees": agrees_N}
             elif role == "token logits":
                 own = {"token_agreement": tokens_agreeing(reference, candidate)}
             elif role == "embedding":

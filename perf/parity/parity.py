@@ -1,6 +1,6 @@
 """The chain of links from the dense model to what ships: errors against tolerances, and the versioned parity record."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import GenericAlias
@@ -14,16 +14,18 @@ from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record, record_from_file, record_from_value
 from perf.record.runs import FittedInputs
+from perf.stats.decision import percent
 
 from .labels import Accuracy, OwnMetric, PairedAccuracy, Source
 from .locate import FaultLocation
-from .maps import THRESHOLD, Head
+from .maps import Head
 from .measures import MEASURES, Measures, measures, relative_errors, require_agreement
 from .shift import Shift
 from .structure import StructuralTest
 from .tolerance import Choices, Ties, Tolerance, Verdict, judge, with_ties
 
 KIND, VERSION = "parity", 1
+HOW_TO_JUDGE = "set --max-error or --min-agreement, or leave an output out with --exclude-output"
 AGAIN = "make the record again with `corp-deploy verify`"
 
 LinkKind = Literal["exact", "half", "quantised", "reduced", "whole"]
@@ -118,7 +120,29 @@ class Parity:
             return "FAIL"
         order: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS")
         statuses = {link.status for link in self.links}
-        return next((status for status in order if status in statuses), "UNJUDGED")
+        verdict: Verdict = next((status for status in order if status in statuses), "UNJUDGED")
+        return "UNJUDGED" if verdict == "PASS" and self.unjudged else verdict
+
+    @property
+    def outputs(self) -> dict[str, list[Link]]:
+        """The links of each output that isn't excluded by name, by what a message calls it."""
+        by_output = dict[str, list[Link]]()
+        for each in self.links:
+            if not each.tolerance.excluded:
+                by_output.setdefault(each.output or each.role, []).append(each)
+        return by_output
+
+    @property
+    def unjudged(self) -> tuple[str, ...]:
+        """The outputs for which no limit judged how far what ships is from the dense model: neither the whole chain nor
+        each of its steps. A share that is judged on other inputs counts as judged.
+        """
+        return tuple(name for name, links in self.outputs.items() if not _is_judged(links))
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """The outputs that the user excluded by name."""
+        return tuple(dict.fromkeys(each.output or each.role for each in self.links if each.tolerance.excluded))
 
     @property
     def compared(self) -> str:
@@ -127,11 +151,15 @@ class Parity:
 
     @property
     def judged(self) -> str:
-        """How many links a limit judged and how many were measured only: a link without a limit has not passed."""
+        """How many links a limit judged and how many were measured only, and the outputs that nothing judged or that
+        were excluded: a link without a limit has not passed.
+        """
         free = sum(link.status == "UNJUDGED" for link in self.links)
         judged = len(self.links) - free
         sentence = f"{judged} {'link' if judged == 1 else 'links'} judged"
-        return f"{sentence}, {free} measured without a limit" if free else sentence
+        sentence += f", {free} measured without a limit" if free else ""
+        sentence += f"; no limit judged {' and '.join(self.unjudged)}" if self.unjudged and judged else ""
+        return f"{sentence}; {' and '.join(self.excluded)} excluded by name" if self.excluded else sentence
 
     @property
     def reason(self) -> str:
@@ -144,6 +172,29 @@ class Parity:
         apart = [f"{link.name} merges other tokens on {link.apart}" for link in self.links if link.apart]
         on += f" ({', '.join(apart)}, where similarities are equal to rounding)" if apart else ""
         return f"{on}: {'; '.join(unmet)}" if unmet else on
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to look at before the verdict is believed."""
+        first = self.accuracy[0] if self.accuracy else None
+        if first is None or not first.is_near_chance:
+            return ()
+        return (
+            f"{first.model} is right on {percent(first.accuracy)} of {first.images} labelled images, no better than "
+            f"chance ({percent(first.chance or 0.0)}): look for (a) labels in another order than the images, (b) class "
+            "indices in another order than the model's, (c) other preprocessing than in training, "
+            "(d) a model that answers one class alone",
+        )
+
+    @property
+    def accuracy_lines(self) -> tuple[str, ...]:
+        """The accuracy of each model on labelled images, and how it differs from the first one's."""
+        pairs = {each.b: each for each in self.comparisons}
+        return tuple(
+            f"accuracy of {row.model}: {percent(row.accuracy)} ({percent(row.low)} to {percent(row.high)} at 95 % "
+            f"confidence, {row.images} images)" + (f"; {pairs[row.model].line}" if row.model in pairs else "")
+            for row in self.accuracy
+        )
 
     @property
     def line(self) -> str:
@@ -162,6 +213,15 @@ class Parity:
         return head | fields | {"links": links, "batches": sizes}
 
 
+def _is_judged(links: Sequence[Link]) -> bool:
+    """Return whether limits judged one output from the dense model to what ships."""
+    whole = [each for each in links if each.kind == "whole"]
+    steps = [each for each in links if each.kind != "whole"]
+    if any(each.status != "UNJUDGED" for each in whole):
+        return True
+    return bool(steps) and all(each.status != "UNJUDGED" or each.tolerance.elsewhere for each in steps)
+
+
 def _json_from_link(link: Link) -> dict[str, Any]:
     """The role and the output's name stand in a record only where there is more than logits."""
     row: dict[str, Any] = json_from_record(link)
@@ -170,6 +230,7 @@ def _json_from_link(link: Link) -> dict[str, Any]:
         "min_iou": link.role != "score map",
         "confidence": link.tolerance.min_agreement is None,
         "elsewhere": not link.tolerance.elsewhere,
+        "excluded": not link.tolerance.excluded,
     }
     limits = {key: value for key, value in row["tolerance"].items() if not left_out_of_limits.get(key)}
     for batch in row["batches"]:
@@ -189,13 +250,13 @@ def link(
     port: OutputPort = LOGITS,
     several: bool = False,
     choices: Choices | None = None,
-    threshold: float = THRESHOLD,
+    threshold: float | None = None,
 ) -> Link:
     """Measure and judge one link at one output. `candidate_by_batch`: by batch size, the candidate's answers [N, ...]
     to all images, or to the first M of them at all sizes but one. `several`: the model has other outputs beside this
     one, so that the link is named by it. `choices`: how near each image is to other merged tokens; those that rounding
-    alone has merge others are left out of the measures and judged by their share. `threshold`: above which a score map
-    shows something.
+    alone has merge others are left out of the measures and judged by their share. `threshold`: above which a single
+    logit, or a score map of one class, tells something.
 
     A limit that the user set is one on all images; what rounding bounds, every image has to keep. Raises BadInput when
     shapes differ, the reference is not finite, or a least agreement is asked where none is defined.

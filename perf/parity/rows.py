@@ -100,7 +100,9 @@ class OutputKind:
         """Raise BadInput when the shapes differ or are of another rank, there is no input, or the reference itself is
         not finite.
         """
-        is_wrong_rank = reference.ndim < 2 or self.rank not in (None, reference.ndim)
+        # A model may give one number for each input, [N], which is [N, 1] here.
+        rank = max(2, reference.ndim)
+        is_wrong_rank = reference.ndim < 1 or self.rank not in (None, rank)
         if is_wrong_rank and reference.shape == candidate.shape and reference.ndim > 2 and self.rank == 2:
             raise BadInput(
                 f"{self.name}: got {reference.shape} of both, expected {self.shape}; outputs with a vector for each "

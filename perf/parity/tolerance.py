@@ -97,7 +97,8 @@ class Tolerance:
 
     `confidence`: of the interval with which an agreement has to keep to its bound; at 0 the point alone decides, as in
     records that were written before there was one. Errors are figures of these inputs and have no interval.
-    `elsewhere`: on what an agreement is judged that these inputs leave open; here it can only fail.
+    `elsewhere`: on what an agreement is judged that these inputs leave open; here it can only fail. `excluded`: the
+    user named this output as one that no limit judges; it is measured only.
     """
 
     rule: str
@@ -108,6 +109,7 @@ class Tolerance:
     min_iou: float | None = None
     confidence: float = 0.0
     elsewhere: str = ""
+    excluded: bool = False
 
     def __post_init__(self) -> None:
         if self.max_relative_error is not None and not 0 <= self.max_relative_error < math.inf:
@@ -204,6 +206,8 @@ def limits(
     )
 
 
+EXCLUDED = Tolerance(rule="excluded by name", excluded=True)
+
 # Under this share of the reference's variation over images, outputs are called constant.
 CONSTANT_SPREAD = 0.01
 
@@ -213,6 +217,8 @@ Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNJUDGED"]
 def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
     """Status and the sentence that says why. Outputs that are not finite or don't depend on the image fail any link."""
     bound, error = tolerance.max_relative_error, f"relative error {errors.relative_error:.2g}"
+    if tolerance.excluded:
+        return "UNJUDGED", f"{error}, {errors.agreement_line}; excluded by name"
     if errors.nonfinite_images:
         return "FAIL", f"NaN or Inf on {errors.nonfinite_images} of {errors.images} {errors.inputs}"
     if errors.spread_ratio < CONSTANT_SPREAD:

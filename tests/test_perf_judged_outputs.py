@@ -1,0 +1,265 @@
+"""Every output of a model is judged by a limit or a rule unless it is excluded by name; one logit by its threshold;
+accuracy and a user's own measure by the change on the same images.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from corp_deploy.proof.gate import parity_row
+from ground.files import write_json
+from ground.ports import OutputPort, Role
+from perf.gate.evidence import Evidence, outputs_judged
+from perf.gate.gate import Gate, JudgedRule, judge
+from perf.gate.rule import rule_from_text
+from perf.parity.labels import Accuracy, OwnMetric, accuracy, mcnemar
+from perf.parity.logits import logit_measures, threshold_of
+from perf.parity.measures import figures
+from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link, parity_from_value
+from perf.parity.tolerance import EXCLUDED, Tolerance, limits
+from perf.parity.tolerance import judge as judge_measures
+from perf.stats.decision import paired_interval
+from tests.refusals import rejects
+
+Floats = NDArray[np.float64]
+RNG = np.random.default_rng(3)
+ROWS: Floats = RNG.standard_normal((60, 4))
+LOGIT: Floats = RNG.standard_normal((60, 1))
+WITHIN = limits(max_error=0.05)
+FREE = limits()
+
+
+def linked(
+    output: str, tolerance: Tolerance, *, kind: LinkKind = "reduced", role: Role = "embedding", by: float = 0.01
+) -> Link:
+    return link(name=kind, kind=kind, reference="dense", candidate="reduced", reference_rows=ROWS,
+                candidate_by_batch={1: ROWS * (1 + by)}, tolerance=tolerance, several=True,
+                port=OutputPort(name=output, role=role))  # fmt: skip
+
+
+def proof(*links: Link, **more: Any) -> Parity:
+    return Parity(images=ImageSet(count=60, digest="sha256:00"), links=links, **more)
+
+
+def test_one_logit_agrees_where_it_stays_on_its_side_of_the_threshold() -> None:
+    moved = LOGIT + 0.4
+    found = logit_measures(LOGIT, moved, margin_noise=0.0)
+    same = sum((before > 0) == (after > 0) for before, after in zip(LOGIT[:, 0], moved[:, 0], strict=True))
+    assert 0 < same < 60
+    assert found.top1_agreement == same / 60
+    assert (found.flips, found.decisive_flips, found.threshold) == (60 - same, 60 - same, 0.0)
+    assert found.positives == int((LOGIT > 0).sum())
+    # Kullback-Leibler divergence of two coins, image by image
+    p, q = (1 / (1 + np.exp(-side[:, 0])) for side in (LOGIT, moved))
+    expected = np.mean(p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q)))
+    assert found.kl_mean == pytest.approx(expected, rel=1e-9)
+    assert figures(LOGIT, {"b": moved})["b.agrees"].sum() == same
+    assert logit_measures(LOGIT, moved, margin_noise=0.0, threshold=9.0).top1_agreement is None
+
+
+@pytest.mark.parametrize(
+    ("answers", "given", "threshold"),
+    [
+        (LOGIT, None, 0.0),
+        (1 / (1 + np.exp(-LOGIT)), None, 0.5),
+        (LOGIT, 0.7, 0.7),
+        (ROWS, None, None),
+        (ROWS, 0.7, None),
+        (LOGIT[:, 0], None, 0.0),
+    ],
+)
+def test_the_threshold_of_a_single_logit(answers: Floats, given: float | None, threshold: float | None) -> None:
+    assert threshold_of(answers, given) == threshold
+
+
+def test_one_logit_on_one_side_everywhere_gives_no_agreement() -> None:
+    ages = 20 + 60 * RNG.random((50, 1))
+    found = logit_measures(ages, ages + 1, margin_noise=0.0)
+    assert found.top1_agreement is None
+    status, reason = judge_measures(found, limits(min_agreement=0.9))
+    assert status == "INCONCLUSIVE"
+    assert "above 0 on every image" in reason
+    assert "--threshold" not in reason.replace("--logit-threshold", "")
+    assert judge_measures(found, limits(max_error=0.1))[0] == "PASS"
+
+
+def test_one_number_for_each_image_is_one_logit() -> None:
+    both = [logit_measures(side, side + 0.4, margin_noise=0.0) for side in (LOGIT, LOGIT[:, 0])]
+    assert both[0] == both[1]
+
+
+def test_accuracy_of_one_logit_counts_labels_0_and_1() -> None:
+    labels = (LOGIT[:, 0] > 0.3).astype(np.int64)
+    right = sum(int(value > 0) == label for value, label in zip(LOGIT[:, 0], labels, strict=True))
+    assert accuracy("b", LOGIT, labels).correct == right
+    assert accuracy("b", LOGIT, labels, threshold=0.3).correct == 60
+    rejects("got classes 0 to 2, expected 0 to 1", accuracy, "b", LOGIT, np.arange(60) % 3)
+
+
+def test_chance_is_what_labels_in_another_order_would_give() -> None:
+    rows, labels = np.eye(5)[np.arange(500) % 5], np.arange(500) % 5
+    assert accuracy("b", rows, labels).chance == pytest.approx(0.2)
+    shuffled = np.random.default_rng(0).permutation(labels)
+    good, bad = accuracy("b", rows, labels), accuracy("b", rows, shuffled)
+    assert (good.is_near_chance, bad.is_near_chance) == (False, True)
+    assert not proof(linked("a", WITHIN), accuracy=(good,)).warnings
+    (warning,) = proof(linked("a", WITHIN), accuracy=(bad,)).warnings
+    assert "no better than chance (20.00 %)" in warning
+    one_class = np.zeros(500, dtype=np.int64)
+    assert accuracy("b", np.eye(5)[one_class], np.where(np.arange(500) < 480, 0, 1)).is_near_chance
+    assert not accuracy("b", np.eye(5)[one_class], one_class).is_near_chance
+
+
+@pytest.mark.parametrize(
+    ("links", "verdict", "unjudged"),
+    [
+        ((linked("class", WITHIN), linked("boxes", WITHIN)), "PASS", ()),
+        ((linked("class", WITHIN), linked("boxes", FREE)), "UNJUDGED", ("boxes",)),
+        ((linked("class", WITHIN), linked("boxes", EXCLUDED)), "PASS", ()),
+        ((linked("class", WITHIN), linked("boxes", EXCLUDED, by=9.0)), "PASS", ()),
+        ((linked("class", FREE), linked("class", WITHIN, kind="exact")), "UNJUDGED", ("class",)),
+        ((linked("class", FREE), linked("class", WITHIN, kind="whole")), "PASS", ()),
+        ((linked("class", WITHIN, kind="exact"), linked("class", FREE, kind="whole")), "PASS", ()),
+        ((linked("class", WITHIN, by=0.5), linked("boxes", FREE)), "FAIL", ("boxes",)),
+    ],
+)
+def test_a_proof_passes_only_if_limits_judged_every_output(
+    links: tuple[Link, ...], verdict: str, unjudged: tuple[str, ...]
+) -> None:
+    found = proof(*(replace(each, name=f"{place}") for place, each in enumerate(links)))
+    assert (found.verdict, found.unjudged) == (verdict, unjudged)
+    read = parity_from_value(json.loads(json.dumps(found.to_json())), where="parity.json")
+    assert (read.verdict, read.unjudged, read.excluded) == (verdict, unjudged, found.excluded)
+
+
+def gated(home: Path, found: Parity, *rules: str) -> Gate:
+    write_json(home / "parity.json", found.to_json())
+    read = [rule_from_text(text) for text in rules]
+    rows = judge(read, Evidence(parity=found)).rules if read else ()
+    return Gate(rules=(parity_row(home / "parity.json", read), *rows))
+
+
+@pytest.mark.parametrize(
+    ("rules", "verdict"),
+    [
+        ((), "INCONCLUSIVE"),
+        (("relative_error@boxes > 0.05",), "INCONCLUSIVE"),
+        (("relative_error@class > 0.05", "relative_error@boxes > 0.05"), "PASS"),
+        (("relative_error > 0.05",), "PASS"),
+        (("relative_error > 0.005",), "FAIL"),
+        (("relative_error@boxes > 0.005",), "FAIL"),
+    ],
+)
+def test_a_gate_passes_only_if_limits_or_rules_judged_every_output(
+    tmp_path: Path, rules: tuple[str, ...], verdict: str
+) -> None:
+    found = gated(tmp_path, proof(linked("class", FREE), linked("boxes", FREE)), *rules)
+    assert found.verdict == verdict, found
+    assert (found.exit_code == 0) == (verdict == "PASS")
+
+
+def test_a_gate_names_the_outputs_that_nothing_judged(tmp_path: Path) -> None:
+    row = gated(tmp_path, proof(linked("class", WITHIN), linked("boxes", FREE))).rules[0]
+    assert row.verdict == "INCONCLUSIVE"
+    assert "neither a limit of verify nor a rule judges boxes" in row.message
+    assert outputs_judged(rule_from_text("speedup@b1 < 1"), proof(linked("boxes", FREE))) == []
+
+
+def labelled(only_dense: int, only_reduced: int, *, images: int = 1000, right: int = 800) -> Parity:
+    """A proof in which both models are right on `right` images and each one alone on so many more."""
+    labels = np.zeros(images, dtype=np.int64)
+    sides = []
+    for extra in (slice(right, right + only_dense), slice(right + only_dense, right + only_dense + only_reduced)):
+        logits = np.tile([0.0, 1.0], (images, 1))
+        logits[:right] = logits[extra] = [1.0, 0.0]
+        sides.append(logits)
+    found = [accuracy(name, side, labels) for name, side in zip(("dense", "reduced"), sides, strict=True)]
+    pair = mcnemar("dense", sides[0], "reduced", sides[1], labels)
+    return proof(linked("class", WITHIN, role="logits"), accuracy=tuple(found), comparisons=(pair,))
+
+
+def one(found: Parity, rule: str) -> JudgedRule:
+    return judge([rule_from_text(rule)], Evidence(parity=found)).rules[0]
+
+
+def test_accuracy_is_judged_by_the_change_on_the_same_images() -> None:
+    """Of 1,000 images each model's accuracy is known to 2.5 points alone, their difference to half a point."""
+    assert one(labelled(4, 4), "accuracy < dense - 0.01").verdict == "PASS"
+    assert one(labelled(40, 5), "accuracy < dense - 0.01").verdict == "FAIL"
+    between = one(labelled(12, 2), "accuracy < dense - 0.01")
+    assert between.verdict == "INCONCLUSIVE"
+    assert "differs from dense by -1.00 %" in between.message or "images would decide" in between.message
+    assert "paired" in one(labelled(40, 5), "accuracy < dense - 0.01").message
+    assert one(labelled(4, 4), "accuracy < 0.7").verdict == "PASS"
+    assert one(labelled(4, 4), "dense.accuracy < 0.9").verdict == "FAIL"
+    assert one(labelled(4, 4), "accuracy < dense * 0.9").verdict == "PASS"
+    assert outputs_judged(rule_from_text("accuracy < 0.7"), labelled(1, 1)) == ["class"]
+
+
+def test_accuracy_without_labels_is_an_error_that_names_them() -> None:
+    rejects("made without labels; verify again with --labels", one, proof(linked("a", WITHIN)), "accuracy < 0.9")
+    rejects("known of 'dense' and of candidates", one, labelled(1, 1), "teacher.accuracy < 0.9")
+
+
+def score_at(gained: int, lost: int, count: int, difference: float) -> float:
+    """Tango's statistic with the most likely share of losses found on a grid that is refined, not in closed form."""
+    low, high = max(0.0, -difference), (1 - difference) / 2
+    for _ in range(30):
+        losses_G = np.linspace(low, high, 41)[1:-1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            terms = [np.where(n > 0, n * np.log(share), 0.0) for n, share in (
+                (gained, losses_G + difference), (lost, losses_G),
+                (count - gained - lost, 1 - 2 * losses_G - difference))]  # fmt: skip
+        place = int(np.nanargmax(sum(terms)))
+        step = (high - low) / 40
+        low, high = losses_G[place] - step, losses_G[place] + step
+    variance = count * (2 * (low + high) / 2 + difference * (1 - difference))
+    return (gained - lost - count * difference) / math.sqrt(variance)
+
+
+@pytest.mark.parametrize(("gained", "lost", "count"), [(9, 5, 32), (3, 0, 40), (20, 20, 200), (2, 7, 1000), (0, 0, 20)])
+def test_the_paired_interval_ends_where_the_score_test_rejects(gained: int, lost: int, count: int) -> None:
+    low, high = paired_interval(gained, lost, count)
+    assert low <= (gained - lost) / count <= high
+    assert score_at(gained, lost, count, low) == pytest.approx(1.959964, abs=1e-3)
+    assert score_at(gained, lost, count, high) == pytest.approx(-1.959964, abs=1e-3)
+    assert paired_interval(gained, lost, count, 0.0) == ((gained - lost) / count,) * 2
+
+
+def test_the_paired_interval_covers_the_true_change() -> None:
+    """95 % of 2,000 draws, whatever the shares are; the normal interval covers 80 % of the last of these."""
+    rng = np.random.default_rng(0)
+    for gains, losses in ((0.1, 0.05), (0.02, 0.04), (0.01, 0.005)):
+        draws = rng.multinomial(100, [gains, losses, 1 - gains - losses], size=2000)
+        found = [paired_interval(int(b), int(c), 100) for b, c, _ in draws]
+        covered = np.mean([low <= gains - losses <= high for low, high in found])
+        assert covered > 0.93, (gains, losses, covered)
+
+
+def own(model: str, value: float, **errors: Any) -> OwnMetric:
+    return OwnMetric(name="score", model=model, value=value, command="c {outputs}", sha256="0" * 64, **errors)
+
+
+def test_a_measure_without_values_for_images_is_judged_by_the_point_and_says_so() -> None:
+    links = (linked("a", WITHIN),)
+    point = proof(*links, metrics=(own("dense", 0.8), own("reduced", 0.79)))
+    row = one(point, "metric.score < dense - 0.005")
+    assert (row.verdict, "point only" in row.message) == ("FAIL", True)
+    errors = {"images": 400, "error": 0.02}
+    paired = proof(*links, metrics=(own("dense", 0.8, **errors, change_error=0.0),
+                                    own("reduced", 0.79, **errors, change_error=0.004)))  # fmt: skip
+    row = one(paired, "metric.score < dense - 0.005")
+    assert row.verdict == "INCONCLUSIVE"
+    assert "images would decide" in row.message
+    assert one(paired, "metric.score < dense - 0.05").verdict == "PASS"
+    assert "point only" not in one(paired, "metric.score < dense - 0.05").message
+
+
+def test_records_without_chance_are_read() -> None:
+    assert not Accuracy(model="a", correct=1, images=2, accuracy=0.5, low=0.1, high=0.9).is_near_chance
