@@ -17,8 +17,9 @@ import corp_deploy
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import image_spec, sites_of
-from corp_deploy.families.given_module import architecture_of, build, facts_of_module
+from corp_deploy.families.given_module import architecture_of, build
 from corp_deploy.families.inspection import traced_rows
+from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.planning.request import left_alone
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset

@@ -21,7 +21,7 @@ from torch.nn import functional
 from calib.inputs import as_tuple
 from calib.moments import ChannelMoments
 from corp_deploy.families.family import output_ports, sites_of
-from corp_deploy.families.given_module import facts_of_module
+from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.traced_model import traced
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset

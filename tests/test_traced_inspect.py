@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corp_deploy.families.counting import macs
-from corp_deploy.families.given_module import facts_of_module
 from corp_deploy.families.inspection import traced_rows
+from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.first_plan import first_plan, refuse_far
 from corp_deploy.reduction.method import method_from_preset

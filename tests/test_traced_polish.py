@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from calib.images import Images
 from calib.inputs import InputSet
 from corp_deploy.families import traced_model
-from corp_deploy.families.given_module import facts_of_module
+from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.traced_model import steps, tracing
 from corp_deploy.polish.blocks import fitted_steps
 from corp_deploy.polish.descent import StepBudget

@@ -17,6 +17,7 @@ from calib.moments import Moments
 from corp_deploy.families.family import with_outputs
 from corp_deploy.families.given_module import available_module, taken_of_arrays
 from corp_deploy.families.named_layers import with_named_sites
+from corp_deploy.families.plain_module import require_module, unwrapped
 from corp_deploy.invocation import source
 from corp_deploy.invocation.option import PathLike as PathLike
 from corp_deploy.invocation.option import Record
@@ -66,7 +67,6 @@ class Source(source.Source):
             super().__post_init__()
 
 
-WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 ModelLike: TypeAlias = Source | str | os.PathLike[str] | nn.Module
 
 
@@ -92,12 +92,6 @@ class Directory(Written):
     """A model's; `module`: what it needs beside it, where that was in memory and no library makes it."""
 
     module: nn.Module | None = None
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Without what trains it over several devices, or compiles it."""
-    inner = getattr(module, "_orig_mod", module.module if isinstance(module, WRAPPERS) else module)
-    return inner if inner is module else unwrapped(inner)
 
 
 def in_memory(model: ModelLike) -> nn.Module | None:
@@ -141,6 +135,8 @@ def opened(model: ModelLike, example: InputsLike | Moments | None = None) -> Ite
     if example is not None and not isinstance(example, Moments):
         refuse_other_inputs(example)
     named = model if isinstance(model, Source) else Source(model)
+    if not isinstance(named.name, str | os.PathLike):
+        require_module(named.name, "model: got")
     own = in_memory(named)
     if own is not None:
         with available_module(own):

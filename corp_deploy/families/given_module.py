@@ -1,11 +1,6 @@
-"""Modules of users that no library's family knows: what one takes and gives, as it says, or as is seen where it is run
-without memory; the builder of models that a user's code makes; and that of models of which nothing tells how they are
-made but such a module, in memory, given by its user.
-"""
+"""The builder of models that a user's code makes, and that of models which nothing but a module in memory describes."""
 
-import copy
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -14,170 +9,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 from msgspec import Meta
-from torch import Tensor, nn
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.spec.trusted_code import FAMILY, Code
-from corp_deploy.traced.models.array_inputs import (
-    WRITE,
-    ArraySpec,
-    Calling,
-    InputSpec,
-    batch_of_ports,
-    listed,
-    outputs_of,
-    parameters_of,
-    ports_of,
-    takes_by_place,
-)
-from corp_deploy.traced.models.module import (
-    Facts,
-    TracedModule,
-    device,
-    facts_of,
-    is_librarys,
-    traced_module,
-    traced_state,
-)
-from corp_deploy.traced.programs.program import twin
+from corp_deploy.traced.models.array_inputs import parameters_of
+from corp_deploy.traced.models.module import TracedModule, facts_of, is_librarys, traced_module, traced_state
 from ground.errors import BadInput
-from ground.ports import Port, Role, image_port
+from ground.ports import Port
 from ground.records import record_from_value
 
-from . import timm_library
+from .module_facts import facts_of_arrays, facts_of_images, facts_of_module
+from .plain_module import copy_of, plain_module_, require_module, unwrapped
 from .timm_images import ImageSpec
-
-SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
-"""Of images, those that most models are made for first."""
-BATCHES = (2, 3)
-"""Seen to be the batch of outputs, and no size of theirs."""
-PREPARED = {
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
-    "crop_pct": 0.875,
-    "interpolation": "bicubic",
-    "crop_mode": "center",
-}
-"""As torchvision and timm train most classifiers of ImageNet."""
-
-
-def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
-    """Its inputs as it says them (`inputs`); else images of the size that it says (`input_size`), or of the first of
-    SIDES that it runs with. Its outputs as it says them (`outputs`), else all. Raises BadInput where these can't be
-    told, or it can't be run on them.
-    """
-    declared = getattr(model, "inputs", None)
-    if isinstance(declared, Mapping) and declared:
-        return _facts_of_arrays(model, ports_of(model, declared))
-    return facts_of_images(model, None, preprocessing)
-
-
-def _facts_of_arrays(model: nn.Module, ports: tuple[Port, ...]) -> Facts:
-    return facts_with(model, ArraySpec(ports=ports), [port.name for port in ports])
-
-
-def facts_of_images(
-    model: nn.Module, shape: tuple[int, int, int] | None, preprocessing: Preprocessing, role: Role | None = None
-) -> Facts:
-    """Of one that takes one image: of this shape or as facts_of_module says; with a `role` it gives one tensor that is
-    of it. Raises BadInput likewise.
-    """
-    needed = [name for name, is_needed in parameters_of(model).items() if is_needed]
-    if len(needed) > 1:
-        raise BadInput(f"{type(model).__name__}: its forward takes {', '.join(needed)}; {WRITE}")
-    shape = shape or _shape_of_images(model)
-    is_timms = type(model).__module__.startswith("timm.")
-    config = timm_library.image_spec(model, shape[1:]).config if is_timms else PREPARED
-    prepared = {**config, **preprocessing.spread(shape[0]).settings}
-    return facts_with(model, ImageSpec(shape=shape, config={**prepared, "input_size": shape}), needed, role)
-
-
-def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], role: Role | None = None) -> Facts:
-    """What a module gives that takes the ports of `spec` by these parameters, or by its first ones where none are
-    told; of this role, if one is said. Raises BadInput where it can't be run on them.
-    """
-    try:
-        result, other = (_run(model, spec.ports, parameters, count) for count in BATCHES)
-    except Exception as error:
-        raise BadInput(
-            f"{type(model).__name__} can't be run on {listed(spec.ports)}: {in_a_line(error)}. (a) Does it take that? "
-            f"If not, {WRITE}; (b) control flow that looks at values can't be traced: give a module without it; (c) of "
-            "a fixed size say that one"
-        ) from None
-    outputs, inputs = outputs_of(model, result, other, BATCHES), {port.name for port in spec.ports}
-    if role is not None:
-        if len(outputs) > 1:
-            names = ", ".join(each.port.name for each in outputs)
-            raise BadInput(
-                f"{type(model).__name__}: it gives {names}, expected one tensor; let it say which as `outputs`"
-            )
-        outputs = (replace(outputs[0], port=replace(outputs[0].port, role=role)),)
-    is_plain = isinstance(result, Tensor) and takes_by_place(model, parameters)
-    # By other names than any input's, as a graph needs it.
-    names_apart = (f"output_{each.port.name}" if each.port.name in inputs else each.port.name for each in outputs)
-    return Facts(
-        spec=spec,
-        outputs=tuple(replace(each.port, name=name) for each, name in zip(outputs, names_apart, strict=True)),
-        classes=next((each.shape[-1] for each in outputs if each.port.role == "logits"), 0),
-        calling=None
-        if is_plain
-        else Calling(parameters=tuple(parameters), outputs=tuple(each.place for each in outputs)),
-    )
-
-
-@torch.no_grad()
-def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> Any:
-    own = twin(model)
-    with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = batch_of_ports(ports, count, device(model))
-        try:
-            return own(**dict(zip(parameters, inputs, strict=True))) if parameters else own(*inputs)
-        except fake_tensor.DataDependentOutputException as error:
-            raise BadInput(
-                f"{type(model).__name__} can't be traced: it looks at values ({error}), as .item() or an `if` on a "
-                "tensor does; give a module without it"
-            ) from error
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Without torch's log of operations that refuse what they are given: that is told in one message, or tried on."""
-    log = logging.getLogger(fake_tensor.__name__)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
-    """As the module says, or the first of SIDES that it runs with."""
-    input_size = getattr(model, "input_size", None)
-    if isinstance(input_size, list | tuple) and len(input_size) == 3:
-        return (int(input_size[0]), int(input_size[1]), int(input_size[2]))
-    channels = next((each.in_channels for each in model.modules() if isinstance(each, nn.Conv2d)), 3)
-    reason = ""
-    for side in SIDES:
-        try:
-            _run(model, [image_port((channels, side, side))], (), BATCHES[0])
-        except BadInput:
-            raise
-        except Exception as error:
-            reason = reason or in_a_line(error)
-            continue
-        return channels, side, side
-    raise BadInput(
-        f"{type(model).__name__}: no size of images is known that it takes ({reason}); (a) let it say `input_size = "
-        f"(3, height, width)`; (b) of other inputs {WRITE}; (c) say it to corp_deploy.sites(..., inputs=...)"
-    )
-
-
-def in_a_line(error: Exception) -> str:
-    line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__
-
 
 NAME = "memory"
 _GIVEN: ContextVar[nn.Module | None] = ContextVar("given", default=None)
@@ -237,19 +81,22 @@ def build_in_memory(architecture: Architecture) -> nn.Module:
     """A copy of the module that is given, traced, on the CPU. Raises BadInput where none is, or one of another class,
     and for one that can't be copied or run.
     """
-    module = _GIVEN.get()
-    if module is None:
+    given = _GIVEN.get()
+    if given is None:
         raise BadInput(
             f"{architecture.name}: the model was a module in memory, and no file says how it is made; in Python give "
             "it beside the directory: corp_deploy.Source(DIR, module=MODULE); for commands reduce a function's model: "
             "module:PATH.py:FUNCTION"
         )
+    require_module(given, f"{architecture.name}: got")
+    module = unwrapped(given)
     if _class_of(module) != architecture.name:
         raise BadInput(f"module: a {_class_of(module)}, and the directory's model was a {architecture.name}; give that")
     with torch.device("cpu"), torch.inference_mode(False):
         try:
-            copied = copy.deepcopy(module).cpu().float().eval().requires_grad_(False)
-        except RuntimeError as error:
+            copied, notes = plain_module_(copy_of(module))
+            copied = copied.cpu().float().eval().requires_grad_(False)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
             raise BadInput(f"{architecture.name}: the module can't be copied ({str(error)[:200]})") from None
         if isinstance(copied, TracedModule):
             return copied
@@ -257,10 +104,17 @@ def build_in_memory(architecture: Architecture) -> nn.Module:
         taken = record_from_value(architecture.kwargs, Taken, where="a module in memory", remedy=remedy)
         if taken.input_size is None and taken.inputs:
             ports = tuple(Port(name=each.name, shape=each.shape, dtype=each.dtype) for each in taken.inputs)
-            return traced_module(copied, _facts_of_arrays(copied, ports))
-        if taken.input_size is None:
-            return traced_module(copied, facts_of_module(copied, architecture.preprocessing))
-        return traced_module(copied, facts_of_images(copied, taken.input_size, architecture.preprocessing))
+            facts = facts_of_arrays(copied, ports)
+        elif taken.input_size is None:
+            facts = facts_of_module(copied, architecture.preprocessing)
+        else:
+            facts = facts_of_images(copied, taken.input_size, architecture.preprocessing)
+        return _with_notes(traced_module(copied, facts), notes)
+
+
+def _with_notes(model: TracedModule, notes: tuple[str, ...]) -> TracedModule:
+    traced_state(model).notes = notes
+    return model
 
 
 def architecture_of(code: Code, arguments: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
@@ -280,14 +134,29 @@ def build(architecture: Architecture) -> nn.Module:
         raise BadInput(f"{architecture.name}: no source and arguments of a model's code; write the model again")
     code = Code(file=file, function=function, source=source)
     with torch.device("cpu"):
-        model = code.called(dict(arguments))
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"{code.file}: {code.function}() gives a {type(model).__name__}, expected a torch.nn.Module")
+        made = code.called(dict(arguments))
+        require_module(made, f"{code.file}: {code.function}() gives")
+        model, notes = plain_module_(made)
+        model = _evaluated(model, f"{code.file}: {code.function}() gives")
+        if not isinstance(model, TracedModule):
+            model = traced_module(model.float(), facts_of_module(model, architecture.preprocessing))
+    _with_notes(model, notes)
     if (spec := images_of(model)) is not None:
         state = traced_state(model)
         settings = architecture.preprocessing.spread(spec.shape[0]).settings
         state.facts = replace(facts_of(model), spec=replace(spec, config={**spec.config, **settings}))
-    return model.eval().requires_grad_(False)
+    return model
+
+
+def _evaluated(model: nn.Module, where: str) -> nn.Module:
+    """Return the module in eval mode. Raises BadInput for one that has none, as what torch.export made."""
+    try:
+        return model.eval().requires_grad_(False)
+    except NotImplementedError:
+        raise BadInput(
+            f"{where} a module that torch.export made, expected a plain torch.nn.Module; give the one that it was made "
+            "from, with its weights"
+        ) from None
 
 
 def images_of(model: nn.Module) -> ImageSpec | None:

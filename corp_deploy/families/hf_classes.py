@@ -20,8 +20,8 @@ from corp_deploy.traced.models.module import refuse_larger, traced_module
 from ground.errors import BadInput, Missing
 from ground.ports import Port
 
-from .given_module import PREPARED, facts_with, in_a_line
 from .hf_config import Sides, both
+from .module_facts import PREPARED, facts_with, in_a_line
 from .timm_images import BY_CHANNEL, ImageSpec
 from .tokenizer import TextSpec, Tokenization
 

@@ -1,6 +1,5 @@
 """Sites by the layers that their user names: of all that are found in a module's program those between these alone."""
 
-import copy
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,8 @@ from corp_deploy.traced.programs.attention_masks import factor
 from ground.errors import BadInput
 from ground.ports import Role
 
-from .given_module import facts_of_images
+from .module_facts import facts_of_images
+from .plain_module import copy_of, plain_module_, require_module, unwrapped
 
 CLOSE = 1e-4
 EXPECTED_MLP = 'the names of its linear layers inside it: ("fc1", "fc2"), or ("gate", "fc2", "up") of a gated one'
@@ -42,7 +42,8 @@ def with_named_sites(
     if not mlps and not attentions:
         raise BadInput("sites: none named; give mlps or attentions")
     with torch.device("cpu"), torch.inference_mode(False):
-        copied = copy.deepcopy(model).float().eval()
+        require_module(model, "sites: got")
+        copied = plain_module_(copy_of(unwrapped(model)))[0].float().eval()
         facts = facts_of_images(copied, inputs, preprocessing, role)
         traced = traced_module(copied, facts)
         own = tracing(traced)

@@ -14,7 +14,7 @@ from corp_deploy.spec.architecture import OF_TORCHVISION, Architecture, Preproce
 from corp_deploy.traced.models.module import counts_of_batches, refuse_larger, traced_module
 from ground.errors import BadInput
 
-from .given_module import facts_of_images
+from .module_facts import facts_of_images
 
 PREFIX = OF_TORCHVISION
 State = Mapping[str, Tensor]

@@ -39,7 +39,7 @@ from corp_deploy.traced.programs.readers import Layer, as_module, layers, vocabu
 from ground.errors import BadInput
 
 from . import timm_library
-from .given_module import facts_of_module
+from .module_facts import facts_of_module
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
 

@@ -17,14 +17,16 @@ from calib.distributed import Ranks
 from calib.inputs import InputSet, batch_size
 from calib.moments import Moments
 from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.loop import Loop
-from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.overfitting import data_gap
 from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.reduction.traced_order import shared_reader
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, measured
 
@@ -134,11 +136,12 @@ def composed(
     if planned.widths is None:
         planned = replace(planned, metrics=site_metrics(dense.model, planned.method, few_of(dense, apart.few)))
     count = _judges(apart, images)
+    widths = uniform_widths(dense.model, planned.method) if planned.widths is None else planned.widths
+    reason = shared_reader(traced_model.tracing(dense.model), sites_of(dense.model), widths)
     if not count or apart.others.count < Loop().held_out_every:
-        note = (
-            f"effort {effort}: of {images.count} {images.noun} none can be set apart to judge, so one pass over the "
-            "moments"
-        )
+        reason = f"of {images.count} {images.noun} none can be set apart to judge"
+    if reason is not None:
+        note = f"effort {effort}: {reason}, so one pass over the moments"
         planned = replace(planned, decisions=(*planned.decisions, note))
         return carried_out(dense.model, planned, moments=moments, request=request, images=images), planned
 

@@ -21,7 +21,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers, steps_to_outputs
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
-from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.program import Program, batch_of
 from corp_deploy.traced.programs.readers import LINEAR, Called, every_layer
 
 DIRECTIONS = 3
@@ -140,14 +140,27 @@ def _tangents(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> Ite
 
 
 def _moved_by(tangent: Tangent[Called], layer: Called, change: Change) -> Tensor | None:
-    """By how much a change of this layer moves the outputs in each direction [V,B]."""
+    """Return by how much a change of this layer moves the outputs in each direction: of each image [V,B], or of all
+    together [V,1] if the program doesn't tell the images apart there.
+    """
     weight, bias = change.get(layer.weight), change.get(layer.bias)
     if weight is None:
         return None
     x, node = tangent.at[layer], layer.node
     assert callable(node.target), node
-    d_BX = node.target(x, weight.to(x), None if bias is None else bias.to(x), *node.args[3:])
-    return torch.einsum("vbx,bx->vb", tangent.gradients[layer].flatten(2), d_BX.flatten(1)).double()
+    d_X = node.target(x, weight.to(x), None if bias is None else bias.to(x), *node.args[3:])
+    by_element = tangent.gradients[layer] * d_X
+    batch = batch_of(node)
+    if batch is None:
+        return by_element.flatten(1).double().sum(dim=1, keepdim=True)
+    return torch.stack([batch.in_front(each).flatten(1).double().sum(dim=1) for each in by_element])
+
+
+def _energy_moved(by_layer: Sequence[Tensor]) -> float:
+    """Return the mean over the directions of what layers [V,B] or [V,1] together move the outputs by, squared."""
+    if len({each.shape for each in by_layer}) > 1:
+        by_layer = [each.sum(dim=1, keepdim=True) for each in by_layer]
+    return float(torch.stack(list(by_layer)).sum(dim=0).square().mean(dim=0).sum())
 
 
 def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Change]) -> list[float]:
@@ -158,7 +171,7 @@ def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Chang
         for place, change in enumerate(changes):
             every = (_moved_by(tangent, layer, change) for layer in tangent.at)
             moved = [each for each in every if each is not None]
-            effects[place] += float(sum(moved).square().mean(dim=0).sum()) if moved else 0.0  # type: ignore[union-attr]
+            effects[place] += _energy_moved(moved) if moved else 0.0
     return [effect / energy for effect in effects] if any(effects) else effects
 
 

@@ -33,6 +33,7 @@ from .refusals import (
     refuse_other_eps,
     refuse_outdated,
     refuse_partial,
+    refuse_shared_in_loop,
     require_images,
     require_sayable,
 )
@@ -87,6 +88,7 @@ def reduce_as_asked(
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
     refuse_partial(dense, request)
+    refuse_shared_in_loop(dense.model, request)
     refuse_far_budget(dense.model, request)
     reduced = partial(as_planned, moments=moments, request=request, held_out=held_out, watch=watch)
     if request.options.limit is not None:

@@ -14,9 +14,11 @@ from corp_deploy.families.family import refuse_idle_options, require_streams, si
 from corp_deploy.families.hf_saved import INSTEAD
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.model import uniform_widths
+from corp_deploy.reduction.traced_order import refuse_shared_readers
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.hub_snapshot import CONFIG
 from corp_deploy.store.transformers_saved import FOLDER, origin_of
+from corp_deploy.traced.models.module import tracing
 from ground.errors import BadInput
 
 from .first_plan import refuse_far
@@ -50,6 +52,15 @@ def refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:
     method = replace(request.method, geometry="square") if request.options.auto_heads else request.method
     widths = uniform_widths(dense.model, method)
     require_as_asked(coverage(sites_of(dense.model), method, widths, by_site=False), method)
+
+
+def refuse_shared_in_loop(model: nn.Module, request: ReductionRequest) -> None:
+    """Raise BadInput, before a budget is planned, for a closed loop over sites in front of a shared layer."""
+    if request.options.loop is None:
+        return
+    sites = sites_of(model)
+    every = [site.name for site in sites.every] if request.options.allocates else uniform_widths(model, request.method)
+    refuse_shared_readers(tracing(model), sites, every)
 
 
 def refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
@@ -113,6 +124,7 @@ def refuse_unfit(dense: Checkpoint, request: ReductionRequest) -> None:
     dense, request = as_merged(dense, request)
     refuse_idle(dense, request)
     refuse_partial(dense, request)
+    refuse_shared_in_loop(dense.model, request)
     refuse_far_budget(dense.model, request)
 
 

@@ -41,7 +41,7 @@ from .rescaling import SAID, require_rescalable, rescale_
 from .traced_change import TracedReduced, left_of, tensors_of
 from .traced_fold import folded, merges
 from .traced_layer_sums import LayerSums, SplitStatistics, combined, head_moments, layer_sums
-from .traced_order import Step, irreducible_sites, steps_of
+from .traced_order import Step, irreducible_sites, refuse_shared_readers, steps_of
 from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
 from .traced_targets import Target, target_of
 
@@ -75,6 +75,7 @@ def reduce_traced(
     every = uniform_widths(model, method) if widths is None else dict(widths)
     irreducible = irreducible_sites(dense, sites, every, method)
     target_widths = {name: width for name, width in every.items() if name not in irreducible}
+    refuse_shared_readers(dense, sites, target_widths)
     student = Student.of(dense)
     half_ids = _half_ids(images, loop)
     every_one = None if loop is None else loop.held_out_every

@@ -2,7 +2,8 @@
 of those left.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,9 +12,12 @@ from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.narrowing import first_groups
 from corp_deploy.traced.models.offered import names_of
+from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Site, Sites
 from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.narrowing.narrow import narrow
+from corp_deploy.traced.programs.readers import layers
+from ground.errors import BadInput
 
 from .kinds import kind_of
 from .method import Method
@@ -75,3 +79,29 @@ def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Meth
     names = {groups.key: name for name, groups in named.items()}
     kept = {named[name].key: groups for name, groups in left_of(first).items() if len(groups)}
     return {names[key]: reason for key, reason in narrow(dense.analysis, kept).unreduced.items()}
+
+
+def shared_reader(dense: Tracing, sites: Sites, names: Collection[str]) -> str | None:
+    """Return why a closed loop can't reduce these sites: a layer behind one that the model calls more than once."""
+    called = list(layers(dense.program, in_groups=True))
+    calls, weights = Counter(layer.weight for layer in called), {layer.node.name: layer.weight for layer in called}
+    for site in (each for each in sites.every if each.name in names):
+        behind = [site.behind] if isinstance(site, TracedPairs) else []
+        read = [reading.weight for reading in site.readings] + [weights[node] for node in behind if node in weights]
+        shared = next((weight for weight in read if calls[weight] > 1), None)
+        if shared is not None:
+            return (
+                f"{site.name} is in front of {shared.removesuffix('.weight')}, a shared layer that the model calls "
+                f"{calls[shared]} times; a closed loop fits a layer to what it reads in one place"
+            )
+    return None
+
+
+def refuse_shared_readers(dense: Tracing, sites: Sites, names: Collection[str]) -> None:
+    """Raise BadInput for sites that no closed loop can reduce."""
+    reason = shared_reader(dense, sites, names)
+    if reason is not None:
+        raise BadInput(
+            f"--closed-loop: {reason}. (a) Reduce without --closed-loop, from moments of all calls; (b) add --polish "
+            "to repair the reduced model as a whole; (c) leave sites of that kind as they are"
+        )

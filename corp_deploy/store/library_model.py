@@ -16,6 +16,7 @@ from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import PREFIX, Code, file_and_function
+from corp_deploy.traced.models.module import notes_on_module
 from ground.errors import BadInput
 from ground.files import regular_file, sha256_of_text
 
@@ -108,7 +109,7 @@ def load_from_code(
         raise BadInput(
             f"--model {text:.200}: the function gives a model that takes no images, or a decoder; drop {options}"
         )
-    notes: tuple[str, ...] = (f"{code.file}: {code.function}() was run to make the model",)
+    notes: tuple[str, ...] = (f"{code.file}: {code.function}() was run to make the model", *notes_on_module(model))
     if weights is not None:
         read = read_weights(weights, ema=ema)
         load_weights(model, read.state, where=weights)

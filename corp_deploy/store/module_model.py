@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from corp_deploy.families import given_module, hf_classes, timm_library, torchvision_models, traced_model
 from corp_deploy.families.family import image_spec, input_ports
+from corp_deploy.families.plain_module import require_module
 from corp_deploy.families.timm_arguments import arguments_beside
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.array_inputs import ports_of
+from corp_deploy.traced.models.module import notes_on_module
 from ground.errors import BadInput
 from ground.quantity import quoted
 from ground.records import record_from_value
@@ -130,7 +132,8 @@ def _in_memory(model: nn.Module, input_args: Mapping[str, Any], preprocessing: P
         theirs = f"; {OF_A_DIRECTORY}" if hf_classes.is_theirs(model) else ""
         raise BadInput(f"{error}; {SAY}{theirs}") from None
     load_weights(built, _state(built), where=WHERE)
-    return Checkpoint(model=built, architecture=architecture, lineage={"source": {"module": architecture.name}})
+    source = {"module": architecture.name}
+    return Checkpoint(model=built, architecture=architecture, lineage={"source": source}, notes=notes_on_module(built))
 
 
 def checkpoint_from_module(
@@ -143,6 +146,7 @@ def checkpoint_from_module(
     library makes; `taken`: these where nobody says them. Raises BadInput for arguments of which no library makes it,
     and for a module that can't be run on what it takes.
     """
+    require_module(model, "model: got")
     is_said = kwargs.keys() <= {"input_size", "inputs"}
     reasons = list[str]()
     for way in () if kwargs and is_said else (_of_timm, _of_torchvision, _of_transformers):

@@ -89,13 +89,8 @@ def _read(text: str, kind: type[T], key: str) -> T:
     return record_from_text(text, kind, where=f"the note {key} can't be read", remedy="export the model again")
 
 
-_RANKS: Mapping[Role, int | None] = {
-    "logits": 2,
-    "token logits": 3,
-    "embedding": 2,
-    "feature map": None,
-    "score map": None,
-}
+_RANKS: Mapping[Role, tuple[int, ...]] = {"logits": (1, 2), "token logits": (3,), "embedding": (2,)}
+"""With the batch, of roles that not every rank will do for; logits of rank 1 are one number for each input."""
 _POOLED = ("logits", "embedding")
 
 
@@ -111,13 +106,14 @@ def port_mismatches(
         return
     values_in, values_out = graph_inputs(proto), graph_outputs(proto)
     takes = {
-        port.name: {"dtype": port.dtype, "rank": 1 + len(port.shape), "sizes": port.shape} for port in inputs or ()
+        port.name: {"dtype": port.dtype, "ranks": (1 + len(port.shape),), "sizes": port.shape} for port in inputs or ()
     }
     gives = {
-        port.name: {"dtype": "float32", "rank": _RANKS[port.role], "pooled": port.role in _POOLED} for port in outputs
+        port.name: {"dtype": "float32", "ranks": _RANKS.get(port.role, ()), "pooled": port.role in _POOLED}
+        for port in outputs
     }
     if inputs is None:
-        takes = {"images": {"dtype": "float32", "rank": 4}}
+        takes = {"images": {"dtype": "float32", "ranks": (4,)}}
     yield from _side_reasons("input", values_in, takes)
     yield from _side_reasons("output", values_out, gives)
     if (len(values_in), len(values_out)) != (len(takes), len(gives)):
@@ -142,17 +138,22 @@ def _side_reasons(side: str, values: Sequence[ValueInfoProto], expected: Mapping
 
 
 def _tensor_reasons(
-    value: ValueInfoProto, *, dtype: str, rank: int | None, sizes: tuple[int, ...] | None = None, pooled: bool = False
+    value: ValueInfoProto,
+    *,
+    dtype: str,
+    ranks: tuple[int, ...],
+    sizes: tuple[int, ...] | None = None,
+    pooled: bool = False,
 ) -> Iterator[str]:
-    """`rank` counts the batch, `sizes` do not; None where any will do. `pooled`: it holds one vector for each input, so
-    that a rank of 3 means vectors that were not pooled.
+    """Yield why a value is not such a tensor. `ranks` count the batch, none take any; `sizes` are those behind it.
+    `pooled`: it holds one vector for each input, so that a rank of 3 means vectors that were not pooled.
     """
     if dtype_of(value) != dtype:
         yield f"{value.name} must be {dtype}, got {dtype_of(value)}"
     dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-    fixed = len(dims) > 1 and all(isinstance(dim, int) and dim > 0 for dim in dims[1:])
-    if not fixed or rank not in (None, len(dims)):
-        ranked = "" if rank is None else f"rank {rank} with "
+    fixed = dims and all(isinstance(dim, int) and dim > 0 for dim in dims[1:])
+    if not fixed or (ranks and len(dims) not in ranks):
+        ranked = f"rank {' or '.join(map(str, ranks))} with " if ranks else ""
         hint = "; export a model whose output is pooled" if pooled and len(dims) == 3 else ""
         yield f"{value.name} must have {ranked}a fixed size behind the batch, got {dims}{hint}"
     elif sizes is not None and tuple(dims[1:]) != sizes:

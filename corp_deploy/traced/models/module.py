@@ -109,6 +109,7 @@ class TracedState:
     tracing: Tracing | None = None
     merging: Merging | None = None
     unmerged: fx.Graph | None = None
+    notes: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TracedState":
         return replace(self, tracing=None)
@@ -140,6 +141,11 @@ def traced_state(model: nn.Module) -> TracedState:
         f"model is {type(model).__name__}, expected one of corp_deploy.load, which traces it, or of "
         "corp_deploy.sites(...)"
     )
+
+
+def notes_on_module(model: nn.Module) -> tuple[str, ...]:
+    """Return what was changed of a user's module before it was traced."""
+    return traced_state(model).notes
 
 
 def is_reduced(model: nn.Module) -> bool:

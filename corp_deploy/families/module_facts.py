@@ -1,0 +1,164 @@
+"""What a module of users that no library's family knows takes and gives: as the module says, or as is seen where it is
+run without memory.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from corp_deploy.spec.architecture import Preprocessing
+from corp_deploy.traced.models.array_inputs import (
+    WRITE,
+    ArraySpec,
+    Calling,
+    InputSpec,
+    batch_of_ports,
+    listed,
+    outputs_of,
+    parameters_of,
+    ports_of,
+    takes_by_place,
+)
+from corp_deploy.traced.models.module import Facts, device
+from corp_deploy.traced.programs.program import twin
+from ground.errors import BadInput
+from ground.ports import Port, Role, image_port
+
+from . import timm_library
+from .timm_images import ImageSpec
+
+SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
+"""Of images, those that most models are made for first."""
+BATCHES = (2, 3)
+"""Seen to be the batch of outputs, and no size of theirs."""
+PREPARED = {
+    "mean": (0.485, 0.456, 0.406),
+    "std": (0.229, 0.224, 0.225),
+    "crop_pct": 0.875,
+    "interpolation": "bicubic",
+    "crop_mode": "center",
+}
+"""As torchvision and timm train most classifiers of ImageNet."""
+
+
+def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
+    """Its inputs as it says them (`inputs`); else images of the size that it says (`input_size`), or of the first of
+    SIDES that it runs with. Its outputs as it says them (`outputs`), else all. Raises BadInput where these can't be
+    told, or it can't be run on them.
+    """
+    declared = getattr(model, "inputs", None)
+    if isinstance(declared, Mapping) and declared:
+        return facts_of_arrays(model, ports_of(model, declared))
+    return facts_of_images(model, None, preprocessing)
+
+
+def facts_of_arrays(model: nn.Module, ports: tuple[Port, ...]) -> Facts:
+    return facts_with(model, ArraySpec(ports=ports), [port.name for port in ports])
+
+
+def facts_of_images(
+    model: nn.Module, shape: tuple[int, int, int] | None, preprocessing: Preprocessing, role: Role | None = None
+) -> Facts:
+    """Of one that takes one image: of this shape or as facts_of_module says; with a `role` it gives one tensor that is
+    of it. Raises BadInput likewise.
+    """
+    needed = [name for name, is_needed in parameters_of(model).items() if is_needed]
+    if len(needed) > 1:
+        raise BadInput(f"{type(model).__name__}: its forward takes {', '.join(needed)}; {WRITE}")
+    shape = shape or _shape_of_images(model)
+    is_timms = type(model).__module__.startswith("timm.")
+    config = timm_library.image_spec(model, shape[1:]).config if is_timms else PREPARED
+    prepared = {**config, **preprocessing.spread(shape[0]).settings}
+    return facts_with(model, ImageSpec(shape=shape, config={**prepared, "input_size": shape}), needed, role)
+
+
+def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], role: Role | None = None) -> Facts:
+    """What a module gives that takes the ports of `spec` by these parameters, or by its first ones where none are
+    told; of this role, if one is said. Raises BadInput where it can't be run on them.
+    """
+    try:
+        result, other = (_run(model, spec.ports, parameters, count) for count in BATCHES)
+    except Exception as error:
+        raise BadInput(
+            f"{type(model).__name__} can't be run on {listed(spec.ports)}: {in_a_line(error)}. (a) Does it take that? "
+            f"If not, {WRITE}; (b) control flow that looks at values can't be traced: give a module without it; (c) of "
+            "a fixed size say that one"
+        ) from None
+    outputs, inputs = outputs_of(model, result, other, BATCHES), {port.name for port in spec.ports}
+    if role is not None:
+        if len(outputs) > 1:
+            names = ", ".join(each.port.name for each in outputs)
+            raise BadInput(
+                f"{type(model).__name__}: it gives {names}, expected one tensor; let it say which as `outputs`"
+            )
+        outputs = (replace(outputs[0], port=replace(outputs[0].port, role=role)),)
+    is_plain = isinstance(result, Tensor) and takes_by_place(model, parameters)
+    # By other names than any input's, as a graph needs it.
+    names_apart = (f"output_{each.port.name}" if each.port.name in inputs else each.port.name for each in outputs)
+    return Facts(
+        spec=spec,
+        outputs=tuple(replace(each.port, name=name) for each, name in zip(outputs, names_apart, strict=True)),
+        classes=next((each.shape[-1] for each in outputs if each.port.role == "logits"), 0),
+        calling=None
+        if is_plain
+        else Calling(parameters=tuple(parameters), outputs=tuple(each.place for each in outputs)),
+    )
+
+
+@torch.no_grad()
+def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> Any:
+    own = twin(model)
+    with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = batch_of_ports(ports, count, device(model))
+        try:
+            return own(**dict(zip(parameters, inputs, strict=True))) if parameters else own(*inputs)
+        except fake_tensor.DataDependentOutputException as error:
+            raise BadInput(
+                f"{type(model).__name__} can't be traced: it looks at values ({error}), as .item() or an `if` on a "
+                "tensor does; give a module without it"
+            ) from error
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without torch's log of operations that refuse what they are given: that is told in one message, or tried on."""
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
+    """As the module says, or the first of SIDES that it runs with."""
+    input_size = getattr(model, "input_size", None)
+    if isinstance(input_size, list | tuple) and len(input_size) == 3:
+        return (int(input_size[0]), int(input_size[1]), int(input_size[2]))
+    channels = next((each.in_channels for each in model.modules() if isinstance(each, nn.Conv2d)), 3)
+    reason = ""
+    for side in SIDES:
+        try:
+            _run(model, [image_port((channels, side, side))], (), BATCHES[0])
+        except BadInput:
+            raise
+        except Exception as error:
+            reason = reason or in_a_line(error)
+            continue
+        return channels, side, side
+    raise BadInput(
+        f"{type(model).__name__}: no size of images is known that it takes ({reason}); (a) let it say `input_size = "
+        f"(3, height, width)`; (b) of other inputs {WRITE}; (c) say it to corp_deploy.sites(..., inputs=...)"
+    )
+
+
+def in_a_line(error: Exception) -> str:
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__
