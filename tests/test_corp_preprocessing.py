@@ -77,7 +77,7 @@ def test_inspect_shows_what_timm_takes_for_a_name_and_what_was_set(home: Path) -
     assert default["preprocessing"]["mean"] == [0.5, 0.5, 0.5]
     assert default["preprocessing_source"] == "timm's tag augreg_in21k_ft_in1k"
     (note,) = default["weights"].pop("notes")
-    assert "took state_dict_ema, the moving average" in note
+    assert "took state_dict_ema.model, the moving average" in note
     assert default["weights"] == {"weights": "last.pth.tar", "taken": "state_dict_ema"}
     given = inspected(*named(home), *SET)
     assert given["preprocessing"] == FOUND
@@ -86,7 +86,7 @@ def test_inspect_shows_what_timm_takes_for_a_name_and_what_was_set(home: Path) -
     )
     shown = run("inspect", *named(home), *SET)
     assert "3x32x32, bilinear, crop 1 (squash), mean 0.485 0.456 0.406, std 0.25 0.25 0.25" in shown.stdout
-    assert "took state_dict_ema, the moving average" in shown.stderr
+    assert "took state_dict_ema.model, the moving average" in shown.stderr
 
 
 def test_another_tag_of_a_name_has_its_own(home: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_reduced_model_carries_it(home: Path, tmp_path: Path) -> None:
 def test_raw_weights_on_request(home: Path) -> None:
     assert inspected(*named(home), "--no-ema")["weights"]["taken"] == "state_dict"
     plain = ("--model", NAME, "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS, "--ema")
-    refuses("there is no state_dict_ema", "inspect", *plain)
+    refuses("nothing in it is called a moving average", "inspect", *plain)
 
 
 IMPOSSIBLE = {
@@ -207,7 +207,7 @@ def test_a_release_says_which_weights_were_taken_and_what_was_left_out(home: Pat
     words = ("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--only", "recipe", "--only", "dense",
              "--trust-paths")  # fmt: skip
     first = invoked(*words)
-    assert "took state_dict_ema, the moving average" in " ".join(first.stderr.split())
+    assert "took state_dict_ema.model, the moving average" in " ".join(first.stderr.split())
     assert "left out what stands beside the model: loss.weight" in " ".join(first.stderr.split())
     assert "moving average" not in run(*words).stderr  # nothing was loaded
     recorded = json.loads((tmp_path / "out" / "dense" / "config.json").read_text())["lineage"]["source"]["notes"]

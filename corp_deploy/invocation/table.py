@@ -193,7 +193,7 @@ VERIFY = Axis(
 )
 
 _OF_BOTH = "images tokens arrays samples batch min_agreement metric metric_time_limit"
-_OF_NAMES = "weights model_kwargs ema mean std crop_pct interpolation crop_mode outputs"
+_OF_NAMES = "weights model_kwargs ema weights_key mean std crop_pct interpolation crop_mode outputs"
 _OF_MODELS = (
     "head half_factor quantised_factor max_apart moments labels hold_out groups text trust_code runtime polygraphy"
 )

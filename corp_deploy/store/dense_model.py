@@ -15,6 +15,7 @@ from corp_deploy.families import (
     hf_config,
     timm_library,
     torchvision_models,
+    traced_model,
 )
 from corp_deploy.families.bert import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
@@ -45,8 +46,9 @@ from .transformers_directory import (
     load_vision,
     vision_architecture,
 )
+from .weight_file import KINDS
 from .weight_fit import fitted
-from .weights import KINDS, Weights, read_weights
+from .weights import WeightChoice, Weights
 
 
 def _resolved(architecture: Architecture, built: nn.Module) -> Architecture:
@@ -65,7 +67,7 @@ def _preprocessing_source(directory: Path | None, built: nn.Module, preprocessin
 
 def _of_other_classes(built: nn.Module, architecture: Architecture, read: Weights) -> tuple[nn.Module, tuple[str, ...]]:
     """The model just built, or one of as many classes as the weights tell apart, where none were asked for."""
-    count, own = timm_library.classes_of_weights(built, read.state), timm_library.classes(built)
+    count, own = traced_model.classes_of_weights(built, read.state), timm_library.classes(built)
     if count in (None, own) or not own or "num_classes" in architecture.kwargs:
         return built, ()
     note = f"{read.path.name}: tells {count} classes apart, where {architecture.name} has {own}: built with {count}"
@@ -82,7 +84,7 @@ def with_weights(
     """The model just built with these weights; `preprocessing` goes before what `architecture` has of its own."""
     built, others = _of_other_classes(built, architecture, read)
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
-    state, changed = fitted(built, read, architecture.kwargs)
+    state, changed = fitted(built, read, architecture)
     load_weights(built, state, where=read.path)
     notes = (*read.notes, *others, *changed)
     weights = {"weights": read.path.name, "taken": read.entry, "notes": list(notes)}
@@ -124,18 +126,19 @@ def load_dense(
     weights: Path | None,
     kwargs: Mapping[str, Any],
     ema: bool | None = None,
+    key: str | None = None,
     preprocessing: Preprocessing | None = None,
     outputs: Outputs | None = None,
 ) -> Checkpoint:
     """A model from a directory written by `save`, from a snapshot of one of timm's repositories, from a directory
     of transformers (`hf:DIR`), made by a function of a file (`module:PATH.py:FUNCTION`), or from a timm name with
-    its weights. `ema` as in read_weights; `preprocessing` goes before that of the name or snapshot; `outputs` are
-    given by name in place of the model's own.
+    its weights. `ema` and `key` as in read_weights; `preprocessing` goes before that of the name or snapshot; `outputs`
+    are given by name in place of the model's own.
 
     Raises BadInput when a name comes without weights (random weights are never reduced), or a directory of ours with
     anything that it has itself, and for outputs that the model hasn't got.
     """
-    checkpoint = _loaded(model, weights, kwargs, ema, preprocessing or Preprocessing())
+    checkpoint = _loaded(model, WeightChoice(file=weights, ema=ema, key=key), kwargs, preprocessing or Preprocessing())
     own = outputs_of(checkpoint.model)
     if outputs is None or outputs == own:
         return checkpoint
@@ -191,32 +194,28 @@ def without_weights(
     return Checkpoint(model=with_outputs(built, outputs), architecture=architecture, lineage=lineage)
 
 
-def _loaded(
-    model: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
-) -> Checkpoint:
+def _loaded(model: str, choice: WeightChoice, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
     if model.startswith(torchvision_models.PREFIX):
         torchvision_models.require_classifier(model)
-        if weights is None:
+        if choice.file is None:
             raise BadInput(f"--model {model} needs --weights ({KINDS}) of the trained model")
-        return load_library_model(model, weights, kwargs, ema, preprocessing)
+        return load_library_model(model, choice.file, kwargs, choice, preprocessing)
     if model.startswith(trusted_code.PREFIX):
-        return load_from_code(model, weights, kwargs, ema, preprocessing)
+        return load_from_code(model, kwargs, choice, preprocessing)
     if model.startswith(PREFIX):
-        _refuse_beside(Path(model.removeprefix(PREFIX)), {"weights": weights, "ema": ema})
+        _refuse_beside(Path(model.removeprefix(PREFIX)), choice.settings)
         return _from_transformers(Path(model.removeprefix(PREFIX)), kwargs, preprocessing)
     folder = Path(model.removeprefix("local-dir:"))
     directory = folder if folder.is_dir() else None
-    architecture, file = Architecture(name=model), weights
+    architecture, file = Architecture(name=model), choice.file
     if directory is not None:
         config = config_of_directory(directory)
         if is_ours(config):
-            _refuse_beside(
-                directory, {"weights": weights, "model_kwargs": kwargs, "ema": ema, **preprocessing.settings}
-            )
+            _refuse_beside(directory, {**choice.settings, "model_kwargs": kwargs, **preprocessing.settings})
             return load_checkpoint(directory)
         name, own_kwargs, own = model_of_snapshot(directory, config)
         architecture = Architecture(name=name, kwargs=own_kwargs, preprocessing=own)
-        file = weights or weights_of_snapshot(directory)
+        file = choice.file or weights_of_snapshot(directory)
     requested = replace(architecture, kwargs={**architecture.kwargs, **kwargs})
     built = dense_from_architecture(requested)
     if file is None:
@@ -227,7 +226,7 @@ def _loaded(
     return with_weights(
         built,
         requested,
-        read_weights(file, ema=ema),
+        choice.read(file, built.state_dict().keys()),
         preprocessing,
         lambda model: _preprocessing_source(directory, model, preprocessing),
     )
