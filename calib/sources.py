@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ground.errors import BadInput
+from ground.file_kinds import refuse_stand_in
 from ground.files import regular_file
 
 from .image_arrays import ImageArray, ImageShape
@@ -82,7 +83,9 @@ class Pictures:
         raise NotImplementedError
 
     def image(self, position: int) -> Tensor:
-        return image_from_bytes(self.content(position), self.where(position), self.shape, self.transform)
+        content, where = self.content(position), self.where(position)
+        refuse_stand_in(content, where)
+        return image_from_bytes(content, where, self.shape, self.transform)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ from .errors import BadInput
 from .files import regular_file
 
 SAFETENSORS, TORCH = "safetensors", "a checkpoint of torch.save"
+AS_SAFETENSORS = "save the weights as such: model.save_pretrained(DIR)"
 NUMPY, ONNX = "an array of numpy (.npy)", "an ONNX graph"
-_LONGEST = 1024
+LONGEST = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def stand_in(head: bytes) -> FileKind | None:
 def kind_of_file(path: Path) -> FileKind | None:
     """Return the kind of a file that is there; None for one that its first bytes don't tell."""
     with regular_file(path).open("rb") as file:
-        head = file.read(_LONGEST)
+        head = file.read(LONGEST)
         size = file.seek(0, 2)
     if (other := stand_in(head)) is not None:
         return other
@@ -114,9 +115,21 @@ def kind_of_file(path: Path) -> FileKind | None:
     return next((kind for at, magic, kind in _MAGIC if head[at:].startswith(magic)), None)
 
 
-def refuse_stand_in(path: Path) -> None:
-    """Raise BadInput for a file that a pointer, a web page or nothing stands in place of."""
-    with regular_file(path).open("rb") as file:
-        kind = stand_in(file.read(_LONGEST))
+def refuse_stand_in(head: bytes, where: str) -> None:
+    """Raise BadInput for the first bytes of a pointer or a web page that stands in place of the wanted file."""
+    kind = stand_in(head[:LONGEST]) if head else None
     if kind is not None:
-        raise BadInput(f"{path}: {kind.name}; {kind.remedy}")
+        raise BadInput(f"{where}: {kind.name}; {kind.remedy}")
+
+
+def refuse_stand_in_file(path: Path) -> None:
+    """Raise BadInput as refuse_stand_in does, and FileNotFoundError."""
+    with regular_file(path).open("rb") as file:
+        refuse_stand_in(file.read(LONGEST), str(path))
+
+
+def require_kind(path: Path, name: str, remedy: str) -> None:
+    """Raise BadInput for a file that is there and known to be of another kind."""
+    kind = kind_of_file(path)
+    if kind is not None and kind.name != name:
+        raise BadInput(f"{path}: {kind.name}, expected {name}; {kind.remedy or remedy}")

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from ground.errors import BadInput
-from ground.file_kinds import SAFETENSORS, TORCH, kind_of_file
+from ground.file_kinds import AS_SAFETENSORS, SAFETENSORS, TORCH, kind_of_file, require_kind
 from ground.files import regular_file
 from ground.records import record_from_file
 
@@ -93,8 +93,8 @@ def _refuse_packed(path: Path) -> None:
 
 def _refused(path: Path, error: Exception) -> BadInput:
     try:
-        with torch.serialization.safe_globals(_HARMLESS):
-            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        with torch.serialization.safe_globals(_HARMLESS), path.open("rb") as file:
+            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # a damaged file, whose first error says more
         foreign = []
     if foreign:
@@ -115,7 +115,8 @@ def content_of_torch_file(path: Path) -> Any:
         _refuse_packed(path)
         with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own, about how odd tensors are kept; those are refused later
-            return torch.load(path, map_location="cpu", weights_only=True)
+            with path.open("rb") as file:  # by its path torch would read a file as its name's ending says
+                return torch.load(file, map_location="cpu", weights_only=True)
     except BadInput:
         raise
     except Exception as error:
@@ -183,14 +184,6 @@ def _content_of_shards(index: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def require_safetensors(path: Path) -> None:
-    """Raise BadInput for a file that is there and of another kind than safetensors."""
-    kind = kind_of_file(path)
-    if kind is not None and kind.name != SAFETENSORS:
-        remedy = kind.remedy or "save the weights as safetensors: model.save_pretrained(DIR)"
-        raise BadInput(f"{path}: {kind.name}, expected safetensors; {remedy}")
-
-
 def files_of_tensors(path: Path) -> dict[str, Path]:
     """The safetensors file of each tensor by name. Raises BadInput for a missing, damaged or other file."""
     if path.name.endswith(_INDEX):
@@ -206,6 +199,6 @@ def files_of_tensors(path: Path) -> dict[str, Path]:
 
 def _names_in(path: Path) -> list[str]:
     if path.is_file():
-        require_safetensors(path)
+        require_kind(path, SAFETENSORS, AS_SAFETENSORS)
     with _as_safetensors(path), safe_open(regular_file(path), framework="pt") as file:
         return list(file.keys())
