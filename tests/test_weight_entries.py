@@ -87,7 +87,12 @@ def test_a_lone_entry_is_taken_whatever_its_key(tmp_path: Path, key: str) -> Non
 
 
 def test_all_entries_that_hold_tensors_are_listed_and_the_choice_is_said(tmp_path: Path) -> None:
-    content = {"epoch": 1, "model": STATE, "ema": before("", by=1.0), "critic": {"weight": torch.ones(1)}}
+    content: dict[str, Any] = {
+        "epoch": 1,
+        "model": STATE,
+        "ema": before("", by=1.0),
+        "critic": {"weight": torch.ones(1)},
+    }
     taken = read(content, tmp_path)
     same(taken.state, content["ema"])
     assert taken.notes == (
@@ -167,7 +172,7 @@ def test_values_between_weights_are_left_out_and_named(tmp_path: Path) -> None:
 
 
 def _pruned(layer: nn.Module) -> nn.Module:
-    return prune.l1_unstructured(layer, "weight", 0.5)  # type: ignore[no-any-return,no-untyped-call]
+    return prune.l1_unstructured(layer, "weight", 0.5)
 
 
 FORMS: dict[str, tuple[Callable[[nn.Module], object], str]] = {

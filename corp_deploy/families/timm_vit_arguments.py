@@ -103,10 +103,14 @@ def _mlp(state: State, width: int) -> dict[str, Any]:
     }
 
 
+def _own_heads(model: VisionTransformer) -> int:
+    block: Any = model.blocks[0]
+    return int(block.attn.num_heads)
+
+
 def _heads(model: VisionTransformer, state: State, width: int, kwargs: Mapping[str, Any]) -> int:
     """Return how many heads a width has: as norms of queries show, as said, or heads of the usual size."""
-    block: Any = model.blocks[0]
-    own = int(block.attn.num_heads)
+    own = _own_heads(model)
     norm = state.get("blocks.0.attn.q_norm.weight")
     if norm is not None and width % len(norm) == 0:
         return width // len(norm)
@@ -130,11 +134,12 @@ def fitting_arguments(model: nn.Module, name: str, state: State, kwargs: Mapping
         changed.pop("img_size", None)
     absent = {key: None for key in ("init_values", "mlp_layer", "act_layer") if kwargs.get(key) and not theirs.get(key)}
     arguments = {key: value for key, value in {**kwargs, **changed}.items() if key not in absent}
-    assumed = []
-    heads = _heads(model, state, theirs["embed_dim"], kwargs)
-    if "embed_dim" in changed and "blocks.0.attn.q_norm.weight" not in state:
+    assumed, width = [], theirs["embed_dim"]
+    heads = _heads(model, state, width, kwargs)
+    if "embed_dim" in changed or heads != _own_heads(model):
         arguments["num_heads"] = heads
-        assumed.append(f"num_heads {heads} (heads of {theirs['embed_dim'] // heads}; weights don't tell how many)")
+        if "blocks.0.attn.q_norm.weight" not in state:
+            assumed.append(f"num_heads {heads} (heads of {width // heads}; weights don't tell how many)")
     if "act_layer" in changed and "act_layer" not in kwargs:
         assumed.append("act_layer silu (weights don't tell the activation)")
     return Fitting(arguments, assumed) if _fits(name, arguments, state) else None
