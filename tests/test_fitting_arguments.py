@@ -102,9 +102,11 @@ def test_nothing_is_suggested_that_does_not_fit() -> None:
     assert fitting_arguments(built(), NAME, {"a": torch.ones(1)}, {}) is None
 
 
-def test_a_message_has_the_arguments_and_they_load_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("classes", [0, 5])
+def test_a_message_has_the_arguments_and_they_load_the_weights(classes: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    state = timm.create_model(NAME, **{**SMALL, "init_values": 0.1, "reg_tokens": 4, "num_classes": 0}).state_dict()
+    arguments = {**SMALL, "init_values": 0.1, "reg_tokens": 4, "num_classes": classes}
+    state = timm.create_model(NAME, **arguments).state_dict()
     torch.save({"student": {f"net.{name}": each for name, each in state.items()}}, tmp_path / "w.pth")
     with pytest.raises(BadInput, match=r"renamed .* tensors, net\.cls_token as cls_token") as refusal:
         load_dense(NAME, weights=tmp_path / "w.pth", kwargs={})

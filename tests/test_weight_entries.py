@@ -15,6 +15,9 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.optim.swa_utils import AveragedModel
 
 from corp_deploy.families.folded_state import folded_state
+from corp_deploy.spec.trusted_code import trusting_code
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.weights import Weights, read_weights
 from tests.refusals import rejects
 
@@ -52,6 +55,39 @@ def test_a_module_loads_its_own_names_behind_any_prefix(tmp_path: Path, attribut
     taken = read({"state_dict": before(prefix, own) | {"loss.weight": torch.ones(1)}}, tmp_path, own)
     same({name: each for name, each in taken.state.items() if name != "loss.weight"}, own)
     assert any("renamed" in note for note in taken.notes) == bool(prefix)
+
+
+CODE = """
+from torch import nn
+
+
+class Wrapped(nn.Module):
+    input_size = (3, 8, 8)
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, images):
+        return self.head(self.model(images))
+"""
+
+
+def test_a_directory_of_a_module_with_a_network_inside_is_read_back(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(CODE)
+    model = f"module:{tmp_path / 'net.py'}:Wrapped"
+    with trusting_code(True):
+        first = load_dense(model, weights=None, kwargs={})
+        torch.save(before("module.", first.model.state_dict(), by=1.0), tmp_path / "w.pth")
+        dense = load_dense(model, weights=tmp_path / "w.pth", kwargs={})
+        same(dense.model.state_dict(), before("", first.model.state_dict(), by=1.0))
+        save(dense, tmp_path / "out")
+        same(load_checkpoint(tmp_path / "out").model.state_dict(), dense.model.state_dict())
+        torch.save({"other.weight": torch.ones(1)}, tmp_path / "other.pth")
+        said = r"these weights don't fit the model; missing: .*; unexpected: other\.weight; check that --model"
+        rejects(said, load_dense, model, weights=tmp_path / "other.pth", kwargs={})
+        rejects("ema says which weights of a file", load_dense, model, weights=None, kwargs={}, ema=True)
 
 
 def test_the_state_of_the_inner_network_alone_fits_a_module_around_it(tmp_path: Path) -> None:

@@ -65,13 +65,16 @@ def _preprocessing_source(directory: Path | None, built: nn.Module, preprocessin
     return f"{', '.join(preprocessing.settings)} as given, the rest from {source}" if preprocessing.settings else source
 
 
-def _of_other_classes(built: nn.Module, architecture: Architecture, read: Weights) -> tuple[nn.Module, tuple[str, ...]]:
+def _of_other_classes(
+    built: nn.Module, architecture: Architecture, read: Weights
+) -> tuple[nn.Module, Architecture, Weights]:
     """The model just built, or one of as many classes as the weights tell apart, where none were asked for."""
     count, own = traced_model.classes_of_weights(built, read.state), timm_library.classes(built)
     if count in (None, own) or not own or "num_classes" in architecture.kwargs:
-        return built, ()
+        return built, architecture, read
     note = f"{read.path.name}: tells {count} classes apart, where {architecture.name} has {own}: built with {count}"
-    return dense_from_architecture(replace(architecture, kwargs={**architecture.kwargs, "num_classes": count})), (note,)
+    of_count = replace(architecture, kwargs={**architecture.kwargs, "num_classes": count})
+    return dense_from_architecture(of_count), of_count, replace(read, notes=(*read.notes, note))
 
 
 def with_weights(
@@ -82,11 +85,11 @@ def with_weights(
     source: Callable[[nn.Module], str],
 ) -> Checkpoint:
     """The model just built with these weights; `preprocessing` goes before what `architecture` has of its own."""
-    built, others = _of_other_classes(built, architecture, read)
+    built, architecture, read = _of_other_classes(built, architecture, read)
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
     state, changed = fitted(built, read, architecture)
     load_weights(built, state, where=read.path)
-    notes = (*read.notes, *others, *changed)
+    notes = (*read.notes, *changed)
     weights = {"weights": read.path.name, "taken": read.entry, "notes": list(notes)}
     return Checkpoint(
         model=built,
