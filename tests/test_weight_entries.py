@@ -245,3 +245,7 @@ def test_weights_kept_in_parts_are_folded(tmp_path: Path, form: str, make: Calla
 def test_parts_of_shapes_that_do_not_fit_are_refused() -> None:
     state = {"a.weight_orig": torch.ones(2, 2), "a.weight_mask": torch.ones(3)}
     rejects(r"w: a\.weight: pruning masks of shapes that don't fit", folded_state, state, where="w")
+
+
+def test_a_name_of_a_million_dots_takes_no_time(tmp_path: Path) -> None:
+    same(read({"model": {"." * 1_000_000 + "x": torch.ones(1)} | before("net.")}, tmp_path).state, STATE)

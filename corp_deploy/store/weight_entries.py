@@ -18,7 +18,9 @@ _AVERAGE = re.compile(r"(^|_)(ema|swa|averaged?|avg|shadow|polyak)(_|$)", re.IGN
 # from one another, where the teacher is the one that is evaluated.
 _RAW = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "module", "params", "weights")
 _PAIRS = ("teacher", "target", "student", "online")
-_NO_WEIGHTS = re.compile(r"optim|sched|scaler|callback|loops|hyper|hparams|rng|history|loss|metric", re.IGNORECASE)
+_NO_WEIGHTS = re.compile(
+    r"optim|sched|scaler|callback|loops|hyper_param|hparams|rng_|history|loss|metric", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

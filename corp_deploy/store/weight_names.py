@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .weight_file import State, first_names
+from .weight_file import LONGEST_NAME, State, first_names
 
 # Modules around a model or a part of it: DistributedDataParallel, torch.compile, FSDP, activation checkpoints.
 _AROUND = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -18,14 +18,14 @@ COUNTER = "n_averaged"  # of torch's AveragedModel
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Named:
     """A state dict under a model's names. `prefix`: what stood before them; `covered`: how many of the model's names
-    are there, all of them if `is_whole`; `beside`: names of what is no part of the model; `renamed`: names of the file
-    by the model's.
+    are there, all of them if `is_complete`; `beside`: names of what is no part of the model; `renamed`: pairs of a
+    model's name and the file's.
     """
 
     state: State
     prefix: str = ""
     covered: int = 0
-    is_whole: bool = False
+    is_complete: bool = False
     beside: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 
@@ -57,8 +57,9 @@ def clashing(names: Collection[str]) -> list[str]:
 def _counts(names: Collection[str], own: Collection[str]) -> Counter[str]:
     """Return how many of a model's names are there behind each prefix."""
     counts: Counter[str] = Counter()
+    longest = max(map(len, own), default=0) + 2 * LONGEST_NAME  # a name of many dots would take for ever
     for name in names:
-        at = 0
+        at = len(name) if len(name) > longest else 0
         while True:
             if name[at:] in own:
                 counts[name[:at]] += 1
@@ -82,7 +83,7 @@ def _behind(state: State, theirs: dict[str, str], own: dict[str, str], prefix: s
         state={new: state[name] for new, name in kept.items()},
         prefix=prefix,
         covered=covered,
-        is_whole=0 < covered == sum(not name.endswith(_COUNT) for name in own),
+        is_complete=0 < covered == sum(not name.endswith(_COUNT) for name in own),
         beside=tuple(beside),
         renamed=tuple(renamed),
     )
@@ -118,7 +119,7 @@ def _without_copies(named: Named, own: Collection[str]) -> Named:
     copies = [prefix for prefix, count in _counts(others, own).items() if 2 * count > len(own)]
     beside = tuple(name for name in others if name.startswith(tuple(copies)))
     state = {name: tensor for name, tensor in named.state.items() if name not in beside}
-    return Named(state=state, covered=named.covered, is_whole=True, beside=(*named.beside, *beside))
+    return Named(state=state, covered=named.covered, is_complete=True, beside=(*named.beside, *beside))
 
 
 def without_wrappers(state: State) -> Named:

@@ -59,7 +59,7 @@ def _options(entry: Entry, own: Collection[str] | None, path: Path) -> list[_Opt
         return [_Option(entry=entry, named=without_wrappers(entry.state))]
     named = named_for(entry.state, own)
     forms: tuple[str, ...] = ()
-    if not named[0].is_whole:
+    if not named[0].is_complete:
         folded, kept_by = folded_state(entry.state, where=str(path))
         if kept_by:
             named = named_for(folded, own)
@@ -82,7 +82,7 @@ def _entry_behind(key: str, entries: Sequence[Entry], path: Path) -> Entry:
 
 def _best(options: Sequence[_Option]) -> list[_Option]:
     """Return those that have all of the model's names, else those that have about as many as any."""
-    whole = [option for option in options if option.named.is_whole]
+    whole = [option for option in options if option.named.is_complete]
     most = max((option.named.covered for option in options), default=0)
     return whole or [option for option in options if option.named.covered >= SIMILAR * most]
 
@@ -150,7 +150,7 @@ class WeightChoice:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """What is said of it, by name."""
+        """The choice by the names of its options."""
         return {"weights": self.file, "ema": self.ema, "weights_key": self.key}
 
     def read(self, file: Path, own: Collection[str]) -> Weights:
