@@ -13,6 +13,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from ground.errors import BadInput
+from ground.file_kinds import refuse_stand_in
 from ground.files import regular_file
 from ground.pictures import formats_for, pictures_below
 
@@ -98,7 +99,9 @@ class Pictures:
         raise NotImplementedError
 
     def image(self, position: int) -> Tensor:
-        return image_from_bytes(self.content(position), self.where(position), self.shape, self.transform)
+        content, where = self.content(position), self.where(position)
+        refuse_stand_in(content, where)
+        return image_from_bytes(content, where, self.shape, self.transform)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from .errors import BadInput
+from .file_kinds import refuse_stand_in_file
 from .files import escapes_directory, regular_file
 
 LONGEST_HEADER = 4096
@@ -89,6 +90,7 @@ def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
 
     Raises BadInput for pickled objects, for a shape that the file doesn't hold, and for what is no such file.
     """
+    refuse_stand_in_file(path)
     with _as_damage(str(path), ".npy"), regular_file(path).open("rb") as file:
         _require_held(file, path.stat().st_size, str(path))
         file.seek(0)
@@ -129,6 +131,7 @@ def arrays_from_npz(path: Path, *, key: str | None = None) -> dict[str, NDArray[
     """Every array of a .npz file by its name, or the one of this name alone. Raises BadInput as array_from_npy does,
     and where no array has the name.
     """
+    refuse_stand_in_file(path)
     with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular_file(path)) as archive:
         members = _members(archive, path)
         if key is not None:
@@ -145,6 +148,7 @@ def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, 
     """Every array of a .safetensors file by its name, or the one of this name alone. Raises BadInput for a damaged file
     and for types that numpy has not, and where no array has the name.
     """
+    refuse_stand_in_file(path)
     with _as_damage(str(path), ".safetensors"), safe_open(regular_file(path), framework="np") as file:
         names = list(file.keys())
         if key is not None:

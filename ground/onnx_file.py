@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import BadInput
+from .file_kinds import ONNX, require_kind
 from .files import path_inside, regular_file
 from .onnx_types import TEXT, bits_of, require_type, types_of_node, types_of_value
 
@@ -87,6 +88,7 @@ def _parsed(path: Path) -> "ModelProto":
     except OSError as error:
         raise BadInput(f"{path}: can't be read ({error.strerror})") from error
     except (DecodeError, ValueError, RecursionError):
+        require_kind(path, ONNX, "export the model to ONNX")
         raise BadInput(f"{path}: not an ONNX file, or cut short ({size} bytes); export it again") from None
 
 

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import inspect
 
 from .errors import BadInput
+from .file_kinds import refuse_stand_in
 from .files import regular_file
 
 MOST_BYTES = 2**28
@@ -265,6 +266,7 @@ def record_from_file(path: Path, record: type[T], *, where: str | None = None, *
         if size > MOST_BYTES:
             raise BadInput(f"{path}: {size} bytes, a record has {MOST_BYTES} at most")
         data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        refuse_stand_in(data, where or str(path))
     except FileNotFoundError:
         raise BadInput(f"{path}: cannot be read: no such file") from None
     except OSError as error:

@@ -82,7 +82,7 @@ def test_missing_corrupt_and_foreign_weights(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"\x00\x01not weights" * 10)
         rejects("can't be read", _dense, tmp_path / name)
     (tmp_path / "w.npz").write_bytes(b"x")
-    rejects(r"kind '\.npz', expected \.safetensors, \.pth", _dense, tmp_path / "w.npz")
+    rejects(r"no known kind of weights, expected \.safetensors, \.pth", _dense, tmp_path / "w.npz")
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_saved_model_keeps_its_preprocessing_whatever_timm_says_later(tmp_path
         ("hf-hub:timm/vit_tiny_patch16_224.augreg_in21k", "hf download timm/vit_tiny_patch16_224.augreg_in21k"),
         ("hf_hub:timm/vit_tiny_patch16_224", "nothing is ever downloaded"),
         ("timm/vit_tiny_patch16_224.augreg_in21k", "--local-dir vit_tiny_patch16_224.augreg_in21k"),
-        ("google/vit-base-patch16-224", "look for these weights under timm/ there"),
+        ("google/vit-base-patch16-224", "hf download google/vit-base-patch16-224 --local-dir vit-base-patch16-224"),
         ("local-dir:nowhere", "there is no such directory"),
         ("./nowhere/at/all", "there is no such directory"),
         ("mypkg.models:Net", "timm's names have no '/' or ':'"),

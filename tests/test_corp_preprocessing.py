@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+import corp_deploy
 from calib.store import load
 from corp_deploy.families import traced_model as vit
 from corp_deploy.families.family import image_spec
@@ -25,6 +26,7 @@ from corp_deploy.proof.port_images import images_of_port
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_toml import text_of_recipe
+from corp_deploy.release.stage_parts import settings_of
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store import checkpoint as directories
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
@@ -145,7 +147,18 @@ def test_a_reduced_model_carries_it(home: Path, tmp_path: Path) -> None:
 def test_raw_weights_on_request(home: Path) -> None:
     assert inspected(*named(home), "--no-ema")["weights"]["taken"] == "state_dict"
     plain = ("--model", NAME, "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS, "--ema")
-    refuses("there is no state_dict_ema", "inspect", *plain)
+    refuses("nothing in it is called a moving average", "inspect", *plain)
+
+
+def test_weights_under_a_key_on_request(home: Path, tmp_path: Path) -> None:
+    source = inspected(*named(home), "--weights-key", "state_dict")["weights"]
+    assert source["taken"] == "state_dict"
+    again = corp_deploy.Source(NAME, weights=home / "last.pth.tar", kwargs=json.loads(KWARGS), weights_key="state_dict")
+    assert again.opened().lineage["source"]["taken"] == "state_dict"
+    refuses("--weights-key 'other': no tensors under it; it holds state_dict", "inspect", *named(home),
+            "--weights-key", "other")  # fmt: skip
+    directories.save(tiny.checkpoint(), tmp_path)
+    refuses("drop --weights-key", "inspect", "--model", tmp_path, "--weights-key", "other")
 
 
 IMPOSSIBLE = {
@@ -171,6 +184,7 @@ RECIPE = """
 model = "vit_tiny_patch16_224"
 weights = "last.pth.tar"
 ema = false
+weights_key = "state_dict"
 mean = [0.485, 0.456, 0.406]
 std = [0.25]
 crop_pct = 1.0
@@ -189,12 +203,13 @@ def test_a_recipe_has_the_same_keys_and_keeps_them(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text(RECIPE)
     recipe = load_recipe(path)
-    assert recipe.model.ema is False
+    assert (recipe.model.ema, recipe.model.weights_key) == (False, "state_dict")
+    assert settings_of("model", recipe.model)["model.weights_key"] == "state_dict"
     assert recipe.model.source.preprocessing == Preprocessing(
         mean=(0.485, 0.456, 0.406), std=(0.25,), crop_pct=1.0, interpolation="bilinear", crop_mode="border"
     )
     kept = tomllib.loads(text_of_recipe(recipe, tmp_path))["model"]
-    assert kept["ema"] is False
+    assert (kept["ema"], kept["weights_key"]) == (False, "state_dict")
     assert kept["std"] == [0.25]
 
 
@@ -202,16 +217,17 @@ def test_a_release_says_which_weights_were_taken_and_what_was_left_out(home: Pat
     state = tiny.checkpoint().model.state_dict()
     lightning = {"loss.weight": torch.ones(1)} | {f"model.{name}": tensor for name, tensor in state.items()}
     torch.save({"state_dict": state, "state_dict_ema": lightning}, tmp_path / "last.pth.tar")
-    text = RECIPE.replace("ema = false", f"kwargs = {{ {', '.join(f'{k} = {v}' for k, v in KEYS.items())} }}")
+    kwargs = f"kwargs = {{ {', '.join(f'{k} = {v}' for k, v in KEYS.items())} }}"
+    text = RECIPE.replace('ema = false\nweights_key = "state_dict"', kwargs)
     (tmp_path / "r.toml").write_text(text.replace('"photos"', f'"{home / "photos"}"'))
     words = ("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--only", "recipe", "--only", "dense",
              "--trust-paths")  # fmt: skip
     first = invoked(*words)
-    assert "took state_dict_ema, the moving average" in " ".join(first.stderr.split())
+    assert "took state_dict_ema.model, the moving average" in " ".join(first.stderr.split())
     assert "left out what stands beside the model: loss.weight" in " ".join(first.stderr.split())
     assert "moving average" not in run(*words).stderr  # nothing was loaded
     recorded = json.loads((tmp_path / "out" / "dense" / "config.json").read_text())["lineage"]["source"]["notes"]
-    assert len(recorded) == 2
+    assert [note.split()[1] for note in recorded] == ["took", "renamed", "left"]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_the_pickle_module_is_asked_for_its_errors_alone() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom) and "pickle" in ast.unparse(node)
     ]
-    assert imports == [("corp_deploy/store/weights.py", "from pickle import UnpicklingError")]
+    assert imports == [("corp_deploy/store/weight_file.py", "from pickle import UnpicklingError")]
 
 
 def test_the_policy_names_what_there_is() -> None:

@@ -112,7 +112,12 @@ def _inputs_shown(model: nn.Module, example: InputsLike | Moments | None) -> dic
 
 
 def _of_module(named: Source, module: nn.Module, example: InputsLike | Moments | None) -> Checkpoint:
-    beside = {"weights": named.weights, "ema": named.ema, **named.preprocessing.settings}
+    beside = {
+        "weights": named.weights,
+        "ema": named.ema,
+        "weights_key": named.weights_key,
+        **named.preprocessing.settings,
+    }
     if odd := [name for name, value in beside.items() if value is not None]:
         raise BadInput(f"Source of a module in memory, which has its own {', '.join(odd)}; leave {odd[0]} away")
     found = checkpoint_from_module(module, named.kwargs or {}, _inputs_shown(module, example))

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import msgspec
 import timm
 import torch
-from timm.layers import SwiGLUPacked
+from timm.layers import Mlp, SwiGLU, SwiGLUPacked
 from timm.layers.create_norm import get_norm_layer
 from timm.models import build_model_with_cfg
 from timm.models.vision_transformer import VisionTransformer
@@ -27,7 +27,16 @@ HEADS: tuple[Head, ...] = get_args(Head)
 """projection: a linear layer without a bias, whose outputs are an embedding. class and patches: a classifier of the
 class token beside the mean of the patches, as DINOv2 evaluates (arXiv 2304.07193, section 7.1)."""
 
-MLPS: Mapping[str, Callable[..., nn.Module]] = {"swiglu_packed": SwiGLUPacked}
+MLPS: Mapping[str, Callable[..., nn.Module]] = {"swiglu_packed": SwiGLUPacked, "swiglu": SwiGLU, "mlp": Mlp}
+
+
+def _mlp_of(name: str) -> Callable[..., nn.Module]:
+    """Return the layer of a name, which may be spelled as timm spells its class, with its module or without."""
+    bare = name.rpartition(".")[2].replace("_", "").lower()
+    found = next((layer for each, layer in MLPS.items() if each.replace("_", "") == bare), None)
+    if found is None:
+        raise ValueError(f"mlp_layer is {name!r:.60}, expected one of {', '.join(MLPS)}")
+    return found
 
 
 class _Norm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +65,7 @@ def _spelled(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         norm = msgspec.convert(spelled["norm_layer"], _Norm)
         spelled["norm_layer"] = partial(get_norm_layer(norm.name), eps=norm.eps)
     if isinstance(spelled.get("mlp_layer"), str):
-        spelled["mlp_layer"] = MLPS[spelled["mlp_layer"]]
+        spelled["mlp_layer"] = _mlp_of(spelled["mlp_layer"])
     return spelled
 
 

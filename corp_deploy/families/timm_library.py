@@ -105,12 +105,6 @@ def _classifiers(model: nn.Module) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def classes_of_weights(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
-    """How many classes a state dict's classifier tells apart; None where it has none by this model's name for it."""
-    weight = next((state[f"{name}.weight"] for name in _classifiers(model) if f"{name}.weight" in state), None)
-    return len(weight) if weight is not None and weight.ndim == 2 else None
-
-
 def adapted_state(model: nn.Module, library: str, state: State) -> dict[str, Tensor]:
     """A state dict brought to a model whose class is of this module of timm's, by the filter that stands there, if any:
     older and other projects' names are mapped, and what is of another size resampled as timm does for it.
@@ -126,6 +120,36 @@ def adapted_state(model: nn.Module, library: str, state: State) -> dict[str, Ten
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch, at what timm does to resample a table
         return dict(adapt(dict(state), model, **how))
+
+
+def _classifier_of(model: nn.Module, state: State) -> Tensor | None:
+    named = (state[f"{name}.weight"] for name in _classifiers(model) if f"{name}.weight" in state)
+    return next((each for each in named if each.ndim in (2, 4)), None)
+
+
+def classes_of_weights(model: nn.Module, library: str, state: State) -> int | None:
+    """Return how many classes a state dict's classifier tells apart, by today's name for it or by an older one that
+    the filter in this module of timm's knows; None where it has none.
+    """
+    weight = _classifier_of(model, state)
+    if weight is None:
+        try:
+            weight = _classifier_of(model, adapted_state(model, library, state))
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError):
+            return None  # which is told where the weights are fitted
+    return None if weight is None else len(weight)
+
+
+def arguments_shown(model: nn.Module, state: State) -> dict[str, Any]:
+    """Return the classes and channels of a state dict where they are others than the model's."""
+    own, shown = model.state_dict(), dict[str, Any]()
+    weight, mine = _classifier_of(model, state), _classifier_of(model, own)
+    if mine is not None and (weight is None or len(weight) != len(mine)):
+        shown["num_classes"] = 0 if weight is None else len(weight)
+    first = next((name for name, each in own.items() if each.ndim == 4), "")
+    if first in state and state[first].ndim == 4 and own[first].shape[1] == channels(model) != state[first].shape[1]:
+        shown["in_chans"] = state[first].shape[1]
+    return shown
 
 
 def unused(model: nn.Module) -> tuple[str, ...]:

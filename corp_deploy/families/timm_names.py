@@ -10,6 +10,7 @@ from typing import Any
 
 from ground.errors import BadInput
 
+HF = "hf:"  # before a directory that transformers wrote
 _SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant"}
 # Other libraries' names of architectures that timm has, and timm's names of them.
 _TWINS = (
@@ -52,15 +53,18 @@ def look_alikes(name: str) -> str:
     return f"names that look alike: {', '.join(close) or 'none'}"
 
 
-def _refuse_hub(name: str, repository: str) -> None:
-    owner, _, rest = repository.rpartition("/")
-    folder = rest.partition("@")[0]
-    how = f"where there is a network: hf download {repository} --local-dir {folder}; then give --model {folder}"
-    if owner != "timm":
-        how = "of a hub, snapshots of timm's own repositories are read: look for these weights under timm/ there"
+def download(repository: str, *, library: str = "") -> str:
+    """Return how a repository of a hub is brought onto this machine and named then, as far as its library is known."""
+    folder = re.split("[@:]", repository.rpartition("/")[2])[0]
+    named = f"--model {folder}" if library == "timm" else f"--model {HF}{folder}"
+    either = "" if library else f", or --model {folder} if its config.json names an architecture of timm"
+    return f"where there is a network: hf download {repository} --local-dir {folder}; then give {named}{either}"
+
+
+def _refuse_hub(name: str, repository: str, library: str) -> None:
     raise BadInput(
-        f"--model {name!r}: there is no such directory, and nothing is ever downloaded; {how}, or give a timm "
-        "name with --weights"
+        f"--model {name!r}: there is no such directory, and nothing is ever downloaded; "
+        f"{download(repository, library=library)}, or give a timm name with --weights"
     )
 
 
@@ -68,9 +72,9 @@ def require_local_name(name: str) -> None:
     """Raise BadInput, at once, for a name that timm would look for on the network or in a folder elsewhere."""
     source, colon, rest = name.partition(":")
     if colon and source.lower() in ("hf-hub", "hf_hub"):
-        _refuse_hub(name, rest)
+        _refuse_hub(name, rest, "timm")
     if re.fullmatch(r"[\w.-]+/[\w.@-]+", name) and not name.startswith(".") and not _twin(name):
-        _refuse_hub(name, name)
+        _refuse_hub(name, name, "timm" if name.startswith("timm/") else "")
     if re.search(r"[/:\\]", name):
         hint = (
             look_alikes(name) if _twin(name) else "a model is a directory with config.json and weights, or a timm name"

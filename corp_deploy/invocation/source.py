@@ -12,7 +12,7 @@ from ground.quantity import DEVIATION, MEAN, SHARE_KEPT, quoted
 from ground.records import record_from_text
 
 from .option import PathLike, Record, option
-from .values import FILE, ListOf, OneOf, ParsedText
+from .values import FILE, TEXT, ListOf, OneOf, ParsedText
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -39,7 +39,8 @@ class Source(Record, heading="Model"):
     `name`: a timm name (with `weights`), a directory written by corp-deploy or a snapshot of one of timm's
     repositories, `hf:DIR` of transformers, `torchvision:NAME` (with `weights`), `module:PATH.py:FUNCTION` (with
     `trust_code`), or a .toml file whose table [model] says all of this. `kwargs` are the arguments of its library;
-    `ema` takes the moving average of the weights (True) or the raw ones (False); `mean` and `std` (a number for all
+    `ema` takes the moving average of the weights (True) or the raw ones (False), `weights_key` those under a key of
+    the file, dots between keys and before the rest of a prefix; `mean` and `std` (a number for all
     channels, or one for each), `crop_pct` in (0, 1], `interpolation` and `crop_mode` go before the model's own
     preprocessing; `outputs` are what it gives, by name: ("class", "patches", "block8"). Nothing is read before a
     function is given it, and nothing is ever downloaded.
@@ -54,7 +55,10 @@ class Source(Record, heading="Model"):
     kwargs: Mapping[str, Any] | None = option(
         JSON, typed="model_kwargs", help="Arguments for timm's model, a JSON object."
     )
-    ema: bool | None = option(help="Moving-average weights or raw ones; default: as timm does.")
+    ema: bool | None = option(help="Moving-average weights or raw ones; default: the average if there is one.")
+    weights_key: str | None = option(
+        TEXT, help="Key under which a checkpoint has the weights, such as model_ema or state_dict.net."
+    )
     mean: Sequence[float] | None = option(
         ListOf(MEAN, CHANNELS, different=False), help="Mean pixel of the training; default: timm's."
     )
@@ -93,6 +97,7 @@ class Source(Record, heading="Model"):
             weights=None if self.weights is None else Path(self.weights),
             kwargs=self.kwargs or {},
             ema=self.ema,
+            key=self.weights_key,
             preprocessing=self.preprocessing,
             outputs=self.named_outputs,
         )

@@ -38,8 +38,9 @@ from ground.transaction import replacing_files, roll_back_interrupted
 from .model_config import CONFIG as CONFIG
 from .model_config import KIND as KIND
 from .model_config import REMEDY, ModelConfig, load_model_config
+from .weight_file import State, first_names
 from .weight_fit import require_fit, require_sparse
-from .weights import State, first_names, read_weights
+from .weights import state_as_named
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WEIGHTS = "model.safetensors"
@@ -215,22 +216,21 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     architecture = Architecture(name=built.name, kwargs=built.kwargs, preprocessing=recorded, family=config.family)
     with torch.device("meta"):
         model = dense_from_architecture(architecture)
-    read = read_weights(weights)
+    state = state_as_named(weights)
     with _recorded_at(where):
         model = with_outputs(model, config.named_outputs)
     if config.program is not None:  # weights are not set yet
         assert isinstance(model, TracedModule), type(model)
         share_program_(model, architecture)
         model = as_recorded(model, config.sites, asdict(config.program), where=where)
-    shapes, stored = ({name: each.shape for name, each in state.items()} for state in (model.state_dict(), read.state))
+    shapes, stored = ({name: each.shape for name, each in every.items()} for every in (model.state_dict(), state))
     if is_of_widths(config.sites) and shapes != stored:
         assert isinstance(model, TracedModule), type(model)
-        model, state = _of_widths(model, architecture, config, read.state, where)
-        read = replace(read, state=state)
+        model, state = _of_widths(model, architecture, config, state, where)
     if config.merging is not None:
         with _recorded_at(f"{where}: merging"):
             model = traced_model.with_merging(model, config.merging.merging)
-    load_weights(model, read.state, where=weights)
+    load_weights(model, state, where=weights)
     _fill_tables_(model, architecture)
     traced_model.load_extra_files_(model, directory)
     require_sparse(model, config.sparsity, where)

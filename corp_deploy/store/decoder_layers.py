@@ -29,7 +29,7 @@ from .checkpoint import Checkpoint, load_weights
 from .hub_snapshot import weights_of_transformers
 from .inputs import digest_of_tensors
 from .transformers_directory import decoder_arguments, lineage_of_decoder
-from .weights import files_of_tensors
+from .weight_file import files_of_tensors
 
 M = TypeVar("M", bound=nn.Module)
 

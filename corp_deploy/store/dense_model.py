@@ -47,8 +47,9 @@ from .transformers_directory import (
     load_vision,
     vision_architecture,
 )
+from .weight_file import KINDS
 from .weight_fit import fitted
-from .weights import KINDS, Weights, read_weights
+from .weights import WeightChoice, Weights
 
 
 def _resolved(architecture: Architecture, built: nn.Module) -> Architecture:
@@ -65,13 +66,16 @@ def _preprocessing_source(directory: Path | None, built: nn.Module, preprocessin
     return f"{', '.join(preprocessing.settings)} as given, the rest from {source}" if preprocessing.settings else source
 
 
-def _of_other_classes(built: nn.Module, architecture: Architecture, read: Weights) -> tuple[nn.Module, tuple[str, ...]]:
+def _of_other_classes(
+    built: nn.Module, architecture: Architecture, read: Weights
+) -> tuple[nn.Module, Architecture, Weights]:
     """The model just built, or one of as many classes as the weights tell apart, where none were asked for."""
-    count, own = timm_library.classes_of_weights(built, read.state), timm_library.classes(built)
+    count, own = traced_model.classes_of_weights(built, read.state), timm_library.classes(built)
     if count in (None, own) or not own or "num_classes" in architecture.kwargs:
-        return built, ()
+        return built, architecture, read
     note = f"{read.path.name}: tells {count} classes apart, where {architecture.name} has {own}: built with {count}"
-    return dense_from_architecture(replace(architecture, kwargs={**architecture.kwargs, "num_classes": count})), (note,)
+    of_count = replace(architecture, kwargs={**architecture.kwargs, "num_classes": count})
+    return dense_from_architecture(of_count), of_count, replace(read, notes=(*read.notes, note))
 
 
 def with_weights(
@@ -82,11 +86,11 @@ def with_weights(
     source: Callable[[nn.Module], str],
 ) -> Checkpoint:
     """The model just built with these weights; `preprocessing` goes before what `architecture` has of its own."""
-    built, others = _of_other_classes(built, architecture, read)
+    built, architecture, read = _of_other_classes(built, architecture, read)
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
-    state, changed = fitted(built, read, architecture.kwargs)
+    state, changed = fitted(built, read, architecture)
     load_weights(built, state, where=read.path)
-    notes = (*read.notes, *others, *changed)
+    notes = (*read.notes, *changed)
     weights = {"weights": read.path.name, "taken": read.entry, "notes": list(notes)}
     return Checkpoint(
         model=built,
@@ -132,18 +136,19 @@ def load_dense(
     weights: Path | None,
     kwargs: Mapping[str, Any],
     ema: bool | None = None,
+    key: str | None = None,
     preprocessing: Preprocessing | None = None,
     outputs: Outputs | None = None,
 ) -> Checkpoint:
     """A model from a directory written by `save`, from a snapshot of one of timm's repositories, from a directory
     of transformers (`hf:DIR`), made by a function of a file (`module:PATH.py:FUNCTION`), or from a timm name with
-    its weights. `ema` as in read_weights; `preprocessing` goes before that of the name or snapshot; `outputs` are
-    given by name in place of the model's own.
+    its weights. `ema` and `key` as in read_weights; `preprocessing` goes before that of the name or snapshot; `outputs`
+    are given by name in place of the model's own.
 
     Raises BadInput when a name comes without weights (random weights are never reduced), or a directory of ours with
     anything that it has itself, and for outputs that the model hasn't got.
     """
-    checkpoint = _loaded(model, weights, kwargs, ema, preprocessing or Preprocessing())
+    checkpoint = _loaded(model, WeightChoice(file=weights, ema=ema, key=key), kwargs, preprocessing or Preprocessing())
     own = outputs_of(checkpoint.model)
     if outputs is None or outputs == own:
         return checkpoint
@@ -199,32 +204,30 @@ def without_weights(
     return Checkpoint(model=with_outputs(built, outputs), architecture=architecture, lineage=lineage)
 
 
-def _loaded(
-    model: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
-) -> Checkpoint:
+def _loaded(model: str, choice: WeightChoice, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
     if model.startswith(torchvision_models.PREFIX):
         torchvision_models.require_classifier(model)
-        if weights is None:
+        if choice.file is None:
             raise BadInput(f"--model {model} needs --weights ({KINDS}) of the trained model")
-        return load_library_model(model, weights, kwargs, ema, preprocessing)
+        return load_library_model(model, choice.file, kwargs, choice, preprocessing)
     if model.startswith(trusted_code.PREFIX):
-        return load_from_code(model, weights, kwargs, ema, preprocessing)
+        return load_from_code(model, kwargs, choice, preprocessing)
     if model.startswith(PREFIX):
         directory = Path(model.removeprefix(PREFIX))
-        _refuse_beside(directory, {"weights": weights, "ema": ema})
+        _refuse_beside(directory, choice.settings)
         checkpoint = _from_transformers(directory, kwargs, preprocessing)
         return _with_class_names(checkpoint, config_of_transformers(directory))
     folder = Path(model.removeprefix("local-dir:"))
     snapshot = folder if folder.is_dir() else None
-    architecture, file, config = Architecture(name=model), weights, dict[str, Any]()
+    architecture, file, config = Architecture(name=model), choice.file, dict[str, Any]()
     if snapshot is not None:
         config = config_of_directory(snapshot)
         if is_ours(config):
-            _refuse_beside(snapshot, {"weights": weights, "model_kwargs": kwargs, "ema": ema, **preprocessing.settings})
+            _refuse_beside(snapshot, {**choice.settings, "model_kwargs": kwargs, **preprocessing.settings})
             return load_checkpoint(snapshot)
         name, own_kwargs, own = model_of_snapshot(snapshot, config)
         architecture = Architecture(name=name, kwargs=own_kwargs, preprocessing=own)
-        file = weights or weights_of_snapshot(snapshot)
+        file = choice.file or weights_of_snapshot(snapshot)
     requested = replace(architecture, kwargs={**architecture.kwargs, **kwargs})
     built = dense_from_architecture(requested)
     if file is None:
@@ -235,7 +238,7 @@ def _loaded(
     checkpoint = with_weights(
         built,
         requested,
-        read_weights(file, ema=ema),
+        choice.read(file, built.state_dict().keys()),
         preprocessing,
         lambda model: _preprocessing_source(snapshot, model, preprocessing),
     )

@@ -11,20 +11,24 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from corp_deploy.families.timm_names import HF, download
 from corp_deploy.spec.architecture import Preprocessing
 from ground.errors import BadInput
+from ground.file_kinds import AS_SAFETENSORS, SAFETENSORS, require_kind
 from ground.records import record_from_file, record_from_value
 
 from .model_config import CONFIG as CONFIG
 
-PREFIX = "hf:"
-"""Before a directory that transformers wrote."""
+PREFIX = HF
 # In timm's order, shards where a single file would be.
 _WEIGHTS = tuple(
     name + suffix
     for name in ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
     for suffix in ("", ".index.json")
 )
+
+
+_ADAPTER = "adapter_config.json"
 
 
 def config_of_directory(directory: Path, expected: str | None = None) -> dict[str, Any]:
@@ -35,6 +39,14 @@ def config_of_directory(directory: Path, expected: str | None = None) -> dict[st
             "expected a directory written by corp-deploy or a snapshot of one of timm's repositories; for weights "
             f"alone give a timm name: --model NAME --weights {directory}/FILE"
         )
+        if (directory / _ADAPTER).is_file():
+            raise BadInput(
+                f"{directory}: an adapter of PEFT, without the model that it changes; merge it into that, save the "
+                f"whole and give it: PeftModel.from_pretrained(model, {str(directory)!r}).merge_and_unload()"
+            )
+        if expected and not directory.is_dir() and re.fullmatch(r"([\w.-]+/)?[\w.-]+", str(directory)):
+            how = download(str(directory), library="transformers")
+            raise BadInput(f"{directory}: no such directory, and nothing is ever downloaded; {how}")
         raise BadInput(f"{path}: no such file; {expected or ours}")
     return record_from_file(path, dict[str, Any])
 
@@ -152,6 +164,8 @@ def weights_of_transformers(directory: Path) -> Path:
     """Raises BadInput where there are none, or only such as hold pickled code."""
     for name in _OF_TRANSFORMERS:
         if (directory / name).is_file():
+            for file in directory.glob("model*.safetensors"):
+                require_kind(file, SAFETENSORS, AS_SAFETENSORS)
             return directory / name
     pickled = sorted(path.name for path in directory.glob("pytorch_model*"))
     if pickled:

@@ -3,9 +3,11 @@ them, or by a function of a user's file, `module:PATH.py:function`.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec.structs import asdict
 
 from corp_deploy.families import hf_classes, torchvision_models
@@ -22,18 +24,22 @@ from ground.files import regular_file, sha256_of_text
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG, config_of_transformers, weights_of_transformers
-from .weights import first_names, read_weights
+from .weight_file import first_names
+from .weight_fit import exactly_fitted
+from .weights import WeightChoice
 
 
 def load_library_model(
-    text: str, weights: Path, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
+    text: str, weights: Path, kwargs: Mapping[str, Any], choice: WeightChoice, preprocessing: Preprocessing
 ) -> Checkpoint:
     """torchvision's model with weights of its own names. Raises BadInput for others."""
-    read = read_weights(weights, ema=ema)
+    with torch.device("meta"):
+        named = dense_from_architecture(torchvision_models.architecture_of(text, kwargs, preprocessing))
+    read = choice.read(weights, named.state_dict().keys())
     architecture = torchvision_models.architecture_of(text, kwargs, preprocessing, read.state)
     model = dense_from_architecture(architecture)
-    state = torchvision_models.own_state(architecture, model, read.state)
-    load_weights(model, state, where=weights)
+    read = replace(read, state=torchvision_models.own_state(architecture, model, read.state))
+    load_weights(model, exactly_fitted(model, read), where=weights)
     notes = (*read.notes, f"{weights.name}: read as {architecture.name}, images prepared as torchvision does")
     source = {"weights": weights.name, "notes": list(notes), "preprocessing": "torchvision's of these weights"}
     return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes)
@@ -93,7 +99,7 @@ def _code(text: str) -> Code:
 
 
 def load_from_code(
-    text: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
+    text: str, kwargs: Mapping[str, Any], choice: WeightChoice, preprocessing: Preprocessing
 ) -> Checkpoint:
     """What the function gives for these arguments, with its own weights or those of a file; `preprocessing` goes
     before what was said with the sites. Raises BadInput where code isn't trusted, and for code, a model or weights
@@ -110,9 +116,12 @@ def load_from_code(
             f"--model {text:.200}: the function gives a model that takes no images, or a decoder; drop {options}"
         )
     notes: tuple[str, ...] = (f"{code.file}: {code.function}() was run to make the model", *notes_on_module(model))
+    weights = choice.file
+    if weights is None and (idle := [name for name, value in choice.settings.items() if value is not None]):
+        raise BadInput(f"--model {text:.200}: {idle[0]} says which weights of a file are taken; give --weights too")
     if weights is not None:
-        read = read_weights(weights, ema=ema)
-        load_weights(model, read.state, where=weights)
+        read = choice.read(weights, model.state_dict().keys())
+        load_weights(model, exactly_fitted(model, read), where=weights)
         notes += read.notes
     source = {"code": code.file, "sha256": code.sha256, "notes": list(notes)}
     source |= {} if weights is None else {"weights": weights.name}

@@ -36,7 +36,8 @@ from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG, ORIGIN, changes_of, config_of_transformers, weights_of_transformers
-from .weights import State, first_names, read_weights, state_as_named
+from .weight_file import State, first_names
+from .weights import read_weights, state_as_named
 
 
 class _EncoderChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

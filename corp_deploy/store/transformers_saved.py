@@ -25,7 +25,7 @@ from ground.transaction import replacing_files
 from .checkpoint import WEIGHTS, Checkpoint
 from .hub_snapshot import CONFIG, ORIGIN
 from .transformers_directory import PREPROCESSOR
-from .weights import first_names
+from .weight_file import first_names
 
 AGAIN = "write the model again"
 BESIDE = (PREPROCESSOR, *FILES)

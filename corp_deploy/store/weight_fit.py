@@ -2,11 +2,8 @@
 everything that was changed, and as k:n sparse as they are said to be.
 """
 
-import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,37 +11,15 @@ from torch import nn
 from corp_deploy.algebra.sparse_patterns import holds
 from corp_deploy.families.timm_library import unused
 from corp_deploy.families.traced_model import adapted_state
+from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.sparsity import sparsity_from_text
 from corp_deploy.traced.models.module import counts_of_batches
 from ground.errors import BadInput
 
 from .model_config import REMEDY
-from .weights import State, Weights, first_names
-
-# Names that another library writes and timm's filter doesn't know, with what to do instead.
-_FOREIGN = (
-    (
-        r"encoder_layer_\d+\.self_attention\.in_proj",
-        "torchvision's VisionTransformer",
-        "timm has no mapping of its names; give torchvision's name of the model: --model torchvision:vit_b_16",
-    ),
-    (
-        r"^(features\.\d+\.(\d+\.)?(block|conv)|trunk_output)\.",
-        "torchvision's convolutional networks",
-        "timm has no mapping of its names; give torchvision's name of the model: --model torchvision:efficientnet_b0",
-    ),
-    (
-        r"(attention\.(query|q_proj)|self_attn\.q_proj)\.(weight|bias)$",
-        "Hugging Face transformers",
-        "timm has no mapping of its names; give the directory that they are in: --model hf:DIR, or take timm's copy of "
-        "these weights, which has the model's name under timm/",
-    ),
-    (
-        r"^decoder_blocks\.\d+\.",
-        "a masked autoencoder with its decoder",
-        "give the encoder's weights, without decoder_* and mask_token",
-    ),
-)
+from .weight_advice import advice_for, shown_by
+from .weight_file import State, first_names
+from .weights import Weights
 
 
 class _Misfit:
@@ -80,30 +55,28 @@ def _notes(before: State, after: State) -> list[str]:
     return notes
 
 
-def _advice(misfit: _Misfit, state: State, kwargs: Mapping[str, Any]) -> str:
-    """The arguments that would make these weights fit, where they tell."""
-    arguments: dict[str, Any] = {}
-    if "head.weight" in misfit.misshapen:
-        arguments["num_classes"] = state["head.weight"].shape[0]
-    elif misfit.missing and all(name.startswith("head") for name in misfit.missing):
-        arguments["num_classes"] = 0
-    patches = "patch_embed.proj.weight"
-    if patches in misfit.misshapen and state[patches].ndim == 4:
-        arguments["in_chans"] = state[patches].shape[1]
-    changed = {key: value for key, value in arguments.items() if kwargs.get(key) != value}
-    if not changed:
-        return "check --model and --model-kwargs"
-    return f"give --model-kwargs '{json.dumps({**kwargs, **changed})}', or check --model"
-
-
 def require_fit(model: nn.Module, state: State, where: Path) -> None:
     """Raise BadInput unless names and shapes are exactly the model's."""
     if words := _Misfit(state, model.state_dict()).words:
         raise BadInput(f"{where}: these weights don't fit the model beside them; {words}; write them again")
 
 
-def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tuple[State, tuple[str, ...]]:
-    """The weights under the model's names and shapes, and what was changed for that; `kwargs` built the model.
+def exactly_fitted(model: nn.Module, weights: Weights) -> State:
+    """Return the weights of a file under the model's names. Raises BadInput where these are not all, or others."""
+    state = {**counts_of_batches(model), **weights.state}
+    if words := _Misfit(state, model.state_dict()).words:
+        advice = "check that --model and --model-kwargs make the model whose weights these are"
+        raise _refusal(weights, words, shown_by(weights.state) or advice)
+    return state
+
+
+def _refusal(weights: Weights, words: str, advice: str) -> BadInput:
+    taken = "".join(f"; {note.removeprefix(weights.path.name + ': ')}" for note in weights.notes)
+    return BadInput(f"{weights.path}: these weights don't fit the model; {words}; {advice}{taken}")
+
+
+def fitted(model: nn.Module, weights: Weights, architecture: Architecture) -> tuple[State, tuple[str, ...]]:
+    """The weights under the model's names and shapes, and what was changed for that; `architecture` built the model.
 
     Raises BadInput, with the arguments that would fit where they can be told, or naming another library's format.
     """
@@ -112,17 +85,14 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
     before = _Misfit(with_counts, expected).words
     if not before:
         return with_counts, ()
-    for pattern, library, advice in _FOREIGN:
-        if match := next((name for name in weights.state if re.search(pattern, name)), None):
-            raise BadInput(f"{weights.path}: these are the names of {library} ({match}): {advice}")
+    if reason := shown_by(weights.state):
+        raise BadInput(f"{weights.path}: {reason}")
     try:
         state = adapted_state(model, weights.state)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
         reason = str(error).partition("\n")[0][:150] or type(error).__name__
-        raise BadInput(
-            f"{weights.path}: these weights don't fit the model; {before}; nor can timm resample them ({reason}); "
-            "check --model and --model-kwargs"
-        ) from None
+        words = f"{before}; nor can timm resample them ({reason})"
+        raise _refusal(weights, words, advice_for(model, weights.state, architecture)) from None
     notes = _notes(weights.state, state)
     state = {**counts, **state}
     without = [name for name in state if name not in expected and name.startswith(unused(model))]
@@ -131,8 +101,7 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
         notes.append(f"not used, as the model was built without: {first_names(without)}")
     misfit = _Misfit(state, expected)
     if misfit.words:
-        advice = _advice(misfit, state, kwargs)
-        raise BadInput(f"{weights.path}: these weights don't fit the model; {misfit.words}; {advice}")
+        raise _refusal(weights, misfit.words, advice_for(model, weights.state, architecture))
     return state, tuple(f"{weights.path.name}: {note}" for note in notes)
 
 

@@ -1,98 +1,26 @@
-"""State dicts as people have them: files of several kinds, shards, wrappers and moving averages. What torch.save wrote
-is read without running any of it: never by the pickle that runs code, and never tried again.
+"""State dicts as people have them: under keys of a checkpoint, behind wrappers' prefixes, beside moving averages and in
+parts. One of them becomes a model's, by the model's own names; what was taken, renamed and left out is said.
 
-What is read here is names and tensors; whether they fit a model is asked in weight_fit.
+Whether shapes fit, and what could be done if not, is asked in weight_fit.
 """
 
-import argparse
-import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
-import msgspec
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-
+from corp_deploy.families.folded_state import folded_state
 from ground.errors import BadInput
-from ground.files import regular_file
-from ground.records import record_from_file
 
-LONGEST_NAME = 150
-# timm's trainer keeps its arguments beside the weights: a Namespace holds values and runs nothing.
-_HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [argparse.Namespace]
+from .weight_entries import Entry, entries_in, is_average, rank, require_plain
+from .weight_file import State, content_of_weight_file, first_names
+from .weight_names import SIMILAR, Named, clashing, named_for, without_wrappers
 
-
-def first_names(names: list[str]) -> str:
-    """A few names for a message, and how many more there are."""
-    cut = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names[:3]]
-    return ", ".join(cut) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _refuse_packed(path: Path) -> None:
-    """Raise BadInput for an archive whose members are packed, which torch never does: little would become much."""
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-    packed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
-    if packed or sum(member.file_size for member in members) > path.stat().st_size:
-        raise BadInput(
-            f"{path}: its members are packed or lie over one another, {first_names(packed or ['all'])}; expected a "
-            "file as torch.save writes it"
-        )
-
-
-def _refused(path: Path, error: Exception) -> BadInput:
-    try:
-        with torch.serialization.safe_globals(_HARMLESS):
-            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except Exception:  # a damaged file, whose first error says more
-        foreign = []
-    if foreign:
-        return BadInput(
-            f"{path}: holds pickled code, which is never run ({first_names(sorted(foreign))}); save its weights alone: "
-            "torch.save(model.state_dict(), 'weights.pth'), or as safetensors"
-        )
-    reason = type(error).__name__ if isinstance(error, UnpicklingError) else str(error).partition("\n")[0][:150]
-    return BadInput(
-        f"{path}: can't be read as a PyTorch checkpoint of plain tensors ({reason}); "
-        "(a) the file is damaged, or (b) it holds pickled code, which is never run: save its weights as safetensors"
-    )
-
-
-def content_of_torch_file(path: Path) -> Any:
-    """Tensors, texts and numbers in mappings and lists. Raises BadInput for pickled code and for a damaged file."""
-    try:
-        _refuse_packed(path)
-        with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own, about how odd tensors are kept; those are refused later
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except BadInput:
-        raise
-    except Exception as error:
-        raise _refused(path, error) from None
-
-
-State = Mapping[str, torch.Tensor]
-
-KINDS = ".safetensors, .pth, .pt, .pth.tar, .bin, .ckpt, or the .index.json of shards"
-_PICKLES = (".pth", ".pt", ".tar", ".bin", ".ckpt")
-_INDEX = ".index.json"
-# timm's order: its own trainer's names, then DeiT's.
-_AVERAGES, _RAW = ("state_dict_ema", "model_ema"), ("state_dict", "model")
-# Put before names by DistributedDataParallel and torch.compile; by a LightningModule and Hugging Face's timm wrapper.
-_WRAPPERS, _OWNERS = ("module.", "_orig_mod."), ("model.", "timm_model.")
+ITSELF = "the tensors of the file itself"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The tensors of a file by their bare names. `entry` is the file's entry they were under, or nothing.
+    """The tensors of a file by a model's names. `entry`: the keys and the prefix in the file that they were under.
 
     `notes`: what a user should know about what was taken and left.
     """
@@ -103,161 +31,136 @@ class Weights:
     notes: tuple[str, ...] = ()
 
 
-@contextmanager
-def _as_safetensors(path: Path) -> Iterator[None]:
-    """Raises BadInput for a file that is none."""
-    try:
-        yield
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, BadInput):
-            raise
-        raise BadInput(
-            f"{path}: can't be read as safetensors ({error!s:.300}); the file is truncated or of another kind"
-        ) from None
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Option:
+    """One way to take weights from a file."""
+
+    entry: Entry
+    named: Named
+    forms: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Keys and prefix."""
+        return ".".join(part for part in (self.entry.key, self.named.prefix.removesuffix(".")) if part)
+
+    @property
+    def shown(self) -> str:
+        return self.label or ITSELF
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        others = (f"left out what is no tensor: {first_names(list(self.entry.others))}",) if self.entry.others else ()
+        return (*self.forms, *self.named.notes, *others)
 
 
-class _ShardIndex(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
+def _options(entry: Entry, own: Collection[str] | None, path: Path) -> list[_Option]:
+    if own is None:
+        return [_Option(entry=entry, named=without_wrappers(entry.state))]
+    named = named_for(entry.state, own)
+    forms: tuple[str, ...] = ()
+    if not named[0].is_complete:
+        folded, kept_by = folded_state(entry.state, where=str(path))
+        if kept_by:
+            named = named_for(folded, own)
+            kinds = " and ".join(dict.fromkeys(kept_by.values()))
+            forms = (f"folded {kinds} into the weights of {first_names(list(kept_by))}",)
+    return [_Option(entry=entry, named=each, forms=forms) for each in named]
 
 
-def _shards(index: Path) -> dict[str, list[str]]:
-    """The files of an index with the names that each must hold. Raises BadInput for a path that leaves the folder."""
-    files: dict[str, list[str]] = {}
-    for name, file in record_from_file(index, _ShardIndex, remedy="expected an index of shards").weight_map.items():
-        files.setdefault(file, []).append(name)
-    for file in files:
-        if Path(file).name != file or file.endswith(_INDEX):
-            raise BadInput(f"{index}: the shard {file!r:.150} is no file name beside the index")
-    return files
+def _entry_behind(key: str, entries: Sequence[Entry], path: Path) -> Entry:
+    """Return the tensors whose names begin with the end of a key. Raises BadInput where there are none."""
+    for entry in entries:
+        above = f"{entry.key}." if entry.key else ""
+        prefix = f"{key.removeprefix(above)}."
+        inside = {name.removeprefix(prefix): each for name, each in entry.state.items() if name.startswith(prefix)}
+        if key.startswith(above) and inside:
+            return Entry(key, inside)
+    held = first_names([f"{entry.key or ITSELF} ({first_names(list(entry.state))})" for entry in entries])
+    raise BadInput(f"{path}: --weights-key {key!r:.100}: no tensors under it; it holds {held}")
 
 
-def _content(path: Path) -> Any:
-    if not path.is_file():
-        raise BadInput(f"{path}: no such file, expected weights ({KINDS})")
-    if path.name.endswith(_INDEX):
-        state: dict[str, torch.Tensor] = {}
-        for file, names in _shards(path).items():
-            shard = _content(path.parent / file)
-            absent = [name for name in names if not isinstance(shard, Mapping) or name not in shard]
-            if absent:
-                raise BadInput(f"{path.parent / file}: no {first_names(absent)}, which {path.name} says is here")
-            state |= {name: shard[name] for name in names}
-        return state
-    if path.suffix == ".safetensors":
-        with _as_safetensors(path):
-            return load_file(path)
-    if path.suffix in _PICKLES:
-        return content_of_torch_file(path)
-    raise BadInput(f"{path}: weights of kind {path.suffix!r}, expected {KINDS}")
+def _best(options: Sequence[_Option]) -> list[_Option]:
+    """Return those that have all of the model's names, else those that have about as many as any."""
+    whole = [option for option in options if option.named.is_complete]
+    most = max((option.named.covered for option in options), default=0)
+    return whole or [option for option in options if option.named.covered >= SIMILAR * most]
 
 
-def _entries(content: Any, keys: tuple[str, ...]) -> list[str]:
-    return [key for key in keys if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)]
-
-
-def _entry(content: Any, ema: bool | None, path: Path) -> tuple[str, tuple[str, ...]]:
-    """The entry to take, the moving average first as timm does unless `ema` says otherwise; a note on the choice."""
-    averages, raw = _entries(content, _AVERAGES), _entries(content, _RAW)
+def _chosen(options: Sequence[_Option], ema: bool | None, path: Path) -> tuple[_Option, tuple[str, ...]]:
+    """Return the option to take, a moving average first unless `ema` says otherwise, and a note on the choice."""
+    averages = [option for option in options if is_average(option.label)]
+    raw = [option for option in options if option not in averages]
     if ema is True and not averages:
-        raise BadInput(f"{path}: --ema, but there is no {' or '.join(_AVERAGES)} in it; leave --ema out")
-    if ema is False and averages and not raw:
-        raise BadInput(f"{path}: --no-ema, but it holds {averages[0]} alone; leave --no-ema out")
-    entry = next(iter(raw if ema is False else [*averages, *raw]), "")
-    if entry in averages:
-        other = f"; --no-ema takes {raw[0]}" if raw else ""
-        return entry, (f"{path.name}: took {entry}, the moving average of the weights, as timm does{other}",)
-    return entry, (f"{path.name}: took {entry}, not the moving average {averages[0]}",) if averages else ()
+        held = first_names([option.shown for option in raw])
+        raise BadInput(
+            f"{path}: --ema, but nothing in it is called a moving average, such as ema or state_dict_ema; it holds "
+            f"{held}; leave --ema out, or name one of them by --weights-key"
+        )
+    if ema is False and not raw:
+        raise BadInput(f"{path}: --no-ema, but it holds {averages[0].shown} alone; leave --no-ema out")
+    best = _best(options if ema is None else averages if ema else raw)
+    first = min(best, key=lambda option: (option not in averages, rank(option.label)))
+    others = [option for option in options if option is not first]
+    said = [first]
+    note = f"took {first.shown}"
+    if first in averages and raw:
+        said.append(min(_best(raw), key=lambda option: rank(option.label)))
+        note += f", the moving average of the weights; --no-ema takes {said[1].shown}"
+    elif averages and first not in averages:
+        said.append(averages[0])
+        note += f", not the moving average {averages[0].shown}"
+    if more := [option.shown for option in others if option not in said]:
+        note += f"; it also holds {first_names(more)}, which --weights-key takes"
+    return first, (note,) if others else ()
 
 
-def _refuse_clash(path: Path, names: list[str]) -> None:
-    if names:
+def read_weights(
+    path: Path, own: Collection[str] | None = None, *, ema: bool | None = None, key: str | None = None
+) -> Weights:
+    """Return the weights of a file or of shards by the names of a model, its `own`; by those of the file without
+    wrappers' prefixes where none are told.
+
+    `ema`: take the moving average (True), the raw weights (False), or the former where there is one. `key`: take what
+    is under this key, or behind this prefix. Raises BadInput for a missing or damaged file, for pickled code, and for
+    an `ema` or a `key` that the file can't follow.
+    """
+    entries = entries_in(content_of_weight_file(path), path)
+    options = [option for entry in entries for option in _options(entry, own, path)]
+    if key is not None:
+        under = [option for option in options if f"{option.label}.".startswith(f"{key}.")]
+        options = under or _options(_entry_behind(key, entries, path), own, path)
+    taken, notes = _chosen(options, ema, path)
+    if names := [name for name in clashing(taken.named.state) if own is None or name not in own]:
         raise BadInput(
             f"{path}: {first_names(names)} is there with and without a wrapper's prefix; save one of the two"
         )
+    require_plain(taken.named.state, path)
+    notes = tuple(f"{path.name}: {note}" for note in (*notes, *taken.notes))
+    return Weights(path=path, state=taken.named.state, entry=taken.label, notes=notes)
 
 
-def _unwrapped(state: State, path: Path) -> tuple[State, list[str]]:
-    """Bare names, and those that stand beside the model in the object that was saved."""
-    beside: list[str] = []
-    inner = {name.replace("._orig_mod.", "."): value for name, value in state.items()}
-    _refuse_clash(path, sorted(name for name in state if "._orig_mod." in name) if len(inner) < len(state) else [])
-    state = inner
-    while True:
-        prefix = next((each for each in (*_WRAPPERS, *_OWNERS) if any(name.startswith(each) for name in state)), None)
-        if prefix is None:
-            return state, beside
-        inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        outside = {name: value for name, value in state.items() if not name.startswith(prefix)}
-        _refuse_clash(path, sorted(inside.keys() & outside.keys()))
-        if prefix in _OWNERS:
-            beside += sorted(outside)
-            state = inside
-        else:
-            state = inside | outside
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightChoice:
+    """A file of weights and which of its entries is taken, as `read_weights` has it."""
 
+    file: Path | None = None
+    ema: bool | None = None
+    key: str | None = None
 
-def _fault(tensor: torch.Tensor) -> str:
-    """Why a tensor's values can't be taken as they are, or nothing."""
-    if tensor.is_quantized:
-        return "quantised"
-    if tensor.is_meta:
-        return "without values"
-    if tensor.layout != torch.strided:
-        return str(tensor.layout)
-    stored = tensor.untyped_storage().nbytes()
-    return f"{stored} bytes said to be {list(tensor.shape)}" if tensor.numel() * tensor.itemsize > stored else ""
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """The choice by the names of its options."""
+        return {"weights": self.file, "ema": self.ema, "weights_key": self.key}
 
-
-def _tensors(content: Any, path: Path) -> State:
-    if not isinstance(content, Mapping):
-        raise BadInput(f"{path}: expected a state_dict (names to tensors), got {type(content).__name__}")
-    if not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in content.items()):
-        keys = first_names([key if isinstance(key, str) else type(key).__name__ for key in content])
-        raise BadInput(
-            f"{path}: expected a state_dict (names to tensors), got {type(content).__name__} with other content "
-            f"({keys}); weights are looked for under {', '.join((*_AVERAGES, *_RAW))}"
-        )
-    odd = [f"{name[:LONGEST_NAME]} ({fault})" for name, value in content.items() if (fault := _fault(value))]
-    if odd:
-        raise BadInput(f"{path}: {first_names(odd)}: expected dense tensors with their values; save them as such")
-    return content
-
-
-def read_weights(path: Path, *, ema: bool | None = None) -> Weights:
-    """The weights of a file or of shards, wrappers' prefixes taken off.
-
-    `ema`: take the moving average (True), the raw weights (False), or the former where there is one, as timm does.
-    Raises BadInput for a missing or damaged file, for pickled code, and for an `ema` that the file can't follow.
-    """
-    content = _content(path)
-    entry, notes = _entry(content, ema, path)
-    inner = content[entry] if entry else content
-    while nested := _entries(inner, _RAW):
-        inner = inner[nested[0]]
-    state, beside = _unwrapped(_tensors(inner, path), path)
-    if beside:
-        notes += (f"{path.name}: left out what stands beside the model: {first_names(beside)}",)
-    return Weights(path=path, state=state, entry=entry, notes=notes)
+    def read(self, file: Path, own: Collection[str]) -> Weights:
+        """Return the weights of the file under a model's names."""
+        return read_weights(file, own, ema=self.ema, key=self.key)
 
 
 def state_as_named(path: Path) -> State:
-    """The tensors of a file or of shards by the names that they have there. Raises BadInput as `read_weights`."""
-    return _tensors(_content(path), path)
-
-
-def files_of_tensors(path: Path) -> dict[str, Path]:
-    """The safetensors file of each tensor by name. Raises BadInput for a missing, damaged or other file."""
-    if path.name.endswith(_INDEX):
-        files = {name: path.parent / file for file, names in _shards(path).items() for name in names}
-    else:
-        files = dict.fromkeys(_names_in(path), path)
-    for file in sorted(set(files.values())):
-        stored_names = set(_names_in(file))
-        if absent := [name for name, own in files.items() if own == file and name not in stored_names]:
-            raise BadInput(f"{file}: no {first_names(absent)}, which {path.name} says is here")
-    return files
-
-
-def _names_in(path: Path) -> list[str]:
-    with _as_safetensors(path), safe_open(regular_file(path), framework="pt") as file:
-        return list(file.keys())
+    """Return the tensors of a file or of shards by the names that they have there. Raises as `read_weights`."""
+    entries = entries_in(content_of_weight_file(path), path)
+    state = entries[0].state
+    require_plain(state, path)
+    return state

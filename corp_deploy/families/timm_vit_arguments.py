@@ -1,0 +1,158 @@
+"""Arguments of timm's VisionTransformer that a state dict shows by its names and shapes, and whether they make it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from corp_deploy.spec.architecture import Architecture
+from ground.errors import BadInput
+
+from . import timm_library
+
+State = Mapping[str, Tensor]
+_OLD_NAMES = (
+    (r"\.gamma_([12])$", r".ls\1.gamma"),
+    (r"^register_tokens$", "reg_token"),
+    (r"\.mlp\.w12\.", ".mlp.fc1."),
+    (r"\.mlp\.w3\.", ".mlp.fc2."),
+)
+_USUAL_HEAD = 64
+_TRAINING = ("mask_token", "rope_embed.periods")
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Arguments with which a model takes a state dict; `assumed`: those that weights don't tell, and why these."""
+
+    arguments: dict[str, Any]
+    assumed: list[str] = field(default_factory=list)
+
+
+def _today(state: State) -> dict[str, Tensor]:
+    """Return a state dict with today's names of layers of a transformer."""
+    names = dict[str, Tensor]()
+    for name, tensor in state.items():
+        for old, new in _OLD_NAMES:
+            name = re.sub(old, new, name)
+        names[name] = tensor
+    return names
+
+
+def _side(state: State, patch: int, front: int) -> tuple[int | None, bool]:
+    """Return the side of images that positions are for, and whether the tokens in front have none of their own."""
+    positions = state.get("pos_embed")
+    count = positions.shape[1] if positions is not None and positions.ndim == 3 else 0
+    for own in (front, 1 if "cls_token" in state else 0, 0):
+        grid = isqrt(max(count - own, 0))
+        if grid and grid * grid == count - own:
+            return grid * patch, own < front
+    return None, False
+
+
+def arguments_of_weights(state: State) -> dict[str, Any] | None:
+    """Return the arguments that a VisionTransformer's state dict shows; None for another model's."""
+    state = _today(state)
+    patches, first = state.get("patch_embed.proj.weight"), state.get("blocks.0.norm1.weight")
+    if patches is None or patches.ndim != 4 or first is None or "blocks.0.attn.qkv.weight" not in state:
+        return None
+    width, channels, patch, _ = patches.shape
+    blocks = {int(match[1]) for name in state if (match := re.match(r"blocks\.(\d+)\.", name))}
+    registers = state["reg_token"].shape[1] if "reg_token" in state else 0
+    side, is_embedded_alone = _side(state, patch, ("cls_token" in state) + registers)
+    shown: dict[str, Any] = {
+        "img_size": side,
+        "patch_size": patch,
+        "in_chans": channels,
+        "embed_dim": width,
+        "depth": max(blocks) + 1,
+        "num_classes": len(state["head.weight"]) if "head.weight" in state else 0,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in state,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in state,
+        "init_values": 1e-5 if "blocks.0.ls1.gamma" in state else None,
+        "class_token": "cls_token" in state,
+        "reg_tokens": registers,
+        "no_embed_class": is_embedded_alone,
+        "pre_norm": "norm_pre.weight" in state,
+        "global_pool": _pool(state),
+    }
+    return {**shown, **_mlp(state, width)}
+
+
+def _pool(state: State) -> str:
+    if "attn_pool.q.weight" in state:
+        return "map"
+    return "avg" if "fc_norm.weight" in state or "cls_token" not in state else "token"
+
+
+def _mlp(state: State, width: int) -> dict[str, Any]:
+    into, out = state.get("blocks.0.mlp.fc1.weight"), state.get("blocks.0.mlp.fc2.weight")
+    if "blocks.0.mlp.fc1_g.weight" in state and out is not None:
+        return {"mlp_layer": "swiglu", "mlp_ratio": out.shape[1] / width}
+    if into is None or out is None:
+        return {}
+    is_packed = len(into) == 2 * out.shape[1]
+    return {
+        "mlp_ratio": len(into) / width,
+        **({"mlp_layer": "swiglu_packed", "act_layer": "silu"} if is_packed else {}),
+    }
+
+
+def _own_heads(model: VisionTransformer) -> int:
+    block: Any = model.blocks[0]
+    return int(block.attn.num_heads)
+
+
+def _heads(model: VisionTransformer, state: State, width: int, kwargs: Mapping[str, Any]) -> int:
+    """Return how many heads a width has: as norms of queries show, as said, or heads of the usual size."""
+    own = _own_heads(model)
+    norm = state.get("blocks.0.attn.q_norm.weight")
+    if norm is not None and width % len(norm) == 0:
+        return width // len(norm)
+    if ("num_heads" in kwargs or width == model.embed_dim) and width % own == 0:
+        return own
+    head = model.embed_dim // own
+    return next((width // each for each in (head, _USUAL_HEAD) if width % each == 0), own if width % own == 0 else 1)
+
+
+def fitting_arguments(model: nn.Module, name: str, state: State, kwargs: Mapping[str, Any]) -> Fitting | None:
+    """Return the arguments with which timm's model of this name takes a state dict, proved by building that without
+    memory; None where the model is no VisionTransformer, or nothing that the state dict shows makes it fit.
+
+    `kwargs` made the model that the state dict doesn't fit.
+    """
+    theirs, ours = arguments_of_weights(state), arguments_of_weights(model.state_dict())
+    if theirs is None or ours is None or not isinstance(model, VisionTransformer):
+        return None
+    changed = {key: value for key, value in theirs.items() if value is not None and ours.get(key, ()) != value}
+    if "img_size" in kwargs or model.patch_embed.img_size is None:
+        changed.pop("img_size", None)
+    absent = {key: None for key in ("init_values", "mlp_layer", "act_layer") if kwargs.get(key) and not theirs.get(key)}
+    arguments = {key: value for key, value in {**kwargs, **changed}.items() if key not in absent}
+    assumed, width = [], theirs["embed_dim"]
+    heads = _heads(model, state, width, kwargs)
+    if "embed_dim" in changed or heads != _own_heads(model):
+        arguments["num_heads"] = heads
+        if "blocks.0.attn.q_norm.weight" not in state:
+            assumed.append(f"num_heads {heads} (heads of {width // heads}; weights don't tell how many)")
+    if "act_layer" in changed and "act_layer" not in kwargs:
+        assumed.append("act_layer silu (weights don't tell the activation)")
+    return Fitting(arguments, assumed) if _fits(name, arguments, state) else None
+
+
+def _fits(name: str, arguments: Mapping[str, Any], state: State) -> bool:
+    """Return whether a model of these arguments has the names and shapes of a state dict, as timm adapts it."""
+    try:
+        with torch.device("meta"):
+            built = timm_library.build(Architecture(name=name, kwargs=arguments))
+        adapted = timm_library.adapted_state(built, type(built).__module__, state)
+    except (BadInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError):
+        return False
+    unused = (*timm_library.unused(built), *_TRAINING)
+    shapes = {name: tensor.shape for name, tensor in adapted.items() if not name.startswith(unused)}
+    return shapes == {name: tensor.shape for name, tensor in built.state_dict().items()}

@@ -1,0 +1,94 @@
+"""The entries of a checkpoint that hold a model's tensors: the file itself, or what lies under its keys."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ground.errors import BadInput
+
+from .weight_file import LONGEST_NAME, State, first_names
+
+_DEEPEST, _MOST = 4, 64
+_AVERAGE = re.compile(r"(^|_)(ema|swa|averaged?|avg|shadow|polyak)(_|$)", re.IGNORECASE)
+# Raw weights in the order in which they are taken, timm's own trainer's name first; then networks of two that learn
+# from one another, where the teacher is the one that is evaluated.
+_RAW = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "module", "params", "weights")
+_PAIRS = ("teacher", "target", "student", "online")
+_NO_WEIGHTS = re.compile(
+    r"optim|sched|scaler|callback|loops|hyper_param|hparams|rng_|history|loss|metric", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A state dict with the keys that lead to it, joined by dots; no key for the whole file."""
+
+    key: str
+    state: State
+    others: tuple[str, ...] = ()  # names of what is no tensor
+
+
+def is_average(key: str) -> bool:
+    """Return whether a key or a prefix of names is said to be a moving average's."""
+    return any(_AVERAGE.search(part) for part in key.split("."))
+
+
+def rank(key: str) -> int:
+    """Return the place of a key among those that may be taken, the first one first."""
+    parts = key.lower().split(".")
+    return next((place for place, word in enumerate((*_RAW, *_PAIRS)) if word in parts), len(_RAW) if key else 0)
+
+
+def entries_in(content: Any, path: Path) -> list[Entry]:
+    """Return all state dicts in a file. Raises BadInput where there are none, or the content is none."""
+    if not isinstance(content, Mapping | list | tuple):
+        raise BadInput(f"{path}: expected a state_dict (names to tensors), got {type(content).__name__}")
+    found = list(_found(content, (), 0))[:_MOST]
+    if not found:
+        keys = content if isinstance(content, Mapping) else ()
+        shown = first_names([key if isinstance(key, str) else type(key).__name__ for key in keys])
+        raise BadInput(
+            f"{path}: expected a state_dict (names to tensors), got {type(content).__name__} with other content "
+            f"({shown or 'nothing'}); save the model's: torch.save(model.state_dict(), 'weights.pth')"
+        )
+    return found
+
+
+def _found(content: Any, keys: tuple[str, ...], depth: int) -> Iterator[Entry]:
+    pairs = content.items() if isinstance(content, Mapping) else enumerate(content)
+    inside = False
+    for key, value in pairs if depth < _DEEPEST else ():
+        is_content = isinstance(value, Mapping) or (isinstance(value, list | tuple) and not depth)
+        if is_content and not _NO_WEIGHTS.search(str(key)):
+            for entry in _found(value, (*keys, str(key)), depth + 1):
+                inside = True
+                yield entry
+    if inside or not isinstance(content, Mapping):
+        return
+    state = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    if state and 2 * len(state) > len(content) and all(isinstance(name, str) for name in content):
+        others = tuple(name for name in content if name not in state)
+        yield Entry(".".join(keys), state, others)
+
+
+def _fault(tensor: torch.Tensor) -> str:
+    """Return why a tensor's values can't be taken as they are, or nothing."""
+    if tensor.is_quantized:
+        return "quantised"
+    if tensor.is_meta:
+        return "without values"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    stored = tensor.untyped_storage().nbytes()
+    return f"{stored} bytes said to be {list(tensor.shape)}" if tensor.numel() * tensor.itemsize > stored else ""
+
+
+def require_plain(state: State, path: Path) -> None:
+    """Raise BadInput for tensors that are not dense, or not there."""
+    odd = [f"{name[:LONGEST_NAME]} ({fault})" for name, value in state.items() if (fault := _fault(value))]
+    if odd:
+        raise BadInput(f"{path}: {first_names(odd)}: expected dense tensors with their values; save them as such")
