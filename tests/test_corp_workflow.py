@@ -239,7 +239,7 @@ def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_pa
         weight[[0, 1]] = weight[[1, 0]]
     save(Checkpoint(model=faulty, architecture=dense.architecture, lineage={}), tmp_path / "faulty")
     invoked("export", "--model", tmp_path / "faulty", "-o", tmp_path / "bad.onnx")
-    words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "1,3"]
+    words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "1,3", "--max-error", 0.5]
     invoked("verify", home / "dense", home / "dense", single, *words)
     result = invoked("verify", home / "dense", home / "dense", tmp_path / "bad.onnx", *words, "--json", code=1)
     record = json.loads(result.stdout)
@@ -298,7 +298,17 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
     assert "--keep-fp32 '{site}' --output" in fix_command(Path("reduced/model.fp16.onnx")), (
         "and not 'blocks.1*', nor 10, 11"
     )
-    words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--half-factor", 8, "--batch"]
+    words = [
+        "--images",
+        home / "images.npy",
+        "-o",
+        tmp_path / "p.json",
+        "--half-factor",
+        8,
+        "--max-error",
+        0.5,
+        "--batch",
+    ]
     other = invoked("verify", tmp_path / "hot", tmp_path / "hot.mixed.onnx", *words, "1,7", code=2)
     assert "its batch is fixed at 4, and --batch 1,7 leaves that out" in " ".join(other.stderr.split())
     words += ["4"]
@@ -374,7 +384,7 @@ def test_verify_and_gate_judge_one_figure_by_one_rule(home: Path, tmp_path: Path
 def test_a_confidence_of_nothing_is_refused(home: Path, tmp_path: Path) -> None:
     words = ["verify", home / "dense", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "parity.json"]
     alone = invoked(*words, "--max-error", 1, "--confidence", 0.9, code=2)
-    assert "--confidence is of the interval of a share of inputs: give --min-agreement" in alone.stderr
+    assert "--confidence has no effect without a share of inputs to judge; give --min-agreement" in alone.stderr
     refuses("'95': expected a share in [0, 0.999]", *words, "--min-agreement", 0.5, "--confidence", 95)
     invoked(*words, "--min-agreement", 0.5)
     unruled = invoked("gate", tmp_path / "parity.json", "--confidence", 0.9, code=2)
@@ -391,7 +401,7 @@ def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
     proof = ("verify", home / "dense", small, "--images", others, "-o", tmp_path / "parity.json")
     free = invoked(*proof, code=3)
     assert "UNJUDGED (0 links judged, 1 measured without a limit) on 24 images" in free.stdout
-    assert "nothing was judged: give --min-agreement or --max-error" in free.stderr
+    assert "no limit judged logits: set --max-error or --min-agreement" in free.stderr
     files = [bench, tmp_path / "parity.json"]
     out = [word for suffix in ("json", "md", "xml") for word in ("-o", tmp_path / f"gate.{suffix}")]
     invoked(
