@@ -112,11 +112,13 @@ def _new(request: ToShip, root: Path) -> Recipe:
             f"{request.source.name}: takes {takes}, and a release is of a model for images; go step by step: "
             "calibrate, reduce, export, verify, bench, gate"
         )
-    count = images_for_model(model, request.options.images, **request.drawn.drawn).count
+    images = images_for_model(model, request.options.images, **request.drawn.drawn)
+    count = len(images.ids.unique())  # copies stay on one side
     if request.options.held_out is None and count < LEAST_IMAGES:
+        found = f"{images.count} images" + f", copies of {count} different ones" * (count < images.count)
         raise BadInput(
-            f"--images {request.options.images}: {count} images, too few to hold some out that prove the result; give "
-            f"{LEAST_IMAGES} or more, or others as --held-out"
+            f"--images {request.options.images}: {found}, too few to hold some out that prove the result; give "
+            f"{LEAST_IMAGES} or more different ones, or others as --held-out"
         )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", root.resolve().name).lstrip("_.-") or "model"
     classifies = all(port.role == "logits" for port in output_ports(model))
