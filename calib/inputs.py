@@ -222,9 +222,14 @@ def held_out_split(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, 
     """
     distinct = inputs.ids.unique()
     if not 1 <= count < len(distinct):
-        copies = f" ({len(distinct)} different ones)" if len(distinct) < inputs.count else ""
+        got = f"hold out: got {count} of {inputs.count} {inputs.noun}"
+        if len(distinct) == inputs.count:
+            raise BadInput(f"{got}, expected at least 1 and fewer than all")
+        if len(distinct) == 1:
+            raise BadInput(f"{got}, which are copies of one: none can be held out; give different {inputs.noun}")
         raise BadInput(
-            f"hold out: got {count} of {inputs.count} {inputs.noun}{copies}, expected at least 1 and fewer than all"
+            f"{got}, which are copies of {len(distinct)} different ones, and copies stay on one side: expected 1 to "
+            f"{len(distinct) - 1}; remove the copies, or give more different {inputs.noun}"
         )
     chosen = np.random.default_rng(seed).choice(len(distinct), count, replace=False)
     is_held = torch.isin(inputs.ids, distinct[torch.from_numpy(chosen)])

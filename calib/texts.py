@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ground.errors import BadInput
-from ground.files import regular_file
+from ground.files import refuse_utf16, regular_file
 
 from .inputs import IndexedInputs, ids_from_hashes, refuse_dtypes
 from .inputs import batch_size as batch_size_of
@@ -93,6 +93,8 @@ def _read(path: Path) -> Iterator[tuple[Line, str]]:
             try:
                 yield Line(offset + len(mark), len(content)), content.decode()
             except UnicodeDecodeError as error:
+                if number == 1:
+                    refuse_utf16(content, str(path))
                 raise BadInput(
                     f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start + 1} of the line); save "
                     "the file as UTF-8"

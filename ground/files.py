@@ -100,8 +100,7 @@ def text_from_file(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        with path.open("rb") as file:
-            refuse_utf16(file.read(4), str(path))
+        refuse_utf16(error.object, str(path))
         raise BadInput(f"{path}: not UTF-8 ({error.reason} at byte {error.start + 1})") from None
 
 

@@ -19,7 +19,7 @@ from msgspec import inspect
 
 from .errors import BadInput
 from .file_kinds import refuse_stand_in
-from .files import regular_file
+from .files import refuse_utf16, regular_file
 
 MOST_BYTES = 2**28
 DEEPEST = 40
@@ -256,7 +256,9 @@ def record_from_bytes(data: bytes, record: type[T], *, where: str, **how: Unpack
 
 def record_from_text(text: str, record: type[T], *, where: str, **how: Unpack[How]) -> T:
     """As record_from_bytes, of a text that a header or an option carries."""
-    return record_from_bytes(text.encode("utf-8", "backslashreplace"), record, where=where, **how)
+    return record_from_bytes(
+        text.removeprefix("\ufeff").encode("utf-8", "backslashreplace"), record, where=where, **how
+    )
 
 
 def record_from_file(path: Path, record: type[T], *, where: str | None = None, **how: Unpack[How]) -> T:
@@ -266,6 +268,7 @@ def record_from_file(path: Path, record: type[T], *, where: str | None = None, *
         if size > MOST_BYTES:
             raise BadInput(f"{path}: {size} bytes, a record has {MOST_BYTES} at most")
         data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        refuse_utf16(data[:4], str(path))
         refuse_stand_in(data, where or str(path))
     except FileNotFoundError:
         raise BadInput(f"{path}: cannot be read: no such file") from None

@@ -162,9 +162,16 @@ def test_copies_of_an_image_are_not_parted_from_it(tmp_path: Path) -> None:
     rest, held_out = held_out_split(images, 4, seed=0)
     assert (rest.count, held_out.count) == (18, 12)
     assert not torch.isin(rest.ids, held_out.ids).any()
-    rejects(r"got 10 of 30 images \(10 different ones\)", held_out_split, images, 10, seed=0)
+    said = "got 10 of 30 images, which are copies of 10 different ones, and copies stay on one side: expected 1 to 9"
+    rejects(said, held_out_split, images, 10, seed=0)
     for count in (0, 30, 31):
         rejects(f"got {count} of 30 images", held_out_split, images, count, seed=0)
+
+
+def test_copies_of_one_image_can_not_be_parted(tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", tiny.images(1)[np.zeros(9, int)])
+    said = "got 1 of 9 images, which are copies of one: none can be held out; give different images"
+    rejects(said, held_out_split, opened(tmp_path / "images.npy"), 1, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(checkpoint.model.state_dict(), root / "weights.safetensors")
     np.save(root / "images.npy", tiny.images(20))
     np.save(root / "few.npy", tiny.images(15))
+    np.save(root / "copies.npy", tiny.images(15)[np.arange(30) % 15])
+    np.save(root / "some-copies.npy", tiny.images(16)[np.arange(40) % 16])
     return root
 
 
@@ -144,6 +146,7 @@ def test_features_are_judged_by_their_error(home: Path, tmp_path: Path, monkeypa
     ("words", "said"),
     [
         (("--images", "few.npy"), "15 images, too few to hold some out that prove the result; give 16 or more"),
+        (("--images", "copies.npy"), "30 images, copies of 15 different ones, too few to hold some out that prove"),
         (("--images", "nowhere"), "nowhere"),
         (("--within", "error 0.05"), "so that they can't prove it too; give others as --held-out"),
         (("--within", "error 0.05", "--macs", 0.5), "--within chooses the budget itself; give it without --macs"),
@@ -167,6 +170,11 @@ def test_what_will_not_do_is_one_message_and_leaves_nothing(
 def test_a_name_without_weights_is_told_of_both_ways(home: Path, tmp_path: Path) -> None:
     for said in ("needs --weights", ".model.toml that calibrate writes"):
         refuses(said, "ship", tiny.ARCHITECTURE.name, "--images", home / "images.npy", "-o", tmp_path / "out")
+
+
+def test_half_of_the_different_images_is_held_out(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(home, tmp_path / "out", monkeypatch, "--images", home / "some-copies.npy")
+    assert recipe.calibration.hold_out == 8
 
 
 def test_a_model_of_texts_goes_step_by_step(home: Path, tmp_path: Path) -> None:

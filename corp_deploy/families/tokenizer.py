@@ -18,7 +18,7 @@ from torch import Tensor
 
 from calib.rows import in_rows
 from ground.errors import BadInput, Missing
-from ground.files import regular_file, sha256_of_text
+from ground.files import refuse_utf16, regular_file, sha256_of_text
 from ground.ports import Port
 from ground.records import MOST_BYTES
 
@@ -163,8 +163,9 @@ def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:
     if regular_file(path).stat().st_size > MOST_BYTES:
         raise BadInput(f"{path}: {path.stat().st_size} bytes, larger than any tokenizer")
     try:
-        content = path.read_bytes().decode()
+        content = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        refuse_utf16(error.object, str(path))
         raise BadInput(f"{path}: not UTF-8 ({error.reason}); it is no tokenizer") from None
     if sha256 is not None and (digest := sha256_of_text(content)) != sha256:
         raise BadInput(

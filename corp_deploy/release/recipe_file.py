@@ -18,7 +18,7 @@ from corp_deploy.spec import trusted_code
 from corp_deploy.spec.trusted_code import file_and_function, is_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
-from ground.files import regular_file
+from ground.files import refuse_utf16, regular_file
 
 from .recipe import Recipe
 from .recipe_record import Table, told_at
@@ -58,7 +58,10 @@ def _text(path: Path) -> str:
             when = "calibrate writes it beside its moments, of a model that is named with weights or other options"
             raise BadInput(f"{path}: no such file; {when}") from None
         raise BadInput(f"{path}: no such recipe; write one with: corp-deploy release {path} --init MODEL") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        refuse_utf16(error.object, str(path))
+        raise BadInput(f"{path}: can't be read ({error})") from None
+    except OSError as error:
         raise BadInput(f"{path}: can't be read ({error})") from None
     raise BadInput(f"{path}: {size} bytes, a recipe has {MOST_BYTES} at most")
 

@@ -119,12 +119,14 @@ def _new(request: ToShip, root: Path) -> Recipe:
             f"{request.source.name}: takes {takes}, and a release is of a model for images; go step by step: "
             "calibrate, reduce, export, verify, bench, gate"
         )
-    count = images_for_model(model, request.options.images, **request.drawn.drawn).count
+    images = images_for_model(model, request.options.images, **request.drawn.drawn)
+    count = len(images.ids.unique())  # copies stay on one side
     if (held_out is None or limit is not None) and count < LEAST_IMAGES:
         what, remedy = ("choose", "") if limit is not None else ("prove", ", or others as --held-out")
+        found = f"{images.count} images" + f", copies of {count} different ones" * (count < images.count)
         raise BadInput(
-            f"--images {request.options.images}: {count} images, too few to hold some out that {what} the result; give "
-            f"{LEAST_IMAGES} or more{remedy}"
+            f"--images {request.options.images}: {found}, too few to hold some out that {what} the result; give "
+            f"{LEAST_IMAGES} or more different ones{remedy}"
         )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", root.resolve().name).lstrip("_.-") or "model"
     # Of a single logit nobody knows here whether it tells two classes apart: its error is judged.

@@ -20,7 +20,7 @@ from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import PREFIX, Code, file_and_function
 from corp_deploy.traced.models.module import notes_on_module
 from ground.errors import BadInput
-from ground.files import regular_file, sha256_of_text
+from ground.files import refuse_utf16, regular_file, sha256_of_text
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG, config_of_transformers, weights_of_transformers
@@ -83,7 +83,7 @@ def load_class(directory: Path, kwargs: Mapping[str, Any], preprocessing: Prepro
 MOST_BYTES = 1_000_000
 
 
-def _code(text: str) -> Code:
+def code_of_file(text: str) -> Code:
     path, function = file_and_function(text)
     if path.suffix != ".py" or not function.isidentifier():
         raise BadInput(f"--model {text:.200}: expected {PREFIX}PATH.py:FUNCTION, the function that makes the model")
@@ -93,8 +93,9 @@ def _code(text: str) -> Code:
     if len(content) > MOST_BYTES:
         raise BadInput(f"{path}: {len(content)} bytes, {MOST_BYTES} at most are kept with a model; import the rest")
     try:
-        return Code(file=path.name, function=function, source=content.decode())
+        return Code(file=path.name, function=function, source=content.decode("utf-8-sig"))
     except UnicodeDecodeError:
+        refuse_utf16(content, str(path))
         raise BadInput(f"{path}: not UTF-8, expected Python's source") from None
 
 
@@ -105,7 +106,7 @@ def load_from_code(
     before what was said with the sites. Raises BadInput where code isn't trusted, and for code, a model or weights
     that will not do.
     """
-    code = _code(text)
+    code = code_of_file(text)
     architecture = architecture_of(code, kwargs, preprocessing)
     model = dense_from_architecture(architecture)
     if (images := images_of(model)) is not None:

@@ -138,7 +138,7 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise ParseError(f"it has {size} bytes, {MOST_BYTES} at most are read", 1)
-        config = parse(path.read_text(encoding="utf-8"))
+        config = parse(path.read_text(encoding="utf-8-sig"))
     except ParseError as fault:
         yield finding(path, ERROR, fault.what, "correct the text", fault.line)
         return
