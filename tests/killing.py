@@ -126,10 +126,15 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     warm_up_at_first_export()
     onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp32", metadata={})
     job = Job(recipe=load_recipe(recipe_path), path=recipe_path, root=root, baseline=Baseline())
+
+    def make() -> None:
+        with locked(root):
+            job.release()
+
     for point in points:
-        ended = "killed" if killed_at(point, root, job.release) else "ended"
+        ended = "killed" if killed_at(point, root, make) else "ended"
         print(ended, len(list((root / STATE).glob("[a-z]*.json"))), flush=True)
-    killed_at(0, root, job.release)
+    killed_at(0, root, make)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,12 @@ def test_a_file_that_would_take_another_name_takes_more_of_its_path() -> None:
 
 
 def test_a_directory_is_not_called_as_the_reference_or_the_whole_chain() -> None:
-    assert labels(directory("x/dense")) == ["x/dense torch fp32"]
-    assert names(directory("x/whole")) == ["x-whole"]
+    assert labels(directory("x/dense")) == ["candidate dense torch fp32"]
+    assert names(directory("x/whole")) == ["candidate whole"]
+
+
+def test_names_tell_no_more_of_a_path_than_was_typed() -> None:
+    assert names(directory("reduced"), directory("other/reduced")) == ["reduced", "other-reduced"]
 
 
 def test_one_path_given_twice_is_refused() -> None:

@@ -15,7 +15,7 @@ from corp_deploy.invocation.option import WRITTEN
 from ground.errors import BadInput, Missing
 from ground.outputs import require_space, require_writable
 from tests import tiny
-from tests.command import refuses
+from tests.command import refuses, run
 
 MODEL, INPUTS = ("--model", "m"), ("--images", "x.npy")
 PROVED = ("verify", "m", "c.onnx", *INPUTS)
@@ -108,6 +108,14 @@ def test_a_folder_in_the_way_of_a_file_beside_the_output_is_refused_first(
     monkeypatch.chdir(tmp_path)
     (tmp_path / beside).mkdir(parents=True)
     refuses(f"{beside}: a directory, expected a regular file", *words)
+
+
+def test_a_polish_needs_the_folder_of_its_state(sealed: Path) -> None:
+    (sealed / "r").mkdir()
+    words = ("reduce", *MODEL, "--moments", "x", "--mlp", "0.5", "-o", sealed / "r")
+    said = "r.polish-unfinished.safetensors: can't be written in"
+    refuses(said, *words, *INPUTS, "--polish", "model")
+    assert said not in run(*words).stderr
 
 
 def test_a_dry_run_needs_no_writable_folder(sealed: Path, tmp_path: Path) -> None:

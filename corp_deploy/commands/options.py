@@ -40,6 +40,8 @@ def _beside(context: click.Context, output: Path) -> Iterator[Path]:
             yield from (output.with_name(f"{output.stem}.{part}{output.suffix}") for part in parts)
         case "reduce":
             yield from (output / name for name in IN_A_MODEL)
+            if context.params["polish"] is not None or context.params["effort"] == "thorough":
+                yield output.absolute().with_name(f"{output.absolute().name}.polish-unfinished.safetensors")
         case "build":
             yield output.with_name(f"{output.name}.json")
 

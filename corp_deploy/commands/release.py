@@ -71,7 +71,7 @@ class RunChoice(Record, heading="How much is done"):
             raise BadInput("--dry-run, --plan-only and --only exclude one another")
 
 
-@command(first="output init weights images dry-run only again baseline init-baseline sign trust-code")
+@command(first="output init images dry-run only again baseline init-baseline sign trust-code")
 @click.argument("recipe", type=FILE)
 @click.option("--output", "-o", type=DIRECTORY, default=None, help="Directory of the release.")
 @trust_option

@@ -19,7 +19,7 @@ from .options import DIRECTORY, trust_engine_option
 from .release import make
 
 
-@command(first="weights images held-out macs params within target precision batch samples output")
+@command(first="weights images held-out macs params within target precision batch output")
 @click.argument("model")
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory of the release, and of its recipe.toml.")
 @trust_engine_option

@@ -26,9 +26,15 @@ def _renamed(candidate: Candidate, parts: Sequence[str]) -> Candidate:
     return replace(candidate, name=f"{'-'.join(words)}{name}", label=f"{'/'.join(parts)}{label}")
 
 
+def _unreserved(candidate: Candidate) -> Candidate:
+    """Return the candidate under another name or label than those of the reference and of the whole chain."""
+    if candidate.label == DENSE:
+        candidate = replace(candidate, label=f"candidate {DENSE}")
+    return replace(candidate, name="candidate whole") if candidate.name == WHOLE else candidate
+
+
 def _are_distinct(candidates: Sequence[Candidate]) -> bool:
-    names, labels = {each.name for each in candidates} - {WHOLE}, {each.label for each in candidates} - {DENSE}
-    return len(names) == len(labels) == len(candidates)
+    return len({each.name for each in candidates}) == len({each.label for each in candidates}) == len(candidates)
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -36,19 +42,17 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     Raises BadInput where one path is given twice.
     """
-    paths = [Path(os.path.abspath(each.path)) for each in candidates]
-    if len(set(paths)) < len(paths):
-        twice = next(path for path, count in Counter(paths).items() if count > 1)
-        raise BadInput(f"{twice}: given twice as a candidate; give each candidate once")
+    twice = [path for path, count in Counter(os.path.abspath(each.path) for each in candidates).items() if count > 1]
+    if twice:
+        raise BadInput(f"{twice[0]}: given twice as a candidate; give each candidate once")
+    paths = [Path(os.path.normpath(each.path)) for each in candidates]  # what was not typed is not told
     names, labels = Counter(each.name for each in candidates), Counter(each.label for each in candidates)
-    chosen, depth = list(candidates), 0
+    chosen, depth = [_unreserved(each) for each in candidates], 0
     while not _are_distinct(chosen):
         depth += 1
         assert depth <= max(len(path.parts) for path in paths), paths
         chosen = [
-            _renamed(each, path.parts[-depth:])
-            if names[each.name] > 1 or labels[each.label] > 1 or each.name == WHOLE or each.label == DENSE
-            else each
+            _renamed(each, path.parts[-depth:]) if names[each.name] > 1 or labels[each.label] > 1 else _unreserved(each)
             for each, path in zip(candidates, paths, strict=True)
         ]
     return chosen
