@@ -248,7 +248,7 @@ def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
     older = json.loads(baseline.read_text())
     older["subjects"][1]["size_bytes"] //= 2
     baseline.write_text(json.dumps(older))
-    assert made(release(home, *started, "--json", expect=1)) == ["gate", "report", "manifest"]
+    assert made(release(home, *started, "--json", expect=1)) == ["gate", "package", "report", "manifest"]
 
 
 @pytest.mark.slow("graph")
