@@ -3,6 +3,7 @@ run without memory.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,7 +106,7 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
     return Facts(
         spec=spec,
         outputs=tuple(replace(each.port, name=name) for each, name in zip(outputs, names_apart, strict=True)),
-        classes=next((each.shape[-1] for each in outputs if each.port.role == "logits"), 0),
+        classes=next((math.prod(each.shape[1:]) for each in outputs if each.port.role == "logits"), 0),
         calling=None
         if is_plain
         else Calling(parameters=tuple(parameters), outputs=tuple(each.place for each in outputs)),

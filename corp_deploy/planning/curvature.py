@@ -57,7 +57,9 @@ def joined(outputs: Sequence[Tensor]) -> Tensor:
         return outputs[0]
     energies = torch.stack([output.detach().double().square().sum() for output in outputs])
     scales = (energies.mean() / energies.clamp_min(_LEAST_ENERGY)).sqrt()
-    return torch.cat([(output * scale.to(output)).flatten(1) for output, scale in zip(outputs, scales, strict=True)], 1)
+    return torch.cat(
+        [(output * scale.to(output)).reshape(len(output), -1) for output, scale in zip(outputs, scales, strict=True)], 1
+    )
 
 
 def tangent_of(

@@ -204,8 +204,8 @@ def stream_error(reduced: Tokens, dense_BMC: Tensor, *, read: Tensor | None = No
 
 def output_error(reduced: Tensor, dense: Tensor) -> Tensor:
     """Squared error of outputs [B,...], each input's relative to its own square, mean over the inputs."""
-    square_B = dense.flatten(1).square().sum(dim=1).clamp_min(_LEAST)
-    return ((reduced - dense).flatten(1).square().sum(dim=1) / square_B).mean()
+    square_B = dense.reshape(len(dense), -1).square().sum(dim=1).clamp_min(_LEAST)
+    return ((reduced - dense).reshape(len(dense), -1).square().sum(dim=1) / square_B).mean()
 
 
 class Student(nn.Module):

@@ -63,8 +63,9 @@ def joined_answers(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
     outputs = answers(model, StreamState(tokens=last), inputs) or (last.x,)
     if len(outputs) == 1:
         return outputs[0]
-    tokens = [output[0].numel() // output.shape[-1] for output in outputs]
-    return torch.cat([output.flatten(1) / count**0.5 for output, count in zip(outputs, tokens, strict=True)], dim=1)
+    rows = [output.reshape(len(output), 1, -1) if output.dim() < 3 else output for output in outputs]
+    tokens = [row[0].numel() // row.shape[-1] for row in rows]
+    return torch.cat([row.flatten(1) / count**0.5 for row, count in zip(rows, tokens, strict=True)], dim=1)
 
 
 _AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form

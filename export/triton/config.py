@@ -147,10 +147,13 @@ def _warmup_batches(variant: Variant, serving: Serving) -> list[int]:
 
 
 def _tensor(tensor: GraphPort, batched: bool) -> dict[str, Plain]:
+    """Return the entry of a tensor; a server takes no dims without a size, so one number is [1] to its clients."""
+    dims = list(tensor.dims(batched=batched))
     return {
         "name": tensor.name,
         "data_type": Name(SERVED_TYPES[tensor.dtype]),
-        "dims": list(tensor.dims(batched=batched)),
+        "dims": dims or [1],
+        **({} if dims else {"reshape": {"shape": []}}),
     }
 
 

@@ -152,13 +152,15 @@ def _dims(message: Message, tensor: GraphPort, field: str, batched: bool, source
     if message.one("reshape") is not None:
         return  # the dims are then those of the request, not of the artefact
     received, dims = message.numbers("dims"), tensor.dims(batched=batched)
-    if len(received) == len(dims) and all(
-        -1 in pair or pair[0] == pair[1] for pair in zip(received, dims, strict=True)
+    if (
+        received
+        and len(received) == len(dims)
+        and all(-1 in pair or pair[0] == pair[1] for pair in zip(received, dims, strict=True))
     ):
         return
     fault = f"{field} {tensor.name} has dims {list(dims)} in {source}, got {list(received)}"
-    remedy = f"write dims: {list(dims)}"
-    if received == tensor.dims(batched=not batched):
+    remedy = f"write dims: {list(dims)}" if dims else "write dims: [1] and reshape { shape: [] }"
+    if received and received == tensor.dims(batched=not batched):
         remedy += ", without the batch" if batched else ", with the batch: max_batch_size is 0"
     yield error(message.line_of("dims"), fault, remedy)
 

@@ -65,8 +65,8 @@ def graph_io(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], note
 
 
 def role_of_rank(rank: int) -> Role:
-    """Of an output that the graph says nothing of."""
-    return "logits" if rank == 2 else "feature map"
+    """Return the role of an output that the graph says nothing of."""
+    return "logits" if rank in (1, 2) else "feature map"
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

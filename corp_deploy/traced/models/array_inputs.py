@@ -256,7 +256,7 @@ def role_of(name: str, rank: int) -> Role:
     """What an output is for, by its name and how many axes it has with the batch's."""
     if rank == 2 and any(word in name for word in ("embed", "pool", "feature")):
         return "embedding"
-    if rank == 2:
-        return "logits"
+    if rank <= 2:
+        return "logits"  # of rank 1 one for each input
     named: dict[int, Role] = {3: "token logits", 4: "score map"}
     return named.get(rank, "feature map") if "logits" in name else "feature map"
