@@ -70,6 +70,8 @@ def _refuse_hub(name: str, repository: str, library: str) -> None:
 
 def require_local_name(name: str) -> None:
     """Raise BadInput, at once, for a name that timm would look for on the network or in a folder elsewhere."""
+    if match := re.match(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", name):
+        _refuse_hub(name, match[1], "timm" if match[1].startswith("timm/") else "")
     source, colon, rest = name.partition(":")
     if colon and source.lower() in ("hf-hub", "hf_hub"):
         _refuse_hub(name, rest, "timm")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from calib.rows import in_rows
 from ground.errors import BadInput, Missing
+from ground.file_kinds import refuse_stand_in
 from ground.files import regular_file, sha256_of_text
 from ground.ports import Port
 from ground.records import MOST_BYTES
@@ -163,7 +164,9 @@ def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:
     if regular_file(path).stat().st_size > MOST_BYTES:
         raise BadInput(f"{path}: {path.stat().st_size} bytes, larger than any tokenizer")
     try:
-        content = path.read_bytes().decode()
+        data = path.read_bytes()
+        refuse_stand_in(data, str(path))
+        content = data.decode()
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: not UTF-8 ({error.reason}); it is no tokenizer") from None
     if sha256 is not None and (digest := sha256_of_text(content)) != sha256:
