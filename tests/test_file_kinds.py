@@ -173,6 +173,7 @@ HUB = {
     "hf:bert-base-uncased": "bert-base-uncased --local-dir bert-base-uncased; then give --model hf:bert-base-uncased",
     "hf-hub:MahmoodLab/UNI": "MahmoodLab/UNI --local-dir UNI; then give --model UNI, or give",
     f"https://huggingface.co/google/{VIT}/tree/main": f"google/{VIT} --local-dir {VIT}; then give --model hf:{VIT}, or",
+    "hf-hub:timm/resnet18@v1": "timm/resnet18 --revision v1 --local-dir resnet18; then give --model resnet18, or",
     f"timm/{TIMMS}": f"timm/{TIMMS} --local-dir {TIMMS}; then give --model {TIMMS}, or give",
 }
 
