@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from ground.errors import BadInput
+from ground.file_kinds import refuse_stand_in_file
 from ground.files import escapes_directory, regular_file
 from ground.pictures import Skips, select_pictures
 
@@ -105,6 +106,7 @@ def _require_regular_member(path: Path, info: tarfile.TarInfo, name: str, record
 def members_of_tar(path: Path) -> Iterator[Member]:
     """The regular files in their order. Raises BadInput for a file that is no whole tar, and as
     _require_regular_member does."""
+    refuse_stand_in_file(path)
     file_size = regular_file(path).stat().st_size
     records = dict[str, str]()
     with path.open("rb") as file:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ground.errors import BadInput
+from ground.file_kinds import refuse_stand_in_file
 from ground.files import regular_file
 from ground.records import record_from_text, record_from_value
 
@@ -141,6 +142,7 @@ def _opened(path: Path) -> Any:
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no such file, expected moments written by calibrate") from error
     except (SafetensorError, OSError) as error:
+        refuse_stand_in_file(path)
         raise BadInput(
             f"{path}: not a valid safetensors file ({error}); it is truncated or foreign: {_REMEDY}"
         ) from error

@@ -12,6 +12,7 @@ SAFETENSORS, TORCH = "safetensors", "a checkpoint of torch.save"
 AS_SAFETENSORS = "save the weights as such: model.save_pretrained(DIR)"
 NUMPY, ONNX = "an array of numpy (.npy)", "an ONNX graph"
 LONGEST = 1024
+_LONGEST_HEADER = 100_000_000  # that safetensors reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ _STAND_INS = (
         FileKind("a Git LFS pointer, not the file that it stands for", "fetch that: git lfs pull, in its repository"),
     ),
     (
-        re.compile(rb"\s*(<!--.*?-->\s*)?<(!doctype html|html|head|body)\b", re.I | re.S),
+        re.compile(rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)?<(!doctype html|html|head|body)\b", re.I | re.S),
         FileKind("a web page (HTML)", _AGAIN),
     ),
     (re.compile(rb"\s*<\?xml\b.*<(Error|html)\b", re.I | re.S), FileKind("a server's answer (XML)", _AGAIN)),
@@ -106,13 +107,23 @@ def kind_of_file(path: Path) -> FileKind | None:
         return other
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return _kind_of_zip(path)
-    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= size - 8:
+    header_bytes = int.from_bytes(head[:8], "little")
+    if head[8:9] == b"{" and 2 <= header_bytes <= (_LONGEST_HEADER if head[9:10] == b'"' else size - 8):
         return FileKind(SAFETENSORS)
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return FileKind(TORCH)
     if _ONNX_HEAD.match(head):
         return FileKind(ONNX, "give the weights that it was exported of")
-    return next((kind for at, magic, kind in _MAGIC if head[at:].startswith(magic)), None)
+    return next((kind for at, magic, kind in _MAGIC if head[at:].startswith(magic)), _kind_of_text(head))
+
+
+def _kind_of_text(head: bytes) -> FileKind | None:
+    try:
+        text = head[: LONGEST - 4].decode()  # a character may be cut at the end
+    except UnicodeDecodeError:
+        return None
+    first = text.strip().partition("\n")[0]
+    return FileKind(f"a text, {first[:60]!r}", _AGAIN) if first.isprintable() and text.strip() else None
 
 
 def refuse_stand_in(head: bytes, where: str) -> None:

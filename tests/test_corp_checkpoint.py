@@ -81,7 +81,7 @@ def test_missing_corrupt_and_foreign_weights(tmp_path: Path) -> None:
     for name in ("w.safetensors", "w.pth"):
         (tmp_path / name).write_bytes(b"\x00\x01not weights" * 10)
         rejects("can't be read", _dense, tmp_path / name)
-    (tmp_path / "w.npz").write_bytes(b"x")
+    (tmp_path / "w.npz").write_bytes(bytes(9))
     rejects(r"no known kind of weights, expected \.safetensors, \.pth", _dense, tmp_path / "w.npz")
 
 

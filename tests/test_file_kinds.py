@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from calib.images import Images, open_images
+from calib.store import load as load_moments
+from corp_deploy.families.tokenizer import content_of_tokenizer
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.hub_snapshot import config_of_directory, config_of_transformers, weights_of_transformers
 from corp_deploy.store.weights import read_weights
@@ -63,6 +65,8 @@ OTHERS: dict[str, tuple[Callable[[], bytes], str]] = {
     "a page": (lambda: PAGE, PAGED),
     "a server's answer": (lambda: ANSWER, r"a server's answer \(XML\)"),
     "nothing": (lambda: b"", "an empty file.*get it again"),
+    "an answer in words": (lambda: b"Entry not found\n", "a text, 'Entry not found'.*download it again"),
+    "JSON": (lambda: b'{"error": "denied"}', "a text, .*download it again"),
     "gzip": (lambda: gzip.compress(b"x"), "packed by gzip.*unpack it first"),
     "a tar archive": (tar, "a tar archive.*unpack it first"),
     "a zip archive": (lambda: zipped("weights.bin"), "a zip archive.*unpack it first"),
@@ -105,7 +109,16 @@ def test_a_misnamed_file_is_read_as_what_it_is(tmp_path: Path, suffix: str) -> N
 def test_a_directory_and_a_text_are_no_weights(tmp_path: Path) -> None:
     rejects("a directory, expected a file of weights.*or give --model", read_weights, tmp_path)
     (tmp_path / "w.txt").write_text("weights")
-    rejects("of no known kind of weights", read_weights, tmp_path / "w.txt")
+    rejects("a text, 'weights', expected weights", read_weights, tmp_path / "w.txt")
+    (tmp_path / "w.dat").write_bytes(bytes(20))
+    rejects("of no known kind of weights", read_weights, tmp_path / "w.dat")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_safetensors_that_are_cut_short_are_said_to_be(tmp_path: Path, suffix: str) -> None:
+    save_file({f"a.{number}": torch.ones(9) for number in range(99)}, tmp_path / "whole")
+    (tmp_path / suffix).write_bytes((tmp_path / "whole").read_bytes()[:900])
+    rejects("can't be read as safetensors.*the file is truncated", read_weights, tmp_path / suffix)
 
 
 def opened(path: Path) -> Images:
@@ -123,6 +136,9 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
         opened,
     ),
     "a picture": ("a.png", lambda path: next(opened(path.parent).batches(1))),
+    "shards of pictures": ("a.tar", opened),
+    "moments": ("m.safetensors", load_moments),
+    "a tokenizer": ("tokenizer.json", lambda path: content_of_tokenizer(path.parent)),
     "a graph": ("g.onnx", read_onnx),
 }
 
@@ -156,6 +172,8 @@ HUB = {
     f"hf:google/{VIT}": f"google/{VIT} --local-dir {VIT}; then give --model hf:{VIT}$",
     "hf:bert-base-uncased": "bert-base-uncased --local-dir bert-base-uncased; then give --model hf:bert-base-uncased",
     "hf-hub:MahmoodLab/UNI": "MahmoodLab/UNI --local-dir UNI; then give --model UNI, or give",
+    f"https://huggingface.co/google/{VIT}/tree/main": f"google/{VIT} --local-dir {VIT}; then give --model hf:{VIT}, or",
+    "hf-hub:timm/resnet18@v1": "timm/resnet18 --revision v1 --local-dir resnet18; then give --model resnet18, or",
     f"timm/{TIMMS}": f"timm/{TIMMS} --local-dir {TIMMS}; then give --model {TIMMS}, or give",
 }
 

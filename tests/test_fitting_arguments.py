@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.layers import SwiGLUPacked
+from timm.layers import SwiGLU, SwiGLUPacked
 from torch import Tensor
 
 from corp_deploy.families.timm_vit_arguments import Fitting, fitting_arguments
@@ -68,6 +68,8 @@ def test_a_gated_mlp_is_suggested_as_it_is_spelled_here() -> None:
     assert found.arguments["act_layer"] == "silu"
     assert found.arguments["num_heads"] == 3
     assert found.assumed[-1] == "act_layer silu (weights don't tell the activation)"
+    plain = suggested(built(**{**SMALL, **gated, "mlp_layer": SwiGLU}).state_dict())
+    assert plain.arguments["mlp_layer"] == "swiglu"
 
 
 @pytest.mark.parametrize("spelling", ["swiglu_packed", "SwiGLUPacked", "timm.layers.SwiGLUPacked", "swigluPacked"])

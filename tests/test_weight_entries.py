@@ -249,3 +249,24 @@ def test_parts_of_shapes_that_do_not_fit_are_refused() -> None:
 
 def test_a_name_of_a_million_dots_takes_no_time(tmp_path: Path) -> None:
     same(read({"model": {"." * 1_000_000 + "x": torch.ones(1)} | before("net.")}, tmp_path).state, STATE)
+
+
+def test_an_average_in_a_callback_is_found_and_its_scores_are_not(tmp_path: Path) -> None:
+    average = before("", by=1.0)
+    callbacks = {"Averaging": {"ema_state_dict": average}, "Best": {"scores": {"a.ckpt": torch.ones(())}}}
+    taken = read({"state_dict": STATE, "callbacks": callbacks, "optimizer_states": [{"state": {}}]}, tmp_path)
+    same(taken.state, average)
+    assert taken.notes[0].endswith("the moving average of the weights; --no-ema takes state_dict")
+
+
+def test_weights_beside_an_optimizer_at_the_top_are_taken(tmp_path: Path) -> None:
+    optimizer = {"state": {"0": {"exp_avg": torch.ones(1)}}}
+    same(read({**STATE, "optimizer": optimizer}, tmp_path).state, STATE)
+
+
+def test_an_average_without_names_is_said_to_be_unread(tmp_path: Path) -> None:
+    content = {"model": STATE, "ema": {"decay": 0.9, "shadow_params": list(before("").values())}}
+    taken = read(content, tmp_path)
+    same(taken.state, STATE)
+    assert taken.notes[0].startswith("w.pth: ema.shadow_params: tensors without names, which can't be taken")
+    rejects(r"ema\.shadow_params: tensors without names", read, content, tmp_path, ema=True)

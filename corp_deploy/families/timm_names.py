@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from corp_deploy.spec.architecture import OF_TRANSFORMERS
 from ground.errors import BadInput
 
-HF = "hf:"  # before a directory that transformers wrote
 _SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant"}
 # Other libraries' names of architectures that timm has, and timm's names of them.
 _TWINS = (
@@ -55,10 +55,11 @@ def look_alikes(name: str) -> str:
 
 def download(repository: str, *, library: str = "") -> str:
     """Return how a repository of a hub is brought onto this machine and named then, as far as its library is known."""
-    folder = re.split("[@:]", repository.rpartition("/")[2])[0]
-    named = f"--model {folder}" if library == "timm" else f"--model {HF}{folder}"
+    name, _, revision = repository.partition("@")
+    folder, of_revision = name.rpartition("/")[2], f" --revision {revision}" if revision else ""
+    named = f"--model {folder}" if library == "timm" else f"--model {OF_TRANSFORMERS}{folder}"
     either = "" if library else f", or --model {folder} if its config.json names an architecture of timm"
-    return f"where there is a network: hf download {repository} --local-dir {folder}; then give {named}{either}"
+    return f"where there is a network: hf download {name}{of_revision} --local-dir {folder}; then give {named}{either}"
 
 
 def _refuse_hub(name: str, repository: str, library: str) -> None:
@@ -70,6 +71,8 @@ def _refuse_hub(name: str, repository: str, library: str) -> None:
 
 def require_local_name(name: str) -> None:
     """Raise BadInput, at once, for a name that timm would look for on the network or in a folder elsewhere."""
+    if match := re.match(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", name):
+        _refuse_hub(name, match[1], "timm" if match[1].startswith("timm/") else "")
     source, colon, rest = name.partition(":")
     if colon and source.lower() in ("hf-hub", "hf_hub"):
         _refuse_hub(name, rest, "timm")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from calib.rows import in_rows
 from ground.errors import BadInput, Missing
+from ground.file_kinds import refuse_stand_in
 from ground.files import refuse_utf16, regular_file, sha256_of_text
 from ground.ports import Port
 from ground.records import MOST_BYTES
@@ -163,7 +164,9 @@ def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:
     if regular_file(path).stat().st_size > MOST_BYTES:
         raise BadInput(f"{path}: {path.stat().st_size} bytes, larger than any tokenizer")
     try:
-        content = path.read_bytes().decode("utf-8-sig")
+        data = path.read_bytes()
+        refuse_stand_in(data, str(path))
+        content = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         refuse_utf16(error.object, str(path))
         raise BadInput(f"{path}: not UTF-8 ({error.reason}); it is no tokenizer") from None

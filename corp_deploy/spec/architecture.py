@@ -55,6 +55,7 @@ class Preprocessing:
         return replace(self, mean=mean, std=std)
 
 
+OF_TRANSFORMERS = "hf:"  # before a directory that transformers wrote
 OF_TORCHVISION = "torchvision:"
 """In front of the name of a model of torchvision's."""
 

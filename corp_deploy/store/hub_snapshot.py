@@ -11,15 +11,14 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from corp_deploy.families.timm_names import HF, download
-from corp_deploy.spec.architecture import Preprocessing
+from corp_deploy.spec.architecture import OF_TRANSFORMERS, Preprocessing
 from ground.errors import BadInput
 from ground.file_kinds import AS_SAFETENSORS, SAFETENSORS, require_kind
 from ground.records import record_from_file, record_from_value
 
 from .model_config import CONFIG as CONFIG
 
-PREFIX = HF
+PREFIX = OF_TRANSFORMERS
 # In timm's order, shards where a single file would be.
 _WEIGHTS = tuple(
     name + suffix
@@ -45,6 +44,8 @@ def config_of_directory(directory: Path, expected: str | None = None) -> dict[st
                 f"whole and give it: PeftModel.from_pretrained(model, {str(directory)!r}).merge_and_unload()"
             )
         if expected and not directory.is_dir() and re.fullmatch(r"([\w.-]+/)?[\w.-]+", str(directory)):
+            from corp_deploy.families.timm_names import download
+
             how = download(str(directory), library="transformers")
             raise BadInput(f"{directory}: no such directory, and nothing is ever downloaded; {how}")
         raise BadInput(f"{path}: no such file; {expected or ours}")

@@ -30,6 +30,7 @@ class Entry:
     key: str
     state: State
     others: tuple[str, ...] = ()  # names of what is no tensor
+    is_nameless: bool = False  # a list of tensors, by its places
 
 
 def is_average(key: str) -> bool:
@@ -62,12 +63,18 @@ def _found(content: Any, keys: tuple[str, ...], depth: int) -> Iterator[Entry]:
     pairs = content.items() if isinstance(content, Mapping) else enumerate(content)
     inside = False
     for key, value in pairs if depth < _DEEPEST else ():
-        is_content = isinstance(value, Mapping) or (isinstance(value, list | tuple) and not depth)
-        if is_content and not _NO_WEIGHTS.search(str(key)):
-            for entry in _found(value, (*keys, str(key)), depth + 1):
+        if not isinstance(value, Mapping | list | tuple):
+            continue
+        for entry in _found(value, (*keys, str(key)), depth + 1):
+            if is_average(entry.key) or not _NO_WEIGHTS.search(str(key)):
                 inside = True
                 yield entry
-    if inside or not isinstance(content, Mapping):
+    if inside:
+        return
+    if not isinstance(content, Mapping):
+        places = {str(place): value for place, value in enumerate(content) if isinstance(value, torch.Tensor)}
+        if len(places) > 1 and is_average(".".join(keys)):
+            yield Entry(".".join(keys), places, is_nameless=True)
         return
     state = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
     if state and 2 * len(state) > len(content) and all(isinstance(name, str) for name in content):

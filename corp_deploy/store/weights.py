@@ -15,6 +15,10 @@ from .weight_entries import Entry, entries_in, is_average, rank, require_plain
 from .weight_file import State, content_of_weight_file, first_names
 from .weight_names import SIMILAR, Named, clashing, named_for, without_wrappers
 
+_NAMELESS = (
+    "tensors without names, which can't be taken; put them into the model where it is trained, as ema.copy_to does, "
+    "and save its state_dict()"
+)
 ITSELF = "the tensors of the file itself"
 
 
@@ -126,7 +130,10 @@ def read_weights(
     an `ema` or a `key` that the file can't follow.
     """
     entries = entries_in(content_of_weight_file(path), path)
-    options = [option for entry in entries for option in _options(entry, own, path)]
+    nameless = [entry.key for entry in entries if entry.is_nameless]
+    options = [option for entry in entries if not entry.is_nameless for option in _options(entry, own, path)]
+    if not options or (ema and nameless and not any(is_average(option.label) for option in options)):
+        raise BadInput(f"{path}: {nameless[0]}: {_NAMELESS}")
     if key is not None:
         under = [option for option in options if f"{option.label}.".startswith(f"{key}.")]
         options = under or _options(_entry_behind(key, entries, path), own, path)
@@ -136,7 +143,8 @@ def read_weights(
             f"{path}: {first_names(names)} is there with and without a wrapper's prefix; save one of the two"
         )
     require_plain(taken.named.state, path)
-    notes = tuple(f"{path.name}: {note}" for note in (*notes, *taken.notes))
+    unread = tuple(f"{each}: {_NAMELESS}" for each in nameless)
+    notes = tuple(f"{path.name}: {note}" for note in (*notes, *taken.notes, *unread))
     return Weights(path=path, state=taken.named.state, entry=taken.label, notes=notes)
 
 
