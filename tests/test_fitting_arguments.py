@@ -121,6 +121,7 @@ ADAPTERS = {
     "loralib": ("{}.lora_A", r"a LoRA adapter.*with loralib model\.eval\(\)"),
     "PEFT": ("{}.lora_A.default.weight", r"a LoRA adapter.*merge_and_unload\(\)"),
     "IA3": ("{}.ia3_l.default", r"an adapter of PEFT.*merge_and_unload\(\)"),
+    "a parametrization": ("{}.parametrizations.weight.original", r"a parametrization of torch.*remove_parametriz"),
     "8 bits": ("{}.SCB", "quantised layers.*before quantisation"),
 }
 

@@ -18,6 +18,11 @@ _MERGE = (
 # Names that no model here has, what they are, and what to do instead.
 _FOREIGN = (
     (
+        r"(^|\.)parametrizations\.",
+        "the names of a layer with a parametrization of torch",
+        "make it plain and save the weights then: torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')",
+    ),
+    (
         r"(^|\.)lora_[A-Za-z_]+(\.|$)|\.base_layer\.",
         "the names of a LoRA adapter beside the weights",
         _MERGE,
