@@ -40,6 +40,7 @@ from corp_deploy.families.family import (
 from corp_deploy.spec.widths import aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
+from corp_deploy.store.library_model import refuse_other_weights
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.module import device as device_of
 from corp_deploy.traced.models.narrowing import require_steady_model
@@ -253,6 +254,7 @@ def calibrate(
     sites = chosen_sites(there, statistics)
     if isinstance(there.model, TracedModule):
         require_steady_model(there.model)
+    refuse_other_weights(checkpoint)
     options = Options(
         attention_system=statistics.attention_system and statistics.kept is None,
         kept=statistics.kept,
