@@ -95,7 +95,10 @@ def refuse_reserved(kwargs: Mapping[str, Any]) -> None:
                 "--crop-mode"
             )
     if kwargs.get("features_only"):
+        indices = kwargs.get("out_indices")
+        numbers = indices if isinstance(indices, list | tuple) and indices else (1, 3)
+        names = ",".join(f"feature{number}_map" for number in numbers)
         raise BadInput(
             "--model-kwargs: features_only wraps the model so that it returns lists of feature maps, which are not "
-            "supported; leave it out (num_classes 0: without a classifier) and reduce the model itself"
+            f"supported; leave it out with out_indices, and name the maps instead: --outputs {names}"
         )

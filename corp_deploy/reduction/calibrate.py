@@ -40,6 +40,7 @@ from corp_deploy.families.family import (
 from corp_deploy.spec.widths import aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
+from corp_deploy.store.library_model import refuse_other_weights
 from corp_deploy.traced.models.module import device as device_of
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import TracedConvolutions, TracedStream, calibration_taps
@@ -251,6 +252,7 @@ def calibrate(
     there = on_device(checkpoint, device)
     sites = chosen_sites(there, statistics)
     require_steady_on(there.model, images)
+    refuse_other_weights(checkpoint)
     options = Options(
         attention_system=statistics.attention_system and statistics.kept is None,
         kept=statistics.kept,

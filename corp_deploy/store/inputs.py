@@ -23,6 +23,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
 from corp_deploy.families.timm_images import ImageSpec, fitting, image_spec_of_note
 from corp_deploy.spec.merging import Merging
+from corp_deploy.traced.models.module import assumes_size
 from ground.errors import BadInput
 from ground.files import text_from_file
 from ground.pixels import PIXEL
@@ -44,16 +45,24 @@ def images_for_model(
     pixels of a model that is not known to normalise them.
     """
     spec = image_spec(model)
-    return open_images(
-        path,
-        image_shape=spec.shape,
-        transform=_transform_of_folder(spec, path) if (path.is_dir() or path.suffix == ".tar") else no_picture,
-        pixels=partial(normalising, spec, where=str(path)),
-        samples=samples,
-        seed=seed,
-        workers=workers,
-        max_bad=max_bad,
-    )
+    try:
+        return open_images(
+            path,
+            image_shape=spec.shape,
+            transform=_transform_of_folder(spec, path) if (path.is_dir() or path.suffix == ".tar") else no_picture,
+            pixels=partial(normalising, spec, where=str(path)),
+            samples=samples,
+            seed=seed,
+            workers=workers,
+            max_bad=max_bad,
+        )
+    except BadInput as error:
+        if path.is_dir() or not assumes_size(model):
+            raise
+        raise BadInput(
+            f"{error}. The size {list(spec.shape)} is assumed, the first one that the module runs with; if it takes "
+            "another, let it say so: `input_size = (3, height, width)`"
+        ) from None
 
 
 def left_out(path: Path, images: InputSet) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import asdict
+from torch import Tensor
 
 from corp_deploy.families import hf_classes, torchvision_models
 from corp_deploy.families.given_module import architecture_of, images_of
@@ -18,7 +19,7 @@ from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import PREFIX, Code, file_and_function
-from corp_deploy.traced.models.module import notes_on_module
+from corp_deploy.traced.models.module import is_reduced, notes_on_module
 from ground.errors import BadInput
 from ground.files import refuse_utf16, regular_file, sha256_of_text
 
@@ -78,6 +79,26 @@ def load_class(directory: Path, kwargs: Mapping[str, Any], preprocessing: Prepro
     notes += [f"{MODULES}: not used: the model gives what its class gives"] if (directory / MODULES).exists() else []
     source = {"weights": file.name, "notes": notes, "preprocessing": "what is given beside the directory"}
     return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=tuple(notes))
+
+
+def refuse_other_weights(checkpoint: Checkpoint) -> None:
+    """Raise BadInput for a model whose code makes other weights at each call, so that no second command finds it."""
+    source = checkpoint.lineage.get("source", {})
+    if "code" not in source or "weights" in source or is_reduced(checkpoint.model):
+        return
+    names = checkpoint.model.state_dict()
+    again = dense_from_architecture(checkpoint.architecture).state_dict()
+    other = [name for name, tensor in again.items() if name in names and not _is_same(tensor, names[name])]
+    if other:
+        raise BadInput(
+            f"{checkpoint.architecture.name}: the function isn't deterministic: called twice, it makes other values of "
+            f"{first_names(other)}. (a) Load the trained weights inside it; (b) give them with --weights; (c) for a "
+            "trial, call torch.manual_seed(0) in it first"
+        )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.cpu().nan_to_num(), other.cpu().nan_to_num())
 
 
 MOST_BYTES = 1_000_000

@@ -11,6 +11,7 @@ from rich.table import Table
 from corp_deploy.families import traced_model
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.hub_snapshot import ORIGIN
+from corp_deploy.traced.models.module import assumes_size
 
 from .console import reason_cell, reasons_below
 
@@ -30,15 +31,33 @@ def preprocessing_record(checkpoint: Checkpoint) -> dict[str, Any]:
     origin = _origin(checkpoint)
     return {
         "preprocessing": traced_model.input_spec(checkpoint.model).as_json(),
-        "preprocessing_source": origin.pop("preprocessing", "the model's directory"),
+        "preprocessing_source": origin.pop("preprocessing", "") or _assumed(checkpoint) or DIRECTORY,
         "weights": origin,
     }
 
 
 def preprocessing_line(checkpoint: Checkpoint) -> str:
     """The preprocessing in one line."""
-    source = _origin(checkpoint).get("preprocessing", "the model's directory")
-    return f"preprocessing: {traced_model.input_spec(checkpoint.model).as_line()}; from {source}"
+    line = f"preprocessing: {traced_model.input_spec(checkpoint.model).as_line()}"
+    source = _origin(checkpoint).get("preprocessing")
+    assumed = "" if source is not None else _assumed(checkpoint)
+    return f"{line}; {assumed}" if assumed else f"{line}; from {source or DIRECTORY}"
+
+
+DIRECTORY = "the model's directory"
+
+
+def _assumed(checkpoint: Checkpoint) -> str:
+    """Return what is assumed of images that a user's module takes, which says nothing of them; empty of others."""
+    model = checkpoint.model
+    if _origin(checkpoint).keys().isdisjoint({"code", "module"}) or traced_model.input_spec(model).medium != "images":
+        return ""
+    given, remedies = checkpoint.architecture.preprocessing.settings, dict[str, str]()
+    if assumes_size(model) and "input_size" not in checkpoint.architecture.kwargs:
+        remedies["the size"] = "let the module say `input_size = (3, height, width)`"
+    if given.keys().isdisjoint({"mean", "std"}):
+        remedies["ImageNet's mean and std"] = "give --mean and --std"
+    return f"assumed: {' and '.join(remedies)} ({'; '.join(remedies.values())})" if remedies else ""
 
 
 SHOWN = 0.005

@@ -28,7 +28,7 @@ from ground.precision import BFLOAT16, half_share, precision_of_shares
 from .fusion import Kernel, attention_sites, fusion_of
 from .messages import Progress, sparse_layers_from_log
 from .options import BatchProfile, BuildOptions
-from .record import EngineRecord, record_path, sha256_of
+from .record import WITHOUT_MEMORY, EngineMemory, EngineRecord, record_path, sha256_of
 from .session import Library, Session, missing_message, open_library
 
 T = TypeVar("T")
@@ -250,6 +250,7 @@ def build_ort_artifact(
         weights=optimised,
         half_kernel_share=None,
         backend="onnxruntime",
+        memory=EngineMemory(reason=WITHOUT_MEMORY),
         library_version=importlib.metadata.version("onnxruntime" if device == "cpu" else "onnxruntime-gpu"),
         command=command,
         targets=(device,),

@@ -56,6 +56,7 @@ VERSION = 1
 KIND = "engine"
 AGAIN = "build it again with `corp-deploy build`"
 UNRECORDED = "the record is older than this figure; build it again"
+WITHOUT_MEMORY = "ONNX Runtime tells no memory of a graph"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

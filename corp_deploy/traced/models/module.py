@@ -153,6 +153,13 @@ def is_reduced(model: nn.Module) -> bool:
     return traced_state(model).cut is not None
 
 
+def assumes_size(model: nn.Module) -> bool:
+    """Return whether a dense module of a user's doesn't say of which size its images are."""
+    state = traced_state(model)
+    is_users = state.cut is None and isinstance(state.facts, Facts) and state.facts.sites is None
+    return is_users and not hasattr(model, "input_size") and not hasattr(model, "pretrained_cfg")
+
+
 def facts_of(model: nn.Module) -> Facts:
     """All that is known beside the program."""
     facts = traced_state(model).facts
