@@ -54,7 +54,7 @@ def ship(
 
     request = ToShip(source=model, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
     recipe, path = recipe_to_ship(request, output), output / RECIPE
-    closing = f"to change anything: edit {path}, then run {again(recipe, output)}; it does only what changed"
+    closing = f"to change anything, edit {path}; this does again only what changed: {again(recipe, output)}"
     try:
         return make(Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn), out, closing)
     except BadInput as error:
