@@ -36,7 +36,7 @@ def _damaged(where: str, kind: str, reason: object) -> BadInput:
     return BadInput(f"{where}: not a valid {kind} file ({reason!s:.200})")
 
 
-def _held(path: Path, kind: str) -> Path:
+def _nonempty(path: Path, kind: str) -> Path:
     """A regular file that holds something. Raises BadInput for others, and FileNotFoundError for none."""
     if not regular_file(path).stat().st_size:
         raise _damaged(str(path), kind, "the file is empty")
@@ -96,7 +96,7 @@ def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
 
     Raises BadInput for pickled objects, for a shape that the file doesn't hold, and for what is no such file.
     """
-    with _as_damage(str(path), ".npy"), _held(path, ".npy").open("rb") as file:
+    with _as_damage(str(path), ".npy"), _nonempty(path, ".npy").open("rb") as file:
         _require_held(file, path.stat().st_size, str(path))
         file.seek(0)
         array: NDArray[Any] = np.load(path if mapped else file, mmap_mode="r" if mapped else None, allow_pickle=False)
@@ -136,7 +136,7 @@ def arrays_from_npz(path: Path, *, key: str | None = None) -> dict[str, NDArray[
     """Every array of a .npz file by its name, or the one of this name alone. Raises BadInput as array_from_npy does,
     and where no array has the name.
     """
-    with _as_damage(str(path), ".npz"), zipfile.ZipFile(_held(path, ".npz")) as archive:
+    with _as_damage(str(path), ".npz"), zipfile.ZipFile(_nonempty(path, ".npz")) as archive:
         members = _members(archive, path)
         if key is not None:
             _require_key(path, key, members)
@@ -152,7 +152,7 @@ def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, 
     """Every array of a .safetensors file by its name, or the one of this name alone. Raises BadInput for a damaged file
     and for types that numpy has not, and where no array has the name.
     """
-    with _as_damage(str(path), ".safetensors"), safe_open(_held(path, ".safetensors"), framework="np") as file:
+    with _as_damage(str(path), ".safetensors"), safe_open(_nonempty(path, ".safetensors"), framework="np") as file:
         names = list(file.keys())
         if key is not None:
             _require_key(path, key, names)
@@ -161,6 +161,6 @@ def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, 
 
 def array_from_file(path: Path, key: str) -> NDArray[Any]:
     """The array of a .npy file, or the one called `key` of a .npz file, whatever its name ends in."""
-    with _as_damage(str(path), ".npy"), _held(path, ".npy").open("rb") as file:
+    with _as_damage(str(path), ".npy"), _nonempty(path, ".npy").open("rb") as file:
         packed = file.read(2) == b"PK"
     return array_from_npz(path, key) if packed else array_from_npy(path)

@@ -12,7 +12,7 @@ OUT_OF_MEMORY = ("out of memory", "failed to allocate memory", "can't allocate m
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{6,}\b")
 
 
-def said(message: object) -> str:
+def cleaned(message: object) -> str:
     """Return a message without what libraries leave in theirs: addresses of objects, and a reason that is empty."""
     return _ADDRESS.sub("", str(message)).replace(" ()", "")
 
@@ -21,7 +21,7 @@ class BadInput(ValueError):
     """The user's mistake: what is wrong, where, what was got and expected, what to do."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(said(message))
+        super().__init__(cleaned(message))
 
 
 class NotComparable(BadInput):
@@ -32,7 +32,7 @@ class Missing(RuntimeError):
     """This machine lacks what the step needs; the message says what and how to get it."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(said(message))
+        super().__init__(cleaned(message))
 
 
 class RankLost(Missing):
