@@ -37,6 +37,13 @@ def _damaged(where: str, kind: str, reason: object) -> BadInput:
     return BadInput(f"{where}: not a valid {kind} file ({reason!s:.200})")
 
 
+def _nonempty(path: Path, kind: str) -> Path:
+    """A regular file that holds something. Raises BadInput for others, and FileNotFoundError for none."""
+    if not regular_file(path).stat().st_size:
+        raise _damaged(str(path), kind, "the file is empty")
+    return path
+
+
 def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
     """Shape, type, and how many bytes the header takes. Reads the header alone."""
     magic = file.read(npy.MAGIC_LEN)
@@ -91,7 +98,7 @@ def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
     Raises BadInput for pickled objects, for a shape that the file doesn't hold, and for what is no such file.
     """
     refuse_stand_in_file(path)
-    with _as_damage(str(path), ".npy"), regular_file(path).open("rb") as file:
+    with _as_damage(str(path), ".npy"), _nonempty(path, ".npy").open("rb") as file:
         _require_held(file, path.stat().st_size, str(path))
         file.seek(0)
         array: NDArray[Any] = np.load(path if mapped else file, mmap_mode="r" if mapped else None, allow_pickle=False)
@@ -132,7 +139,7 @@ def arrays_from_npz(path: Path, *, key: str | None = None) -> dict[str, NDArray[
     and where no array has the name.
     """
     refuse_stand_in_file(path)
-    with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular_file(path)) as archive:
+    with _as_damage(str(path), ".npz"), zipfile.ZipFile(_nonempty(path, ".npz")) as archive:
         members = _members(archive, path)
         if key is not None:
             _require_key(path, key, members)
@@ -149,7 +156,7 @@ def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, 
     and for types that numpy has not, and where no array has the name.
     """
     refuse_stand_in_file(path)
-    with _as_damage(str(path), ".safetensors"), safe_open(regular_file(path), framework="np") as file:
+    with _as_damage(str(path), ".safetensors"), safe_open(_nonempty(path, ".safetensors"), framework="np") as file:
         names = list(file.keys())
         if key is not None:
             _require_key(path, key, names)
@@ -158,6 +165,6 @@ def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, 
 
 def array_from_file(path: Path, key: str) -> NDArray[Any]:
     """The array of a .npy file, or the one called `key` of a .npz file, whatever its name ends in."""
-    with _as_damage(str(path), ".npy"), regular_file(path).open("rb") as file:
+    with _as_damage(str(path), ".npy"), _nonempty(path, ".npy").open("rb") as file:
         packed = file.read(2) == b"PK"
     return array_from_npz(path, key) if packed else array_from_npy(path)

@@ -9,8 +9,19 @@ EXIT_MISSING, EXIT_NOT_COMPARABLE, EXIT_BUG, EXIT_INTERRUPTED = 4, 5, 70, 130
 OUT_OF_MEMORY = ("out of memory", "failed to allocate memory", "can't allocate memory", "bad_alloc", "bad allocation")
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{6,}\b")
+
+
+def cleaned(message: object) -> str:
+    """Return a message without what libraries leave in theirs: addresses of objects, and a reason that is empty."""
+    return _ADDRESS.sub("", str(message)).replace(" ()", "")
+
+
 class BadInput(ValueError):
     """The user's mistake: what is wrong, where, what was got and expected, what to do."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(cleaned(message))
 
 
 class NotComparable(BadInput):
@@ -19,6 +30,9 @@ class NotComparable(BadInput):
 
 class Missing(RuntimeError):
     """This machine lacks what the step needs; the message says what and how to get it."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(cleaned(message))
 
 
 class RankLost(Missing):

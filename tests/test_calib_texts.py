@@ -86,7 +86,7 @@ def test_samples_are_seeded_and_sorted(tmp_path: Path) -> None:
         (b"", "holds nothing, expected UTF-8 text, a line a document"),
         (b"\n \n\t\r\n", "holds 3 blank lines, expected UTF-8 text"),
         (b"good\nand \xe4 not\n", r"line 2 is not UTF-8 \(invalid continuation byte at byte 5 of the line\); save"),
-        ("text".encode("utf-16"), "line 1 is not UTF-8"),
+        ("text".encode("utf-16"), "the text is UTF-16, expected UTF-8; save it as UTF-8"),
         (b"good\n" + b"x" * 33, "line 2 is longer than 32 bytes"),
         (b"x" * 33 + b"\r\n", "line 1 is longer than 32 bytes"),
     ],

@@ -72,7 +72,9 @@ def test_values_far_from_the_preprocessing_are_told(low: float, high: float, sai
 def test_pixels_as_floats_are_told_and_as_bytes_are_not(tmp_path: Path) -> None:
     model, pixels = tiny.checkpoint().model, np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32)).astype(np.uint8)
     assert "like pixels" in range_warning(model, tiny.opened(tmp_path / "f.npy", pixels.astype(np.float32)))
-    assert "scaled to 0 to 1" in range_warning(model, tiny.opened(tmp_path / "s.npy", pixels.astype(np.float32) / 255))
+    assert "scaled to 0 to 1" in range_warning(
+        model, tiny.opened(tmp_path / "s.npy", (pixels / 255).astype(np.float32))
+    )
     assert not range_warning(model, tiny.opened(tmp_path / "u.npy", pixels))  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ from calib.images import Images, open_images
 from corp_deploy.release.digests import Digests
 from ground.errors import BadInput
 from ground.pictures import Skips, pictures_below, select_pictures
+from tests.command import run
 
 SHAPE = (3, 4, 6)
 
@@ -123,3 +124,9 @@ def test_a_folder_without_permission_is_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "scandir", refusing)
     chosen, skips = pictures_below(tmp_path)
     assert (chosen, skips.line) == (("a/0.jpg",), "1 folder that can't be read (b)")
+
+
+@pytest.mark.parametrize("command", ["calibrate", "verify"])
+def test_help_names_every_form_of_images(command: str) -> None:
+    text = " ".join(run(command, "--help").stdout.split())
+    assert all(word in text for word in ("formats that Pillow reads", "tar shards", "float32", "uint8")), text

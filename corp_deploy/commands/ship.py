@@ -58,7 +58,7 @@ def ship(
     path = output / RECIPE
     with locked(output):
         recipe = recipe_to_ship(request, output)
-        closing = f"to change anything: edit {path}, then run {again(recipe, output)}; it does only what changed"
+        closing = f"to change anything, edit {path}; this does again only what changed: {again(recipe, output)}"
         try:
             return make(Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn), out, closing)
         except BadInput as error:

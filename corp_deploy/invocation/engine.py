@@ -142,7 +142,9 @@ MOST_HELD_OUT = 256
 class ShipOptions(Record, heading="What is made"):
     """On which images, for what."""
 
-    images: Path = option(PATH, NEEDED, help="Unlabelled images like those the model will meet.")
+    images: Path = option(
+        PATH, NEEDED, help="Unlabelled images like those the model will meet: a folder, tar shards or arrays."
+    )
     held_out: Path | None = option(
         PATH,
         help=f"Other images that prove the result; default: half of --images, at most {MOST_HELD_OUT}, which nothing "

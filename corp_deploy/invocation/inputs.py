@@ -94,7 +94,9 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
 
     images: Path | None = option(
         PATH,
-        help="A folder of images, or .npy / .npz / .safetensors with float32 [N,3,H,W] that is already preprocessed.",
+        help="A folder of images with its subfolders, in the formats that Pillow reads; tar shards, x.tar or "
+        "'x-{000..099}.tar'; or .npy / .npz / .safetensors (key images) with [N,C,H,W], float32 that is already "
+        "preprocessed, or uint8 pixels, resized and cropped.",
     )
     text: Path | None = option(
         FILE, help="For a text encoder: UTF-8 text, a line a document. For a decoder: one text, cut into sequences."

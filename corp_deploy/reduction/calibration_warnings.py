@@ -85,10 +85,10 @@ def range_warning(model: nn.Module, images: InputSet) -> str:
 def warnings_of_moments(model: nn.Module, moments: Moments) -> list[str]:
     """Return what to say of the inputs that moments were taken of, as far as the moments tell."""
     takes_images = traced_model.input_spec(model).medium == Images.noun
-    said = [few_inputs(moments, Images.noun if takes_images else "inputs")]
+    found = [few_inputs(moments, Images.noun if takes_images else "inputs")]
     ranges = moments.lineage.get(PIXEL_RANGE)
     if takes_images and ranges is not None:
         with suppress(ValueError):  # of no numbers, which verify refuses
             ends = [float(end) for pair in ranges.split("+") for end in pair.split(":")]
-            said.append(far_range(min(ends), max(ends), image_spec(model)))
-    return list(filter(None, said))
+            found.append(far_range(min(ends), max(ends), image_spec(model)))
+    return list(filter(None, found))
