@@ -224,7 +224,7 @@ def test_images_and_texts_at_once_are_refused_before_anything_is_timed(home: Pat
     ("options", "said"),
     [
         ({"precision": "fp12"}, "`precision`: 'fp12': expected one of fp32"),
-        ({"precision": "mixed"}, "mixed needs either `keep_fp32=PATTERN` or `auto=True`"),
+        ({"precision": "mixed"}, "mixed needs `keep_fp32=PATTERN`, `auto=True`, or both"),
         ({"precision": "int8"}, "computes its ranges from real inputs; give `inputs`"),
         (
             {"precision": "mixed", "auto": True},

@@ -67,7 +67,7 @@ ADDED = [
     ),
     (
         "[export]\nprecisions = ['fp32', 'mixed']",
-        "precision mixed needs either --keep-fp32 PATTERN or --auto (recipes: export.keep_fp32",
+        "precision mixed needs --keep-fp32 PATTERN, --auto, or both (recipes: export.keep_fp32",
     ),
     ("[gate]\nfail_if = ['speedup@b8']", "gate.fail_if: rule 'speedup@b8': it has no comparison"),
     ("[gate]\nfail_if = ['speedup@b64 < 1']", "asks for batch 64, bench.batches has [1, 8, 32]"),

@@ -108,7 +108,9 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
         "ranges on --images.",
     )
     keep_fp32: Sequence[str] = option(
-        Repeated(), (), help="Modules that mixed graphs keep in FP32, with all below them, such as blocks.7."
+        Repeated(),
+        (),
+        help="Modules that mixed graphs keep in FP32, with all below them, such as blocks.7; beside what --auto finds.",
     )
     auto: bool = option(
         default=False,
@@ -122,10 +124,10 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_ignored(self.non_default)
-        if self.mixed and bool(self.keep_fp32) == self.auto:
+        if self.mixed and not (self.keep_fp32 or self.auto):
             pure = precision_by_name(self.mixed[0]).pure
             raise BadInput(
-                f"precision {' and '.join(self.mixed)} needs either --keep-fp32 PATTERN or --auto (recipes: "
+                f"precision {' and '.join(self.mixed)} needs --keep-fp32 PATTERN, --auto, or both (recipes: "
                 f"export.keep_fp32, such as ['blocks.7.attn']; else choose {pure})"
             )
         if self.auto and not (self.mixed or self.quantised):

@@ -154,7 +154,7 @@ def _quantised(name: str, more: str = "") -> Variant:
 
 def _of_float(name: str) -> Variant:
     if name in MIXED:
-        return variant(f"precision {name} with its sites named", f"--precision {name} without --auto", "keep_fp32")
+        return variant(f"precision {name} with its sites named", f"--precision {name}", "keep_fp32")
     return variant(f"precision {name}", f"--precision {name}")
 
 
@@ -167,7 +167,7 @@ EXPORT = Axis(
             f"{name}-auto": variant(
                 f"precision {name} that finds its sites",
                 f"--precision {name} --auto --images P",
-                f"{_SEARCHED} {_DRAWN}",
+                f"keep_fp32 {_SEARCHED} {_DRAWN}",
             )
             for name in MIXED
         },

@@ -84,6 +84,7 @@ class Graphs:
                 opset=options.opset,
                 geometry=options.heads,
                 float_type=PRECISIONS[name].type,
+                keep_fp32=options.keep_fp32,
                 **self._judged_by(self._feeds),
             )
             for name in options.mixed

@@ -18,6 +18,7 @@ from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised
+from export.graph.precision import modules_beyond
 from export.graph.quantised import layers, simulated
 from export.graph.quantiser import Quantiser
 from ground.errors import BadInput
@@ -32,7 +33,7 @@ from perf.runners.module import ModuleRunner
 
 from .candidates import outputs_at
 from .engine_search import BATCH, Answers, RepairResult, Trials, graph_answers, measured, mended
-from .locate import dense_noise, worst_inputs
+from .locate import dense_noise, half_of, worst_inputs
 
 FACTOR = 4.0
 """Times the dense model's own error in that type, as `verify` judges it."""
@@ -48,16 +49,21 @@ def sites_to_keep(
     float_type: FloatType = FLOAT16,
     engines: Answers | None = None,
     breaks: Sequence[str] = (),
+    keep_fp32: Sequence[str] = (),
 ) -> RepairResult:
     """The fewest blocks that must stay in FP32 for the graph, else held in this type of sixteen bits, to pass its
-    tolerance on these inputs. `geometry` as for export_checkpoint.
+    tolerance on these inputs; beside `keep_fp32` and layers whose weights the type can't hold, which stay in any case.
+    `geometry` as for export_checkpoint.
 
     Judged by what `engines` of the graphs say, where they are given: fusion breaks are tried before FP32, beside
     `breaks`, which are there in any case. Raises BadInput when no set of blocks makes it pass.
     """
     mixed, ports = mixed_with_float32(float_type), output_ports(checkpoint.model)
+    exportable = traced_model.exportable(checkpoint.model, geometry=geometry)
+    always = tuple(dict.fromkeys((*keep_fp32, *modules_beyond(exportable, float_type))))
 
     def write(path: Path, sites: Sequence[str], kept: Sequence[str]) -> None:
+        kept = (*always, *kept)
         export_checkpoint(
             checkpoint,
             path,
@@ -80,7 +86,8 @@ def sites_to_keep(
             graph=Path(scratch) / "half.onnx",
         )
         if engines is not None:
-            return mended(trials)
+            found = mended(trials)
+            return replace(found, kept=(*always, *found.kept))
 
         def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
             name = trials.failing(kept=kept)
@@ -95,7 +102,7 @@ def sites_to_keep(
         kept, left = keep_until_it_passes(attempt)
         if left is not None:
             raise BadInput(f"no set of blocks in FP32 mends this graph; still {left.reason}; export fp32")
-        return RepairResult(kept=kept)
+        return RepairResult(kept=(*always, *kept))
 
 
 def _bounds(
@@ -103,7 +110,8 @@ def _bounds(
 ) -> dict[str, Tolerance]:
     fp32, half, ports = scratch / "dense.onnx", scratch / "dense16.onnx", output_ports(dense.model)
     export_checkpoint(dense, fp32, precision="fp32", opset=opset)
-    export_checkpoint(dense, half, precision=mixed_with_float32(float_type).pure, opset=opset)
+    precision, kept = half_of(dense, float_type)
+    export_checkpoint(dense, half, precision=precision, keep_fp32=kept, opset=opset)
     noise = measured(ports, graph_answers(fp32, feeds, ports), graph_answers(half, feeds, ports))
     return {name: tolerance.half(each, float_type=float_type, factor=FACTOR) for name, each in noise.items()}
 

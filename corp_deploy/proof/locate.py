@@ -1,6 +1,6 @@
 """Name the block where a link breaks, and the command that mends it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from corp_deploy.invocation.option import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
 from corp_deploy.store.onnx_file import GraphInput, export_form
 from corp_deploy.store.quantised_onnx import Quantisation, quantiser_of
+from export.graph.precision import modules_beyond
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from ground.feeds import Feeds, rows_of
@@ -37,16 +38,23 @@ def worst_inputs(feeds: Feeds, reference: NDArray[np.floating], candidate: NDArr
     return rows_of(feeds, np.argsort(-off_N, kind="stable")[:WORST_INPUTS])
 
 
-def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
+def graph_of(checkpoint: Checkpoint, precision: str, keep_fp32: Sequence[str] = ()) -> onnx.ModelProto:
     """The model's graph in memory."""
     return onnx_from_model(
         traced_model.exportable(checkpoint.model),
         traced_model.input_spec(checkpoint.model).ports,
         output_ports(checkpoint.model),
         precision=precision,
+        keep_fp32=keep_fp32,
         metadata={},
         norms=NORMS,
     )
+
+
+def half_of(dense: Checkpoint, float_type: FloatType) -> tuple[str, tuple[str, ...]]:
+    """Return the precision that holds a dense model in this type, and the layers that can't be held in it."""
+    kept, mixed = modules_beyond(traced_model.exportable(dense.model), float_type), mixed_with_float32(float_type)
+    return (mixed.name if kept else mixed.pure), kept
 
 
 def dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mapping[str, float]:
@@ -54,7 +62,7 @@ def dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mappi
     if (word := quantised_word(float_type)) is not None:
         plain = quantiser_of(dense, feeds, Quantisation(rest="fp32", scales="max", balance=False))
         return block_noise(plain.fp32_graph, plain.graph(word, scales="max"), feeds)
-    return block_noise(graph_of(dense, "fp32"), graph_of(dense, mixed_with_float32(float_type).pure), feeds)
+    return block_noise(graph_of(dense, "fp32"), graph_of(dense, *half_of(dense, float_type)), feeds)
 
 
 def balanced_sites(proto: onnx.ModelProto) -> set[str]:

@@ -92,12 +92,17 @@ def _read(text: str, kind: type[T], key: str) -> T:
 _RANKS: Mapping[Role, tuple[int, ...]] = {"logits": (1, 2), "token logits": (3,), "embedding": (2,)}
 """With the batch, of roles that not every rank will do for; logits of rank 1 are one number for each input."""
 _POOLED = ("logits", "embedding")
+_OWN = "export."
+_FOREIGN = ("float32", "float16", "uint8", "int64", "int32", "bool")
 
 
 def port_mismatches(
     proto: ModelProto, inputs: Sequence[Port] | None, outputs: Sequence[OutputPort] | None
 ) -> Iterator[str]:
-    """Every way in which the graph's borders are not these ports; None takes what the graph's own notes say."""
+    """Every way in which the graph's borders are not these ports; None takes what the graph's own notes say. Of a graph
+    of another tool, which carries none of our notes, any names and floating types will do.
+    """
+    is_foreign = inputs is None and outputs is None and not any(key.startswith(_OWN) for key in notes_of(proto))
     try:
         inputs = noted_inputs(proto) if inputs is None else inputs
         outputs = noted_outputs(proto) if outputs is None else outputs
@@ -105,6 +110,9 @@ def port_mismatches(
         yield str(error)
         return
     values_in, values_out = graph_inputs(proto), graph_outputs(proto)
+    if is_foreign:
+        yield from _foreign_reasons(values_in, values_out)
+        return
     takes = {
         port.name: {"dtype": port.dtype, "ranks": (1 + len(port.shape),), "sizes": port.shape} for port in inputs or ()
     }
@@ -124,6 +132,20 @@ def port_mismatches(
     if len(set(batches)) > 1 or not batches[0]:
         names = _listed([value.name for value in values])
         yield f"{names} must share one batch dimension, got {_listed([repr(batch) for batch in batches])}"
+
+
+def _foreign_reasons(inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto]) -> Iterator[str]:
+    if not inputs or not outputs:
+        yield f"expected an input and an output or more, got {len(inputs)} and {len(outputs)}"
+    for value in inputs:
+        dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        if not dims or not all(isinstance(dim, int) and dim > 0 for dim in dims[1:]):
+            yield (
+                f"{value.name} must have a fixed size behind the batch, got {dims}; fix it by python -m "
+                "onnxruntime.tools.make_dynamic_shape_fixed --dim_param NAME --dim_value SIZE"
+            )
+        if dtype_of(value) not in _FOREIGN:
+            yield f"{value.name} must be one of {', '.join(_FOREIGN)}, got {dtype_of(value)}"
 
 
 def _side_reasons(side: str, values: Sequence[ValueInfoProto], expected: Mapping[str, Any]) -> Iterator[str]:

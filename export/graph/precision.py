@@ -83,6 +83,22 @@ def kept_modules(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     return kept
 
 
+def modules_beyond(model: nn.Module, float_type: FloatType) -> tuple[str, ...]:
+    """Return the names of modules with weights of their own that the type can't hold."""
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name
+        and not all(_fits(each, float_type) for each in (*module._parameters.values(), *module._buffers.values()))
+    )
+
+
+def _fits(tensor: Tensor | None, float_type: FloatType) -> bool:
+    if tensor is None or not tensor.is_floating_point():
+        return True
+    return torch.equal(tensor.to(torch_dtype(float_type)).isfinite(), tensor.isfinite())
+
+
 def _narrow_outside_(model: nn.Module, islands: set[str], precision: Precision) -> None:
     for name, module in model.named_modules():
         if name in islands or _has_ancestor(name, islands):
