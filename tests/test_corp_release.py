@@ -365,7 +365,7 @@ WRONG = [
     ('images = "held-out.npz"', 'images = "broken.npz"', "held_out.images: {}/broken.npz: not a valid .npz file"),
     ('labels = "held-out.npz"', 'labels = "three.npy"', "held_out.labels: {}/three.npy: 3 labels for 9 images"),
     ('labels = "held-out.npz"', 'labels = "beyond.npy"', "{}/beyond.npy: labels from 90 to 98, expected 0 to 6"),
-    ('labels = "held-out.npz"', 'labels = "shares.npy"', "{}/shares.npy: got float64 [9], expected whole numbers"),
+    ('labels = "held-out.npz"', 'labels = "shares.npy"', "{}/shares.npy: labels from 0 to 8, expected 0 to 6"),
     ('name = "tiny"', 'name = "tiny"\nlabels = "words.txt"', "{}/words.txt: 3 labels for the model's 7 classes"),
     ("[parity]", "[parity]\nhead = ['broken.onnx']", "parity.head: {}/broken.onnx: not an ONNX file"),
     ("[parity]", "[parity]\nmetric = ['nowhere {outputs}']", "parity.metric: metric own: 'nowhere' can't be run"),
