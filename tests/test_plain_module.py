@@ -83,8 +83,8 @@ def test_wrapper_says_input_size_for_its_module() -> None:
 
 
 def masked(module: nn.Sequential) -> None:
-    prune.l1_unstructured(module[0], "weight", 0.5)  # type: ignore[no-untyped-call]
-    prune.random_unstructured(module[4], "bias", 2)  # type: ignore[no-untyped-call]
+    prune.l1_unstructured(module[0], "weight", 0.5)
+    prune.random_unstructured(module[4], "bias", 2)
 
 
 def normed(module: nn.Sequential) -> None:
@@ -119,7 +119,7 @@ def test_masked_module_in_memory_is_traced_and_noted() -> None:
     checkpoint = checkpoint_from_module(given.eval())
     torch.testing.assert_close(checkpoint.model(pixels()), given(pixels()))
     assert checkpoint.notes == ("Sequential: pruning masks and norms of weights are folded into 0.weight, 4.bias",)
-    assert prune.is_pruned(given)  # type: ignore[no-untyped-call]
+    assert prune.is_pruned(given)
 
 
 SOURCE = """
@@ -170,12 +170,12 @@ def test_what_has_no_calls_to_follow_is_refused_with_remedy(make: Callable[[], A
 
 
 def test_module_in_memory_on_meta_and_exported_program_are_refused() -> None:
-    rejects("ExportedProgram", corp_deploy.load, torch.export.export(net(), (pixels(),)))
+    rejects("ExportedProgram", corp_deploy.load, torch.export.export(net(), (pixels(),)))  # type: ignore[arg-type]
     rejects("on the meta device", checkpoint_from_module, partly_on_meta())
 
 
 def test_directory_takes_compiled_module_beside_it() -> None:
     checkpoint = checkpoint_from_module(net())
-    assert unwrapped(torch.compile(net())).__class__ is nn.Sequential
+    assert type(unwrapped(torch.compile(net()))) is nn.Sequential  # type: ignore[arg-type]
     with available_module(torch.compile(net())):  # type: ignore[arg-type]
         assert dense_from_architecture(checkpoint.architecture).state_dict().keys() == net().state_dict().keys()

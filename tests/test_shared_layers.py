@@ -53,7 +53,7 @@ class Shared(nn.Module):
             x = self.attended(asking, x + self.attended(x, x) + self.attended(x, x[:, :5]))
         else:
             x = self.mixed(torch.cat([self.mixed(asking), self.mixed(x)[:, :3]], 1))
-        return self.head(x[:, 0])  # type: ignore[no-any-return]
+        return self.head(x[:, 0])
 
 
 def shared(kind: str) -> Checkpoint:
