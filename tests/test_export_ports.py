@@ -167,7 +167,7 @@ def note_other_role(proto: ModelProto, role: str = "token logits") -> None:
         (open_tokens, ["input_ids must have rank 2 with a fixed size behind the batch, got ['batch', 'tokens']"]),
         (note_other_role, ["embedding must have rank 3 with a fixed size behind the batch, got ['batch', 8]"]),
         (
-            lambda proto: proto.ClearField("metadata_props"),
+            lambda proto: onnx.helper.set_model_props(proto, {"export.precision": "fp32"}),
             [
                 "expected one input named 'images', found input_ids, attention_mask",
                 "expected one output named 'logits', found embedding",

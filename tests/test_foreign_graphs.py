@@ -8,7 +8,7 @@ from export.graph.check import check_onnx
 
 
 def graph(
-    *, name: str = "pixel_values", batch: object = "batch_size", side: object = 8, kind: int = 1, note: str = ""
+    *, name: str = "pixel_values", batch: str | int = "batch_size", side: str | int = 8, kind: int = 1, note: str = ""
 ) -> onnx.ModelProto:
     images = helper.make_tensor_value_info(name, kind, [batch, 3, side, 8])
     scores = helper.make_tensor_value_info("scores", kind, [batch, 3, 1, 1])

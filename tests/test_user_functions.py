@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
 from corp_deploy.families.given_module import architecture_of
+from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.timm_names import refuse_reserved
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import Code, trusting_code
@@ -66,3 +70,43 @@ def test_size_and_preprocessing_that_a_module_does_not_say_are_called_assumed(tm
 def test_features_only_is_refused_with_outputs_that_give_its_maps(indices: list[int] | None, names: str) -> None:
     kwargs = {"features_only": True} | ({} if indices is None else {"out_indices": indices})
     rejects(f"--outputs {names}$", refuse_reserved, kwargs)
+
+
+class Fixed(nn.Module):
+    """A batch size in its code: in a view, in a buffer, or in what it gives."""
+
+    input_size = (3, 8, 8)
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.cut, self.head = kind, nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 5)
+        self.register_buffer("offset", torch.zeros(4, 8))
+
+    def forward(self, images: Tensor) -> Any:
+        x = self.cut(images).flatten(2)
+        if self.kind == "view":
+            return self.head(x.view(1, 8, 4).mean(2))
+        if self.kind == "buffer":
+            return self.head(x.mean(2) + self.offset)
+        return self.head(x.reshape(1, 8, -1).mean(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "view",
+            r"batch of 1 but .*test_user_functions.py line \d+ \(return self.head\(x.view\(1, 8, 4\).*x.shape\[0\]",
+        ),
+        ("buffer", r"batch of 4 but .*self.offset.*4, 8"),
+        ("output", r"\[1, 5\] for a batch of 2 .*is a batch size written into its code"),
+    ],
+)
+def test_batch_size_in_code_is_named_with_its_line(kind: str, said: str) -> None:
+    rejects(said, facts_of_module, Fixed(kind), Preprocessing())
+
+
+def test_batch_size_in_code_is_named_without_input_size() -> None:
+    module = Fixed("buffer")
+    module.input_size = None  # type: ignore[assignment]
+    rejects("batch of 4 but", facts_of_module, module, Preprocessing())

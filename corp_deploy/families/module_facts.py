@@ -4,9 +4,11 @@ run without memory.
 
 import logging
 import math
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
 """Of images, those that most models are made for first."""
 BATCHES = (2, 3)
 """Seen to be the batch of outputs, and no size of theirs."""
+FIXED_BATCHES = (32, 16, 8, 4, 2, 1)
+"""Tried with a module that refuses BATCHES."""
 PREPARED = {
     "mean": (0.485, 0.456, 0.406),
     "std": (0.229, 0.224, 0.225),
@@ -87,6 +91,7 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
     try:
         result, other = (_run(model, spec.ports, parameters, count) for count in BATCHES)
     except Exception as error:
+        _refuse_written_batch(model, spec.ports, parameters, error)
         raise BadInput(
             f"{type(model).__name__} can't be run on {listed(spec.ports)}: {in_a_line(error)}. (a) Does it take that? "
             f"If not, {WRITE}; (b) control flow that looks at values can't be traced: give a module without it; (c) of "
@@ -111,6 +116,36 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
         if is_plain
         else Calling(parameters=tuple(parameters), outputs=tuple(each.place for each in outputs)),
     )
+
+
+def _refuse_written_batch(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], error: Exception) -> None:
+    """Raise BadInput for a module that runs at one batch size alone, with the line of its code that has the size."""
+    batch = next((count for count in FIXED_BATCHES if _runs(model, ports, parameters, count)), None)
+    if batch is not None:
+        raise BadInput(
+            f"{type(model).__name__} runs at a batch of {batch} but not of every size, so a batch size is written "
+            f"into its code{_line_of(error)}: {in_a_line(error)}. Take it from the input, as x.shape[0] or -1 in view "
+            "and reshape, and let buffers and parameters have 1 in place of the batch"
+        ) from None
+
+
+def _runs(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> bool:
+    try:
+        _run(model, ports, parameters, count)
+    except Exception:
+        return False
+    return True
+
+
+def _line_of(error: Exception) -> str:
+    """Return where an error rose in code that is neither torch's nor ours, to be put into a sentence."""
+    theirs = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(theirs)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    code = f" ({last.line})" if last.line else ""
+    return f", in {Path(last.filename).name} line {last.lineno}{code}"
 
 
 @torch.no_grad()
@@ -154,6 +189,9 @@ def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
             reason = reason or in_a_line(error)
             continue
         return channels, side, side
+    for side in SIDES:
+        if any(_runs(model, [image_port((channels, side, side))], (), count) for count in FIXED_BATCHES):
+            return channels, side, side  # which is refused by its batch
     raise BadInput(
         f"{type(model).__name__}: no size of images is known that it takes ({reason}); (a) let it say `input_size = "
         f"(3, height, width)`; (b) of other inputs {WRITE}; (c) say it to corp_deploy.sites(..., inputs=...)"

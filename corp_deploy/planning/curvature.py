@@ -150,8 +150,8 @@ def _moved_by(tangent: Tangent[Called], layer: Called, change: Change) -> Tensor
         return None
     x, node = tangent.at[layer], layer.node
     assert callable(node.target), node
-    d_X = node.target(x, weight.to(x), None if bias is None else bias.to(x), *node.args[3:])
-    by_element: Tensor = tangent.gradients[layer] * d_X
+    d_X: Tensor = node.target(x, weight.to(x), None if bias is None else bias.to(x), *node.args[3:])
+    by_element = tangent.gradients[layer] * d_X
     batch = batch_of(node)
     if batch is None:
         return by_element.flatten(1).double().sum(dim=1, keepdim=True)

@@ -218,6 +218,9 @@ def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, in
         word = f"output_{word}" if word[:1].isdigit() else word
         tensor, again = first[place][1], second.get(place, ("", None))[1]
         if refusal := _refusal(tensor, again, batches):
+            same = isinstance(tensor, Tensor) and isinstance(again, Tensor) and tensor.shape == again.shape
+            if same and tensor.is_floating_point() and tensor.dim():
+                refusal += " (is a batch size written into its code, as in view or expand? take x.shape[0])"
             raise BadInput(
                 f"{name}: its output {word} is {refusal}; expected floating tensors with the batch in front: let it "
                 'say the others as `outputs`, such as {"logits": "logits"}'
