@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -137,6 +138,8 @@ class _Contents:
                 self.write("file", value.__name__)
             case CodeType():
                 self.code(value)
+            case re.Pattern():
+                self.write("pattern", value.pattern, value.flags)
             case CellType():
                 self.cell(value)
             case property():

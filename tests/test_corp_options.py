@@ -263,6 +263,8 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Missing(REACHED)
 
     monkeypatch.setattr(ModelChoice, "load", load)
+    monkeypatch.setattr("corp_deploy.proof.candidate_names.distinct", list)
+    monkeypatch.setattr("corp_deploy.proof.candidates.candidate_from_path", lambda path: path)
     monkeypatch.setattr("ground.gpu.require_device", lambda device: None)
     monkeypatch.setattr("perf.runners.protocol.torch_allocator", lambda: None)
 

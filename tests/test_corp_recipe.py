@@ -250,7 +250,7 @@ def test_a_model_directory_is_a_path(tmp_path: Path) -> None:
 
 def test_a_type_refuses_what_a_file_may_not_say() -> None:
     rejects(r"--macs 0\.5 is not honoured by preset corp", ReduceTable, macs=0.5, preset="corp")
-    with pytest.raises(BadInput, match=r"precision mixed needs either .* export\.keep_fp32, .* else choose fp16"):
+    with pytest.raises(BadInput, match=r"precision mixed needs .* export\.keep_fp32, .* else choose fp16"):
         ExportTable(precisions=("mixed",))
     with pytest.raises(msgspec.ValidationError, match="unknown field `sparsity`"):
         msgspec.convert({"sparsity": 0.5}, ReduceTable)

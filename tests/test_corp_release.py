@@ -367,7 +367,7 @@ WRONG = [
     ('labels = "held-out.npz"', 'labels = "beyond.npy"', "{}/beyond.npy: labels from 90 to 98, expected 0 to 6"),
     ('labels = "held-out.npz"', 'labels = "shares.npy"', "{}/shares.npy: labels from 0 to 8, expected 0 to 6"),
     ('name = "tiny"', 'name = "tiny"\nlabels = "words.txt"', "{}/words.txt: 3 labels for the model's 7 classes"),
-    ("[parity]", "[parity]\nhead = ['broken.onnx']", "parity.head: {}/broken.onnx: not an ONNX file"),
+    ("[parity]", "[parity]\nhead = ['broken.onnx']", "parity.head: {}/broken.onnx: a text, "),
     ("[parity]", "[parity]\nmetric = ['nowhere {outputs}']", "parity.metric: metric own: 'nowhere' can't be run"),
     ("[parity]", "[parity]\nmetric = ['python score.py {outputs}']", "names 'score.py', which stands beside the"),
     ("mlp = 0.3\nattn = 0.5", "conv = 0.3", "[reduce]: --conv 0.3 is not honoured by a model without channels"),

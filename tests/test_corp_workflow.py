@@ -25,7 +25,7 @@ from corp_deploy.proof.engine_search import RepairResult
 from corp_deploy.proof.locate import fix_command
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.spec.widths import aligned_width, aligned_widths
+from corp_deploy.spec.widths import aligned_width, aligned_widths, narrow_step
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.traced.models.module import replaced
@@ -64,6 +64,13 @@ def test_widths_go_to_the_nearest_multiple(dense: int, kept: float, align: int, 
     assert aligned_width(dense, 1.0, align) == dense
     assert width in aligned_widths(dense, align)
     assert aligned_widths(dense, align)[-1] == dense
+
+
+@pytest.mark.parametrize(("dense", "step"), [(16, 8), (64, 8), (96, 8), (127, 8), (128, 64), (3072, 64)])
+def test_narrow_sites_have_a_narrower_width_by_default(dense: int, step: int) -> None:
+    assert narrow_step(dense, 64) == step
+    assert len(aligned_widths(dense, step)) > 1
+    assert narrow_step(dense, 4) == 4
 
 
 # Budgets
@@ -315,7 +322,7 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
     invoked("export", "--model", tmp_path / "hot", "-o", tmp_path / "single.onnx")
     invoked("verify", tmp_path / "hot", tmp_path / "hot", tmp_path / "single.onnx", tmp_path / "hot.mixed.onnx", *words)
     assert (
-        "needs either"
+        "mixed needs --keep-fp32 PATTERN, --auto, or both"
         in run("export", "--model", home / "dense", "--precision", "mixed", "-o", tmp_path / "x.onnx").stderr
     )
 

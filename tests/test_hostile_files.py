@@ -186,7 +186,7 @@ PICTURES = {
     "a film": (b"\0\0\1\xb3" + bytes(60), "no picture that Pillow reads"),
     "HDF5, which has no reader": (b"\x89HDF\r\n\x1a\n" + bytes(60), "no picture that Pillow reads"),
     "a TGA by another name, which has no signature": (picture("TGA"), "no picture that Pillow reads"),
-    "a web page": (b"<html>404</html>", "no picture that Pillow reads"),
+    "a web page": (b"<html>404</html>", "a web page"),
     "nothing": (b"", "the file is empty"),
 }
 

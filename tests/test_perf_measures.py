@@ -92,7 +92,7 @@ def test_a_reference_of_zeros_and_a_single_class_are_no_crash() -> None:
     [
         (np.zeros((2, 3)), np.zeros((2, 4)), r"got reference \(2, 3\) and candidate \(2, 4\)"),
         (np.zeros((0, 3)), np.zeros((0, 3)), "same"),
-        (np.zeros(3), np.zeros(3), "images, classes"),
+        (np.zeros(()), np.zeros(()), "images, classes"),
         (np.zeros((2, 5, 3)), np.zeros((2, 5, 3)), "give models whose output is pooled"),
         (np.full((2, 3), np.nan), np.zeros((2, 3)), "reference gives NaN or Inf on 2 of 2"),
     ],

@@ -165,7 +165,7 @@ def test_words_of_nodes_left_to_the_cpu_are_those_of_onnx_runtime() -> None:
 def test_onnx_runner_refuses_what_it_cannot_run(tmp_path: Path) -> None:
     rejects("no such ONNX file", OnnxRunner(tmp_path / "none.onnx").__enter__)
     (tmp_path / "broken.onnx").write_bytes(b"not onnx")
-    rejects("not an ONNX file", OnnxRunner(tmp_path / "broken.onnx").__enter__)
+    rejects("expected an ONNX graph", OnnxRunner(tmp_path / "broken.onnx").__enter__)
     half = onnx_file(tmp_path / "half.onnx", input_type=TensorProto.FLOAT16)
     rejects(r"expected inputs .* of float32, int64.* found images: float16", OnnxRunner(half).__enter__)
     rejects("threads", OnnxRunner, tmp_path / "m.onnx", threads=0)

@@ -260,7 +260,7 @@ def test_a_feature_map_agrees_where_its_tokens_neighbours_stay(shape: tuple[int,
     [
         ("embedding", (4, 2, 3), "embedding: got .* of both, expected .*give models whose output is pooled"),
         ("token logits", (4, 3), r"token logits: got .* expected the same \[inputs, tokens, classes\]"),
-        ("feature map", (4,), r"feature map: got .* expected the same \[inputs, ...\]"),
+        ("feature map", (), r"feature map: got .* expected the same \[inputs, ...\]"),
     ],
 )
 def test_a_shape_that_is_not_the_roles_is_refused(role: Role, shape: tuple[int, ...], words: str) -> None:

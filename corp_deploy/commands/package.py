@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from export.triton.versions import ServedVersion
 
 
-@command(first="output name model-version labels server max-batch policy instances queue-delay-us allow-failed sign")
+@command(first="output name model-version labels server max-batch policy instances allow-failed sign")
 @click.argument("directory", type=DIRECTORY)
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Triton model repository, created or extended.")
 def package(directory: Path, output: Path, options: ServingOptions, signing: SigningChoice, out: Output) -> int:

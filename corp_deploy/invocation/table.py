@@ -192,7 +192,7 @@ VERIFY = Axis(
     },
 )
 
-_LIMITS = "min_agreement max_error max_map_error min_iou min_pixels output_limit exclude_output confidence"
+_LIMITS = "min_agreement max_map_error min_iou min_pixels output_limit exclude_output"
 _OF_BOTH = f"images tokens arrays samples batch metric metric_time_limit {_LIMITS} logit_threshold map_threshold"
 _OF_NAMES = "weights model_kwargs ema weights_key mean std crop_pct interpolation crop_mode outputs"
 _OF_MODELS = (

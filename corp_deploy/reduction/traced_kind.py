@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.spec.widths import aligned_width, aligned_widths, finer_step, stepped_width
+from corp_deploy.spec.widths import aligned_width, aligned_widths, finer_step, narrow_step, stepped_width
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.folding import is_mean
 
@@ -49,7 +49,11 @@ class TracedKind(Generic[OfSite]):
 
     def _align(self, site: OfSite, method: Method) -> int:
         align = self._choices(method)[1]
-        return align if method.aligned else max(align, site.multiple)
+        if method.aligned:
+            return align
+        if self.part == "channels":
+            align = narrow_step(site.width // site.parts, align)
+        return max(align, site.multiple)
 
     def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> Reads:
         return reads_of(site, moments, device)
@@ -91,7 +95,12 @@ class TracedKind(Generic[OfSite]):
         return "this preset's method has no form for convolutions" if recovery == "keep" else ""
 
     def note(self, site: OfSite, method: Method, width: int | None) -> str | None:
-        return None
+        asked, step, dense = self._choices(method)[1], self._align(site, method), site.width // site.parts
+        if step >= asked or width is None or self.part != "channels":
+            return None
+        return (
+            f"{site.name}: as it has {dense} channels, its width is a multiple of {step}, not of {asked}; see --align"
+        )
 
     def chosen(
         self, site: OfSite, moments: Reads, method: Method, width: int, cached: Elimination | None = None

@@ -26,6 +26,11 @@ def aligned_widths(dense: int, align: int) -> tuple[int, ...]:
     return (*range(step, dense, step), dense)
 
 
+def narrow_step(dense: int, align: int) -> int:
+    """Return the multiple that widths of a site have by default: `align`, or 8 if that leaves it no narrower width."""
+    return align if dense >= 2 * align else min(align, MIN_WIDTH)
+
+
 def finer_step(dense: int, least: int, align: int) -> int:
     """What kept channels of convolutions are a multiple of, itself a multiple of `least`: finer than asked where that
     would leave no choice.

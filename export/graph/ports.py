@@ -146,6 +146,10 @@ def _foreign_reasons(inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueIn
             )
         if dtype_of(value) not in _FOREIGN:
             yield f"{value.name} must be one of {', '.join(_FOREIGN)}, got {dtype_of(value)}"
+    for value in outputs:
+        kind = value.type.tensor_type
+        if kind.HasField("shape") and not kind.shape.dim:
+            yield f"{value.name} must have an answer for each input, its batch in front, got a single number"
 
 
 def _side_reasons(side: str, values: Sequence[ValueInfoProto], expected: Mapping[str, Any]) -> Iterator[str]:
