@@ -1,6 +1,7 @@
 """Modules of users in wrappers, with weights that hooks compute, and what is no module that can be traced."""
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,12 @@ from corp_deploy.traced.models.module import notes_on_module
 from tests.refusals import rejects
 
 SIZE = (3, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DataParallel moves its module to an accelerator, for which torch takes a backend that a test has registered."""
+    monkeypatch.setattr(sys.modules["torch.nn.parallel.data_parallel"], "_get_available_device_type", lambda: None)
 
 
 def net() -> nn.Sequential:
