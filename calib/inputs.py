@@ -144,7 +144,7 @@ class OpenedInputs(Generic[InputsT_co]):
 
     @property
     def skipped(self) -> str:
-        """What was left out where they were looked for, with counts; empty for nothing."""
+        """Return what was left out of a folder or of shards, with counts; empty for nothing."""
         return ""
 
     def name(self, position: int) -> str:

@@ -30,7 +30,7 @@ class Calibration(Written):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes a reduction by these moments less sure: too few different inputs, or values of another scale."""
+        """Return why a reduction by these moments is unsure: too few different inputs, or values of another scale."""
         return tuple(self.record.get("warnings", ()))
 
     @property

@@ -1,4 +1,4 @@
-"""What a module of users that no library's family knows takes and gives: as the module says, or as is seen where it is
+"""Inputs and outputs of a user's module that no library's family knows: as the module says, or as is seen where it is
 run without memory.
 """
 
@@ -38,7 +38,7 @@ from . import timm_library
 from .timm_images import ImageSpec
 
 SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
-"""Of images, those that most models are made for first."""
+"""Sizes of images, those that most models are made for first."""
 BATCHES = (2, 3)
 """Seen to be the batch of outputs, and no size of theirs."""
 FIXED_BATCHES = (32, 16, 8, 4, 2, 1)
@@ -71,8 +71,8 @@ def facts_of_arrays(model: nn.Module, ports: tuple[Port, ...]) -> Facts:
 def facts_of_images(
     model: nn.Module, shape: tuple[int, int, int] | None, preprocessing: Preprocessing, role: Role | None = None
 ) -> Facts:
-    """Of one that takes one image: of this shape or as facts_of_module says; with a `role` it gives one tensor that is
-    of it. Raises BadInput likewise.
+    """Return the facts of a module that takes one image, of this shape or as facts_of_module says; with a `role` it
+    gives one tensor of this role. Raises BadInput likewise.
     """
     needed = [name for name, is_needed in parameters_of(model).items() if is_needed]
     if len(needed) > 1:
@@ -85,8 +85,8 @@ def facts_of_images(
 
 
 def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], role: Role | None = None) -> Facts:
-    """What a module gives that takes the ports of `spec` by these parameters, or by its first ones where none are
-    told; of this role, if one is said. Raises BadInput where it can't be run on them.
+    """Return the facts of a module that takes the ports of `spec` by these parameters, or by its first ones without
+    any; of this role, if one is given. Raises BadInput where it can't be run on them.
     """
     try:
         result, other = (_run(model, spec.ports, parameters, count) for count in BATCHES)

@@ -282,5 +282,5 @@ def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def classes_of_weights(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
-    """How many classes a state dict of this model of timm's tells apart; None where it has no classifier."""
+    """Return the number of classes in a state dict of this timm model; None where it has no classifier."""
     return timm_library.classes_of_weights(model, traced_state(model).plain.__module__, state)

@@ -91,7 +91,7 @@ FLAG = ParsedText(span="", expected="true or false", kind=bool, read=_no_flag)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InMemory:
-    """What Python gave in place of a file."""
+    """A value from Python in place of a file."""
 
     value: Any
 

@@ -50,7 +50,7 @@ MEASURED = {True: ("max_error", "min_agreement", "min_iou"), False: ("max_error"
 
 @dataclass(frozen=True, kw_only=True)
 class ParityLimits(ProofOptions):
-    """How far the reduced model may differ from the dense one, at each output; None sets no limit.
+    """Limits on how far the reduced model may differ from the dense one, at each output; None sets no limit.
 
     `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone.
     `confidence`: of the interval with which shares of inputs have to keep to their limits, 0 where the point alone

@@ -17,7 +17,7 @@ from ground.pictures import pictures_below
 from ground.records import record_from_file
 
 IMAGE_LABELS = ("calibration.images", "held_out.images")
-"""Of folders of images, by the labels of stages."""
+"""Labels of stages' inputs that are folders of images."""
 # A file that was written this recently may change again without its time of change moving.
 SETTLED_NS = 2_000_000_000
 
@@ -75,7 +75,10 @@ class Digests:
         return digest
 
     def of_path(self, path: Path, *, pictures: bool = False) -> str:
-        """Of a file, or of a folder or shards by names and files, see `files_of`. Raises BadInput where nothing is."""
+        """Return the digest of a file, or of a folder or shards by names and files, see `files_of`.
+
+        Raises BadInput where nothing is.
+        """
         if path.is_file():
             return self.of_file(path)
         files = files_of(path, pictures=pictures)

@@ -1,5 +1,5 @@
-"""What a recipe names, read as the stages will read it: the model, each set of images once, labels, heads. The first
-images alone are decoded and run. Everything heavy is imported here.
+"""Inputs that a recipe names, read as the stages will read them: the model, each set of images once, labels, heads.
+The first images alone are decoded and run. Everything heavy is imported here.
 """
 
 from collections.abc import Callable, Collection, Sequence

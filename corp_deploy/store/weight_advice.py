@@ -1,4 +1,4 @@
-"""What a state dict that doesn't fit shows of the model that it is of: another library's names, adapters, arguments."""
+"""Advice from a state dict that doesn't fit: another library's names, adapters, arguments of the model."""
 
 import json
 import re

@@ -31,7 +31,7 @@ class Named:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of it."""
+        """Return what a user should know of it."""
         first = ", ".join(f"{old} as {new}" for new, old in self.renamed[:1])
         notes = (f"renamed {len(self.renamed)} tensors, {first}",) if self.renamed else ()
         if not self.beside:

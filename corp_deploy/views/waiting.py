@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 AFTER_S = 2.0
-"""How long a command may be silent."""
+"""Seconds that a command may be silent."""
 PHASES = {
     "corp_deploy.traced.programs": "tracing the model",
     "corp_deploy.traced": "looking for what can be reduced",
@@ -29,7 +29,7 @@ PHASES = {
     "export": "making a graph",
     "perf": "running the models",
 }
-"""What a package is at, by the beginnings of its modules' names; the first that fits counts."""
+"""The phase of a command by the beginnings of modules' names; the first that fits counts."""
 OWN = ("corp_deploy", "calib", "export", "ground", "perf")
 _IMPORT, _IMPORTER = "_find_and_load", "<frozen importlib"
 
@@ -65,7 +65,7 @@ def _say(line: str) -> None:
 
 
 class Waiting:
-    """What is said while a command is silent: each phase once."""
+    """Lines that are printed while a command is silent: each phase once."""
 
     def __init__(
         self,

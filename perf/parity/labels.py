@@ -33,7 +33,7 @@ class Accuracy:
 
     @property
     def is_near_chance(self) -> bool:
-        """Whether the interval reaches down to what labels in a wrong order would give."""
+        """Return whether the interval reaches down to what labels in a wrong order would give."""
         return self.chance is not None and self.low <= self.chance
 
 

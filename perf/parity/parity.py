@@ -151,8 +151,8 @@ class Parity:
 
     @property
     def judged(self) -> str:
-        """How many links a limit judged and how many were measured only, and the outputs that nothing judged or that
-        were excluded: a link without a limit has not passed.
+        """Return how many links a limit judged and how many were measured only, and the outputs that nothing judged or
+        that were excluded: a link without a limit has not passed.
         """
         free = sum(link.status == "UNJUDGED" for link in self.links)
         judged = len(self.links) - free
@@ -175,7 +175,7 @@ class Parity:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What to look at before the verdict is believed."""
+        """Return what to look at before the verdict is believed."""
         first = self.accuracy[0] if self.accuracy else None
         if first is None or not first.is_near_chance:
             return ()
