@@ -56,6 +56,9 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
     return proto
 
 
+_NO_TEXT = "it is not valid, and names what is no text in UTF-8"
+
+
 def checker_error(graph: "ModelProto | Path", *, full: bool = False) -> str:
     """What onnx.checker has against a graph, or one in a file that was read before, of its types and shapes too where
     `full`; empty for a valid one.
@@ -65,10 +68,10 @@ def checker_error(graph: "ModelProto | Path", *, full: bool = False) -> str:
     try:
         onnx.checker.check_model(str(graph) if isinstance(graph, Path) else graph, full_check=full)
     except UnicodeDecodeError:  # what it was about to say names a node or a type that is no text
-        return "it is not valid, and names what is no text in UTF-8"
+        return _NO_TEXT
     # Of types that ONNX has not it raises ValueError.
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
-        return " ".join(str(error).split())
+        return " ".join(str(error).split()) or _NO_TEXT  # some versions of Python drop such a message
     return ""
 
 
