@@ -13,7 +13,7 @@ OF_EVERY: Tables = {
     "bench": {
         "batches": [2], "time_limit_s": 0.5, "half_width": 0.9, "block_ms": 1, "min_rounds": 6, "threads": 1
     },
-    "parity": {"max_error": 9},
+    "parity": {"max_error": 9.0},
     "samples": {"count": 3},
 }  # fmt: skip
 
@@ -24,6 +24,9 @@ def recipe(tables: Tables) -> str:
     lines = [
         line
         for name, table in merged.items()
-        for line in (f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()))
+        for line in (
+            f"[{name}]",
+            *(f"{key} = {json.dumps(value)}" for key, value in table.items() if value is not None),
+        )
     ]
     return "\n" + "\n".join(lines) + "\n"

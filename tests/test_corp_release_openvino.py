@@ -32,6 +32,7 @@ RECIPE = recipe(
         "parity": {
             "batches": [1, 3],
             "min_agreement": 0.5,
+            "max_error": None,
             "metric": ["hits=PYTHON score.py {outputs}"],
             "metric_files": ["score.py"],
         },

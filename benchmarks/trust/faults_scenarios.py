@@ -30,7 +30,7 @@ align_head = 8
 precisions = ["fp32"]
 [parity]
 batches = [1, 3]
-max_error = 9
+max_error = 9.0
 [bench]
 batches = [2]
 time_limit_s = 2

@@ -48,9 +48,10 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     paths = [Path(os.path.normpath(each.path)) for each in candidates]  # what was not typed is not told
     names, labels = Counter(each.name for each in candidates), Counter(each.label for each in candidates)
     chosen, depth = [_unreserved(each) for each in candidates], 0
+    deepest = max(len(path.parts) for path in paths) if paths else 0
     while not _are_distinct(chosen):
         depth += 1
-        assert depth <= max(len(path.parts) for path in paths), paths
+        assert depth <= deepest, paths
         chosen = [
             _renamed(each, path.parts[-depth:]) if names[each.name] > 1 or labels[each.label] > 1 else _unreserved(each)
             for each, path in zip(candidates, paths, strict=True)
