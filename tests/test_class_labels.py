@@ -26,7 +26,7 @@ CLASSES = [3, 0, 6, 1]
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    """Of seven classes."""
+    """Return a model with seven classes."""
     return tiny.checkpoint().model
 
 

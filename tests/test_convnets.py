@@ -203,7 +203,7 @@ def test_a_budget_is_used_and_kept_to(name: str) -> None:
 
 
 def test_effects_to_first_order_are_those_of_small_changes() -> None:
-    """Of one output, whose sign has no say, against the outputs themselves, in float64."""
+    """Compare the effects with outputs of changed models in float64; one output, so that its sign does not matter."""
     architecture = replace(checkpoint("resnet18d").architecture, kwargs={**SMALL["resnet18d"], "num_classes": 1})
     torch.manual_seed(0)
     model = dense_from_architecture(architecture).double().eval().requires_grad_(False)

@@ -13,7 +13,7 @@ from tests.export_served import write_onnx
 
 
 def graph(path: str, precision: str = "fp32") -> Candidate:
-    """As candidate_from_path makes one of a file."""
+    """Return a candidate as candidate_from_path makes it of a file."""
     place = Path(path)
     return Candidate(
         label=f"{place.parent.name}/{place.name} ONNX {precision}",

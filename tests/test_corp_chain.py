@@ -37,7 +37,8 @@ from export.graph.to_onnx import save as save_onnx
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size
 from ground.precision import FLOAT16, FLOAT32
-from perf.parity.parity import ImageSet, Link, Parity, link, load_parity, parity_from_value
+from perf.parity.link import Link, link
+from perf.parity.parity import ImageSet, Parity, load_parity, parity_from_value
 from perf.parity.tolerance import MOST_APART, SPREAD, Choices, exact
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner

@@ -20,7 +20,8 @@ from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Refusal, TracedChannels
 from ground.errors import BadInput
-from perf.parity.parity import ImageSet, Parity, link
+from perf.parity.link import link
+from perf.parity.parity import ImageSet, Parity
 from perf.parity.tolerance import limits
 from tests import tiny
 from tests.command import invoked

@@ -16,7 +16,8 @@ from export.triton.variants import Package
 from ground.files import write_json
 from perf.gate.gate import Gate, JudgedRule, Verdict
 from perf.gate.verdicts import save_gate
-from perf.parity.parity import ImageSet, Parity, link
+from perf.parity.link import link
+from perf.parity.parity import ImageSet, Parity
 from perf.parity.tolerance import limits
 from tests.command import invoked
 from tests.export_served import SHAPE, config_of, write_onnx

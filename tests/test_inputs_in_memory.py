@@ -1,4 +1,4 @@
-"""What Python takes as inputs, and the one message for anything else, before it is gone through."""
+"""Inputs in memory that Python functions take, and the one message for any other object, which is not iterated."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -25,10 +25,10 @@ from torch.onnx import utils as torchscript
 from ground.feeds import Feeds
 from perf.parity import block_outputs, structure, tolerance
 from perf.parity.block_outputs import block_noise, headroom, locate_in_exact, locate_in_half
+from perf.parity.link import Link, link
 from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.logits import LogitMeasures
 from perf.parity.measures import measures
-from perf.parity.parity import Link, link
 from perf.parity.rounding import rounded_graph
 
 D, HEADS, DEPTH, HIDDEN, CLASSES, PATCH_INPUTS = 32, 2, 3, 64, 10, 48

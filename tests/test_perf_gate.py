@@ -19,7 +19,8 @@ from perf.gate.gate import EXIT_CODES, Gate, JudgedRule, judge
 from perf.gate.gate import PARITY as PROOF
 from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import junit_from_gate, load_gate, markdown_from_gate, save_gate, tracked_from_summary
-from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link
+from perf.parity.link import Link, LinkKind, link
+from perf.parity.parity import ImageSet, Parity
 from perf.parity.tolerance import judge as judge_link
 from perf.parity.tolerance import limits
 from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Block, Row, SubjectRecord

@@ -12,9 +12,10 @@ from ground.errors import BadInput
 from ground.files import write_json
 from ground.ports import OutputPort
 from perf.parity import tolerance
+from perf.parity.link import Link, link
 from perf.parity.maps import Head, MapMeasures
 from perf.parity.measures import figures, measures, relative_errors
-from perf.parity.parity import ImageSet, Link, Parity, link, load_parity
+from perf.parity.parity import ImageSet, Parity, load_parity
 from perf.report.content import content_from_record
 from perf.report.tables import tables
 from tests.doubles import some

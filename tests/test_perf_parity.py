@@ -9,9 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from perf.parity.labels import accuracy
+from perf.parity.link import Link, LinkKind, link
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures
-from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link, parity_from_value
+from perf.parity.parity import ImageSet, Parity, parity_from_value
 from perf.parity.shift import Scatter, SiteShift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import outputs
 from perf.parity.tolerance import Tolerance, exact, limits

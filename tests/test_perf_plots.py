@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perf.parity.parity import Link, link
+from perf.parity.link import Link, link
 from perf.parity.tolerance import limits
 from perf.report import plots
 from perf.report.plots import HUES, Series, Spot

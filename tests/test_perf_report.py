@@ -17,8 +17,9 @@ import pytest
 from ground.digits import plain
 from ground.ports import OutputPort, Role
 from perf.parity.labels import Accuracy
+from perf.parity.link import link
 from perf.parity.locate import FaultLocation
-from perf.parity.parity import ImageSet, Parity, link
+from perf.parity.parity import ImageSet, Parity
 from perf.parity.structure import batch_sizes, outputs
 from perf.parity.tolerance import limits
 from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord

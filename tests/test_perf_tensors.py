@@ -29,8 +29,9 @@ from ground.feeds import (
 )
 from ground.ports import LOGITS, OutputPort, Port, Role
 from perf.parity import tolerance
+from perf.parity.link import Link, LinkKind, link
 from perf.parity.measures import figures, measures
-from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link, parity_from_value
+from perf.parity.parity import ImageSet, Parity, parity_from_value
 from perf.runners.cuda import Staging
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner

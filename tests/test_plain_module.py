@@ -45,7 +45,7 @@ def pixels() -> Tensor:
 
 
 def distributed(module: nn.Module) -> nn.Module:
-    """As a process of its own group has it, without the group."""
+    """Wrap a module in DistributedDataParallel without a process group."""
     wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(wrapper)
     wrapper.module = module

@@ -32,7 +32,7 @@ def _refused(values: object, why: str, name: str) -> BadInput:
 
 
 def _array(values: object, name: str = "inputs") -> NDArray[Any]:
-    """Numbers in memory as an array. Raises BadInput for what has none, without going through it."""
+    """Return numbers in memory as an array. Raises BadInput for other objects, without iterating over them."""
     if not isinstance(values, Tensor | np.ndarray | list | tuple):
         raise _refused(values, "", name)
     rows = values if isinstance(values, list | tuple) else ()

@@ -50,13 +50,15 @@ PREPARED = {
     "interpolation": "bicubic",
     "crop_mode": "center",
 }
-"""As torchvision and timm train most classifiers of ImageNet."""
+"""Preprocessing with which torchvision and timm train most classifiers of ImageNet."""
 
 
 def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
-    """Its inputs as it says them (`inputs`); else images of the size that it says (`input_size`), or of the first of
-    SIDES that it runs with. Its outputs as it says them (`outputs`), else all. Raises BadInput where these can't be
-    told, or it can't be run on them.
+    """Return the inputs and outputs of a module.
+
+    Its inputs are those of its attribute `inputs`; else images of the size `input_size`, or of the first of SIDES that
+    it runs with. Its outputs are those of its attribute `outputs`, else all. Raises BadInput where these can't be
+    found, or the module can't be run on them.
     """
     declared = getattr(model, "inputs", None)
     if isinstance(declared, Mapping) and declared:
@@ -164,7 +166,7 @@ def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], cou
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Without torch's log of operations that refuse what they are given: that is told in one message, or tried on."""
+    """Silence torch's log of operations that fail: the caller raises one message, or tries another size."""
     log = logging.getLogger(fake_tensor.__name__)
     before, log.disabled = log.disabled, True
     try:
@@ -174,7 +176,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
-    """As the module says, or the first of SIDES that it runs with."""
+    """Return the image shape that the module says, or one with the first of SIDES that it runs with."""
     input_size = getattr(model, "input_size", None)
     if isinstance(input_size, list | tuple) and len(input_size) == 3:
         return (int(input_size[0]), int(input_size[1]), int(input_size[2]))

@@ -18,9 +18,10 @@ from ground.feeds import Feeds, Outputs, checked_feeds, rows_of
 from ground.precision import FLOAT16, FloatType
 from perf.parity.block_outputs import headroom
 from perf.parity.labels import accuracy, mcnemar
+from perf.parity.link import Link, LinkKind
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
-from perf.parity.parity import Link, LinkKind, Parity
+from perf.parity.parity import Parity
 from perf.parity.structure import StructuralTest
 from perf.runners.module import ModuleRunner
 
@@ -103,12 +104,12 @@ class Chain:
 
     @property
     def judging(self) -> list[LinkRules]:
-        """The rules of outputs that aren't excluded."""
+        """Return the rules of outputs that aren't excluded."""
         return [rule for rule in self.rules if not rule.of_user().excluded]
 
     def whole(self, steps: Sequence[Step]) -> list[Link]:
-        """From the dense model to the last step: where there are several, or where the only one is a graph or an engine
-        for which the user set limits.
+        """Return the links from the dense model to the last step: of several steps always, of a single one if it is a
+        graph or an engine and the user set limits.
         """
         is_reduced = steps[0].candidate.form == "torch"
         if len(steps) < 2 and (is_reduced or not any(rule.of_user().bounds for rule in self.rules)):
@@ -247,7 +248,7 @@ def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dic
 def _labelled(
     by_label: Mapping[str, Outputs], labels: NDArray[np.int64] | None, rules: Sequence[LinkRules]
 ) -> dict[str, Any]:
-    """What labels tell of the first logits. Raises BadInput where there are labels and no logits."""
+    """Return accuracy and McNemar's test on the first logits. Raises BadInput where there are labels and no logits."""
     if labels is None:
         return {"accuracy": (), "comparisons": ()}
     own = next((rule for rule in rules if rule.port.role == "logits"), None)

@@ -20,8 +20,9 @@ from ground.ports import OutputPort
 from ground.records import Positive, Sha256, json_from_record, record_from_file
 from perf.parity import structure
 from perf.parity.labels import Source
+from perf.parity.link import LinkKind, link
 from perf.parity.measures import figures
-from perf.parity.parity import ImageSet, LinkKind, Parity, link
+from perf.parity.parity import ImageSet, Parity
 
 from .artefact import Artefact
 from .candidates import outputs_at

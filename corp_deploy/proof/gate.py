@@ -8,9 +8,10 @@ from typing import Any
 from ground.errors import BadInput
 from ground.files import write_text
 from ground.records import Head, record_from_file
-from perf.gate.evidence import Evidence, outputs_judged
+from perf.gate.evidence import Evidence
 from perf.gate.gate import PARITY, Gate, JudgedRule, Verdict, judge
 from perf.gate.history import save_trend
+from perf.gate.parity_figures import outputs_judged
 from perf.gate.rule import FITTED, Rule, rule_from_text
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
 from perf.parity.parity import HOW_TO_JUDGE, load_parity

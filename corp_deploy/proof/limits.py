@@ -129,7 +129,7 @@ class ParityLimits(ProofOptions):
         return unreachable(shares, count=images.count, noun=images.noun, confidence=self.confidence)
 
     def of_few(self, count: int, *, elsewhere: str) -> "ParityLimits":
-        """For so few inputs that they can only fail a share: what they leave open is judged `elsewhere`."""
+        """Return the limits for few inputs, which can only fail a share; what they leave open is judged `elsewhere`."""
         lowest = share_interval(1.0, count, self.confidence).low
         few = any(least > lowest for least in self.shares.values())
         return replace(self, elsewhere=elsewhere) if few else self

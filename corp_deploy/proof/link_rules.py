@@ -15,8 +15,8 @@ from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, FloatType
 from perf.parity import tolerance
+from perf.parity.link import Link, LinkKind, link
 from perf.parity.measures import Measures, largest_logit, relative_errors
-from perf.parity.parity import Link, LinkKind, link
 from perf.parity.tolerance import Choices, Tolerance
 from perf.timing.watch import has_vnni
 

@@ -18,7 +18,7 @@ from ground.errors import BadInput, Missing
 from ground.feeds import Feeds, Outputs, batch_size, rows_of
 from ground.files import replacing, write_text
 from ground.onnx_file import read_onnx
-from perf.parity.parity import Link
+from perf.parity.link import Link
 
 from .candidates import Candidate
 from .outcome import Proof

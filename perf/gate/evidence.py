@@ -3,40 +3,21 @@ judge it, and what of a change between them is the machine's own.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ground.errors import BadInput
-from perf.parity.labels import OwnMetric
-from perf.parity.measures import FIGURES, SHARES
-from perf.parity.parity import Link, Parity
+from perf.parity.measures import FIGURES
+from perf.parity.parity import Parity
 from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord, differing_keys
-from perf.stats.decision import paired_interval, share_interval, z_of
+from perf.stats.decision import paired_interval, z_of
 from perf.stats.quiet import samples
 from perf.stats.stats import DEFAULT_CONFIDENCE, Interval, exact, needed_samples, percentile_interval
 from perf.stats.summary import SummaryRow, cached_subjects, summarise
 
-from .rule import ACCURACY, COUNTED, FITTED, PLACED, TIMED, Rule
-
-DENSE = "dense"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """A figure with its interval (as wide as the value when it is exact).
-
-    `count` units (rounds or images) stand behind it. `share`: of those images, where the figure is one; it stays as it
-    is where the interval becomes a bound. `doubt` is why no verdict may rest on it, `broken` why there is no figure at
-    all although it was asked of the machine.
-    """
-
-    interval: Interval | None
-    count: int = 0
-    unit: str | None = None
-    share: float | None = None
-    doubt: str | None = None
-    broken: str | None = None
+from .parity_figures import DENSE, Reading, link_of, own_metric, parity_reading, reading_of_own, require_measure
+from .rule import ACCURACY, FITTED, TIMED, Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +39,8 @@ class Evidence:
                 return _timed(bench, rule, subject, where, self.confidence)
             return _counted(bench, rule, subject, where)
         if rule.is_own:
-            return _own(own_metric(self.parity, rule, subject, where), self.confidence)
-        return _parity(self.parity, rule, subject, where, self.confidence)
+            return reading_of_own(own_metric(self.parity, rule, subject, where), self.confidence)
+        return parity_reading(self.parity, rule, subject, where, self.confidence)
 
     def covers(self, rule: Rule) -> bool:
         """Whether there is a record of the kind that the rule's figure stands in."""
@@ -77,7 +58,7 @@ def require_figure(rule: Rule, subjects: Collection[str], where: str) -> None:
     if not rule.wants_baseline:
         _require_subject(rule, rule.name, subjects, where)
     if not rule.is_own and not rule.is_of_bench:
-        _require_measure(rule, FIGURES | {FITTED, ACCURACY})
+        require_measure(rule, FIGURES | {FITTED, ACCURACY})
 
 
 def _require_subject(rule: Rule, subject: str | None, subjects: Collection[str], where: str) -> None:
@@ -89,12 +70,6 @@ def _require_subject(rule: Rule, subject: str | None, subjects: Collection[str],
         raise BadInput(f"rule {rule.text!r}: {where} has no subject {subject!r}, it has {' and '.join(subjects)}")
     if not rule.is_own and not rule.is_of_bench and rule.metric != ACCURACY:
         raise BadInput(f"rule {rule.text!r}: parity is between two models; {subject!r} alone has none")
-
-
-def _require_measure(rule: Rule, measures: Collection[str]) -> None:
-    if rule.metric not in measures:
-        names = ", ".join(dict.fromkeys((*TIMED, *PLACED, *COUNTED, FITTED, ACCURACY, *sorted(measures))))
-        raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {names}")
 
 
 def _subject(bench: Bench, name: str | None) -> SubjectRecord:
@@ -159,108 +134,6 @@ def _or_doubt(interval: Interval | None, doubt: str) -> Reading:
     return Reading(interval=interval, doubt=doubt if interval is None else None)
 
 
-def _parity(parity: Parity | None, rule: Rule, subject: str | None, where: str, confidence: float) -> Reading:
-    if parity is None:
-        raise BadInput(
-            f"rule {rule.text!r}: {rule.metric} is no figure of a bench record, and {where} has no parity record"
-        )
-    if rule.metric == FITTED:
-        if parity.fitted is None:
-            raise BadInput(
-                f"rule {rule.text!r}: {where} does not tell which images the model was fitted to; verify it again with "
-                "its directory among the candidates, or with --moments"
-            )
-        return Reading(interval=exact(parity.fitted.same))
-    if rule.metric == ACCURACY:
-        return _accuracy(parity, rule, subject, where, confidence)
-    link = _link(parity.links, rule, where)
-    measures = asdict(link.measures)
-    _require_measure(rule, measures)
-    value = measures[rule.metric]
-    if value is None:
-        return Reading(interval=None, doubt=f"{link.name}: {link.measures.agreement_line}")
-    if not math.isfinite(value):
-        return Reading(interval=None, broken=f"{rule.metric} of {link.name} is not finite")
-    if rule.metric not in SHARES:
-        return Reading(interval=exact(value))
-    count, unit = link.measures.images, link.measures.inputs
-    return Reading(interval=share_interval(value, count, confidence), count=count, unit=unit, share=value)
-
-
-def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> OwnMetric:
-    """Of a link's candidate, else of what ships; of the dense model where that is the subject. Raises BadInput where
-    there is none.
-    """
-    rows = [] if parity is None else [row for row in parity.metrics if row.name == rule.metric]
-    if parity is None or not rows:
-        known_names = ", ".join(dict.fromkeys(row.name for row in parity.metrics)) if parity else ""
-        has = f"it has {known_names}" if known_names else "it has none"
-        raise BadInput(
-            f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of your own, {has}; give verify --metric "
-            f"{rule.metric}='COMMAND {{outputs}}'"
-        )
-    label = rows[0].model if subject == DENSE else _link(parity.links, rule, where).candidate
-    row = next((row for row in rows if row.model == label), None)
-    if row is None:
-        raise BadInput(f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of {label}")
-    return row
-
-
-def _shipped(links: Sequence[Link]) -> list[Link]:
-    """Return the links, one for each output, from the dense model to what ships; else those of the last step."""
-    last = next((link for link in reversed(links) if link.kind == "whole"), links[-1])
-    return [link for link in links if (link.kind, link.candidate) == (last.kind, last.candidate)]
-
-
-def _link(links: Sequence[Link], rule: Rule, where: str) -> Link:
-    """Return the link of the name, or of the output, that a rule names; without a name the link to what ships."""
-    shipped = _shipped(links)
-    if rule.link is None:
-        return shipped[-1]
-    named = {link.output: link for link in shipped} | {link.name: link for link in links}
-    if rule.link not in named:
-        names = ", ".join(
-            filter(None, dict.fromkeys((*(link.name for link in links), *(link.output for link in shipped))))
-        )
-        raise BadInput(f"rule {rule.text!r}: {where} has no parity link or output {rule.link!r}; it has {names}")
-    return named[rule.link]
-
-
-def for_each_output(rule: Rule, parity: Parity | None) -> list[Rule]:
-    """Return the rule once for each output that has its figure, if it names none and the model gives several."""
-    if parity is None or rule.link is not None or rule.is_own or rule.is_of_bench or rule.metric in (FITTED, ACCURACY):
-        return [rule]
-    telling = [link for link in _shipped(parity.links) if rule.metric in asdict(link.measures)]
-    if len(telling) < 2 and all(link.output is None for link in telling):
-        return [rule]
-    return [replace(rule, link=link.name, text=f"{rule.text} [{link.output}]") for link in telling] or [rule]
-
-
-def outputs_judged(rule: Rule, parity: Parity) -> list[str]:
-    """Return the outputs, as Parity.outputs names them, whose difference from the dense model a rule judges."""
-    if rule.is_own:  # the user's own measure is given every output
-        return list(parity.outputs)
-    if rule.is_of_bench or rule.metric == FITTED:
-        return []
-    if rule.metric == ACCURACY:
-        return [name for name, links in parity.outputs.items() if links[0].role == "logits"][:1]
-    links = [_link(parity.links, each, "this record") for each in for_each_output(rule, parity)]
-    shipped = _shipped(parity.links)
-    return [each.output or each.role for each in links if each in shipped or each.kind == "reduced"]
-
-
-def _accuracy(parity: Parity, rule: Rule, subject: str | None, where: str, confidence: float) -> Reading:
-    """Return the accuracy of what ships, of a link's candidate, or of the dense model."""
-    if not parity.accuracy:
-        raise BadInput(
-            f"rule {rule.text!r}: {where} has no accuracy, since it was made without labels; verify again with --labels"
-        )
-    label = parity.accuracy[0].model if subject == DENSE else _link(parity.links, rule, where).candidate
-    own = next(row for row in parity.accuracy if row.model == label)
-    interval = share_interval(own.accuracy, own.images, confidence)
-    return Reading(interval=interval, count=own.images, unit="images", share=own.accuracy)
-
-
 def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
     """Return what a rule's figure differs by from the dense model's on the same images, and the dense figure; None
     where the rule compares otherwise. Both models are right or wrong together on most images, so that the difference is
@@ -282,22 +155,13 @@ def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
     mine, dense_reading = (now.reading(rule, subject, "this record") for subject in (None, DENSE))
     assert mine.interval is not None
     assert dense_reading.interval is not None
-    label = _link(parity.links, rule, "this record").candidate
+    label = link_of(parity.links, rule, "this record").candidate
     pair = next(each for each in parity.comparisons if each.b == label)
     low, high = paired_interval(pair.only_b, pair.only_a, mine.count, now.confidence)
     change = mine.interval.value - dense_reading.interval.value
     return Reading(
         interval=Interval(value=change, low=low, high=high), count=mine.count, unit="images"
     ), dense_reading.interval
-
-
-def _own(metric: OwnMetric, confidence: float) -> Reading:
-    """Return the figure of a user's own measure: with an interval where it has a value for each image."""
-    if metric.error is None or metric.images is None:
-        return Reading(interval=exact(metric.value))
-    width = z_of(confidence) * metric.error
-    interval = Interval(value=metric.value, low=metric.value - width, high=metric.value + width)
-    return Reading(interval=interval, count=metric.images, unit="images")
 
 
 MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput")

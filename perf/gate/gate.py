@@ -30,13 +30,12 @@ from perf.stats.stats import UNBOUNDED, Interval, exact
 
 from .evidence import (
     Evidence,
-    Reading,
     differing,
     divided_by_machine_change,
-    for_each_output,
     machine_change,
     paired_change,
 )
+from .parity_figures import Reading, for_each_output
 from .rule import ACCURACY, BASELINE, Rule
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]

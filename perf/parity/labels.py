@@ -49,7 +49,7 @@ class PairedAccuracy:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """Return the counts in one line, from the second model's side."""
         return f"{self.only_a} images right in {self.a} alone, {self.only_b} here alone (McNemar p {self.p_value:.2g})"
 
 
@@ -64,8 +64,8 @@ def accuracy(
     answers_N = _answers(model, logits_NC, labels_N, threshold)
     correct, images = int((answers_N == labels_N).sum()), len(labels_N)
     low, high = wilson(correct, images)
-    classes = np.arange(max(int(answers_N.max()), int(labels_N.max())) + 1)
-    shares = ((side_N[:, None] == classes).mean(axis=0) for side_N in (answers_N, labels_N))
+    classes = max(int(answers_N.max()), int(labels_N.max())) + 1
+    shares = [np.bincount(side_N[side_N >= 0], minlength=classes) / images for side_N in (answers_N, labels_N)]
     return Accuracy(
         model=model,
         correct=correct,

@@ -10,7 +10,8 @@ from ground.errors import BadInput
 from ground.ports import Role
 from ground.records import Figure, record_from_value
 from ground.text import printable
-from perf.parity.parity import Link, Parity, parity_from_value
+from perf.parity.link import Link
+from perf.parity.parity import Parity, parity_from_value
 from perf.record.runs import Bench
 from perf.stats.summary import Summary, SummaryRow, summarise
 from perf.stats.trend import Trend
@@ -284,7 +285,7 @@ def tiles(content: Content) -> list[tuple[str, str]]:
 
 
 def _accuracy_tile(parity: Parity) -> list[tuple[str, str]]:
-    """The accuracies of the dense model and of what ships, else of the last model; none without two of them."""
+    """Return a tile with the accuracy of the dense model and of what ships, else of the last one, if both are known."""
     if len(parity.accuracy) < 2:
         return []
     dense, *others = parity.accuracy

@@ -3,8 +3,9 @@
 from dataclasses import asdict
 
 from ground.digits import plain
+from perf.parity.link import Link
 from perf.parity.maps import MapMeasures
-from perf.parity.parity import Link, Parity
+from perf.parity.parity import Parity
 
 from .numbers import NOTHING, Table, error, percent
 

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from ground.digits import plain
-from perf.parity.parity import Link
+from perf.parity.link import Link
 from perf.stats.stats import Interval, exact
 
 from .numbers import error as error_words

@@ -20,7 +20,8 @@ from ground.records import record_from_file
 from perf.bench.latency_table import Cell, LatencyTable, load_table, save_table
 from perf.gate.gate import Gate, JudgedRule
 from perf.gate.verdicts import load_gate, save_gate
-from perf.parity.parity import ImageSet, Parity, link, load_parity
+from perf.parity.link import link
+from perf.parity.parity import ImageSet, Parity, load_parity
 from perf.parity.tolerance import limits
 from perf.record.runs import Bench, BenchTrial, Block, GpuState, Row, SubjectRecord, load_bench, save_bench
 from tests.export_served import engine_record

@@ -1,0 +1,151 @@
+"""The figure of a parity record that a rule asks for: of a link, of an output, of labels, or the user's own."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from ground.errors import BadInput
+from perf.parity.labels import OwnMetric
+from perf.parity.link import Link
+from perf.parity.measures import SHARES
+from perf.parity.parity import Parity
+from perf.stats.decision import share_interval, z_of
+from perf.stats.stats import Interval, exact
+
+from .rule import ACCURACY, COUNTED, FITTED, PLACED, TIMED, Rule
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A figure with its interval (as wide as the value when it is exact).
+
+    `count` units (rounds or images) stand behind it. `share`: of those images, where the figure is one; it stays as it
+    is where the interval becomes a bound. `doubt` is why no verdict may rest on it, `broken` why there is no figure at
+    all although it was asked of the machine.
+    """
+
+    interval: Interval | None
+    count: int = 0
+    unit: str | None = None
+    share: float | None = None
+    doubt: str | None = None
+    broken: str | None = None
+
+
+def require_measure(rule: Rule, measures: Collection[str]) -> None:
+    if rule.metric not in measures:
+        names = ", ".join(dict.fromkeys((*TIMED, *PLACED, *COUNTED, FITTED, ACCURACY, *sorted(measures))))
+        raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {names}")
+
+
+def parity_reading(parity: Parity | None, rule: Rule, subject: str | None, where: str, confidence: float) -> Reading:
+    if parity is None:
+        raise BadInput(
+            f"rule {rule.text!r}: {rule.metric} is no figure of a bench record, and {where} has no parity record"
+        )
+    if rule.metric == FITTED:
+        if parity.fitted is None:
+            raise BadInput(
+                f"rule {rule.text!r}: {where} does not tell which images the model was fitted to; verify it again with "
+                "its directory among the candidates, or with --moments"
+            )
+        return Reading(interval=exact(parity.fitted.same))
+    if rule.metric == ACCURACY:
+        return _accuracy(parity, rule, subject, where, confidence)
+    link = link_of(parity.links, rule, where)
+    measures = asdict(link.measures)
+    require_measure(rule, measures)
+    value = measures[rule.metric]
+    if value is None:
+        return Reading(interval=None, doubt=f"{link.name}: {link.measures.agreement_line}")
+    if not math.isfinite(value):
+        return Reading(interval=None, broken=f"{rule.metric} of {link.name} is not finite")
+    if rule.metric not in SHARES:
+        return Reading(interval=exact(value))
+    count, unit = link.measures.images, link.measures.inputs
+    return Reading(interval=share_interval(value, count, confidence), count=count, unit=unit, share=value)
+
+
+def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> OwnMetric:
+    """Of a link's candidate, else of what ships; of the dense model where that is the subject. Raises BadInput where
+    there is none.
+    """
+    rows = [] if parity is None else [row for row in parity.metrics if row.name == rule.metric]
+    if parity is None or not rows:
+        known_names = ", ".join(dict.fromkeys(row.name for row in parity.metrics)) if parity else ""
+        has = f"it has {known_names}" if known_names else "it has none"
+        raise BadInput(
+            f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of your own, {has}; give verify --metric "
+            f"{rule.metric}='COMMAND {{outputs}}'"
+        )
+    label = rows[0].model if subject == DENSE else link_of(parity.links, rule, where).candidate
+    row = next((row for row in rows if row.model == label), None)
+    if row is None:
+        raise BadInput(f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of {label}")
+    return row
+
+
+def _shipped(links: Sequence[Link]) -> list[Link]:
+    """Return the links, one for each output, from the dense model to what ships; else those of the last step."""
+    last = next((link for link in reversed(links) if link.kind == "whole"), links[-1])
+    return [link for link in links if (link.kind, link.candidate) == (last.kind, last.candidate)]
+
+
+def link_of(links: Sequence[Link], rule: Rule, where: str) -> Link:
+    """Return the link of the name, or of the output, that a rule names; without a name the link to what ships."""
+    shipped = _shipped(links)
+    if rule.link is None:
+        return shipped[-1]
+    named = {link.output: link for link in shipped} | {link.name: link for link in links}
+    if rule.link not in named:
+        names = ", ".join(
+            filter(None, dict.fromkeys((*(link.name for link in links), *(link.output for link in shipped))))
+        )
+        raise BadInput(f"rule {rule.text!r}: {where} has no parity link or output {rule.link!r}; it has {names}")
+    return named[rule.link]
+
+
+def for_each_output(rule: Rule, parity: Parity | None) -> list[Rule]:
+    """Return the rule once for each output that has its figure, if it names none and the model gives several."""
+    if parity is None or rule.link is not None or rule.is_own or rule.is_of_bench or rule.metric in (FITTED, ACCURACY):
+        return [rule]
+    telling = [link for link in _shipped(parity.links) if rule.metric in asdict(link.measures)]
+    if len(telling) < 2 and all(link.output is None for link in telling):
+        return [rule]
+    return [replace(rule, link=link.name, text=f"{rule.text} [{link.output}]") for link in telling] or [rule]
+
+
+def outputs_judged(rule: Rule, parity: Parity) -> list[str]:
+    """Return the outputs, as Parity.outputs names them, whose difference from the dense model a rule judges."""
+    if rule.is_own:  # the user's own measure is given every output
+        return list(parity.outputs)
+    if rule.is_of_bench or rule.metric == FITTED:
+        return []
+    if rule.metric == ACCURACY:
+        return [name for name, links in parity.outputs.items() if links[0].role == "logits"][:1]
+    links = [link_of(parity.links, each, "this record") for each in for_each_output(rule, parity)]
+    shipped = _shipped(parity.links)
+    return [each.output or each.role for each in links if each in shipped or each.kind == "reduced"]
+
+
+def _accuracy(parity: Parity, rule: Rule, subject: str | None, where: str, confidence: float) -> Reading:
+    """Return the accuracy of what ships, of a link's candidate, or of the dense model."""
+    if not parity.accuracy:
+        raise BadInput(
+            f"rule {rule.text!r}: {where} has no accuracy, since it was made without labels; verify again with --labels"
+        )
+    label = parity.accuracy[0].model if subject == DENSE else link_of(parity.links, rule, where).candidate
+    own = next(row for row in parity.accuracy if row.model == label)
+    interval = share_interval(own.accuracy, own.images, confidence)
+    return Reading(interval=interval, count=own.images, unit="images", share=own.accuracy)
+
+
+def reading_of_own(metric: OwnMetric, confidence: float) -> Reading:
+    """Return the figure of a user's own measure: with an interval where it has a value for each image."""
+    if metric.error is None or metric.images is None:
+        return Reading(interval=exact(metric.value))
+    width = z_of(confidence) * metric.error
+    interval = Interval(value=metric.value, low=metric.value - width, high=metric.value + width)
+    return Reading(interval=interval, count=metric.images, unit="images")
