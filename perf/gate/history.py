@@ -24,22 +24,19 @@ LEAST_RISE = 0.01  # smaller ones are found and shown; few would hold a release 
 
 
 def save_trend(trend: Trend, path: Path) -> None:
-    """Write the trend as JSON: kind "history", version, releases, batches, left_out, test."""
     write_json(path, {"kind": KIND, "version": VERSION, **json_from_record(trend)}, indent=1)
 
 
 def load_trend(path: Path) -> Trend:
-    """Read it back; raises BadInput, naming the entry, when the file holds none."""
     return record_from_file(path, Trend, kind=KIND, version=VERSION, remedy=AGAIN)
 
 
 def history_rows(trend: Trend) -> tuple[JudgedRule, ...]:
-    """A row for each batch size."""
     return tuple(_row(trend, batch) for batch in trend.batches)
 
 
 def change_text(trend: Trend, change: ChangePoint) -> str:
-    """Such as: rose 3.1 % (2.7 to 3.5) at release 3 of 5, 20260501T120000Z-...; found at release 4."""
+    """Describe a change: rose 3.1 % (2.7 to 3.5) at release 3 of 5, 20260501T120000Z-...; found at release 4."""
     low, mid, high = (100 * (end - 1) for end in (change.ratio.low, change.ratio.value, change.ratio.high))
     verb, sign = ("rose", 1) if change.is_rise else ("fell", -1)
     ends = sorted((sign * low, sign * high))
@@ -49,7 +46,6 @@ def change_text(trend: Trend, change: ChangePoint) -> str:
 
 
 def standing_rise(series: Series) -> ChangePoint | None:
-    """The rise that holds the newest release back, if there is one."""
     if not series.changes or series.values[-1] is None:
         return None
     change = series.changes[-1]

@@ -34,10 +34,7 @@ _NORMAL_95 = 1.96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangePoint:
-    """A level that began at value `first` and was seen when value `found` came; both count from 0.
-
-    `ratio`: the new level over the one before, by the values up to `found`. `score`: Student's t as a normal deviate.
-    """
+    """A level that began at value `first` and was seen at value `found`; `ratio` is over the level before."""
 
     first: int
     found: int
@@ -58,11 +55,9 @@ def normal_from_t(t: Any, freedom: int) -> Any:
 def change_points(
     values: Sequence[float] | Floats, critical: float, *, noise: float = LEAST_NOISE
 ) -> tuple[ChangePoint, ...]:
-    """The changes of a series of positive values, as each was found; a value seen later alters none of them.
+    """Return the changes of a series of positive values as each was found.
 
-    Args:
-        critical: the score that counts, see `critical_score`.
-        noise: the spread of the logarithms that the estimate is never below, such as a measurement's own.
+    `critical`: see `critical_score`; `noise`: a least spread of the logarithms.
     """
     logs = np.log(np.asarray(values, dtype=np.float64))
     points: list[ChangePoint] = []
@@ -99,7 +94,6 @@ def _steps(level_HN: Floats, squares: float, freedom: int, noise: float) -> tupl
 
 
 def _squares(values: Floats) -> Floats:
-    """Of each row from its mean."""
     return np.asarray(np.sum((values - values.mean(axis=-1, keepdims=True)) ** 2, axis=-1))
 
 

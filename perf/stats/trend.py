@@ -56,7 +56,6 @@ class History:
 
 
 def release_of_file(path: Path) -> Release:
-    """The record under its name. Raises BadInput when the file is none or doesn't say when it was measured."""
     bench = load_bench(path)
     try:
         created = datetime.fromisoformat(bench.created)
@@ -71,14 +70,12 @@ def release_of_file(path: Path) -> Release:
 
 
 def require_directory(directory: Path) -> None:
-    """Raise BadInput where something else than a directory stands, or is on the way there."""
     for place in (directory, *directory.parents):
         if place.exists() and not place.is_dir():
             raise BadInput(f"{place}: a file, expected the directory that keeps the bench records of releases")
 
 
 def load_history(directory: Path) -> History:
-    """What the directory holds; nothing where it isn't there yet. Raises BadInput where it is no directory."""
     require_directory(directory)
     releases: list[Release] = []
     left_out = []
@@ -101,7 +98,6 @@ def load_history(directory: Path) -> History:
 
 
 def add_release(directory: Path, record: Path) -> bool:
-    """Keep the bench record, byte by byte; False where it is kept already. Raises BadInput as the functions above."""
     require_directory(directory)
     path = directory / f"{release_of_file(record).name}.json"
     if path.exists():
@@ -117,10 +113,9 @@ SHOWN_KEYS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One figure by release, None where a release has no such figure that can be relied on.
+    """One figure by release, None where none can be relied on; `unit` is ms or x (the speed-up).
 
-    `unit` is ms for a median time, x for the speed-up. `changes` count releases from 0; their ratios are of time, also
-    for the speed-up (above 1 is slower). Only a `judged` series has changes.
+    `changes` count releases from 0; their ratios are of time. Only a `judged` series has any.
     """
 
     name: str
@@ -149,10 +144,7 @@ class BatchTrend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """All batch sizes of the newest release over the releases that are comparable with it, and those that are not.
-
-    `test` says how changes were looked for.
-    """
+    """All batch sizes of the newest release over comparable releases. `test` says how changes were looked for."""
 
     releases: tuple[str, ...]
     batches: tuple[BatchTrend, ...]
@@ -165,7 +157,6 @@ class Trend:
 
 
 def trend_of(history: History, newest: Release) -> Trend:
-    """The trend up to the newest release, whether the history holds it already or not."""
     left_out = list(history.left_out)
     releases: list[Release] = []
     for release in history.releases:
@@ -234,7 +225,6 @@ _NO_FIGURES: _Figures = (None, None, None)
 
 
 def _figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
-    """Median times of both subjects and the speed-up, or why there are none."""
     row = bench.row(batch)
     if row is None:
         return _NO_FIGURES, f"not measured at batch {batch}"
