@@ -39,15 +39,11 @@ _SPELT = {chr(code): f"\\{code:03o}" for code in (*range(32), 127)} | {
 
 
 class Name(str):
-    """A bare word: an enum value such as TYPE_FP32."""
-
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One value; `dims: [3, 32, 32]` is three fields of one line."""
-
     name: str
     value: Value
     line: int
@@ -73,7 +69,6 @@ class Message:
         return next(reversed(self.messages(name)), None)
 
     def inner(self, name: str) -> "Message":
-        """An empty one where none is there."""
         return self.message(name) or Message((), self.line)
 
     def numbers(self, name: str) -> tuple[int, ...]:
@@ -88,21 +83,17 @@ class Message:
         return field.value if field is not None and type(field.value) is int else default
 
     def line_of(self, name: str) -> int:
-        """Where this field stands; the message itself when it is absent."""
         field = self.one(name)
         return self.line if field is None else field.line
 
 
 class ParseError(BadInput):
-    """The text breaks the grammar at `line`."""
-
     def __init__(self, what: str, line: int) -> None:
         super().__init__(f"line {line}: {what}")
         self.what, self.line = what, line
 
 
 def parse(text: str) -> Message:
-    """The fields of `text`; ParseError with the line for anything that is no text-format message."""
     reader = _Reader(list(_tokens(text)))
     try:
         return Message(tuple(reader.fields(closing=None)), 1)
@@ -111,7 +102,6 @@ def parse(text: str) -> Message:
 
 
 def pbtxt_from(fields: Mapping[str, Plain]) -> str:
-    """Text whose fields come in the given order; a list repeats its field, None is not a value."""
     return "".join(f"{line}\n" for name, value in fields.items() for line in _lines(name, value, ""))
 
 
@@ -217,7 +207,6 @@ def _number(token: _Token) -> int | float:
 
 
 def _unquoted(token: _Token) -> str:
-    """The text between the quotes. Escapes stand for bytes, of which several may make one character in UTF-8."""
     raw, end = bytearray(), 0
     inner = token.text[1:-1]
     try:
@@ -230,7 +219,6 @@ def _unquoted(token: _Token) -> str:
 
 
 def _escaped(match: re.Match[str], line: int) -> bytes:
-    """The bytes that one escape stands for."""
     if letter := match["letter"]:
         return _LETTERS.get(letter, letter).encode()
     if code := match["short"] or match["long"]:
@@ -244,7 +232,7 @@ def _escaped(match: re.Match[str], line: int) -> bytes:
 
 
 def _spelt(character: str) -> str:
-    """What would end a text, and what would not be shown as it is, as escapes."""
+    """Escape characters that would end a text or not be shown."""
     if character in _SPELT or printable(character) == character:
         return _SPELT.get(character, character)
     return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))

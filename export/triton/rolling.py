@@ -38,7 +38,7 @@ _SPECIFIC = re.compile(r"(?s)^version_policy\b.*?versions:\s*(?:\[[^\]]*\]|\d+)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Inputs [N,...] of the model's only input, what the version answers to them [N,F] and how far it may be off."""
+    """Inputs [N,...] of the only input, the version's answers [N,F], and their largest relative error."""
 
     images: NDArray[Any]
     answers: NDArray[Any]
@@ -51,9 +51,8 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollResult:
-    """What serves the version now, `idle` (not loaded in this server: config changed alone), and `failure`.
-
-    With a failure the models named in it and those after it serve what they served before.
+    """Models that serve the version, `idle` ones (not loaded, config changed) and a `failure`, from which on the old
+    serves.
     """
 
     served: ServedVersion
@@ -63,9 +62,7 @@ class RollResult:
 
 
 def roll(repository: Path, name: str, version: int, server: TritonServer, samples: Samples | None = None) -> RollResult:
-    """Roll every variant of `name`. Raises BadInput for an unknown version, a server that is not there or has none of
-    the variants loaded.
-    """
+    """Roll every variant. Raises BadInput for an unknown version, and for a server that is missing or has none loaded."""
     having, unchanged = models_by_version(repository, name, version)
     server.require_live()
     try:
@@ -99,7 +96,7 @@ def roll(repository: Path, name: str, version: int, server: TritonServer, sample
 
 
 def _roll_model(folder: Path, version: int, server: TritonServer, samples: Samples | None) -> dict[str, float]:
-    """The relative error on the samples by model; nothing without samples. Raises ServerError with all put back."""
+    """Return the relative error on the samples. Raises ServerError with everything put back."""
     model, before = folder.name, server.ready_versions(folder.name)
     config, pinned = folder / "config.pbtxt", _pinned(folder, version)
     with _staged(folder, version, server) as staged:
@@ -134,7 +131,6 @@ def _wait_until_ready(server: TritonServer, model: str, version: int) -> None:
 
 @contextmanager
 def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
-    """The version alone, loaded under another name; gone from server and disk afterwards."""
     name = folder.name + STAGED
     target = folder.parent / name
     with staging_folder(folder.parent) as scratch:
@@ -157,7 +153,6 @@ def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
 
 
 def _checked(server: TritonServer, model: str, version: int, samples: Samples) -> float:
-    """The relative error of the answers. Raises ServerError beyond the bound."""
     names = server.input_names(model, version)
     if len(names) != 1:
         raise BadInput(f"samples are of one input, {model} takes {', '.join(names)}; leave out --samples")
@@ -182,7 +177,6 @@ def _pinned(folder: Path, version: int) -> str:
 
 
 def _with_versions(text: str, versions: list[int]) -> str:
-    """The config with another list of versions. Raises BadInput for one that `package` did not write."""
     policy = f"version_policy {{\n  specific {{\n    versions: [{', '.join(map(str, versions))}]"
     changed, count = _SPECIFIC.subn(policy, text)
     if count != 1:
