@@ -6,7 +6,7 @@
         '''Measure each precision.'''
         bench.share(images=count)
         for precision in PRECISIONS:
-            bench.row({"precision": precision}, lambda: {"error": ...})
+            bench.row({"precision": precision}, figures, precision)  # calls figures(precision) for the other fields
 
 A run goes on where another ended: rows that the record has are made again by `--again` alone. `--only` chooses rows
 by the values of their keys. `benchmarks/pages/markdown.py` has the tables.
@@ -112,13 +112,18 @@ class Bench:
             return False
         return self.again or not self.record.has(part, key)
 
-    def row(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]], part: str = "rows") -> None:
-        """Make one row if it is wanted, and write it; a package or device that is absent is reported and no row."""
+    def row(
+        self, key: Mapping[str, Any], make: Callable[..., Mapping[str, Any]], *arguments: Any, part: str = "rows"
+    ) -> None:
+        """Make and write the row of this key if it is wanted, its other fields by `make(*arguments)`.
+
+        Where a package or a device is absent, this is reported and there is no row.
+        """
         if not self.wanted(key, part):
             return
         name = ", ".join(str(value) for value in key.values())
         try:
-            row = {**key, **make()}
+            row = {**key, **make(*arguments)}
         except Missing as reason:
             click.echo(f"{name}: skipped, {reason}", err=True)
             return

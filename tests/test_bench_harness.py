@@ -7,8 +7,14 @@ import click
 from click.testing import CliRunner
 
 from benchmarks.harness import Bench, measures
-from benchmarks.pages.markdown import table_of
+from benchmarks.pages.markdown import Column, table_of
 from ground.errors import Missing
+
+
+def figures(number: int, addend: int) -> dict[str, float]:
+    if number == 3:
+        raise Missing("no third machine")
+    return {"sum": float(number + addend)}
 
 
 @measures("benchmarks/sums")
@@ -17,12 +23,8 @@ def command(bench: Bench, addend: int) -> None:
     """Add up."""
     bench.share(addend=addend)
 
-    def absent() -> dict[str, float]:
-        raise Missing("no third machine")
-
-    for number in (1, 2):
-        bench.row({"number": number}, lambda number=number: {"sum": float(number + addend)})
-    bench.row({"number": 3}, absent)
+    for number in (1, 2, 3):
+        bench.row({"number": number}, figures, number, addend)
 
 
 def run(path: Path, *words: str) -> str:
@@ -54,5 +56,10 @@ def test_rows_of_another_setting_are_refused_and_replaced_on_demand(tmp_path: Pa
 
 def test_a_table_formats_fields_and_shows_none_as_a_dash() -> None:
     rows = [{"name": "a", "error": 0.25, "fused": None}]
-    columns = {"name": "{name}", "error": "{error:.1f}", "fused": "{fused}", "twice": lambda row: row["name"] * 2}
+    columns: dict[str, Column] = {
+        "name": "{name}",
+        "error": "{error:.1f}",
+        "fused": "{fused}",
+        "twice": lambda row: row["name"] * 2,
+    }
     assert table_of(rows, columns).splitlines()[-1] == "| a | 0.2 | - | aa |"
