@@ -122,7 +122,7 @@ def second_half_mask(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Te
 
 
 def held_out_groups(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int) -> tuple[SomeSet, SomeSet, Tensor]:
-    """Hold out groups drawn by `seed` until they have `count` inputs. Raises BadInput unless both sides have a group."""
+    """Hold out groups drawn by `seed` until they have `count` inputs. Raises BadInput unless both sides have one."""
     groups, sizes = groups_B.unique(return_counts=True)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))
     before = sizes[order].cumsum(0) - sizes[order]

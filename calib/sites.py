@@ -192,7 +192,7 @@ Hear = Callable[[str, Role, Tensor], None]
 
 @contextmanager
 def listening(sites: Sequence[Site], on_activation: Hear) -> Iterator[None]:
-    """Call `on_activation` with x and z [B,N,...], q and k [B,H,N,D] (or by window), and maps x and y of convolutions."""
+    """Call `on_activation` with x and z [B,N,...], q and k [B,H,N,D] (or by window), and maps x and y [B,C,H,W]."""
     with ExitStack() as stack:
         for site in sites:
             for role, tap in site.taps.items():

@@ -273,7 +273,7 @@ def _joined_header(parts: Sequence[Path]) -> dict[str, Any]:
 
 
 def join(parts: Sequence[Path], path: Path) -> None:
-    """Join moments of other sites over the same images in one file; bytes are copied. Raises BadInput for other parts."""
+    """Join moments of other sites over the same images in one file; copying bytes. Raises BadInput for other parts."""
     header = _joined_header(parts)
     entries = dict[str, Entry]()
     for part in parts:

@@ -115,7 +115,7 @@ def build_engine(
 def engine_of(
     onnx_path: Path, proto: ModelProto, plan: bytes, fusion: Mapping[str, Any], *, weights: ModelProto, **own: Any
 ) -> Engine:
-    """Return a plan with its record; `own` fields go before those read from the graph, the kernels and the `weights`."""
+    """Return a plan with its record; `own` fields replace those of the graph, the kernels and the `weights`."""
     content, shares = onnx_path.read_bytes(), weight_shares(weights)
     inputs, outputs = ports_of_graph(proto)
     facts: dict[str, Any] = {

@@ -62,7 +62,7 @@ class RollResult:
 
 
 def roll(repository: Path, name: str, version: int, server: TritonServer, samples: Samples | None = None) -> RollResult:
-    """Roll every variant. Raises BadInput for an unknown version, and for a server that is missing or has none loaded."""
+    """Roll every variant. Raises BadInput for an unknown version, and a server that is missing or has none loaded."""
     having, unchanged = models_by_version(repository, name, version)
     server.require_live()
     try:

@@ -27,7 +27,7 @@ REGISTRY = "nvcr.io/nvidia"  # where NVIDIA publishes it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRelease:
-    """A container image. `tensorrt` is None if unpublished; `opset` and `ir`: the newest that its ONNX Runtime reads."""
+    """A container image. `tensorrt` is None if unpublished; `opset` and `ir`: the newest that its ONNX Runtime has."""
 
     tag: str
     server: str

@@ -209,7 +209,7 @@ class BatchSize:
 
 
 def least_of(trials: Sequence[BenchTrial]) -> float | None:
-    """Return the seconds that an interval takes at least by the fastest calls; None where only first calls are known."""
+    """Return the seconds that an interval takes at least by the fastest calls; None of first calls alone."""
     called = [trial.warm_up_samples_ms for trial in trials if trial.warm_up_samples_ms]
     if not called or min(map(len, called)) < 2:
         return None

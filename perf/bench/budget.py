@@ -26,7 +26,7 @@ def round_s(calls_s: Sequence[float], calls: int) -> float:
 
 
 def least_s(calls_s: Sequence[float]) -> float:
-    """Return the duration of the shortest interval: one call a block, and a plain call that answers are compared with."""
+    """Return the duration of the shortest interval: one call a block, and a plain one to compare answers with."""
     return SLACK * (MIN_ROUNDS * round_s(calls_s, 1) + sum(calls_s))
 
 

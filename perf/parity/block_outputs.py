@@ -31,7 +31,7 @@ FLOATS = (TensorProto.FLOAT, *NARROW)
 
 
 def site_of(node_name: str) -> str:
-    """Return the site in a node's name: `blocks.3.attn.qkv/MatMul_1` -> `blocks.3.attn`; empty outside of any module."""
+    """Return the site in a node's name: `blocks.3.attn.qkv/MatMul_1` -> `blocks.3.attn`; empty outside modules."""
     parts = node_name.rpartition("/")[0].split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 2] if numbers else parts[:1])
@@ -77,7 +77,7 @@ def outputs_of_graph(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict
 
 
 def outputs_of_module(model: nn.Module, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
-    """Return the outputs [N, ...] of all modules that are sites, in the order computed, but for those without a tensor."""
+    """Return the outputs [N, ...] of all modules that are sites, in order, but for those without a tensor."""
     pieces: dict[str, list[Array]] = {}
 
     def keep(name: str, output: object) -> None:

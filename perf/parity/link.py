@@ -31,7 +31,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One step of the chain at one output. `measures` are those of the worst batch size; `ties`: images judged apart."""
+    """One step of the chain at one output. `measures` are of the worst batch size; `ties`: images judged apart."""
 
     name: str
     kind: LinkKind

@@ -67,7 +67,7 @@ class Parity:
 
     @property
     def verdict(self) -> Verdict:
-        """Return FAIL if a link or test fails, INCONCLUSIVE if a limit lies in an interval, UNJUDGED without any limit."""
+        """Return FAIL if a link or test fails, INCONCLUSIVE if a limit lies in an interval, UNJUDGED without limits."""
         if any(finding.status == "FAIL" for finding in self.structure):
             return "FAIL"
         order: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS")

@@ -34,7 +34,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMeasures:
-    """Means over the tokens of a sequence: nats of the next one, agreement with the reference and KL from it in nats."""
+    """Means over the tokens of a sequence: nats of the next one, agreement with the reference and KL in nats."""
 
     nats: float
     agreement: float
@@ -44,7 +44,7 @@ class SequenceMeasures:
 def sequence_measures(
     reference_TV: NDArray[np.floating], candidate_TV: NDArray[np.floating], ids_T: NDArray[np.integer]
 ) -> SequenceMeasures:
-    """Measure one sequence of ids. Raises BadInput for other shapes, a single token or a reference that is not finite."""
+    """Measure one sequence of ids. Raises BadInput for other shapes, one token, or a reference that is not finite."""
     shape = reference_TV.shape
     if len(shape) != 2 or candidate_TV.shape != shape or ids_T.shape != shape[:1] or len(ids_T) < 2:
         raise BadInput(

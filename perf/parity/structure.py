@@ -121,7 +121,7 @@ def extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Deviation:
-    """Relative distances of rows from the expected ones [N], the largest over outputs, and the output that is off most."""
+    """Relative distances of rows from expected ones [N], the largest over outputs, and the output that is off most."""
 
     off_N: NDArray[np.float64]
     worst: str

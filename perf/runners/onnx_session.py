@@ -40,7 +40,7 @@ def io_of_onnx(path: Path) -> Borders:
 
 
 def graph_io(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], note: str) -> Borders:
-    """Return the ports that a file or runtime tells, with the note on its outputs. Raises BadInput as io_of_onnx does."""
+    """Return the ports of a file or runtime, with the note on its outputs. Raises BadInput as io_of_onnx does."""
     answers = [(name, dtype, sizes) for name, dtype, sizes in outputs if not is_fusion_break(name)]
     if not answers or not all(dtype in READ for _, dtype, _ in answers):
         received = ", ".join(f"{name}: {dtype}" for name, dtype, _ in answers)

@@ -139,7 +139,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostBound:
-    """Calls timed by the host's clock; `watch` tells time lost to other programs, `outputs` reads an answer, untimed."""
+    """Calls timed by the host's clock; `watch` tells time lost to other programs, `outputs` reads an answer."""
 
     call: Callable[[], object]
     watch: Callable[[], AbstractContextManager[LostTime | None]] = lost_time

@@ -80,7 +80,7 @@ def percentile(samples: Sequence[float] | Floats, percent: float) -> float:
 
 
 def upper_rank(samples: int, percent: float, confidence: float = 0.99) -> int | None:
-    """Return the lowest rank k with P(k-th order statistic >= true percentile) = P(Binomial(n, p) < k) >= confidence."""
+    """Return the lowest rank with P(k-th order statistic >= true percentile) = P(Binomial(n, p) < k) >= confidence."""
     share, below = percent / 100, 0.0
     for rank in range(1, samples + 1):
         hits, log_ways = rank - 1, math.lgamma(samples + 1) - math.lgamma(rank) - math.lgamma(samples - rank + 2)

@@ -47,7 +47,7 @@ WORTH_REL = 0.10  # a doubled batch, and so about a doubled latency, must bring 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One subject at one batch size. Latencies are None with several streams, throughput (images/s) under an L2 flush."""
+    """One subject at a batch size. Latencies are None with several streams, throughput (images/s) with an L2 flush."""
 
     name: str
     status: Status
