@@ -1,6 +1,4 @@
-"""What a field of moments is by its name: the suffix of a sum has a letter for each axis, and numbers have bounds.
-
-Symmetric sums are stored as what stands on and above their diagonals: half the bytes, the same bits when read.
+"""Fields of moments by name: a sum's suffix has a letter for each axis. Symmetric sums are stored as upper triangles.
 
 Shapes: D rows and columns, T = D (D + 1) / 2 entries of a triangle, row by row.
 """

@@ -1,7 +1,4 @@
-"""A whole calibration: inputs to moments, by one process or several; its state on disk, from which an interrupted one
-goes on where it was and ends with the same bits; and the moments of the first inputs, at several numbers of them, from
-the pass that takes those of all.
-"""
+"""A whole calibration, by one process or several, resumable to the same bits, with snapshots of the first inputs."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

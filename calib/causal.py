@@ -1,13 +1,10 @@
-"""Sums over pairs of attentions. Of a causal one a query sees the keys up to its own place, and no other pair counts;
-keys are centred over the tokens of their own input, since softmax can't tell those from keys as they are.
+"""Sums over pairs of attentions; of a causal one a query sees the keys up to its own place.
 
-Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries. Sums over queries or keys alone count each
-by its pairs, times 2 / (n + 1), so that an input's weights sum to n as where every pair counts. Keys are centred among
-those that their own query sees: its softmax can't tell. Everything is float64 here. Where all pairs count, products are
-taken of c = k - mean, then shifted back in float64: no cancellation either way.
+Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries; sums over one side count each by its
+pairs, times 2 / (n + 1). Keys are centred among those that a query sees, as softmax can't tell, without cancellation.
 
-Shapes: B inputs, H heads, N tokens of one input that are there, n of a block, D dims, K kept ones, P the others, T
-pairs of dims; of queries and keys that positions turn P planes, X = 2 P.
+Shapes: B inputs, H heads, N present tokens, n of a block, D dims, K kept ones, P the others, T pairs of dims; of q and
+k that positions turn, X = 2 P planes.
 """
 
 from collections.abc import Iterator

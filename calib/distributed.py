@@ -1,7 +1,6 @@
-"""Calibration by several processes: each takes its share of the images, then all hold the sums of all.
+"""Calibration by several processes of torchrun: each takes its share of the images, then all hold all sums.
 
-Processes are started by torchrun, which tells each its rank through the environment; gloo adds on CPUs, NCCL on GPUs.
-torchrun keeps its store when it starts them again, with the addresses of the dead in it: those are passed over.
+torchrun keeps its store over restarts, with dead processes' addresses in it.
 """
 
 import os

@@ -1,7 +1,6 @@
-"""What tells inputs apart and finds them again: a digest of each one's content, and of images a perceptual hash.
+"""Digests of inputs' contents, and perceptual hashes of images.
 
-Images that look alike have hashes that differ in few of 128 bits, which say which of the lowest frequencies of the grey
-image (discrete cosine transform, the mean left out) exceed their median: contrast and brightness don't count.
+A hash says which of 128 low frequencies (DCT of the grey image, mean left out) exceed their median.
 """
 
 import base64

@@ -1,8 +1,4 @@
-"""Which inputs belong together (crops of one photograph, frames of one film), and parts of the inputs: those that are
-fitted to and those that are held out, or two halves that split no such group.
-
-Inputs of a group are alike: a fit that is judged on others of its own group looks better than it is.
-"""
+"""Groups of alike inputs (crops of one photograph, frames of one film), and splits that keep them together."""
 
 import hashlib
 from collections.abc import Iterable

@@ -1,6 +1,4 @@
-"""Images that lie in an array, preprocessed or as pixels; identified and drawn as those of a folder are. Imports no
-torch.
-"""
+"""Images in an array, preprocessed or as pixels. Imports no torch."""
 
 import hashlib
 from collections.abc import Callable, Iterator

@@ -1,6 +1,4 @@
-"""What a model is run on, one tensor or several named ones with the batch in front; and what a calibration runs over:
-inputs that are counted, identified by content, and read in order.
-"""
+"""A model's inputs, with the batch in front, and sets of them that are identified by content and read in order."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,9 +1,8 @@
-"""The running float64 sums of what one convolution reads and gives, on the device that computes them: its patches
-(im2col), in the order of its weights, made for a few images, or a few rows of one, at a time.
+"""Running float64 sums of one convolution's patches (im2col) and outputs, made for a few images or rows at a time.
 
-Shapes: B images, C all channels of the map, H rows, W columns, O outputs; N places of the output, row by row, G groups,
-R channels of a group, T places of the kernel, U = R T columns of a patch: by channel, then by place, as
-conv.weight.flatten(1); P outputs of a group, n places of several images.
+Shapes: B images, C channels, H rows, W columns, O outputs; N places of the output, G groups, R channels of a group, T
+places of the kernel, U = R T columns of a patch as conv.weight.flatten(1); P outputs of a group, n places of several
+images.
 """
 
 import math

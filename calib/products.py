@@ -1,15 +1,8 @@
-"""Sums over tokens: float32 products of a few images at a time, float64 sums of products; and how much each token
-counts, by an attention mask, or by how many tokens stand merged in one.
+"""Float32 products of a few images' tokens, summed in float64, each token by its weight.
 
-A Gram of wide activations is one product over all tokens of a forward pass, cut so that no float32 sum is longer than
-TERMS terms: that leaves it good to 2e-6 of its scale where all terms have one sign, and to 1e-7 elsewhere. What is kept
-per image (q and k) is a product of its own for each image, of at most CHUNK terms. So sums over parts add up exactly;
-which images shared a product, and which kernel made it, moves a wide Gram by float32 rounding, all else by float64's.
-On a GPU a part has CHUNK terms; activations of a bfloat16 forward pass stay bfloat16 there, whose products are exact in
-float32, in parts of TERMS terms: sums of those were good to 5e-6 of their scale on an H100.
-
-A token of weight 0 contributes nothing, whatever its values. What has one vector for each input (a pooled one) counts
-it once, where any of the input's tokens counts.
+A wide Gram is one product over a pass, in parts of TERMS terms: good to 2e-6 of its scale where all terms have one
+sign, 1e-7 elsewhere; q and k have products of at most CHUNK terms for each image. On a GPU a part has CHUNK terms, or
+TERMS for bfloat16, whose products are exact (5e-6 on an H100).
 
 Shapes: B images, N tokens, n tokens of a chunk, F channels, R rows of a block, H heads, D dims.
 """

@@ -1,5 +1,4 @@
-"""Rows of named arrays, in memory or mapped, as a model's inputs: opened once, identified by content, read in order; of
-a file with an array for each of a model's ports, and of sequences of token ids, all of one length.
+"""Rows of named arrays as a model's inputs: an array for each port, or sequences of token ids.
 
 Shapes: S sequences, N tokens of each.
 """

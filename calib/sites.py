@@ -1,9 +1,7 @@
-"""Where to listen: the modules of a model whose inputs or outputs are statistics' raw material, and forward hooks there
-that are gone when the context closes.
+"""The modules at which statistics listen, and hooks there that are gone when the context closes.
 
-Shapes: B inputs, W windows of an input, H heads, N tokens, D dims, F and C channels. The batch is in front of every
-activation, whatever a model does inside: windows are an axis of their own. Of a convolution's maps: C channels in, O
-out, H rows, W columns, G groups, R channels of a group.
+Shapes: B inputs, W windows, H heads, N tokens, D dims, F and C channels, batch in front; of convolutions C channels in,
+O out, H rows, W columns, G groups, R channels of a group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The running float64 sums of one site, on the device that computes them; tokens count by their weights, if any.
+"""The running float64 sums of one site, tokens by their weights.
 
 Shapes: B images, W windows of an image, N tokens, F MLP channels, H heads, D query/key dims, K kept dims, C channels of
 z, T = D (D + 1) / 2.

@@ -1,7 +1,6 @@
-"""Engines from ONNX by TensorRT (10.16.1 and newer, 11) and TensorRT-RTX, one path for both; and for ONNX Runtime the
-graph as its optimizer leaves it, saved as ONNX, with the record of an engine.
+"""Engines from ONNX by TensorRT (10.16.1 and newer, 11), TensorRT-RTX and ONNX Runtime.
 
-Precision is in the graph's types: networks are strongly typed and no precision flag exists anywhere.
+Precision is in the graph's types: networks are strongly typed and no precision flag exists.
 """
 
 import importlib.metadata

@@ -1,6 +1,4 @@
-"""What a builder says while it works: its log kept in memory, its progress passed on, its errors as one text, and how
-many layers it has sparse kernels for and took them.
-"""
+"""A builder's log in memory, its progress, its errors, and its sparse layers."""
 
 import re
 from collections.abc import Callable, Collection

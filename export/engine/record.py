@@ -1,9 +1,6 @@
-"""The record that lies beside every engine: what it was made from, by what, what it holds, what it needs of a GPU's
-memory (its weights, and the most that activations take at once, profile by profile), and what it costs that it runs on
-more hardware.
+"""The record beside every engine: its graph and builder, its kernels, its GPU memory, and the price of compatibility.
 
-The builder says both while it works, on a machine without a GPU too (TensorRT-RTX 1.7); a loaded engine is asked
-itself. Buffers of inputs and outputs are the caller's and are not counted.
+Buffers of inputs and outputs are the caller's and are not counted.
 """
 
 import hashlib

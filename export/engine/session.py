@@ -1,9 +1,8 @@
-"""One build on opened bindings of TensorRT or TensorRT-RTX: parse, configure, build, and ask what kernels came out.
+"""One build on opened bindings of TensorRT or TensorRT-RTX, which share an object model, so the bindings are an
+argument.
 
-Both libraries export the same object model (Builder, OnnxParser, IBuilderConfig, ...), so the seam is the bindings
-module itself, opened here and passed on. polygraphy is not in between, for three reasons: it picks one of the two
-libraries for the whole process by an environment variable read at import; it sends the builder's log, which is where
-TensorRT-RTX lists its kernels, to a global logger; and its parser errors lose the node that they belong to.
+Polygraphy is not in between: it chooses one library for the process, sends the log with RTX's kernels to a global
+logger, and loses the node of a parser error.
 """
 
 import importlib

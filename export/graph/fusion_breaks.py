@@ -1,7 +1,7 @@
-"""Fusion breaks: values marked as outputs of a graph, so that a builder can't hide them inside one fused kernel.
+"""Fusion breaks: values marked as float32 outputs `fusion_break.SITE`, so that a builder can't hide them in a fused
+kernel.
 
-A break is an output beside those that the graph is for, named `fusion_break.` and what is broken, in float32. What runs
-or serves the graph knows it by that name (ground.ports) and drops it.
+Whoever runs or serves the graph knows them by that name (ground.ports) and drops them.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
-"""The number formats that weights and activations are quantised to, symmetric around zero; and how large the values of
-a tensor are: counts of |x| in bins that grow with what is seen, and where to clip. PURE.
+"""PURE: symmetric number formats, histograms of |x| that grow with the values, and where to clip.
 
-A range is a power of two and widens by joining bins two by two, so one pass over batches in any cut gives the same
-counts as all at once.
+A range is a power of two and widens by joining bins two by two, so that batches in any cut give the same counts.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""A model of images made to take their pixels, uint8: normalised inside, in the first convolution where that is exact.
+"""A model made to take uint8 pixels: normalised inside, in the first convolution where that is exact.
 
-A convolution that pads is left as it is: the zeros around a normalised image are the mean, and no uint8 pixel is.
+A convolution that pads is left: zeros around a normalised image are the mean, and no uint8 pixel is.
 """
 
 import copy

@@ -1,5 +1,4 @@
-"""The ports of an ONNX graph: what it takes and gives, the note in which it says what that is for, and whether they are
-the ports that they should be, by name, type and shape.
+"""An ONNX graph's ports, the note on what they are for, and how they differ from the expected ones.
 
 A graph without a note is a classifier of images: one input `images`, one output `logits`.
 """

@@ -1,13 +1,8 @@
-"""A typed graph whose linear layers and convolutions read INT8 or FP8: Q/DQ pairs on activations, stored weights; and
-what plain quantisation does to a torch model: the yardstick that quantised graphs are held against.
+"""A typed graph whose linear layers and convolutions read INT8 or FP8, and the same simulated in torch as a yardstick.
 
-QuantizeLinear and DequantizeLinear stand in front of every such layer, one pair a tensor, and each weight is stored in
-the format with one DequantizeLinear behind it, a scale for each output channel. Both are symmetric, as TensorRT needs
-them. What stands between layers keeps its type: norms, softmax, both products of attention, residual additions.
-
-By the yardstick every linear layer and convolution reads rounded inputs and rounded weights, be it a module or a call
-of a traced program: the largest value seen is the end of the range, nothing is balanced and nothing clipped. Sums and
-all between the layers stay float32. As in graphs, a layer that gives a single number stays as it is.
+Symmetric Q/DQ pairs stand in front of every such layer, one a tensor; weights are stored with a scale for each output
+channel. Norms, softmax, attention's products and residual additions keep their type, as does a layer that gives a
+single number. The yardstick takes the largest values as ranges.
 """
 
 import copy

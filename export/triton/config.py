@@ -1,6 +1,4 @@
-"""The config.pbtxt of one served model, made from its artefact and from what was measured; and what it should show,
-written beside it with the command lines of the perf client that check it.
-"""
+"""The config.pbtxt of one served model, and its expected figures with the perf client's commands that check them."""
 
 import json
 from collections.abc import Mapping

@@ -1,6 +1,4 @@
-"""Faults of a model repository: where, how bad, what to do; and those of a config against what its artefact takes and
-gives.
-"""
+"""Faults of a model repository, and those of a config against its artefact."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -1,8 +1,6 @@
-"""The files of one served version against the config that names them and against each other; and what of them would run
-somebody's code in the server, or lead it to files elsewhere.
+"""The files of one served version against their config, and what of them would run foreign code or lead elsewhere.
 
-A server looks for the libraries of its backends in the folders of a model before its own, imports model.py, and follows
-paths of config.pbtxt wherever they lead.
+A server looks for backends' libraries in a model's folders first, imports model.py, and follows all paths.
 """
 
 import os

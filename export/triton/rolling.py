@@ -1,16 +1,9 @@
-"""Another version of a model in a running server, with no request refused and none answered by what was not checked.
+"""Another version of a model in a running server, with no request refused and no answer unchecked.
 
-The order, for each variant that the server has loaded:
+For each variant that is loaded: a copy is staged under its own name and warmed up, checked on samples, added beside the
+served versions, and then served alone. When a step fails the old config is loaded again.
 
-1. stage: the version's files are copied beside under a name of their own, whole or not at all, and loaded. The server
-   warms it up by its config before it is ready. No client knows that name.
-2. check: samples are sent to it and its answers compared with the expected ones.
-3. add: the config names the versions served so far and the new one; the server loads the new one beside them.
-4. switch: the config names the new version alone; the server unloads the others after their last request.
-
-When a step fails the config is put back as it was and loaded again: what was served is served. The staged copy goes in
-any case. Two versions need room beside each other, for a moment three. A server takes this by its load API, which it
-has in explicit mode (--model-control-mode=explicit) alone; in poll mode an edited config is enough.
+It needs the load API (--model-control-mode=explicit) and room for two versions, briefly three.
 """
 
 import re

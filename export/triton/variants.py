@@ -1,6 +1,4 @@
-"""The models of a package: what one version of each is made from, which artefact it serves, and the files that lie in
-its version directory.
-"""
+"""The models of a package: the artefact that each serves and the files of its version directory."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""One batch size within its time limit: bound, warmed up, against itself, side by side, and held against plain calls.
-
-The first calls tell whether there is time for an interval; where there isn't, no more are made.
-"""
+"""One batch size within its time limit: warmed up, against itself, side by side, and compared with plain calls."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
-"""How the time limit of a batch size is spent: the least that makes an interval is kept free for the comparison, the
-rest is shared out to the warm-up, the A/A run and the audit.
+"""How a batch size's time is shared out: the least that makes an interval is kept free, the rest is for warm-up, A/A
+run and audit.
 
-Nothing is begun that isn't expected to end in time; a call can't be interrupted, so that the one under way may end
-later. Times are in seconds; `calls_s` are those of a call of each subject that is compared.
+Nothing begins that isn't expected to end in time. Times are in seconds; `calls_s` are those of a call of each subject.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
-"""An opened subject: its runners, the memory booked on them, how it fares at one batch size, and with one batch again
-and again against varied ones: what answers out of a cache is quicker on the one.
+"""An opened subject: its runners, their memory, and how it fares at one batch size.
 
-Outputs taken inside a timed run are held against a plain call's (after MLPerf Inference's compliance test 01): a number
-is worth nothing when what was timed (a graph captured with other weights, a call that returned early) isn't what was
-verified. One sample, repeated, is held against many after its test 04.
+Outputs of timed calls are compared with plain calls' (MLPerf Inference's compliance test 01), one repeated batch with
+varied ones (test 04).
 """
 
 import math

@@ -1,6 +1,4 @@
-"""The figure that a rule asks for, found in the records, with how far it can be trusted; whether an older record may
-judge it, and what of a change between them is the machine's own.
-"""
+"""The figure that a rule asks for, with how far it can be trusted, and what of a change is the machine's own."""
 
 import math
 from collections.abc import Collection

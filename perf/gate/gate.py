@@ -1,8 +1,7 @@
-"""Judge records by rules: PASS, FAIL, INCONCLUSIVE or NOT-COMPARABLE, each with its reason; UNJUDGED without a bound.
+"""Judge records by rules: PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE or UNJUDGED, each with its reason.
 
-A rule is decided as every figure with an interval is (perf.stats.decision). An older record judges a newer one only if
-both were measured alike; and when both hold the same reference model, a change that this model shows as well is the
-machine's and decides nothing.
+An older record judges a newer one only if both were measured alike; a change that the same reference model shows is the
+machine's.
 """
 
 import math

@@ -1,8 +1,7 @@
-"""What a history says about its newest release, as a row of the gate for each batch size.
+"""A history's newest release as a row of the gate for each batch size.
 
-A row fails where the level rose at one of the newest RECENT releases by LEAST_RISE at least and the newest release is
-still there, nearer to the new level than to the old: measured again it fails again, mended it passes. An older rise is
-the new normal and only shown.
+A row fails while a rise of LEAST_RISE at one of the RECENT releases stands: the newest is nearer to the new level.
+Older rises are only shown.
 """
 
 import math

@@ -1,7 +1,5 @@
-"""A judged gate as files: JSON (the record), JUnit XML (for a CI's test tab), Markdown (for a pull request).
-
-And a bench record as the JSON that benchmark-tracking actions read: a list of {name, unit, value, range, extra} in two
-files, one whose values should fall (`customSmallerIsBetter`) and one whose values should rise (`customBiggerIsBetter`).
+"""A judged gate as JSON, JUnit XML and Markdown, and a bench record as JSON for benchmark-tracking actions: {name,
+unit, value, range, extra}.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""Each block's output, of an ONNX graph cut at its blocks and of a torch module, and a graph's largest activations; and
-from a failing link to the block that breaks it: both sides are run block by block on a few inputs and compared.
+"""Each block's output, of an ONNX graph and of a torch module, and the block that breaks a failing link.
 
-A graph's nodes are expected to carry their module's path, `blocks.3.attn.qkv/MatMul_1`. A site is that path up to one
-name behind the number, `blocks.3.attn`, or the first name where there is no number, `head`.
+Nodes carry their module's path, `blocks.3.attn.qkv/MatMul_1`. A site is that path up to one name behind the number,
+`blocks.3.attn`, or the first name, `head`.
 """
 
 from collections.abc import Collection, Iterator, Mapping

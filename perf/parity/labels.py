@@ -1,6 +1,4 @@
-"""PURE: accuracy on labels with its interval, McNemar's test for two models on the same images, measures of the user's
-own; and what a link's side was: the artefact, what built and runs it, and the graph it was made of.
-"""
+"""PURE: accuracy on labels, McNemar's test, a user's own measures, and the artefacts that links compare."""
 
 import math
 from dataclasses import dataclass

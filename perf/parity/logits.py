@@ -1,7 +1,6 @@
-"""PURE: how far a candidate's logits are from a reference's, those of inputs and those of tokens. N inputs, T tokens of
-each, C classes; float64 inside.
+"""PURE: errors of logits of inputs and of tokens. N inputs, T tokens of each, C classes; float64 inside.
 
-One logit tells two classes apart by a threshold: agreement is the share of images on the same side of it.
+A single logit tells two classes apart by a threshold.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
-"""PURE: how far a candidate's score maps are from a reference's. N inputs, K classes, H and W places; a map at a time,
-in float64, as the maps of all inputs are large.
+"""PURE: errors of score maps. N inputs, K classes, H and W places; a map at a time, in float64.
 
-[N,H,W] and [N,1,H,W] are scores of one thing, which is there above a threshold; of [N,K,H,W] the highest score tells
-the class of a place.
+[N,H,W] and [N,1,H,W] are scores of one class by a threshold; of [N,K,H,W] the highest score tells the class.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
-"""PURE: the measures of an output by what it is for, those of embeddings and feature maps among them, and one figure
-per input for the side file.
+"""PURE: measures of outputs by their role, and figures per input for the side file.
 
-An embedding is used by its angle to others, so that it agrees where the nearest of the other inputs stays the same; so
-are the tokens of a feature map.
+Embeddings, and tokens of feature maps, agree where the nearest other one stays the same.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""PURE: how well logits tell the next token of a text, and how far a candidate's are from a reference's.
-
-What is summed is kept by sequence: tokens of one sequence are alike, so that intervals are drawn over sequences, and a
-candidate and its reference are compared on the same ones.
+"""PURE: how well logits tell a text's next tokens, beside a reference's; intervals are drawn over sequences.
 
 Shapes: S sequences, T tokens of one, V words; float64 inside.
 """

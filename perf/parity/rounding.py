@@ -1,9 +1,7 @@
 """An FP16, BF16 or FP8 graph as a float32 graph that rounds wherever its types say so.
 
-ONNX Runtime's CPU kernels compute FP16 graphs in float32 and carry the wide values on, so that nothing ever overflows
-there: a graph whose attention logits pass 65,504 looks right on a CPU and gives NaN in an engine. Of BF16 they have
-no MatMul at all, of FP8 conversions alone. The rounded graph has the meaning of its types: sums inside an operator are
-wide, as tensor cores keep them, and every result of fewer bits is rounded to nearest, ties to even.
+ONNX Runtime's CPU kernels compute FP16 graphs in float32, where nothing overflows, and have no BF16 products. Here sums
+inside an operator are wide, as in tensor cores, and results are rounded to nearest, ties to even.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""PURE: how far a candidate's answers are from a reference's on the same inputs, whatever they are for. N inputs, F
-figures of each; float64 inside.
-"""
+"""PURE: errors of a candidate's answers to the same inputs. N inputs, F figures of each; float64 inside."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

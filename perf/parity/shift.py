@@ -1,7 +1,6 @@
-"""PURE: do these images look like the calibration images at every site? Mean and covariance against sampling noise.
+"""PURE: mean and covariance of a site's features [F] against the calibration's and sampling noise.
 
-Shapes: F features of a site. Tokens of one image are alike, so counting tokens would understate the noise; it is taken
-from how much the statistics of equal parts of the images differ among themselves.
+The noise is from equal parts of the images, as tokens of one image are alike.
 """
 
 import math

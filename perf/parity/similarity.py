@@ -1,6 +1,4 @@
-"""PURE: how alike two representations of the same things are, beyond the error of each: who is nearest to whom, and
-linear CKA. R rows (inputs, or tokens of inputs), F features of each, which may be others on either side.
-"""
+"""PURE: nearest neighbours and linear CKA of two representations. R rows, F features of each."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
-"""Structural tests: what must hold whatever the weights are: batch slots, order, batch size, sane outputs.
+"""Structural tests: batch slots, order, batch size, sane outputs.
 
-Models take and give named arrays with the batch in front; where there are several outputs, a test is of all of them and
-says which one is off most.
+Models take and give named arrays with the batch in front; a test covers all outputs and names the one that is off most.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,4 @@
-"""PURE: how large a link's error may be, and why: float32's bound, a multiple of the FP16 noise, the user's limits; and
-what its measures come to against that: a verdict, and the sentence that says why.
-"""
+"""PURE: how large a link's error may be and why, and the verdict on its measures."""
 
 import math
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""The record of one comparison of decoders: prefill by length, one step of decoding by batch, and what a cache takes.
-
-The file is one JSON object: kind "decoder-bench", version 1, and the fields of `DecoderBench`.
-"""
+"""The record of one comparison of decoders: a JSON object of kind "decoder-bench" with the fields of `DecoderBench`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

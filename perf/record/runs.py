@@ -1,8 +1,6 @@
-"""The record of one `bench`: raw samples of two subjects, block by block, and the machine they ran on.
+"""The record of one `bench`: raw samples of two subjects, block by block, and their machine.
 
-Nothing derived is stored: `perf.stats.quiet` says which times statistics keep, `perf.stats.summary` reads them. The
-file is one JSON object: kind "bench", version (1 is the first), and the fields of `Bench`. null is what is unknown, or
-what there is none of.
+A JSON object of kind "bench" with the fields of `Bench`; nothing derived is stored (see perf.stats), null is unknown.
 """
 
 import re

@@ -1,6 +1,4 @@
-"""What a report shows: the records of one release and what is known beside them, checked; and what stands on top of it,
-in plain words: verdicts, one sentence, large numbers, where it was measured.
-"""
+"""A report's content: the records of one release, checked, and its verdicts, lead, large numbers and place."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

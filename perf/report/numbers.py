@@ -1,6 +1,4 @@
-"""Numbers as people write them, where what is unknown is a dash; and a table of a report as plain cells, for HTML and
-Markdown. A line break parts a cell's small print.
-"""
+"""Numbers as people write them, a dash for unknown, and a table of plain cells, whose line breaks part small print."""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""The report as one HTML page: no script, nothing from outside; light and dark, phone to paper.
-
-The templates escape every word that they are given; only drawings (see svg) come as markup.
-"""
+"""The report as one HTML page without scripts or anything from outside. The templates escape all words but drawings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

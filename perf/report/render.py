@@ -1,7 +1,4 @@
-"""The report as HTML, Markdown, JUnit or CSV, from the records. It prints their verdicts and computes none.
-
-See content_from_record for the record's keys and what is raised.
-"""
+"""The report as HTML, Markdown, JUnit or CSV, from the records (see content_from_record)."""
 
 import dataclasses
 import math

@@ -1,8 +1,6 @@
-"""The one way to draw: elements that escape what they hold, and of them text, marks, legend, grids and the frame; and
-from values to pixels, linear and logarithmic, with ticks a person would choose.
+"""SVG elements that escape their contents, marks, legends and grids, and scales with round ticks.
 
-Every figure is WIDTH units wide and needs nothing from outside. Colours are CSS classes (see templates/plot.css), so
-that a page may be light or dark; hovering a mark shows its value.
+A figure is WIDTH units wide; colours are classes of templates/plot.css, and hovering a mark shows its value.
 """
 
 import math

@@ -1,8 +1,6 @@
-"""Timing on a CUDA device: one non-default stream, fixed addresses, events around every stage.
+"""Timing on a CUDA device: one non-default stream, fixed addresses, events around every stage, as trtexec defines them.
 
-Definitions are trtexec's: compute is the event span around the enqueued model, end to end is the sum of the spans of
-host-to-device copy, compute and device-to-host copy. Calls of a block are enqueued one after the other and waited for
-once, so that the device is not idle while the host issues the next.
+Calls of a block are enqueued one after the other and waited for once.
 """
 
 from collections.abc import Callable, Mapping, Sequence

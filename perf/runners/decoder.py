@@ -1,9 +1,8 @@
-"""Runs a decoder's ONNX graph with its key/value cache in ONNX Runtime, all of a prompt at once or token by token.
+"""Runs a decoder's ONNX graph with its key/value cache in ONNX Runtime, a prompt at once or token by token.
 
-The graph takes input_ids [B,T], attention_mask [B,P+T] and past_key_values.* [B,G,P,H], and gives logits [B,T,V] and
-present.*. As serving runtimes do it, a cache is one buffer for as many tokens as there will be, which past and present
-share, so that a step writes one token and copies nothing.
-Shapes: B sequences, T tokens fed, P tokens cached, N tokens in all, G groups of heads, H their width, V words.
+It takes input_ids [B,T], attention_mask [B,P+T] and past_key_values.* [B,G,P,H], gives logits [B,T,V] and present.*.
+Past and present share one buffer. Shapes: B sequences, T tokens fed, P cached, N in all, G groups of heads, H their
+width, V words.
 """
 
 from collections.abc import Mapping

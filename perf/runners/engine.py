@@ -1,7 +1,4 @@
-"""Runs a serialised TensorRT or TensorRT-RTX plan on a non-default CUDA stream, with fixed addresses.
-
-Memory, streams, events and graphs are torch.cuda's.
-"""
+"""Runs a serialised TensorRT or TensorRT-RTX plan on a non-default CUDA stream of torch's, with fixed addresses."""
 
 import hashlib
 from collections.abc import Mapping

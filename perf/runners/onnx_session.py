@@ -1,6 +1,4 @@
-"""ONNX files opened: a session of ONNX Runtime by the execution provider that was asked for, and no other; and what a
-file says of its inputs and outputs, read without any runtime.
-"""
+"""Sessions of ONNX Runtime by the execution provider that was asked for, and the ports of ONNX files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""Runs an ONNX file in OpenVINO on the CPU, computed in the precision that was asked for.
+"""Runs an ONNX file in OpenVINO on the CPU.
 
-OpenVINO's own choice follows the CPU and not the file: where there is BF16 it computes an FP32 graph in BF16. So the
-precision is always said. What is recorded are the types of the products as the compiled model has them: it answers f32
-to whoever asks for its hint while it computes the layers of a BF16 graph in BF16.
+OpenVINO's own precision follows the CPU and its hint answers f32 for BF16 layers, so precision is always set, and
+recorded from the products of the compiled model.
 """
 
 from collections.abc import Callable

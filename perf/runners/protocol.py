@@ -1,9 +1,6 @@
-"""What every runner is, the binding that times one on the host's clock, and the peak memory of one runner among several
-in a process.
+"""The protocol of runners, a binding timed by the host's clock, and the memory of one runner among several.
 
-Runners live in files by what they run: `module` (a torch module), `onnx` (an ONNX file in ONNX Runtime), `engine` (a
-TensorRT or TensorRT-RTX plan). A runner never falls back: asked for a device, provider or precision that it doesn't
-get, it raises Missing.
+A runner never falls back: it raises Missing for a device, provider or precision that it doesn't get.
 """
 
 from collections.abc import Callable

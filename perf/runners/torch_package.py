@@ -1,7 +1,6 @@
 """Runs a package that AOTInductor compiled from a torch program (.pt2), on the CPU.
 
-Such a package is native code: whoever loads one runs it. It is loaded by torch's loader of packages alone, as readers
-of programs may take a .pt2 for a pickle.
+A package is native code; torch's package loader alone opens it, as others may take a .pt2 for a pickle.
 """
 
 import os

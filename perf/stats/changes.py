@@ -1,15 +1,11 @@
-"""Change points of a series that grows: which releases began a new level, looked for again after every release.
+"""Change points of a series that grows, looked for again after every release.
 
-The change-point model of Hawkins, Qiu and Kang (Journal of Quality Technology 35, 2003): after each value every split
-of the current level in two is tried by Student's t, the spread pooled over all levels, and the largest counts. A split
-that counts closes the level; what follows is judged against its own. Before they are compared, t values of different
-degrees of freedom are put on one scale (Wallace, Annals of Mathematical Statistics 30, 1959).
+The change-point model of Hawkins, Qiu and Kang (Journal of Quality Technology 35, 2003): every split of the current
+level is tried by Student's t, the spread pooled over all levels, t values put on one scale (Wallace, Annals of
+Mathematical Statistics 30, 1959).
 
-The bound is on the whole history, not on a look: `critical_score` is the score that a share `alpha` of simulated
-histories of LOOKS values without a change ever reaches, at any of their looks. The simulated noise has Student tails of
-TAIL degrees of freedom, heavier than any between repeated benches that were recorded.
-
-Legend: H simulated histories, N values.
+`critical_score` bounds whole histories: a share `alpha` of simulated ones (Student noise of TAIL degrees of freedom)
+reach it at any look. Legend: H simulated histories, N values.
 """
 
 import functools

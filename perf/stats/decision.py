@@ -1,8 +1,6 @@
-"""PURE: the one rule by which a figure that is known within an interval meets a limit, and its words; and a share of so
-many, such as agreement: its score interval, and from which number on it tells.
+"""PURE: how a figure known within an interval meets a limit, in words, and score intervals of shares.
 
-It fails where the whole interval breaks the limit and passes where none of it does; else nothing is decided, and what
-would decide is told. At confidence 0 the interval is the figure itself: the point alone decides.
+It fails where the whole interval breaks the limit, passes where none of it does, else what would decide is said.
 """
 
 import math

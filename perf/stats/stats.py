@@ -1,6 +1,6 @@
 """Statistics of raw samples: pure functions of arrays, float64, seeded, no clock.
 
-Legend: R rounds, D bootstrap draws. The calls of a round are an array of their own, as rounds may differ in length.
+Legend: R rounds, each an array of its calls, D bootstrap draws.
 """
 
 import math

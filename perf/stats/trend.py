@@ -1,15 +1,9 @@
-"""Latency over releases: their bench records in one directory, a file each, added once and never overwritten; a series
-for each subject and batch size, and where its level changed.
+"""Latency over releases: bench records in one directory, never overwritten, a series for each subject and batch size.
 
-A file is named by the time of its measurement and the digest of what it holds, so that records come in order, the same
-record given twice is one file, and two processes that add at once lose nothing. What else lies in the directory is
-named and left alone.
+Files are named by time and digest, so that processes may add at once.
 
-The median time of one release differs from the next by what the machine did meanwhile, between benches of the same
-model by about 1.2 %. Its ratio to the reference, measured in turns in the same minute, differs by about 0.2 %. So where
-every release was measured against the same reference (same sha256), changes are looked for in that ratio, and a change
-that the reference shows as well is the machine's; otherwise in the candidate's own median. The series that is looked at
-is `judged`; the others are shown.
+Medians of equal models differ by about 1.2 % between benches, ratios to a reference by 0.2 %: where all releases have
+the same reference (sha256), changes are looked for in that ratio, else in the candidate's median.
 """
 
 import shutil

@@ -1,7 +1,5 @@
-"""Consecutive calls and their times, the rules of a measurement, and warm-up until the times are flat.
-
-Nothing here knows a model or a machine. What is timed comes as a `Bound`, the clock as a function of no arguments that
-returns nanoseconds; tests hand in fakes.
+"""Consecutive calls and their times, the rules of a measurement, and warm-up until the times are flat. Clock and calls
+are arguments.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Warm subjects timed side by side: ABBA rounds of blocks, until the question is answered or so many.
-
-The state of the machine comes as a `Watch`, the clock as a function of no arguments; tests hand in fakes.
-"""
+"""Warm subjects timed side by side: ABBA rounds of blocks, until the question is answered or so many."""
 
 import gc
 import math

@@ -1,6 +1,4 @@
-"""What this machine is, as far as a latency depends on it: one flat mapping of plain values; and what else it does
-while something is timed: other programs on the CPU, the state of the GPU.
-"""
+"""The machine as one flat mapping, and what else it does while something is timed: other programs, the GPU's state."""
 
 import hashlib
 import json
