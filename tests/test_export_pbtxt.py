@@ -183,8 +183,9 @@ def test_what_protobuf_reads_of_a_damaged_text_is_read_alike(text: str, data: st
     try:
         message = parse(damaged)
     except ParseError as error:
-        assert "an escape that no server knows" in error.what, "see below"
-        return
+        if "an escape that no server knows" in error.what:  # see below
+            return
+        raise
     assert values_of_ours(message) == expected
 
 
