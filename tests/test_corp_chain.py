@@ -127,7 +127,7 @@ def test_blocks_are_looked_at_only_when_a_link_fails(
     home: Path, dense: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(chain, "located", lambda name, *_: asked.append(name))
+    monkeypatch.setattr(chain, "fault_of_link", lambda name, *_: asked.append(name))
     given = inputs_from_set(images_for_model(dense.model, home / "images.npy", samples=8))
     steps = [candidate_from_path(home / name) for name in ("reduced", "fp32.onnx")]
     prove_chain(dense, steps, given, batches=(8,), limits=ParityLimits())
