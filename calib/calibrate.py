@@ -15,7 +15,7 @@ from ground.records import record_from_text
 from .collect import PLAIN, Collector, Options
 from .distributed import Ranks
 from .fingerprints import Fingerprints
-from .inputs import Batch, Inputs, InputSet
+from .inputs import Inputs, InputSet, ReadBatch
 from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from .moments import Moments
 from .products import Kernel
@@ -35,7 +35,7 @@ def refuse_other_run(where: str, saved: Mapping[str, str], run: Mapping[str, str
             )
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
     """How far a calibration came, the unreadable images, the kernel for the rest, and what must be equal to go on."""
 
     position: int
@@ -64,11 +64,11 @@ class ResumeFile:
     def due(self, before: int, now: int) -> bool:
         return before // self.every < now // self.every
 
-    def save(self, moments: Moments, progress: Progress) -> None:
+    def save(self, moments: Moments, progress: ResumeState) -> None:
         state = json.dumps({"kind": STATE, "version": VERSION, **msgspec.to_builtins(progress)}, sort_keys=True)
         save(replace(moments, lineage={STATE: state}), self.path)
 
-    def load(self, run: Mapping[str, str]) -> tuple[Moments, Progress] | None:
+    def load(self, run: Mapping[str, str]) -> tuple[Moments, ResumeState] | None:
         if not self.path.exists():
             return None
         moments = load(self.path, remedy=_REMEDY)
@@ -76,7 +76,7 @@ class ResumeFile:
             raise BadInput(f"{self.path}: holds moments, not a calibration's checkpoint; give another checkpoint path")
         state = record_from_text(
             moments.lineage[STATE],
-            Progress,
+            ResumeState,
             where=f"{self.path}: not a calibration's checkpoint",
             kind=STATE,
             version=VERSION,
@@ -142,7 +142,7 @@ class _Share:
                         "it back, or remove the checkpoint to start again"
                     )
 
-    def take(self, batch: Batch[Inputs], run: Mapping[str, str]) -> None:
+    def take(self, batch: ReadBatch[Inputs], run: Mapping[str, str]) -> None:
         before = self.collector.images
         if len(batch.ids):
             self.collector.add(batch.inputs)
@@ -155,7 +155,9 @@ class _Share:
             moments = self.collector.moments({}).with_fingerprints(self.fingerprints)
             assert self.collector.kernel is not None
             kernel = self.collector.kernel
-            self.checkpoint.save(moments, Progress(position=self.position, bad=tuple(self.bad), kernel=kernel, run=run))
+            self.checkpoint.save(
+                moments, ResumeState(position=self.position, bad=tuple(self.bad), kernel=kernel, run=run)
+            )
 
     def _moments(self, fingerprints: Fingerprints) -> Moments:
         return self.collector.moments({}).with_fingerprints(fingerprints.sorted())
@@ -211,7 +213,7 @@ def _raise_on_all_ranks(share: _Share, ranks: Ranks, problem: str) -> None:
     share.inputs.refuse_bad([reason for bad in ranks.all_gather(tuple(share.bad)) for reason in bad])
 
 
-def calibrate(
+def calibrate_sites(
     model: nn.Module,
     sites: Sequence[Site],
     inputs: InputSet,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
-from .products import Weights, grams_of_heads, upper_triangle, weighted, weighted_by_root
+from .products import PassWeights, grams_of_heads, upper_triangle, weighted, weighted_by_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +56,7 @@ def centred_keys(k_BHND: Tensor) -> CentredKeys:
     )
 
 
-def weighted_keys(k_BHND: Tensor, weights: Weights) -> CentredKeys:
+def weighted_keys(k_BHND: Tensor, weights: PassWeights) -> CentredKeys:
     """Count every token by its weight, in the mean too."""
     count_B11 = weights.weight_BN.double().sum(1)[:, None, None]
     divisor_B11 = torch.where(count_B11 > 0, count_B11, 1.0)
@@ -76,7 +76,7 @@ BLOCK_ENTRIES = 2**23  # of what a block of queries is multiplied by: 64 MiB
 PLANE_QUERIES = 64  # of an input, whose attention is looked at
 
 
-def inputs_apart(q_BHND: Tensor, k_BHND: Tensor, weights: Weights | None) -> Iterator[tuple[Tensor, Tensor]]:
+def inputs_apart(q_BHND: Tensor, k_BHND: Tensor, weights: PassWeights | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield queries and keys [H,N,D] of each input's present tokens, float64.
 
     Raises BadInput for weights other than 0 and 1, and for keys of other tokens than the queries.

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 
 from .active import ACTIVE_EPS
-from .inputs import Inputs, batch_size, chunks, padded_to, refuse_dtypes, run_model, to_device
+from .inputs import Inputs, chunks, input_count, padded_to, refuse_dtypes, run_model, to_device
 from .moments import Moments
 from .patch_sums import PatchSums
 from .products import (
     Kernel,
     PartialTokenWeights,
+    PassWeights,
     TokenWeights,
-    Weights,
     kernel_for,
     matmul_precision,
     weights_by_tokens,
     weights_of,
 )
-from .sites import Role, Site, SiteKind, evaluating, listening, listening_to_merges
+from .sites import Role, Site, SiteKind, evaluating, listening_to_merges, listening_to_sites
 from .sums import ChannelSums, HeadSums
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -82,11 +82,11 @@ class Collector:
         self.sums = new_sums(sites, options)
         self.images = 0
         self._model, self._sites, self._options = model, sites, options
-        self._weights: Mapping[int, Weights] | None = None
+        self._weights: Mapping[int, PassWeights] | None = None
         self._is_partial = False
         self._without_tokens = {site.name for site in sites if not site.by_token}
         self._merges = {site.name: site.merge for site in sites if site.merge is not None}
-        self._merged: dict[nn.Module, Weights | None] = {}
+        self._merged: dict[nn.Module, PassWeights | None] = {}
         self._forward_size = CPU_FORWARD_SIZE if self.device.type == "cpu" else None
         self.kernel: Kernel | None = None
         self._real_inputs = self._batch_size = 0
@@ -110,7 +110,7 @@ class Collector:
             sums.kernel = self.kernel
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._model))
-            stack.enter_context(listening(self._sites, self._on_activation))
+            stack.enter_context(listening_to_sites(self._sites, self._on_activation))
             stack.enter_context(listening_to_merges(self._sites, self._on_merge))
             self._stack = stack.pop_all()
         return self
@@ -128,10 +128,10 @@ class Collector:
 
     def add(self, inputs: Inputs) -> None:
         refuse_dtypes(inputs)
-        count = batch_size(inputs)
+        count = input_count(inputs)
         size = self._forward_size or count
         for piece in chunks(inputs, size):
-            self._real_inputs = batch_size(piece)
+            self._real_inputs = input_count(piece)
             self._weights = self._weights_of(piece)
             self._forward(padded_to(piece, size))
         for sums in self.sums.values():
@@ -179,7 +179,7 @@ class Collector:
             sums.load(moments.sites[name], self.device)
         self.images = moments.images
 
-    def _weights_of(self, inputs: Inputs) -> Mapping[int, Weights] | None:
+    def _weights_of(self, inputs: Inputs) -> Mapping[int, PassWeights] | None:
         token_weights = self._options.token_weights
         weight_BN = None if token_weights is None else token_weights(inputs)
         self._is_partial = isinstance(weight_BN, PartialTokenWeights)
@@ -189,10 +189,10 @@ class Collector:
             return None
         for name in sorted(self._without_tokens if not self._is_partial else ()):
             raise BadInput(f"{name}: a convolution reads a map, whose places have no weights; calibrate without them")
-        return weights_by_tokens(weight_BN, batch_size(inputs), self.device)
+        return weights_by_tokens(weight_BN, input_count(inputs), self.device)
 
     def _forward(self, inputs: Inputs) -> None:
-        self._collected, self._batch_size = [], batch_size(inputs)
+        self._collected, self._batch_size = [], input_count(inputs)
         forward = matmul_precision("high" if self._options.precision == "tf32" else "highest")
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._options.precision == "bfloat16")
         with suppress(_AllCollected), torch.no_grad(), forward, cast:
@@ -224,7 +224,7 @@ class Collector:
     def _on_merge(self, merge: nn.Module, sizes_BN: Tensor | None) -> None:
         self._merged[merge] = None if sizes_BN is None else weights_of(sizes_BN[: self._real_inputs], self.device)
 
-    def _weights_at(self, name: str, role: Role, tokens: int) -> Weights | None:
+    def _weights_at(self, name: str, role: Role, tokens: int) -> PassWeights | None:
         if name in self._merges:
             return self._merged[self._merges[name]]
         if self._is_partial and self._weights is not None:

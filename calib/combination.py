@@ -105,7 +105,7 @@ def subtracted(site: OneKind, half: OneKind) -> OneKind:
     return replace(site, **differences)
 
 
-def difference(total: Moments, part: Moments) -> Moments:
+def moments_without(total: Moments, part: Moments) -> Moments:
     """Return the moments of the images of `total` not in `part`, without half and per-image systems.
 
     Raises BadInput unless all images of `part` are in `total`, and not all of `total` in `part`.

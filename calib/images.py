@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from ground.errors import BadInput
 
 from .image_arrays import ARRAYS, ImageShape, Pixels
-from .inputs import Batch, OpenedInputs
+from .inputs import OpenedInputs, ReadBatch
 from .shards import shards_from_pattern
 from .sources import Array, Source, Transform, folder_from_path
 
@@ -81,7 +81,7 @@ class Images(OpenedInputs[Tensor]):
         except BadInput:
             return hashlib.sha256(b"").digest()
 
-    def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[Batch[Tensor]]:
+    def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[ReadBatch[Tensor]]:
         loader: Iterable[_Loaded] = DataLoader(
             Subset(_Rows(source=self.source, chosen=self.places), span),
             batch_size=batch_size,
@@ -90,7 +90,7 @@ class Images(OpenedInputs[Tensor]):
             pin_memory=pin,
         )
         for images, positions, bad, end in loader:
-            yield Batch(inputs=images, ids=self.ids[positions], bad=tuple(bad), end=end)
+            yield ReadBatch(inputs=images, ids=self.ids[positions], bad=tuple(bad), end=end)
 
 
 def _source(text: str, shape: ImageShape, transform: Transform, pixels: Pixels | None) -> Source:

@@ -39,7 +39,7 @@ def to_device(inputs: Inputs, device: torch.device | str) -> Inputs:
     return map_tensors(inputs, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def batch_size(inputs: Inputs) -> int:
+def input_count(inputs: Inputs) -> int:
     sizes = {name: len(tensor) if tensor.ndim else 0 for name, tensor in tensors_by_name(inputs).items()}
     if len(set(sizes.values())) != 1 or not all(sizes.values()):
         shapes = ", ".join(_shown(name, tensor) for name, tensor in tensors_by_name(inputs).items()) or "no tensor"
@@ -61,12 +61,12 @@ def concatenated(parts: Sequence[Inputs]) -> Inputs:
 
 
 def chunks(inputs: Inputs, size: int) -> Iterator[Inputs]:
-    for start in range(0, batch_size(inputs), size):
+    for start in range(0, input_count(inputs), size):
         yield map_tensors(inputs, lambda tensor, start=start: tensor[start : start + size])  # type: ignore[misc]
 
 
 def padded_to(inputs: Inputs, size: int) -> Inputs:
-    repeats = size - batch_size(inputs)
+    repeats = size - input_count(inputs)
     if not repeats:
         return inputs
     return map_tensors(inputs, lambda tensor: torch.cat([tensor, tensor[-1:].expand(repeats, *tensor.shape[1:])]))
@@ -80,7 +80,7 @@ InputsT_co = TypeVar("InputsT_co", bound=Tensor | Mapping[str, Tensor], covarian
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch(Generic[InputsT_co]):
+class ReadBatch(Generic[InputsT_co]):
     """inputs [B,...] with content hashes [B]; `end` is the position after the last one, bad ones included."""
 
     inputs: InputsT_co
@@ -115,7 +115,7 @@ class OpenedInputs(Generic[InputsT_co]):
     def _hashes(self, places: Sequence[int]) -> Sequence[bytes]:
         raise NotImplementedError
 
-    def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[Batch[InputsT_co]]:
+    def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[ReadBatch[InputsT_co]]:
         raise NotImplementedError
 
     def _name(self, place: int) -> str:
@@ -138,7 +138,7 @@ class OpenedInputs(Generic[InputsT_co]):
 
     def read(
         self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
-    ) -> Iterator[Batch[InputsT_co]]:
+    ) -> Iterator[ReadBatch[InputsT_co]]:
         """Yield positions `first` to `stop`; `bad` are those met before. `pin` uses page-locked memory."""
         if batch_size < 1:
             raise BadInput(f"batch size: got {batch_size}, expected at least 1")
@@ -177,13 +177,13 @@ class IndexedInputs(OpenedInputs[Mapping[str, Tensor]]):
     def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
         raise NotImplementedError
 
-    def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[Batch[Mapping[str, Tensor]]]:
+    def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[ReadBatch[Mapping[str, Tensor]]]:
         for begin in span[::batch_size]:
             end = min(begin + batch_size, span.stop)
             inputs = self._rows(range(begin, end))
             if pin:
                 inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
-            yield Batch(inputs=inputs, ids=self.ids[begin:end], bad=(), end=end)
+            yield ReadBatch(inputs=inputs, ids=self.ids[begin:end], bad=(), end=end)
 
 
 SomeSet = TypeVar("SomeSet", bound=InputSet)

@@ -16,7 +16,7 @@ from .axes import shape_of, sums_of, triangle
 from .inputs import Inputs, run_model, to_device
 from .moments import ChannelMoments, HeadMoments, SiteMoments
 from .patch_moments import PatchMoments
-from .sites import ChannelTaps, HeadTaps, PatchTaps, Role, Site, SiteKind, evaluating, listening
+from .sites import ChannelTaps, HeadTaps, PatchTaps, Role, Site, SiteKind, evaluating, listening_to_sites
 
 FLOAT64_BYTES = 8
 LEAST_CHANNELS = 8
@@ -90,7 +90,7 @@ def shapes_of_sites(
     def on_activation(name: str, role: Role, activation: Tensor) -> None:
         observed[name, role] = activation.shape
 
-    with torch.no_grad(), evaluating(model), listening(sites, on_activation):
+    with torch.no_grad(), evaluating(model), listening_to_sites(sites, on_activation):
         run_model(model, to_device(example, device))
     shapes: dict[str, Shape] = {}
     for site in sites:

@@ -147,7 +147,7 @@ SiteMoments = ChannelMoments | HeadMoments | PatchMoments
 OneKind = TypeVar("OneKind", bound=SiteMoments)
 
 
-def on_device(moments: OneKind, device: torch.device | str) -> OneKind:
+def moments_on_device(moments: OneKind, device: torch.device | str) -> OneKind:
     values = ((each.name, getattr(moments, each.name)) for each in fields(moments))
     tensors: dict[str, Any] = {name: value.to(device) for name, value in values if isinstance(value, Tensor)}
     return replace(moments, **tensors)

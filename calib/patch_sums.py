@@ -17,7 +17,7 @@ from ground.errors import BadInput
 
 from .moments import SiteMoments
 from .patch_moments import PatchMoments
-from .products import CPU_ROWS, TERMS, Kernel, Weights, add_gram_
+from .products import CPU_ROWS, TERMS, Kernel, PassWeights, add_gram_
 from .sites import PatchTaps, Role
 from .sums import RunningSums
 
@@ -35,7 +35,7 @@ def _edges(conv: nn.Conv2d) -> tuple[int, int, int, int]:
     return columns, columns, rows, rows
 
 
-def padded(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
+def padded_map(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
     edges, x_BCHW = _edges(conv), x_BCHW if x_BCHW.dtype == torch.float64 else x_BCHW.float()
     return functional.pad(x_BCHW, edges).contiguous()
 
@@ -69,11 +69,11 @@ def patches_of_rows(x_BCHW: Tensor, conv: nn.Conv2d, rows: range) -> Tensor:
     return u_GUBN.permute(2, 3, 0, 1)
 
 
-def patches(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
+def patches_of_map(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
     """Return patches [B,N,G,U]; times the group's weight, plus bias, they are the output. Raises BadInput for other
     padding.
     """
-    x_BCHW = padded(x_BCHW, conv)
+    x_BCHW = padded_map(x_BCHW, conv)
     return patches_of_rows(x_BCHW, conv, range(grid_of(x_BCHW, conv)[0]))
 
 
@@ -117,7 +117,7 @@ class PatchSums(RunningSums[PatchMoments]):
         self.site, self.eps = site, eps
         self._x_BCHW: Tensor | None = None
 
-    def add(self, role: Role, map_BCHW: Tensor, weights: Weights | None = None) -> None:
+    def add(self, role: Role, map_BCHW: Tensor, weights: PassWeights | None = None) -> None:
         assert weights is None, self.site.name
         if role == "x":
             self._x_BCHW = map_BCHW
@@ -146,7 +146,7 @@ class PatchSums(RunningSums[PatchMoments]):
 
     def _add_patches(self, x_BCHW: Tensor, y_BOHW: Tensor) -> None:
         conv = self.site.output
-        x_BCHW = padded(self._chosen(x_BCHW), conv)
+        x_BCHW = padded_map(self._chosen(x_BCHW), conv)
         rows, columns = grid_of(x_BCHW, conv)
         if y_BOHW.shape[2:] != (rows, columns):
             raise BadInput(

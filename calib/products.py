@@ -35,7 +35,7 @@ TokenWeights = Callable[[Inputs], Tensor | PartialTokenWeights | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Weights:
+class PassWeights:
     """weight_BN float32 of one forward pass and their sum."""
 
     weight_BN: Tensor
@@ -45,13 +45,13 @@ class Weights:
         return self.weight_BN.view(len(x), *[1] * (x.ndim - 3), -1, 1)
 
 
-def weights_of(weight_BN: Tensor, device: torch.device) -> Weights:
+def weights_of(weight_BN: Tensor, device: torch.device) -> PassWeights:
     total = float(weight_BN.double().sum())
     device_weight_BN = weight_BN.float().to(device, non_blocking=True)
-    return Weights(weight_BN=device_weight_BN, total=int(total) if total.is_integer() else total)
+    return PassWeights(weight_BN=device_weight_BN, total=int(total) if total.is_integer() else total)
 
 
-def weights_by_tokens(weight_BN: Tensor, count: int, device: torch.device) -> Mapping[int, Weights]:
+def weights_by_tokens(weight_BN: Tensor, count: int, device: torch.device) -> Mapping[int, PassWeights]:
     """Return the weights for activations of N tokens, and for one vector an input.
 
     Raises BadInput unless they are [count,N], finite and not negative.
@@ -71,16 +71,16 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return (x.float() * factor).masked_fill_(factor == 0, 0.0)
 
 
-def weighted(x: Tensor, weights: Weights | None) -> Tensor:
+def weighted(x: Tensor, weights: PassWeights | None) -> Tensor:
     return x if weights is None else _scaled(x, weights.along(x))
 
 
-def weighted_by_root(x: Tensor, weights: Weights | None) -> Tensor:
+def weighted_by_root(x: Tensor, weights: PassWeights | None) -> Tensor:
     """Multiply x [B,...,N,F] by the root of its token's weight, so that products are weighted."""
     return x if weights is None else _scaled(x, weights.along(x).sqrt())
 
 
-def token_count(x_BNF: Tensor, weights: Weights | None) -> float:
+def token_count(x_BNF: Tensor, weights: PassWeights | None) -> float:
     return x_BNF.shape[0] * x_BNF.shape[1] if weights is None else weights.total
 
 

@@ -137,7 +137,7 @@ _OF_KIND: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {
 }
 
 
-def redundancy(moments: Moments) -> list[Redundancy]:
+def redundancy_of_sites(moments: Moments) -> list[Redundancy]:
     return [_OF_KIND[site.kind](name, site) for name, site in moments.sites.items()]
 
 

@@ -25,7 +25,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows(IndexedInputs):
+class ArrayInputs(IndexedInputs):
     """Rows of arrays of one length by name; whole numbers are given as they are kept, or as int64 where `as_int64`."""
 
     noun: ClassVar[str] = "inputs"
@@ -60,7 +60,7 @@ SUFFIX = ".npy"
 _ROWS = 1024  # read at once where values are checked
 
 
-class Sequences(Rows):
+class Sequences(ArrayInputs):
     __slots__ = ()
     noun: ClassVar[str] = "sequences"
     as_int64: ClassVar[bool] = True
@@ -71,7 +71,7 @@ def sequences_of(ids_SN: NDArray[Any], *, where: str, samples: int | None = None
     return Sequences(available=len(ids_SN), arrays={NAME: ids_SN}).sampled(samples, seed, where=where)
 
 
-def in_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:
+def ids_in_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:
     count = len(ids_n) // length
     if not count:
         raise BadInput(
@@ -94,7 +94,7 @@ def open_ids(path: Path, *, length: int, vocabulary: int, samples: int | None = 
             f"{path}: got {array.dtype} {list(array.shape)}, expected whole numbers [sequences, {length}], or one "
             "stream of ids"
         )
-    rows_SN = in_rows(array, length, where=str(path)) if array.ndim == 1 else array
+    rows_SN = ids_in_rows(array, length, where=str(path)) if array.ndim == 1 else array
     for start in range(0, len(rows_SN), _ROWS):
         part_SN = rows_SN[start : start + _ROWS]
         if part_SN.min() < 0 or part_SN.max() >= vocabulary:
@@ -110,7 +110,7 @@ SUFFIXES = (".npz", ".safetensors", ".npy")
 
 def open_arrays(
     path: Path, ports: Sequence[Port], *, id_counts: Mapping[str, int], samples: int | None = None, seed: int = 0
-) -> Rows:
+) -> ArrayInputs:
     """Open an array [N, *shape] for each port by name (.npz, .safetensors), or a .npy for one port.
 
     `id_counts`: of ports of ids how many there are. Raises BadInput for arrays that are missing or don't fit, for NaN
@@ -119,7 +119,7 @@ def open_arrays(
     arrays = checked_feeds(feeds_of_ports(_arrays(path, ports), ports), ports, where=str(path))
     for name, array in arrays.items():
         _refuse_values(array, id_counts.get(name), where=f"{path}: {name}")
-    return Rows(available=batch_size(arrays), arrays=arrays).sampled(samples, seed, where=path)
+    return ArrayInputs(available=batch_size(arrays), arrays=arrays).sampled(samples, seed, where=path)
 
 
 def _arrays(path: Path, ports: Sequence[Port]) -> Feeds:

@@ -189,7 +189,7 @@ Hear = Callable[[str, Role, Tensor], None]
 
 
 @contextmanager
-def listening(sites: Sequence[Site], on_activation: Hear) -> Iterator[None]:
+def listening_to_sites(sites: Sequence[Site], on_activation: Hear) -> Iterator[None]:
     """Call `on_activation` with x and z [B,N,...], q and k [B,H,N,D] (or by window), and maps x and y [B,C,H,W]."""
     with ExitStack() as stack:
         for site in sites:

@@ -21,7 +21,7 @@ from .axes import UPPER, stored, stored_name, unpacked
 from .fingerprints import no_hashes
 from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 from .patch_moments import PatchMoments
-from .tensor_file import Entry, entries_of_file, write
+from .tensor_file import TensorEntry, entries_of_file, write_tensors
 
 KIND = "calib.moments"
 VERSION = 2
@@ -58,10 +58,10 @@ def _signed(header: dict[str, Any]) -> str:
     return json.dumps(header | {"header_sha256": digest}, sort_keys=True)
 
 
-def _entry(name: str, value: Tensor) -> tuple[Entry, str]:
+def _entry(name: str, value: Tensor) -> tuple[TensorEntry, str]:
     """Return a tensor's entry and digest; its stored form is made again when it is written."""
     form = stored(name, value)
-    entry = Entry(
+    entry = TensorEntry(
         dtype=_DTYPES[form.dtype],
         shape=tuple(form.shape),
         size=form.nbytes,
@@ -82,7 +82,7 @@ def save(moments: Moments, path: Path) -> None:
         "lineage": dict(moments.lineage),
         "sha256": {name: digest for name, (_, digest) in entries.items()},
     }
-    write(path, {name: entry for name, (entry, _) in entries.items()}, {HEADER: _signed(header)})
+    write_tensors(path, {name: entry for name, (entry, _) in entries.items()}, {HEADER: _signed(header)})
 
 
 class _Numbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -272,7 +272,7 @@ def _joined_header(parts: Sequence[Path]) -> dict[str, Any]:
 def join(parts: Sequence[Path], path: Path) -> None:
     """Join moments of other sites over the same images in one file; copying bytes. Raises BadInput for other parts."""
     header = _joined_header(parts)
-    entries = dict[str, Entry]()
+    entries = dict[str, TensorEntry]()
     for part in parts:
         entries |= {name: entry for name, entry in entries_of_file(part).items() if name not in entries}
-    write(path, entries, {HEADER: _signed(header)})
+    write_tensors(path, entries, {HEADER: _signed(header)})

@@ -17,7 +17,7 @@ from .causal import add_system_, add_target_, centred_keys, gram_of_planes, inpu
 from .moments import ChannelMoments, HeadMoments, OneKind, SiteMoments
 from .products import (
     Kernel,
-    Weights,
+    PassWeights,
     add_active_,
     add_gram_,
     add_sum_,
@@ -53,7 +53,7 @@ class RunningSums(Generic[OneKind]):
             if name not in self.totals and sizes.keys() >= set(axes_of(name)):
                 self.totals[name] = torch.zeros(shape_of(name, sizes), dtype=torch.float64, device=device)
 
-    def add(self, role: Role, activation: Tensor, weights: Weights | None = None) -> None:
+    def add(self, role: Role, activation: Tensor, weights: PassWeights | None = None) -> None:
         raise NotImplementedError
 
     def flush(self) -> None:
@@ -100,7 +100,7 @@ def _from_gpu(total: Tensor) -> Tensor:
     return torch.empty(total.shape, dtype=total.dtype, pin_memory=True).copy_(total).clone()
 
 
-def _by_window(x: Tensor, weights: Weights | None, slots: Weights | None) -> tuple[Tensor, Weights | None]:
+def _by_window(x: Tensor, weights: PassWeights | None, slots: PassWeights | None) -> tuple[Tensor, PassWeights | None]:
     """Return [B,H,N,D], with a row for each window of [B,W,H,N,D], and the weights of present slots."""
     if x.ndim == 4:
         return x, weights
@@ -110,7 +110,7 @@ def _by_window(x: Tensor, weights: Weights | None, slots: Weights | None) -> tup
     slots_WN = slots.weight_BN.to(x.device)
     assert slots_WN.shape == (x.shape[1], x.shape[3]), (slots_WN.shape, x.shape)
     slots_BWN = slots_WN.expand(len(x), *slots_WN.shape)
-    return x.flatten(0, 1), Weights(weight_BN=slots_BWN.flatten(0, 1), total=len(x) * slots.total)
+    return x.flatten(0, 1), PassWeights(weight_BN=slots_BWN.flatten(0, 1), total=len(x) * slots.total)
 
 
 class ChannelSums(RunningSums[ChannelMoments]):
@@ -118,7 +118,7 @@ class ChannelSums(RunningSums[ChannelMoments]):
         super().__init__(ChannelMoments, ["tokens"], ["sum_F", "gram_FF"])
         self.eps = eps
 
-    def add(self, role: Role, x_BNF: Tensor, weights: Weights | None = None) -> None:
+    def add(self, role: Role, x_BNF: Tensor, weights: PassWeights | None = None) -> None:
         assert role == "x", role
         self.allocate({"F": x_BNF.shape[-1]}, x_BNF.device)
         add_sum_(self.totals["sum_F"], weighted(x_BNF, weights))
@@ -157,7 +157,7 @@ class HeadSums(RunningSums[HeadMoments]):
         self._grams: dict[Role, Tensor] = {}
         self._triangles: tuple[tuple[Tensor, Tensor], ...] = ()
 
-    def add(self, role: Role, activation: Tensor, weights: Weights | None = None) -> None:
+    def add(self, role: Role, activation: Tensor, weights: PassWeights | None = None) -> None:
         if role == "z":
             self._add_outputs(activation, weights)
         elif self.causal:
@@ -169,7 +169,7 @@ class HeadSums(RunningSums[HeadMoments]):
             if len(self._grams) == 2:
                 self._join(self._grams.pop("q"), self._grams.pop("k"))
 
-    def _add_causal(self, role: Role, x_BHND: Tensor, weights: Weights | None) -> None:
+    def _add_causal(self, role: Role, x_BHND: Tensor, weights: PassWeights | None) -> None:
         self._allocate_heads(x_BHND)
         self._waiting[role] = x_BHND
         if len(self._waiting) < 2:
@@ -188,13 +188,13 @@ class HeadSums(RunningSums[HeadMoments]):
             if self.system:
                 add_system_(self.totals["system_HTT"], q_HND, k_HND)
 
-    def _add_queries(self, q_BHND: Tensor, weights: Weights | None) -> Tensor:
+    def _add_queries(self, q_BHND: Tensor, weights: PassWeights | None) -> Tensor:
         qq_BHDD = grams_of_heads(weighted_by_root(q_BHND, weights))
         self.totals["q_sum_HD"].add_(weighted(q_BHND, weights).float().sum(2).double().sum(0))
         self.totals["qq_HDD"].add_(qq_BHDD.sum(0))
         return qq_BHDD
 
-    def _add_keys(self, k_BHND: Tensor, weights: Weights | None) -> Tensor:
+    def _add_keys(self, k_BHND: Tensor, weights: PassWeights | None) -> Tensor:
         keys = centred_keys(k_BHND) if weights is None else weighted_keys(k_BHND, weights)
         kk_BHDD = keys.uncentred_BHDD()
         self.totals["k_sum_HD"].add_(keys.sum_BHD.sum(0))
@@ -202,7 +202,7 @@ class HeadSums(RunningSums[HeadMoments]):
         self.totals["kk_centred_HDD"].add_(keys.centred_HDD())
         return kk_BHDD
 
-    def _add_outputs(self, z_BNC: Tensor, weights: Weights | None) -> None:
+    def _add_outputs(self, z_BNC: Tensor, weights: PassWeights | None) -> None:
         self.allocate({"C": z_BNC.shape[-1]}, z_BNC.device)
         add_sum_(self.totals["z_sum_C"], weighted(z_BNC, weights))
         add_gram_(self.totals["zz_CC"], weighted_by_root(z_BNC, weights), self.kernel)

@@ -17,7 +17,7 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file; `pieces` gives its bytes."""
 
     dtype: str
@@ -37,20 +37,20 @@ def _pieces_of_file(path: Path, start: int, size: int) -> Iterator[bytes]:
             size -= len(piece)
 
 
-def entries_of_file(path: Path) -> dict[str, Entry]:
+def entries_of_file(path: Path) -> dict[str, TensorEntry]:
     with path.open("rb") as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         layout: dict[str, Any] = json.loads(file.read(length))
     layout.pop(_METADATA, None)
-    entries = dict[str, Entry]()
+    entries = dict[str, TensorEntry]()
     for name, told in layout.items():
         first, last = told["data_offsets"]
         pieces = partial(_pieces_of_file, path, _LENGTH.size + length + first, last - first)
-        entries[name] = Entry(dtype=told["dtype"], shape=tuple(told["shape"]), size=last - first, pieces=pieces)
+        entries[name] = TensorEntry(dtype=told["dtype"], shape=tuple(told["shape"]), size=last - first, pieces=pieces)
     return entries
 
 
-def write(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+def write_tensors(path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> None:
     layout: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for name, entry in entries.items():

@@ -15,7 +15,7 @@ from ground.errors import BadInput
 from ground.files import refuse_utf16, regular_file
 
 from .inputs import IndexedInputs, ids_from_hashes, refuse_dtypes
-from .inputs import batch_size as batch_size_of
+from .inputs import input_count as batch_size_of
 
 MOST_LINE_BYTES = 2**20
 Encode = Callable[[Sequence[str]], Mapping[str, Tensor]]

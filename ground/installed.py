@@ -42,7 +42,7 @@ _CLASSIFIER = "License :: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Package:
+class InstalledPackage:
     """A distribution: `name` with '-' between its words and in small letters, `licence` an SPDX expression or empty,
     `requires` the names of what it can't do without, extras left out, `record_sha256` the digest of its RECORD, the
     list of its files with their digests.
@@ -90,13 +90,13 @@ def _required(requirements: Iterable[str]) -> Iterator[str]:
                 yield canonicalize_name(requirement.name)
 
 
-def installed() -> tuple[Package, ...]:
+def installed() -> tuple[InstalledPackage, ...]:
     """By name, each once: the one that is imported."""
-    packages: dict[str, Package] = {}
+    packages: dict[str, InstalledPackage] = {}
     for found in importlib.metadata.distributions():
         name = canonicalize_name(_field(found.metadata, "Name"))
         record = found.read_text("RECORD")
-        package = Package(
+        package = InstalledPackage(
             name=name,
             version=found.version,
             licence=_licence(found.metadata),

@@ -8,7 +8,7 @@ import numpy as np
 
 from ground.feeds import Feeds, Outputs, batch_size
 from perf.record.runs import Flat
-from perf.runners.protocol import Gauge
+from perf.runners.protocol import MemoryGauge
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class DoubleOfRunner:
     def __call__(self, feeds: Feeds) -> Outputs:
         return {"logits": np.zeros((batch_size(feeds), 10), np.float32)}
 
-    def gauge(self) -> Gauge | None:
+    def gauge(self) -> MemoryGauge | None:
         return None
 
     def describe(self) -> Flat:

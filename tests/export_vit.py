@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from export.graph.to_onnx import onnx_from_model
-from export.graph.weights import element_types
+from export.graph.weights import declared_types
 from ground.ports import LOGITS, Port, image_port
 
 SHAPE = (3, 32, 32)
@@ -29,7 +29,7 @@ def images(batch: int, seed: int = 1) -> NDArray[np.float32]:
 
 def input_types(proto: onnx.ModelProto, *operators: str) -> set[int | None]:
     """ONNX's types of what these operators read first."""
-    types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
+    types = declared_types(onnx.shape_inference.infer_shapes(proto).graph)
     return {types.get(node.input[0]) for node in proto.graph.node if node.op_type in operators}
 
 

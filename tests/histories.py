@@ -5,20 +5,22 @@ from typing import Any
 
 import numpy as np
 
-from perf.record.runs import Bench, BenchTrial, Block, Flat, Row, SubjectRecord
+from perf.record.runs import Bench, BenchTrial, Flat, Row, SubjectRecord, TimedBlock
 
 SAME = "a" * 64
 
 
-def block(index: int, subject: str, times: Iterable[float], *, lost_rel: float | None = None, **more: Any) -> Block:
+def block(
+    index: int, subject: str, times: Iterable[float], *, lost_rel: float | None = None, **more: Any
+) -> TimedBlock:
     """Calls of one subject in one round; `lost_rel` of each is waited."""
     compute_ms = tuple(map(float, times))
     lost_ms = None if lost_rel is None else tuple(lost_rel * ms for ms in compute_ms)
     measured: dict[str, Any] = {"calls": len(compute_ms), "wall_ms": sum(compute_ms), "compute_ms": compute_ms}
-    return Block(round=index, subject=subject, at_s=0.0, **measured | {"lost_ms": lost_ms} | more)
+    return TimedBlock(round=index, subject=subject, at_s=0.0, **measured | {"lost_ms": lost_ms} | more)
 
 
-def row(batch: int, blocks: Iterable[Block], **more: Any) -> Row:
+def row(batch: int, blocks: Iterable[TimedBlock], **more: Any) -> Row:
     """Of a dense and a reduced model that both ran."""
     trials = dict.fromkeys(("dense", "reduced"), BenchTrial(status="ok", warm_up_flat=True))
     given: dict[str, Any] = {"trials": trials, "calls_per_block": 5, "settle_calls": 1, "stop": "narrow"}
@@ -59,7 +61,7 @@ def bench_of_release(
 
 def _blocks(
     rng: np.random.Generator, scale: float, base_ms: dict[str, float], lost: float, spread: float
-) -> Iterator[Block]:
+) -> Iterator[TimedBlock]:
     for index in range(16):
         for name in ("dense", "reduced", "reduced", "dense"):
             times = scale * base_ms[name] * (1 + spread * rng.standard_normal(5))

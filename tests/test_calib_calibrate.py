@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from calib import memory
-from calib.calibrate import STATE, ResumeFile, calibrate
+from calib.calibrate import STATE, ResumeFile, calibrate_sites
 from calib.collect import Options
 from calib.combination import merge
 from calib.distributed import Ranks, join_ranks
@@ -60,7 +60,7 @@ def calibrated(
     progress: Callable[[int], None] | None = None,
 ) -> Moments:
     model = tiny()
-    return calibrate(
+    return calibrate_sites(
         model, sites_of(model),
         open_images(path, image_shape=SHAPE, transform=lambda _: pytest.fail("no picture"), max_bad=max_bad),
         batch_size=batch_size, device="cpu", options=options, lineage={"model": "m", "preprocessing": "p"},

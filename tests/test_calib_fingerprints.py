@@ -9,7 +9,7 @@ from PIL import Image
 from scipy.fft import dctn
 from torch import Tensor
 
-from calib.combination import difference, merge
+from calib.combination import merge, moments_without
 from calib.fingerprints import ALIKE, BITS, Fingerprints, are_alike, perceptual_hashes
 from calib.fingerprints_text import FingerprintsText
 from ground.errors import BadInput
@@ -113,5 +113,5 @@ def test_merged_and_parted_moments_keep_whose_hash_is_whose() -> None:
     assert whole.image_ids.tolist() == [3, 5, 6, 8]
     assert whole.image_hashes[:, 0].tolist() == [3, 5, 6, 8]
     assert not len(merge(marked[0], other).image_hashes)
-    left = difference(whole, marked[1])
+    left = moments_without(whole, marked[1])
     assert (left.image_ids.tolist(), left.image_hashes[:, 1].tolist()) == ([3, 8], [3, 8])

@@ -15,12 +15,12 @@ from torch.nn import functional
 
 from calib import patch_sums
 from calib.collect import Collector, collect
-from calib.combination import difference, merge
+from calib.combination import merge, moments_without
 from calib.memory import Shape, bytes_needed, patch_channels_that_fit, shapes_of_sites
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
-from calib.patch_sums import patches
-from calib.redundancy import PatchRedundancy, redundancy
+from calib.patch_sums import patches_of_map
+from calib.redundancy import PatchRedundancy, redundancy_of_sites
 from calib.sites import PatchTaps
 from calib.store import load, save
 from ground.errors import BadInput
@@ -107,8 +107,8 @@ def test_two_calibrations_merge_into_one_and_come_apart_again() -> None:
     a, b = (with_ids(collected(part, 8), first) for part, first in ((images[:8], 0), (images[8:], 8)))
     both = merge(a, b)
     assert_equal(both, with_ids(collected(images, 8), 0), 1e-12)
-    assert_equal(difference(both, b), a)
-    assert patch_moments(both, "some").taps == patch_moments(difference(both, b), "some").taps == 6
+    assert_equal(moments_without(both, b), a)
+    assert patch_moments(both, "some").taps == patch_moments(moments_without(both, b), "some").taps == 6
 
 
 def test_moments_of_other_channels_do_not_merge() -> None:
@@ -220,7 +220,7 @@ def test_redundancy_of_a_planted_map() -> None:
     gram = torch.stack([torch.outer(direction, direction), torch.zeros(6, 6).double()])
     nothing = torch.zeros(2, 6).double()
     planted = replace(site, map_gram_GCC=gram, map_sum_GC=nothing, active_GC=nothing)
-    row = redundancy(Moments(sites={"conv": planted}, lineage={}, images=4))[0]
+    row = redundancy_of_sites(Moments(sites={"conv": planted}, lineage={}, images=4))[0]
     assert isinstance(row, PatchRedundancy)
     assert (row.kind, row.dim, row.k95, row.activation_sparsity) == ("convolution", 12, 1, 1.0)
     assert row.effective_rank == pytest.approx(1.0)
@@ -258,7 +258,7 @@ def test_patches_times_weights_are_the_convolution(
     x_BCHW = random(2, 6, 20, 15)
     with torch.no_grad():
         expected = conv(x_BCHW)
-        u_BNGU = patches(x_BCHW, conv)
+        u_BNGU = patches_of_map(x_BCHW, conv)
         got = given_by(u_BNGU, conv)
     assert u_BNGU.shape == (2, expected[0, 0].numel(), groups, 6 // groups * kernel[0] * kernel[1])
     torch.testing.assert_close(got, expected.flatten(2).mT, rtol=1e-12, atol=1e-12)
@@ -274,19 +274,19 @@ def test_without_edges_the_convolution_pads_itself(
     x_BCHW = random(3, 4, 9, 11)
     with torch.no_grad():
         expected = functional.conv2d(x_BCHW, conv.weight, padding=padding, dilation=(1, 2))
-        got = given_by(patches(x_BCHW, conv), conv)
+        got = given_by(patches_of_map(x_BCHW, conv), conv)
     torch.testing.assert_close(got, expected.flatten(2).mT, rtol=1e-12, atol=1e-12)
 
 
 def test_a_map_with_its_channels_last_has_the_same_patches() -> None:
     conv, x_BCHW = nn.Conv2d(4, 4, 3, 2, 1, groups=2), random(2, 4, 7, 7).float()
     last = x_BCHW.contiguous(memory_format=torch.channels_last)
-    assert torch.equal(patches(last, conv), patches(x_BCHW, conv))
+    assert torch.equal(patches_of_map(last, conv), patches_of_map(x_BCHW, conv))
 
 
 def test_only_zeros_may_be_put_around() -> None:
     conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")
-    rejects(r"'reflect'.*only zero padding", patches, torch.zeros(1, 2, 4, 4), conv)
+    rejects(r"'reflect'.*only zero padding", patches_of_map, torch.zeros(1, 2, 4, 4), conv)
     rejects(r"^stem: pads by 'reflect'", PatchTaps, name="stem", output=conv)
 
 

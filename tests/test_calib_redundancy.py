@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
-from calib.redundancy import ChannelRedundancy, HeadRedundancy, record_from_redundancy, redundancy
+from calib.redundancy import ChannelRedundancy, HeadRedundancy, record_from_redundancy, redundancy_of_sites
 
 
 def rotation(size: int, seed: int) -> Tensor:
@@ -42,7 +42,7 @@ def attention_with_logit_spectrum(singular: list[float]) -> HeadMoments:
 
 
 def only(moments: ChannelMoments | HeadMoments) -> ChannelRedundancy | HeadRedundancy:
-    return redundancy(Moments(sites={"site": moments}, lineage={}, images=1))[0]
+    return redundancy_of_sites(Moments(sites={"site": moments}, lineage={}, images=1))[0]
 
 
 def test_mlp_row_of_a_planted_spectrum() -> None:
@@ -76,7 +76,7 @@ def test_record_keeps_site_order_and_lineage() -> None:
         "b.mlp": mlp_with_spectrum([1.0, 1.0], 0.0),
         "a.attn": attention_with_logit_spectrum([1.0, 1.0]),
     }
-    record = record_from_redundancy(redundancy(Moments(sites=sites, lineage={}, images=1)), {"model": "m"})
+    record = record_from_redundancy(redundancy_of_sites(Moments(sites=sites, lineage={}, images=1)), {"model": "m"})
     assert (record["kind"], record["version"], record["lineage"]) == ("calib.redundancy", 1, {"model": "m"})
     assert [(row["site"], row["type"]) for row in record["sites"]] == [("b.mlp", "mlp"), ("a.attn", "attention")]
     assert record["sites"][1]["k99_ratio"] == 1.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.calibrate import ResumeFile, calibrate
+from calib.calibrate import ResumeFile, calibrate_sites
 from calib.collect import Options, collect
 from calib.inputs import Inputs
 from calib.moments import ChannelMoments, HeadMoments, Moments
@@ -271,7 +271,7 @@ def test_weighted_moments_are_kept_and_gone_on_with(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
         texts = open_texts(tmp_path / "documents.txt", encode=tiny_text.encode_to(12))
-        return calibrate(
+        return calibrate_sites(
             encoder, tiny_text.sites_of(encoder), texts, batch_size=2, device="cpu", options=options,
             lineage={"model": "m"}, checkpoint=state, progress=progress,
         )  # fmt: skip

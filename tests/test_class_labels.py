@@ -16,7 +16,7 @@ from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.judging import judges_from_choice, top_k
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.labels import labels_for
-from perf.parity.labels import accuracy
+from perf.parity.labels import accuracy_on_labels
 from tests import tiny
 from tests.refusals import rejects
 
@@ -113,7 +113,7 @@ def test_a_model_with_one_logit_takes_zero_and_one(images: Images, model: nn.Mod
 
 def test_one_logit_is_judged_by_its_sign() -> None:
     logits, labels = np.array([[-1.0], [2.0], [0.5], [3.0]], np.float32), np.array([0, 1, 0, 1])
-    assert accuracy("dense", logits, labels).correct == 3
+    assert accuracy_on_labels("dense", logits, labels).correct == 3
     assert (top_k(logits, labels, 1), top_k(logits, labels, 5)) == (0.75, 1.0)
 
 

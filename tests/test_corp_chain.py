@@ -39,7 +39,7 @@ from ground.feeds import Feeds, batch_size
 from ground.precision import FLOAT16, FLOAT32
 from perf.parity.link import Link, link
 from perf.parity.parity import ImageSet, Parity, load_parity, parity_from_value
-from perf.parity.tolerance import MOST_APART, SPREAD, Choices, exact
+from perf.parity.tolerance import MOST_APART, SPREAD, Choices, exact_tolerance
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
@@ -316,7 +316,7 @@ def test_what_no_embedding_can_be_judged_by_is_refused(
         prove_chain(dense, [torch_step(dense.model)], given, batches=(images,), limits=limits)
 
 
-BOUND = exact(products=12, largest_logit=1.0)
+BOUND = exact_tolerance(products=12, largest_logit=1.0)
 SCHEDULE = (2, 4)
 
 

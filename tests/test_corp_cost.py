@@ -19,7 +19,7 @@ from corp_deploy.traced.models.module import replaced
 from corp_deploy.traced.models.narrowing import at_widths
 from corp_deploy.traced.models.sites import Currency
 from ground.ports import Port, image_port
-from perf.parity.tolerance import exact
+from perf.parity.tolerance import exact_tolerance
 from tests import timm_models, tiny
 
 
@@ -134,7 +134,7 @@ def test_counting_leaves_the_model_alone(wrapped: Callable[[], Any]) -> None:
 def test_float32s_bound_knows_the_convolutions() -> None:
     """Behind fifty convolutions ONNX Runtime was seen 1.8e-5 off, with random normalisations and two blocks."""
     bounds = [
-        exact(products=counted(on_meta(name, depth=2)).chain, largest_logit=0.0).max_relative_error
+        exact_tolerance(products=counted(on_meta(name, depth=2)).chain, largest_logit=0.0).max_relative_error
         for name in ("vit_base_r50_s16_224", "vit_base_patch16_224")
     ]
     assert bounds == [10 * 2**-24 * 62, 10 * 2**-24 * 14]

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.combination import difference, merge
+from calib.combination import merge, moments_without
 from calib.images import Images
-from calib.inputs import batch_size
+from calib.inputs import input_count
 from calib.moments import ChannelMoments, Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
@@ -99,20 +99,20 @@ def _assert_same(one: Moments, other: Moments) -> None:
 
 def test_moments_without_some_images_are_those_of_the_rest(dense: Checkpoint, images: Images) -> None:
     whole, apart = of(dense, images), of(dense, images, range(0, 40, 5))
-    _assert_same(difference(whole, apart), of(dense, images, (place for place in range(40) if place % 5)))
-    rejects("moments to take apart", difference, apart, whole)
-    rejects("moments to take apart", difference, whole, whole)
+    _assert_same(moments_without(whole, apart), of(dense, images, (place for place in range(40) if place % 5)))
+    rejects("moments to take apart", moments_without, apart, whole)
+    rejects("moments to take apart", moments_without, whole, whole)
 
 
 def test_a_budget_looks_at_images_that_its_moments_leave_out(dense: Checkpoint, images: Images) -> None:
     apart = set_apart(dense, of(dense, images), images)
-    assert (batch_size(apart.inputs), apart.moments.images) == (8, 32)
+    assert (input_count(apart.inputs), apart.moments.images) == (8, 32)
     again = set_apart(dense, apart.moments, images)
     assert torch.equal(torch.as_tensor(again.inputs), torch.as_tensor(apart.inputs))
     assert again.moments is apart.moments, "they are left out already"
     of_few = of(dense, images, range(10))
     every = set_apart(dense, of_few, images.subset(range(10)))
-    assert batch_size(every.inputs) == 10
+    assert input_count(every.inputs) == 10
     assert every.moments is of_few
 
 
@@ -172,7 +172,7 @@ def test_of_other_images_no_group_is_known_and_a_few_are_set_apart_all_the_same(
     grouped = replace(whole, group_ids=groups, half=half)
     apart = set_apart(dense, grouped, tiny.opened(tmp_path / "others.npy", tiny.images(24, seed=9), dense.model))
     assert apart.moments is grouped
-    assert 0 < batch_size(apart.inputs) <= 6
+    assert 0 < input_count(apart.inputs) <= 6
 
 
 # The probe of a budget and the pool of site workers.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from calib.images import Images
-from calib.moments import HeadMoments, Moments, on_device
+from calib.moments import HeadMoments, Moments, moments_on_device
 from corp_deploy.algebra import obs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
@@ -46,7 +46,7 @@ CASES = [
 def test_sums_are_the_same_ones_where_they_are_already(moments: Moments) -> None:
     site = moments.sites["blocks.0.attn.qk"]
     assert isinstance(site, HeadMoments)
-    moved = on_device(site, "cpu")
+    moved = moments_on_device(site, "cpu")
     assert moved.qq_HDD is site.qq_HDD
     assert (moved.images, moved.tokens, moved.kept_HK) == (site.images, site.tokens, None)
 

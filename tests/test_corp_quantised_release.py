@@ -11,7 +11,7 @@ from corp_deploy.invocation.engine import ServingOptions
 from corp_deploy.release.proven import proof_of_directory
 from corp_deploy.release.serving import is_faster, package_of_directory, quantised_graph, to_serve
 from corp_deploy.store.graph_facts import facts_of_onnx
-from perf.record.runs import Bench, Block, Row, load_bench, save_bench
+from perf.record.runs import Bench, Row, TimedBlock, load_bench, save_bench
 from tests import tiny
 from tests.command import refuses, run
 from tests.doubles import some
@@ -60,11 +60,11 @@ def test_the_recipes_bits_are_those_of_the_graph(home: Path) -> None:
 def with_gain(bench: Bench, times: float) -> Bench:
     """The same record with the candidate so many times as fast as the reference in each of 24 rounds."""
 
-    def blocks(row: Row) -> tuple[Block, ...]:
+    def blocks(row: Row) -> tuple[TimedBlock, ...]:
         first = [block for block in row.blocks if block.round == row.blocks[0].round]
         return tuple(timed(replace(block, round=number)) for number in range(24) for block in first)
 
-    def timed(block: Block) -> Block:
+    def timed(block: TimedBlock) -> TimedBlock:
         factor = 1.0 if block.subject == bench.reference.name else 1.0 / times
         times_ms = tuple(2.0 * factor + 1e-3 * ((at + block.round) % 3) for at in range(8))
         return replace(block, compute_ms=times_ms, calls=8, lost_ms=None, dropped=None)

@@ -43,7 +43,7 @@ def test_a_reports_long_reasons_are_cut_off_and_stand_in_full_beside_its_verdict
         {"rule": each.rule, "verdict": each.verdict, "message": each.message} for each in RULES
     ]
     content = content_from_record({"title": "t", "gate": {"verdict": "INCONCLUSIVE", "rules": rules}})
-    table, (verdict,) = tables.gate(content.gate.rules), verdicts(content)
+    table, (verdict,) = tables.gate_table(content.gate.rules), verdicts(content)
     assert [row[-1] for row in table.rows] == [LONG.partition("189")[0] + "…", "17, limit 18"]
     assert verdict.why == LONG
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from calib.combination import difference
+from calib.combination import moments_without
 from calib.images import Images
 from calib.moments import Moments
 from calib.store import load
@@ -117,7 +117,7 @@ def test_every_site_takes_the_strength_that_its_halves_choose(moments: Moments) 
     fits = {report.site: report.ridge_fit for report in reduce(dense, moments, method).sites}
     assert {site for site, fit in fits.items() if fit is None} == {"blocks.0.attn.qk", "blocks.1.attn.qk"}
     assert moments.half is not None
-    splits, errors = (moments.half, replace(difference(moments, moments.half), half=None)), dict[float, float]()
+    splits, errors = (moments.half, replace(moments_without(moments, moments.half), half=None)), dict[float, float]()
     fit = fits[name]
     assert fit is not None
     for strength in {fit.strength, *ridges_from(method.ridge_rel)[::3]}:

@@ -31,7 +31,7 @@ from corp_deploy.planning import sweep as sweeping
 from corp_deploy.planning.judging import top_k
 from corp_deploy.planning.probe import effects_of_new_tensors
 from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, fastest_that_agrees, front, with_fronts
-from corp_deploy.planning.sweep_speed import Bench
+from corp_deploy.planning.sweep_speed import SweepBench
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.files import locked
 from perf.record.runs import load_bench
@@ -126,7 +126,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypa
     monkeypatch.setattr(sweep_speed, "measure", lambda *_, **__: bench_of_release(0, 2.5))  # it alone would take 30 s
     words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--bench", "torch", "--batch", 1)
     whole = swept(tmp_path / "whole", *words)
-    reduced, timed = sweeping.SweepCache.reduce, Bench.time
+    reduced, timed = sweeping.SweepCache.reduce, SweepBench.time
     calls: list[str] = []
 
     def counted(self: sweeping.SweepCache, request: Any, watch: Any) -> Any:
@@ -135,7 +135,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypa
             raise Killed
         return reduced(self, request)
 
-    def timed_once(self: Bench, folder: Any, **more: Any) -> None:
+    def timed_once(self: SweepBench, folder: Any, **more: Any) -> None:
         calls.append("time")
         if calls.count("time") == 2:
             raise Killed
@@ -148,11 +148,11 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypa
         calls.clear()
 
     monkeypatch.setattr(sweeping.SweepCache, "reduce", counted)
-    monkeypatch.setattr(Bench, "time", timed_once)
+    monkeypatch.setattr(SweepBench, "time", timed_once)
     slugs = ["best-mlp0.25-attn0.25", "best-mlp0.5-attn0.5", "none-mlp0.25-attn0.25", "none-mlp0.5-attn0.5"]
     again(slugs[:3])
     again([*slugs[2:], "time", "time"])
-    monkeypatch.setattr(Bench, "time", timed)
+    monkeypatch.setattr(SweepBench, "time", timed)
     assert without_times(swept(tmp_path / "s", *words)) == without_times(whole)
     assert calls == []
     left = sorted(path.name for folder in (tmp_path / "s/trials").iterdir() for path in folder.iterdir())

@@ -25,7 +25,7 @@ from export.engine.record import EngineRecord
 from export.graph.check import check_onnx
 from export.graph.fusion_breaks import breakable, with_fusion_breaks
 from export.graph.ports import ports_of_graph
-from export.triton.config import Serving, Variant, config_text
+from export.triton.config import ServedModel, Serving, config_text
 from export.triton.signature import signature_from_onnx
 from ground.errors import BadInput
 from ground.feeds import Outputs
@@ -121,7 +121,7 @@ def test_a_server_is_told_of_them_for_plans_alone(graph: onnx.ModelProto, tmp_pa
     signature = signature_from_onnx(tmp_path / "g.onnx")
     texts = {
         backend: config_text(
-            Variant(name="m", backend=backend, kind="KIND_GPU", signature=signature, max_batch=8, cc_filenames={}),
+            ServedModel(name="m", backend=backend, kind="KIND_GPU", signature=signature, max_batch=8, cc_filenames={}),
             Serving(),
             1,
             labelled=False,

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from export.graph.number_format import BINS, FORMATS, Histogram, clipped_at, format_of_weights
-from export.graph.quantised import layers, quantised, quantised_layers
+from export.graph.quantised import quantised, quantised_layers, weighted_layers
 from export.graph.quantiser import (
     Quantiser,
     balance_,
@@ -72,7 +72,7 @@ def by_hand(model: Vit, ends: Mapping[str, float], batch: Array) -> Array:
 def test_int8_is_rounding_in_front_of_every_layer() -> None:
     own = made(Vit(), rest_precision="fp32", balance=False)
     proto = own.graph("int8", scales="max")
-    ends = {layer.module: own.histograms[layer.activation].largest for layer in layers(own.fp32_graph)}
+    ends = {layer.module: own.histograms[layer.activation].largest for layer in weighted_layers(own.fp32_graph)}
     batch = images(3, seed=5)
     expected = by_hand(Vit(), ends, batch)
     assert error(run(proto, batch), expected) < 2e-3  # a value between two steps may fall either way
@@ -91,7 +91,7 @@ def test_each_form_is_near_the_model(precision: str, most: float, rest_precision
     assert error(run(proto, batch), run(own.fp32_graph, batch)) < most
     stored = {tensor.name: tensor for tensor in proto.graph.initializer}
     kinds = [stored[node.input[0]].data_type for node in proto.graph.node if node.input[0] in stored]
-    assert kinds.count(FORMATS[precision].float_type.onnx) == len(layers(own.fp32_graph)) == 10
+    assert kinds.count(FORMATS[precision].float_type.onnx) == len(weighted_layers(own.fp32_graph)) == 10
     notes = notes_of(proto)
     assert (notes["export.precision"], notes["export.quantised_layers"]) == (precision, "10")
     names = [node.name for node in proto.graph.node]
@@ -153,7 +153,7 @@ def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
     plain = graph_of(
         '(float[batch,64] x) => (float[batch,8] y) { ["fc/MatMul"] y = MatMul(x, weights) }', ir=9, weights=weights
     )
-    proto = quantised(plain, FORMATS["int8"], {"fc/MatMul": 1.0}, layers(plain), weight_bits=bits)
+    proto = quantised(plain, FORMATS["int8"], {"fc/MatMul": 1.0}, weighted_layers(plain), weight_bits=bits)
     batch = np.ones((4, 64), dtype=np.float32)
     exact = batch @ weights
     fused = plain_session(proto)
@@ -182,7 +182,7 @@ def test_layers_that_read_the_same_share_one_pair() -> None:
     proto = graph_of(
         f"(float[batch,8] x) => (float[batch,8] y) {{ {text} }}", a=np.eye(8, dtype="f"), b=np.eye(8, dtype="f")
     )
-    new = quantised(proto, FORMATS["int8"], {"a/MatMul": 2.0, "b/MatMul": 2.0}, layers(proto))
+    new = quantised(proto, FORMATS["int8"], {"a/MatMul": 2.0, "b/MatMul": 2.0}, weighted_layers(proto))
     kinds = [node.op_type for node in new.graph.node]
     assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (1, 3)
 
@@ -261,4 +261,4 @@ def test_a_layer_that_gives_one_number_stays_as_it_is() -> None:
     text = '["one/MatMul"] y = MatMul(x, one) ["several/MatMul"] z = MatMul(x, several)'
     one, several = (np.ones((6, width), np.float32) for width in (1, 4))
     proto = graph_of(f"(float[2,6] x) => (float y, float z) {{ {text} }}", one=one, several=several)
-    assert [each.module for each in layers(proto)] == ["several"]
+    assert [each.module for each in weighted_layers(proto)] == ["several"]

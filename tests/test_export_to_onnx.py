@@ -24,7 +24,7 @@ from torch.nn import functional
 from export.graph import to_onnx
 from export.graph.precision import kept_modules, typed_copy
 from export.graph.to_onnx import onnx_bytes, save
-from export.graph.weights import element_types, notes_of, weight_shares
+from export.graph.weights import declared_types, notes_of, weight_shares
 from ground.errors import BadInput
 from ground.ports import image_port
 from tests.export_vit import Vit, export, images, input_types
@@ -109,7 +109,7 @@ def test_keeping_all_children_keeps_the_module_and_its_residual() -> None:
     assert {"blocks.1", "blocks.1.attn.qkv"} <= kept
     assert not any(name.startswith("blocks.0") for name in kept)
     proto = export(Vit(), "mixed", keep_fp32=["blocks.1.*"])
-    types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
+    types = declared_types(onnx.shape_inference.infer_shapes(proto).graph)
     added = {node.name: types[node.output[0]] for node in proto.graph.node if node.op_type == "Add"}
     assert added["blocks.1/Add_1"] == TensorProto.FLOAT
     assert added["blocks.0/Add_1"] == TensorProto.FLOAT16

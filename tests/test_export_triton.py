@@ -14,7 +14,7 @@ from export.triton.pbtxt import Message, Name
 from export.triton.repository import AddedVersion, write_repository
 from export.triton.server_releases import onnx_warnings, plan_warnings, server_release, server_tags
 from export.triton.variants import Package
-from export.triton.versions import config_path, serve_version, versions_of
+from export.triton.versions import config_path, switch_version, versions_of
 from ground.errors import BadInput
 from tests.doubles import some
 from tests.export_served import CLASSES, SHAPE, config_of, run_script, write_onnx, write_plan
@@ -132,23 +132,23 @@ def test_versions_stand_side_by_side_and_the_way_back_is_whole(tmp_path: Path) -
     assert versions_of(repository / "vit") == (1, 2)
     assert config_of(repository / "vit").number("max_batch_size") == 32
 
-    changed = serve_version(repository, "vit", 1)
+    changed = switch_version(repository, "vit", 1)
     assert (changed.models, changed.unchanged) == (("vit", "vit_onnx", "vit_cpu"), ())
     config = config_of(repository / "vit")
     assert config.number("max_batch_size") == 16, "the config of version 1 came back with it"
     assert numbers(config.inner("version_policy").inner("specific"), "versions") == [1]
     assert lint_repository(repository) == ()
 
-    assert serve_version(repository, "vit", 2).version == 2
-    rejects("has no version 7, only 1, 2", serve_version, repository, "vit", 7)
-    rejects("there is no model 'cat'", serve_version, repository, "cat", 1)
+    assert switch_version(repository, "vit", 2).version == 2
+    rejects("has no version 7, only 1, 2", switch_version, repository, "vit", 7)
+    rejects("there is no model 'cat'", switch_version, repository, "cat", 1)
 
 
 def test_a_version_that_only_some_variants_have(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     write_repository(full(tmp_path, plans=(), onnx=None), repository)
     assert write_repository(full(tmp_path, version=2), repository).models == ("vit", "vit_onnx", "vit_cpu")
-    changed = serve_version(repository, "vit", 1)
+    changed = switch_version(repository, "vit", 1)
     assert (changed.models, changed.unchanged) == (("vit_cpu",), ("vit", "vit_onnx"))
     assert config_path(repository / "vit_cpu", 2).exists()
 
@@ -173,7 +173,7 @@ def test_the_build_script_makes_the_plan_of_a_model_that_has_none(tmp_path: Path
     assert (config.text("platform"), config.number("max_batch_size")) == ("tensorrt_plan", 8)
     severities = {finding.severity for finding in lint_repository(repository)}
     assert severities == {"warning"}, "only that a plan without record can't be compared"
-    assert serve_version(repository, "vit", 1).models == ("vit", "vit_onnx", "vit_cpu")
+    assert switch_version(repository, "vit", 1).models == ("vit", "vit_onnx", "vit_cpu")
 
 
 def test_the_build_script_takes_the_profiles_of_a_package_without_a_plan(tmp_path: Path) -> None:
@@ -302,14 +302,14 @@ def test_serving_another_version_switches_every_variant_or_none(tmp_path: Path) 
     (repository / "vit_cpu/config.pbtxt").unlink()
     (repository / "vit_cpu/config.pbtxt").mkdir()
     before = tree(tmp_path)
-    rejects("a directory, expected a regular file", serve_version, repository, "vit", 1)
+    rejects("a directory, expected a regular file", switch_version, repository, "vit", 1)
     assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", ["../r/vit", "", "a/b", ".vit", "vit" * 10_000])
 def test_a_model_name_is_no_path(tmp_path: Path, name: str) -> None:
     write_repository(full(tmp_path), tmp_path / "r")
-    rejects("model name", serve_version, tmp_path / "r", name, 1)
+    rejects("model name", switch_version, tmp_path / "r", name, 1)
 
 
 def test_a_named_server_with_other_versions_is_warned_about(tmp_path: Path) -> None:

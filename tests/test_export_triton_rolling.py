@@ -22,7 +22,7 @@ from export.triton.repository import write_repository
 from export.triton.rolling import STAGED, Samples, roll
 from export.triton.server import ServerError, TritonServer
 from export.triton.variants import Package
-from export.triton.versions import serve_version, staging_folder
+from export.triton.versions import staging_folder, switch_version
 from tests.command import invoked, refuses
 from tests.doubles import some
 from tests.export_served import CLASSES, SHAPE, write_onnx
@@ -244,7 +244,7 @@ def packaged(tmp_path: Path) -> Path:
         graph = write_onnx(tmp_path / f"{version}.onnx", seed=version)
         package = Package(name="vit", version=version, onnx=graph, cpu_onnx=graph, serving=SERVING)
         write_repository(package, repository)
-    serve_version(repository, "vit", 1)
+    switch_version(repository, "vit", 1)
     return repository
 
 

@@ -18,7 +18,7 @@ from export.triton.lint import lint_repository
 from export.triton.repository import write_repository
 from export.triton.server import DATA_TYPES
 from export.triton.variants import Package
-from export.triton.versions import serve_version
+from export.triton.versions import switch_version
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from tests.doubles import some
 from tests.export_served import write_onnx, write_plan
@@ -133,7 +133,7 @@ def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_
     write_repository(Package(name="vit", version=2, cpu_onnx=newer, labels=LABELS, serving=SERVING), served.repository)
     for change, version, graph in ((None, "2", newer), (1, "1", served.graph)):
         if change is not None:
-            serve_version(served.repository, "vit", change)
+            switch_version(served.repository, "vit", change)
         assert server.load("vit_cpu") is None
         assert [entry["version"] for entry in server.statistics("vit_cpu")] == [version]
         np.testing.assert_allclose(infer(server, "vit_cpu", images=batch)["logits"], direct(graph, batch), atol=1e-4)

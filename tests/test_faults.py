@@ -28,7 +28,7 @@ from benchmarks.trust import faults_happenings, faults_pairs
 from benchmarks.trust.faults import RECORD
 from benchmarks.trust.faults_page import PAGE, page
 from calib.collect import Collector
-from calib.inputs import Inputs, batch_size
+from calib.inputs import Inputs, input_count
 from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from export.triton import repository
@@ -433,8 +433,8 @@ def test_memory_that_runs_out_in_a_batch_takes_a_smaller_one(
     add, sizes = Collector.add, []
 
     def small(self: Collector, inputs: Inputs) -> None:
-        sizes.append(batch_size(inputs))
-        if batch_size(inputs) > 1:
+        sizes.append(input_count(inputs))
+        if input_count(inputs) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         add(self, inputs)
 

@@ -30,7 +30,7 @@ from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
 from corp_deploy.views.sweep_page import sweep_page
 from export.engine.options import BatchProfile
 from export.graph.ports import GraphPort
-from export.triton.config import Serving, Variant, config_text
+from export.triton.config import ServedModel, Serving, config_text
 from export.triton.lint import lint_repository
 from export.triton.pbtxt import parse
 from export.triton.repository import write_repository
@@ -42,7 +42,7 @@ from perf.gate.gate import Gate, JudgedRule
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate
 from perf.report import render
 from perf.report.content import BudgetLine
-from perf.stats.compare import compare, markdown_from_comparison
+from perf.stats.compare import compare_records, markdown_from_comparison
 from tests.export_served import write_onnx
 from tests.refusals import rejects
 from tests.test_corp_sweep_trials import point
@@ -69,7 +69,7 @@ def of_gate(write: Callable[[Gate], str]) -> Write:
 
 def compared(name: str) -> str:
     benches = [bench_of_times(rounds=6, gpu=f"{name}{side}") for side in "ab"]
-    return markdown_from_comparison(compare(*benches))
+    return markdown_from_comparison(compare_records(*benches))
 
 
 def swept(name: str) -> Any:
@@ -80,10 +80,10 @@ def swept(name: str) -> Any:
     ]
 
 
-def variant(name: str) -> Variant:
+def variant(name: str) -> ServedModel:
     ports = (GraphPort(name=name, dtype="float32", shape=("n", 3)),)
     signature = Signature(inputs=ports, outputs=ports, roles={name: "logits"})
-    return Variant(name=name, backend="onnxruntime", kind="KIND_CPU", signature=signature, max_batch=8,
+    return ServedModel(name=name, backend="onnxruntime", kind="KIND_CPU", signature=signature, max_batch=8,
                    cc_filenames={})  # fmt: skip
 
 

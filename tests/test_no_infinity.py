@@ -26,7 +26,7 @@ from perf.gate.verdicts import junit_from_gate, markdown_from_gate, tracked_from
 from perf.record.decoders import DecoderBench, KvCache, Prefill
 from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Row
 from perf.report import render
-from perf.stats.compare import compare, markdown_from_comparison
+from perf.stats.compare import compare_records, markdown_from_comparison
 from perf.stats.summary import ONE, VARIED, summarise
 from tests.test_corp_sweep_trials import point
 from tests.test_perf_gate import bench_of, noisy, row_of
@@ -95,8 +95,8 @@ EVERY: dict[str, Callable[[], str]] = {
     "sweep.html": lambda: sweep_page(swept(), DensePoint(macs=20, parameters=2, inputs=4), title="t"),
     "gate.json": lambda: json.dumps(asdict(judged()), allow_nan=False),
     "gate.md": lambda: markdown_from_gate(judged()), "gate.xml": lambda: junit_from_gate(judged()),
-    "compare": lambda: markdown_from_comparison(compare(record(), record())),
-    "compare --json": lambda: json.dumps(comparison_as_json(compare(record(), record())), allow_nan=False),
+    "compare": lambda: markdown_from_comparison(compare_records(record(), record())),
+    "compare --json": lambda: json.dumps(comparison_as_json(compare_records(record(), record())), allow_nan=False),
     "report.html": lambda: render.html(reported()), "report.md": lambda: render.markdown(reported()),
     "report.csv": lambda: render.csv(reported()), "report.xml": lambda: render.junit(reported()),
     "smaller is better": lambda: tracked_from_summary(summarise(record()), "smaller"),

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ground.errors import Missing, is_out_of_memory
 from ground.feeds import Feeds, batch_size
 from ground.ports import LOGITS, OutputPort, Port, image_port
-from perf.bench.bench import Subject, bench
+from perf.bench.bench import BenchSubject, bench_subjects
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
-from perf.runners.protocol import Gauge, Ledger, resident_gauge
+from perf.runners.protocol import Ledger, MemoryGauge, resident_gauge
 from perf.stats.summary import knee, summarise
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from perf.timing.watch import Gpu, environment, fingerprint, watching
@@ -80,9 +80,9 @@ def measured(
     **runner: Any,
 ) -> Bench:
     clock = clock or FakeClock()
-    dense = Subject(name="dense", open=lambda: FakeRunner(clock, dense_ms, **runner), macs=1000)
-    reduced = Subject(name="reduced", open=lambda: FakeRunner(clock, reduced_ms, **runner), macs=600)
-    return bench(
+    dense = BenchSubject(name="dense", open=lambda: FakeRunner(clock, dense_ms, **runner), macs=1000)
+    reduced = BenchSubject(name="reduced", open=lambda: FakeRunner(clock, reduced_ms, **runner), macs=600)
+    return bench_subjects(
         (dense, reduced), FEEDS, batches, plan, streams=streams, flush_l2=flush_l2, described=MACHINE, clock=clock,
         made_s=made_s,
     )  # fmt: skip
@@ -307,14 +307,14 @@ def test_an_impossible_sweep_is_refused(batches: tuple[int, ...], streams: int, 
 
 
 def test_two_subjects_of_one_name_are_refused() -> None:
-    same = Subject(name="dense", open=lambda: FakeRunner(FakeClock(), lambda batch: 1.0))
-    rejects("different names", bench, (same, same), FEEDS, [1], PLAN)
+    same = BenchSubject(name="dense", open=lambda: FakeRunner(FakeClock(), lambda batch: 1.0))
+    rejects("different names", bench_subjects, (same, same), FEEDS, [1], PLAN)
 
 
 def test_progress_only_rises_and_ends_below_one() -> None:
     clock, shares = FakeClock(), list[float]()
-    subjects = [Subject(name=name, open=lambda: FakeRunner(clock, lambda batch: 2.0)) for name in ("a", "b")]
-    bench(
+    subjects = [BenchSubject(name=name, open=lambda: FakeRunner(clock, lambda batch: 2.0)) for name in ("a", "b")]
+    bench_subjects(
         (subjects[0], subjects[1]), FEEDS, [1, 2], PLAN, described=MACHINE, clock=clock,
         progress=lambda share, text: shares.append(share),
     )  # fmt: skip
@@ -350,7 +350,7 @@ def test_the_knee_is_where_doubling_stops_paying() -> None:
 def test_a_runner_is_booked_with_what_it_holds_and_its_last_peak() -> None:
     """Opens 100 -> 150, then a phase that peaks 70 above its start and leaves 20 behind; another's 500 don't count."""
     readings, peaks = iter([100, 150, 650, 670]), iter([160, 720])
-    ledger = Ledger(Gauge("fake", lambda: None, lambda: next(readings), lambda: next(peaks)))
+    ledger = Ledger(MemoryGauge("fake", lambda: None, lambda: next(readings), lambda: next(peaks)))
     assert ledger.phase(lambda: "opened") == ("opened", 60)
     assert ledger.phase(lambda: None) == (None, 50 + 70)
     assert ledger.held_bytes == 70

@@ -185,7 +185,7 @@ def passes_a_random_check(reference: Array, candidate: Array) -> bool:
 
 
 def exact_link(reference: Array, candidate: Array) -> Link:
-    bound = tolerance.exact(products=6 * DEPTH + 2, largest_logit=float(np.abs(reference).max()))
+    bound = tolerance.exact_tolerance(products=6 * DEPTH + 2, largest_logit=float(np.abs(reference).max()))
     return link(name="onnx", kind="exact", reference="torch fp32", candidate="onnx fp32", reference_rows=reference,
                 candidate_by_batch={1: candidate}, tolerance=bound)  # fmt: skip
 
@@ -343,4 +343,4 @@ def test_constant_outputs_behind_a_large_bias(vit: TinyViT) -> None:
     assert found.status == "FAIL"
     assert "hardly depend on the image" in found.reason
     assert located_exactly(biased, dead).site == "head"
-    assert [f.status for f in structure.outputs("onnx", {"logits": onnx_logits(dead, images)})] == ["PASS", "FAIL"]
+    assert [f.status for f in structure.output_tests("onnx", {"logits": onnx_logits(dead, images)})] == ["PASS", "FAIL"]

@@ -21,10 +21,10 @@ from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import junit_from_gate, load_gate, markdown_from_gate, save_gate, tracked_from_summary
 from perf.parity.link import Link, LinkKind, link
 from perf.parity.parity import ImageSet, Parity
-from perf.parity.tolerance import judge as judge_link
+from perf.parity.tolerance import judge_measures as judge_link
 from perf.parity.tolerance import limits
-from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Block, Row, SubjectRecord
-from perf.stats.compare import compare, markdown_from_comparison, ratio_of_independent
+from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Row, SubjectRecord, TimedBlock
+from perf.stats.compare import compare_records, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
 from tests.doubles import some
@@ -273,9 +273,9 @@ def test_a_batch_size_without_time_decides_nothing_and_says_why() -> None:
     against = "p50@b8 > baseline * 1.03"
     assert one(against, late, plain()).verdict == one(against, plain(), late).verdict == "INCONCLUSIVE"
     assert judge([rule_from_text(against)], Evidence(bench=late), starting=True).verdict == "INCONCLUSIVE"
-    rows = {(row.batch, row.subject): row for row in compare(plain(), late).rows}
+    rows = {(row.batch, row.subject): row for row in compare_records(plain(), late).rows}
     assert (rows[8, "reduced"].ratio, rows[8, "reduced"].change) == (None, "unknown")
-    assert "| 8 | reduced | 8 | out of time | - | unknown |" in markdown_from_comparison(compare(plain(), late))
+    assert "| 8 | reduced | 8 | out of time | - | unknown |" in markdown_from_comparison(compare_records(plain(), late))
 
 
 def test_baseline_rules() -> None:
@@ -433,12 +433,12 @@ def test_tracked_figures_are_split_by_what_is_better() -> None:
 
 def test_comparing_puts_differences_first_and_says_what_is_not_significant() -> None:
     before, after = plain(), plain(reduced_ms=8.8, gpu="Another Card")
-    compared = compare(before, after)
+    compared = compare_records(before, after)
     assert not compared.comparable
     assert [(row.subject, row.change) for row in compared.rows] == [("dense", "not significant"), ("reduced", "slower")]
     text = markdown_from_comparison(compared)
     assert text.index("gpu (decisive) | A Card | Another Card") < text.index("| batch | subject")
-    same = compare(before, before)
+    same = compare_records(before, before)
     assert same.comparable
     assert same.differences == ()
     assert markdown_from_comparison(same).startswith("Environment: no difference.")
@@ -447,7 +447,7 @@ def test_comparing_puts_differences_first_and_says_what_is_not_significant() -> 
 def test_a_batch_measured_once_only_is_shown_as_such() -> None:
     before = plain()
     after = replace(before, rows=(replace(before.rows[0], batch=16),))
-    text = markdown_from_comparison(compare(before, after))
+    text = markdown_from_comparison(compare_records(before, after))
     assert re.search(r"\| 8 \| dense \| [\d.]+ \| not measured \| - \| unknown \|", text)
     assert re.search(r"\| 16 \| dense \| not measured \| [\d.]+ \| - \| unknown \|", text)
 
@@ -492,7 +492,7 @@ def test_neighbours_that_could_not_be_told_are_no_verdict() -> None:
 @pytest.mark.parametrize("ms", [0.0, -1.0, 1e-308, 1e12, math.nan])
 def test_times_that_no_clock_gives_are_refused(ms: float) -> None:
     with pytest.raises(BadInput, match="a block needs calls and positive times"):
-        Block(round=0, subject="dense", at_s=0.0, calls=1, wall_ms=1.0, compute_ms=(ms,))
+        TimedBlock(round=0, subject="dense", at_s=0.0, calls=1, wall_ms=1.0, compute_ms=(ms,))
 
 
 def test_device_memory_is_of_profiles() -> None:

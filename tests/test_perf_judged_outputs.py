@@ -19,13 +19,12 @@ from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, JudgedRule, judge
 from perf.gate.parity_figures import outputs_judged
 from perf.gate.rule import rule_from_text
-from perf.parity.labels import OwnMetric, accuracy, mcnemar
+from perf.parity.labels import OwnMetric, accuracy_on_labels, mcnemar
 from perf.parity.link import Link, LinkKind, link
 from perf.parity.logits import logit_measures, threshold_of
 from perf.parity.measures import figures
 from perf.parity.parity import ImageSet, Parity, parity_from_value
-from perf.parity.tolerance import EXCLUDED, Tolerance, limits
-from perf.parity.tolerance import judge as judge_measures
+from perf.parity.tolerance import EXCLUDED, Tolerance, judge_measures, limits
 from perf.stats.decision import paired_interval
 from tests.refusals import rejects
 
@@ -99,23 +98,23 @@ def test_one_number_for_each_image_is_one_logit() -> None:
 def test_accuracy_of_one_logit_counts_labels_0_and_1() -> None:
     labels = (LOGIT[:, 0] > 0.3).astype(np.int64)
     right = sum(int(value > 0) == label for value, label in zip(LOGIT[:, 0], labels, strict=True))
-    assert accuracy("b", LOGIT, labels).correct == right
-    assert accuracy("b", LOGIT, labels, threshold=0.3).correct == 60
-    rejects("got classes 0 to 2, expected 0 to 1", accuracy, "b", LOGIT, np.arange(60) % 3)
+    assert accuracy_on_labels("b", LOGIT, labels).correct == right
+    assert accuracy_on_labels("b", LOGIT, labels, threshold=0.3).correct == 60
+    rejects("got classes 0 to 2, expected 0 to 1", accuracy_on_labels, "b", LOGIT, np.arange(60) % 3)
 
 
 def test_chance_is_what_labels_in_another_order_would_give() -> None:
     rows, labels = np.eye(5)[np.arange(500) % 5], np.arange(500) % 5
-    assert accuracy("b", rows, labels).chance == pytest.approx(0.2)
+    assert accuracy_on_labels("b", rows, labels).chance == pytest.approx(0.2)
     shuffled = np.random.default_rng(0).permutation(labels)
-    good, bad = accuracy("b", rows, labels), accuracy("b", rows, shuffled)
+    good, bad = accuracy_on_labels("b", rows, labels), accuracy_on_labels("b", rows, shuffled)
     assert (good.is_near_chance, bad.is_near_chance) == (False, True)
     assert not proof(linked("a", WITHIN), accuracy=(good,)).warnings
     (warning,) = proof(linked("a", WITHIN), accuracy=(bad,)).warnings
     assert "no better than chance (20.00 %)" in warning
     one_class = np.zeros(500, dtype=np.int64)
-    assert accuracy("b", np.eye(5)[one_class], np.where(np.arange(500) < 480, 0, 1)).is_near_chance
-    assert not accuracy("b", np.eye(5)[one_class], one_class).is_near_chance
+    assert accuracy_on_labels("b", np.eye(5)[one_class], np.where(np.arange(500) < 480, 0, 1)).is_near_chance
+    assert not accuracy_on_labels("b", np.eye(5)[one_class], one_class).is_near_chance
 
 
 @pytest.mark.parametrize(
@@ -181,7 +180,7 @@ def labelled(only_dense: int, only_reduced: int, *, images: int = 1000, right: i
         logits = np.tile([0.0, 1.0], (images, 1))
         logits[:right] = logits[extra] = [1.0, 0.0]
         sides.append(logits)
-    found = [accuracy(name, side, labels) for name, side in zip(("dense", "reduced"), sides, strict=True)]
+    found = [accuracy_on_labels(name, side, labels) for name, side in zip(("dense", "reduced"), sides, strict=True)]
     pair = mcnemar("dense", sides[0], "reduced", sides[1], labels)
     return proof(linked("class", WITHIN, role="logits"), accuracy=tuple(found), comparisons=(pair,))
 

@@ -13,7 +13,7 @@ from ground.files import write_json
 from ground.ports import OutputPort
 from perf.parity import tolerance
 from perf.parity.link import Link, link
-from perf.parity.maps import Head, MapMeasures
+from perf.parity.maps import MapMeasures, SeparateHead
 from perf.parity.measures import figures, measures, relative_errors
 from perf.parity.parity import ImageSet, Parity, load_parity
 from perf.report.content import content_from_record
@@ -142,7 +142,7 @@ def test_a_link_of_maps_is_judged_by_error_overlap_and_pixels() -> None:
 
 def test_a_record_of_maps_reads_back_and_is_shown(tmp_path: Path) -> None:
     reference, candidate = pair(8, 6, 6)
-    head = Head(file="saliency.onnx", sha256="0" * 64, reads=("patches",), maps=("saliency",))
+    head = SeparateHead(file="saliency.onnx", sha256="0" * 64, reads=("patches",), maps=("saliency",))
     parity = Parity(
         images=ImageSet(count=8, digest="x"), links=(linked(reference, candidate, min_iou=0.1),), heads=(head,)
     )
@@ -159,7 +159,7 @@ def test_a_record_of_maps_reads_back_and_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_head_that_magnifies_errors_widens_the_bound_of_float32() -> None:
-    plain, wide = (tolerance.exact(products=3, largest_logit=0.0, magnified=by) for by in (1.0, 2.5))
+    plain, wide = (tolerance.exact_tolerance(products=3, largest_logit=0.0, magnified=by) for by in (1.0, 2.5))
     assert wide.max_relative_error == pytest.approx(2.5 * some(plain.max_relative_error))
     assert "magnifies" in wide.rule
     assert "magnifies" not in plain.rule

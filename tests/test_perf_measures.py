@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 
 from ground.precision import FLOAT16
-from perf.parity.labels import accuracy
+from perf.parity.labels import accuracy_on_labels
 from perf.parity.logits import LogitMeasures, margins
 from perf.parity.measures import EmbeddingMeasures, FeatureMapMeasures, measures, relative_errors
 from perf.parity.rows import Floats
 from perf.parity.similarity import MOST_DRAWN, drawn_rows, linear_cka, same_neighbour
-from perf.parity.tolerance import CEILINGS, exact, half, limits
+from perf.parity.tolerance import CEILINGS, exact_tolerance, half, limits
 from tests.doubles import some
 from tests.refusals import rejects
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_compared_is_refused(reference: Floats, candidate: Floats
 def test_accuracy_counts_spoilt_images_as_wrong() -> None:
     scores = np.eye(4)
     scores[0] = np.nan
-    found = accuracy("m", scores, np.array([0, 1, 2, 0]))
+    found = accuracy_on_labels("m", scores, np.array([0, 1, 2, 0]))
     assert (found.correct, found.images, found.accuracy) == (2, 4, 0.5)
 
 
@@ -112,7 +112,7 @@ def test_accuracy_counts_spoilt_images_as_wrong() -> None:
     ("labels", "words"), [(np.zeros(3, dtype=np.int64), "one label per image"), (np.full(4, 4), "expected 0 to 3")]
 )
 def test_labels_that_do_not_fit_are_refused(labels: NDArray[np.int64], words: str) -> None:
-    rejects(words, accuracy, "m", np.eye(4), labels)
+    rejects(words, accuracy_on_labels, "m", np.eye(4), labels)
 
 
 def noise(error: float, max_abs: float = 0.1) -> LogitMeasures:
@@ -123,7 +123,7 @@ def noise(error: float, max_abs: float = 0.1) -> LogitMeasures:
 
 
 def test_the_exact_bound_grows_with_the_products_in_a_row() -> None:
-    found = exact(products=74, largest_logit=10)
+    found = exact_tolerance(products=74, largest_logit=10)
     assert found.max_relative_error == 10 * 2**-24 * 74
     assert found.margin_noise == pytest.approx(20 * 10 * 2**-24 * 74)
     assert found.rule == "float32: 10 x 2^-24 x 74 products in a row"

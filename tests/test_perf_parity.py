@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perf.parity.labels import accuracy
+from perf.parity.labels import accuracy_on_labels
 from perf.parity.link import Link, LinkKind, link
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures
 from perf.parity.parity import ImageSet, Parity, parity_from_value
 from perf.parity.shift import Scatter, SiteShift, Stats, shift_of_sites, site_shift
-from perf.parity.structure import outputs
-from perf.parity.tolerance import Tolerance, exact, limits
+from perf.parity.structure import output_tests
+from perf.parity.tolerance import Tolerance, exact_tolerance, limits
 from tests.refusals import rejects
 
 Floats = NDArray[np.float64]
@@ -100,7 +100,7 @@ def test_the_verdict_follows_from_the_parts() -> None:
     assert bad.line.startswith(
         "FAIL (2 links judged, 1 measured without a limit; no limit judged logits) on 40 images: bad: "
     )
-    failed = parity(good, structure=tuple(outputs("b", {"logits": REF * np.nan})))
+    failed = parity(good, structure=tuple(output_tests("b", {"logits": REF * np.nan})))
     assert failed.verdict == "FAIL"
     assert "finite of b: NaN or Inf on 40 of 40 images" in failed.reason
 
@@ -114,15 +114,15 @@ def full() -> Parity:
     spoilt = REF.copy()
     spoilt[0, 0] = np.inf
     return parity(
-        linked(REF, kind="exact", tolerance=exact(products=38, largest_logit=9.0), name="onnx"),
+        linked(REF, kind="exact", tolerance=exact_tolerance(products=38, largest_logit=9.0), name="onnx"),
         linked(REF, spoilt, name="fp16"),
-        structure=tuple(outputs("b", {"logits": spoilt})),
+        structure=tuple(output_tests("b", {"logits": spoilt})),
         located=(
             FaultLocation(link="fp16", site="blocks.1.attn", measure="nonfinite", value=float("inf"), noise=1e-3,
                     largest_activation=7e4, half_limit=65504.0, reason="r", command="c"),
         ),
         shift=shift_of_sites([shifted(parts(4))], images=200),
-        accuracy=(accuracy("b", REF, REF.argmax(axis=1)),),
+        accuracy=(accuracy_on_labels("b", REF, REF.argmax(axis=1)),),
         per_image="parity.npz",
     )  # fmt: skip
 

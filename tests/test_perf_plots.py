@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from perf.parity.link import Link, link
 from perf.parity.tolerance import limits
 from perf.report import plots
-from perf.report.plots import HUES, Series, Spot
-from perf.report.svg import WIDTH, Drawing, Scale, element, fitted, linear, logarithmic, short, width_of
+from perf.report.plots import HUES, PlotSeries, Spot
+from perf.report.svg import WIDTH, Drawing, Scale, cut_in_middle, element, linear, logarithmic, short, width_of
 from perf.stats.stats import Interval
 
 
@@ -63,9 +63,9 @@ def links() -> list[Link]:
 
 HOSTILE = "'\"><script>&amp;]]>"
 DRAWN: list[Callable[[], Drawing]] = [
-    lambda: plots.curve([Series(name="dense", tone="dense", points=[("1", around(3.0)), ("8", around(20.0))])],
+    lambda: plots.curve([PlotSeries(name="dense", tone="dense", points=[("1", around(3.0)), ("8", around(20.0))])],
                         title="t", unit="ms", x_label="batch", log=True),
-    lambda: plots.curve([Series(name="dense", tone="dense", points=[("1", around(3.0))])],
+    lambda: plots.curve([PlotSeries(name="dense", tone="dense", points=[("1", around(3.0))])],
                         title="t", unit="ms", x_label="batch", log=False),
     lambda: plots.gains({"batch 1": (around(1.4), around(1.0)), "batch 8": (None, None)}, 2.0),
     lambda: plots.distributions({"batch 1": {"dense": [2.0] * 9 + [500.0], "reduced": [1.0]}}),
@@ -93,8 +93,8 @@ WIDE: list[Callable[[], Drawing]] = [
     lambda: plots.bounded([replace(each, name=f"{LONG} {each.name}") for each in links()], x_label="x"),
     lambda: plots.gains({"batch 65536": (around(1.4), around(1.0))}, 2.0),
     lambda: plots.distributions({"batch 65536": {LONG: [123456.0] * 9, f"{LONG}2": [98765.0] * 9}}),
-    lambda: plots.curve([Series(name=LONG, tone="dense", points=[(f"{5000 * n:,}", SLOW) for n in range(1, 31)]),
-                         Series(name=f"{LONG}2", tone="reduced", points=[("5,000", around(0.00125))])],
+    lambda: plots.curve([PlotSeries(name=LONG, tone="dense", points=[(f"{5000 * n:,}", SLOW) for n in range(1, 31)]),
+                         PlotSeries(name=f"{LONG}2", tone="reduced", points=[("5,000", around(0.00125))])],
                         title="t", unit="images/s", x_label="batch", log=False),
     lambda: plots.scatter({f"{LONG}{place}": [Spot(x=0.4, value=1.25e-5, filled=True, tip="a")] for place in range(6)},
                           title="t", unit="error", x_label="share", least=1e-6),
@@ -140,7 +140,7 @@ def test_a_label_that_is_cut_keeps_both_its_ends_and_is_whole_in_its_tip() -> No
     ],
 )
 def test_a_label_is_cut_in_the_middle(label: str, width: float, shown: str) -> None:
-    assert fitted(label, width) == shown
+    assert cut_in_middle(label, width) == shown
 
 
 def test_a_failed_row_and_its_reason_stay_visible() -> None:

@@ -18,12 +18,12 @@ from perf.parity.labels import Accuracy
 from perf.parity.link import link
 from perf.parity.locate import FaultLocation
 from perf.parity.parity import ImageSet, Parity
-from perf.parity.structure import batch_sizes, outputs
+from perf.parity.structure import batch_sizes, output_tests
 from perf.parity.tolerance import limits
-from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
+from perf.record.runs import Bench, BenchTrial, Row, SubjectRecord, TimedBlock
 from perf.report import tables
 from perf.report.content import ModelLine, content_from_record, tiles
-from perf.report.numbers import count, error, number, percent, size
+from perf.report.numbers import count_text, error, number, percent_text, size
 from perf.report.render import csv, html, junit, markdown
 from tests.doubles import some
 from tests.histories import block, row
@@ -32,7 +32,7 @@ from tests.refusals import rejects
 LATENCY_MS = {1: (8.0, 6.4), 8: (40.0, 25.0)}
 
 
-def blocks(names: tuple[str, str], ms: tuple[float, float]) -> Iterator[Block]:
+def blocks(names: tuple[str, str], ms: tuple[float, float]) -> Iterator[TimedBlock]:
     """Eight rounds ABBA, constant times with a ripple of 1 %."""
     for turn in range(8):
         for name in (*names, *names[::-1]):
@@ -81,8 +81,8 @@ def broken_parity() -> Parity:
     """A graph that gives NaN, and the block where it begins."""
     logits = np.random.default_rng(1).standard_normal((6, 3))
     structure = (
-        *outputs("onnx fp16", {"logits": logits}),
-        *outputs("onnx fp32", {"logits": logits * np.nan}),
+        *output_tests("onnx fp16", {"logits": logits}),
+        *output_tests("onnx fp32", {"logits": logits * np.nan}),
         *batch_sizes("onnx fp16", {1: {"logits": logits}, 2: {"logits": logits}}, bound=0.0),
     )
     located = FaultLocation(link="fp16", site="blocks.1.attn", measure="nonfinite", value=np.inf, noise=1e-3,
@@ -206,23 +206,23 @@ def test_change_and_rounding() -> None:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (percent(0.99999), "99.99 %"),
-        (percent(1.0), "100 %"),
-        (percent(0.99996, 1), "99.9 %"),
-        (percent(-0.5, 0), "−50 %"),
+        (percent_text(0.99999), "99.99 %"),
+        (percent_text(1.0), "100 %"),
+        (percent_text(0.99996, 1), "99.9 %"),
+        (percent_text(-0.5, 0), "−50 %"),
         (number(0.01234), "0.0123"),
         (number(7.0), "7.00"),
         (number(179.4), "179"),
         (number(25_312.0), "25,312"),
-        (count(22_050_664), "22.1 M"),
+        (count_text(22_050_664), "22.1 M"),
         (size(830_000), "830 kB"),
         (size(999_600_000), "1 GB"),
         (size(1_234_000_000), "1.23 GB"),
         (size(999_600), "1 MB"),
         (size(120), "0.12 kB"),
-        (count(999_999), "1 M"),
-        (count(3_400_000_000_000), "3.4 T"),
-        (count(7), "7"),
+        (count_text(999_999), "1 M"),
+        (count_text(3_400_000_000_000), "3.4 T"),
+        (count_text(7), "7"),
         (number(999.96), "1,000"),
         (number(0.0000123), "0.0000123"),
         (number(0.0), "0.00"),

@@ -13,7 +13,7 @@ import pytest
 
 from corp_deploy.proof.report_input import record_of_directory
 from ground.text import printable
-from perf.parity.labels import accuracy, mcnemar
+from perf.parity.labels import accuracy_on_labels, mcnemar
 from perf.parity.shift import Shift, SiteShift
 from perf.report.render import html, markdown
 from tests.test_perf_report import broken_parity, record
@@ -48,7 +48,7 @@ def whole_record() -> dict[str, Any]:
     parity = replace(
         broken_parity(),
         shift=Shift(images=5, status="NOTED", reason="they differ", sites=sites),
-        accuracy=(accuracy("dense", logits, labels),),
+        accuracy=(accuracy_on_labels("dense", logits, labels),),
         comparisons=(mcnemar("dense", logits, "reduced", logits[::-1], labels),),
     )
     environment = {"cpu": "a cpu", "nested": {"libraries": ["one", "two"]}}

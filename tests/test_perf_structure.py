@@ -83,7 +83,7 @@ def test_batch_one_against_others() -> None:
 def test_outputs_that_are_not_finite(bad: float) -> None:
     logits = sound(IMAGES)
     logits[1, 2] = bad
-    finite, constant = structure.outputs("r", {"logits": logits})
+    finite, constant = structure.output_tests("r", {"logits": logits})
     assert (finite.status, constant.status) == ("FAIL", "PASS")
     assert "on 1 of 8 images" in finite.reason
 
@@ -91,8 +91,8 @@ def test_outputs_that_are_not_finite(bad: float) -> None:
 def test_outputs_that_are_constant() -> None:
     alike = np.tile(sound(IMAGES)[:1], (8, 1))
     for rows, status in ((alike, "FAIL"), (np.zeros((8, 5)), "FAIL"), (sound(IMAGES), "PASS")):
-        assert [f.status for f in structure.outputs("r", {"logits": rows})] == ["PASS", status]
-    assert [f.test for f in structure.outputs("r", {"logits": sound(IMAGES[:1])})] == ["finite"]
+        assert [f.status for f in structure.output_tests("r", {"logits": rows})] == ["PASS", status]
+    assert [f.test for f in structure.output_tests("r", {"logits": sound(IMAGES[:1])})] == ["finite"]
 
 
 def test_answers_taken_inside_the_timed_run() -> None:
@@ -145,7 +145,7 @@ def test_whole_numbers_and_several_outputs_go_through_every_test() -> None:
     tests = [
         structure.batch_slot("r", two_outputs, one, batch=4, bound=1e-6),
         structure.permutation("r", two_outputs, TEXTS, bound=1e-6),
-        *structure.outputs("r", two_outputs(TEXTS), noun="inputs"),
+        *structure.output_tests("r", two_outputs(TEXTS), noun="inputs"),
         *structure.batch_sizes("r", {6: two_outputs(TEXTS), 1: two_outputs(one)}, bound=1e-6),
     ]
     assert {each.status for each in tests} == {"PASS"}
@@ -163,7 +163,7 @@ def test_of_several_outputs_the_worst_is_named() -> None:
     assert shuffled.status == "FAIL"
     assert "(tokens)" in shuffled.reason
     assert "; inputs " in shuffled.reason
-    finite = structure.outputs("r", {**two_outputs(TEXTS), "tokens": np.full((6, 5, 6), np.nan)}, noun="inputs")
+    finite = structure.output_tests("r", {**two_outputs(TEXTS), "tokens": np.full((6, 5, 6), np.nan)}, noun="inputs")
     assert [(each.test, each.status) for each in finite][2] == ("finite", "FAIL")
     assert finite[2].reason == "tokens: NaN or Inf on 6 of 6 inputs"
 

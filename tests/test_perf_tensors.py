@@ -193,7 +193,7 @@ def linked(
 
 
 def exact_link(reference: Array, candidate: Array) -> Link:
-    return linked(reference, candidate, tolerance.exact(products=2, largest_logit=0.0), kind="exact")
+    return linked(reference, candidate, tolerance.exact_tolerance(products=2, largest_logit=0.0), kind="exact")
 
 
 def test_a_mask_that_is_not_looked_at_moves_the_neighbours(tmp_path: Path, reference: Array) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perf.record.runs import Block, GpuState
+from perf.record.runs import GpuState, TimedBlock
 from perf.stats.quiet import interrupted_share, is_disturbed, quiet_spans, samples, whole_rounds
 from perf.stats.stability import drift
 from perf.stats.summary import speedup
@@ -199,7 +199,7 @@ def test_calls_that_others_interrupted_are_left_out() -> None:
     assert all(len(times) >= 2 for times in kept)
 
 
-def lost(*rounds: str) -> tuple[Block, ...]:
+def lost(*rounds: str) -> tuple[TimedBlock, ...]:
     """Rounds of an a-block and a b-block; `x` is an interrupted call, `.` a clean one: "x./.." is a, then b."""
     return tuple(
         block(index, name, [10.0 + index] * len(calls), lost_ms=tuple(5.0 if call == "x" else 0.0 for call in calls))

@@ -16,7 +16,7 @@ from torch import nn
 
 from ground.feeds import Feeds
 from ground.ports import LOGITS, OutputPort, Port, image_port
-from perf.bench.bench import Subject, bench
+from perf.bench.bench import BenchSubject, bench_subjects
 from perf.bench.opened_subject import BATCHES, OpenedSubject, varied_batches
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
@@ -77,8 +77,8 @@ def measured(*, again_ms: Mapping[str, float], plan: Plan = PLAN, binds: int = 1
     def opened(name: str) -> Callable[[], Any]:
         return lambda: Model(name, machine, again_ms[name], binds=binds)
 
-    subjects = (Subject(name="dense", open=opened("dense")), Subject(name="reduced", open=opened("reduced")))
-    return bench(subjects, {"images": IMAGES}, (batch,), plan, described={"system": "Linux"}, clock=machine)
+    subjects = (BenchSubject(name="dense", open=opened("dense")), BenchSubject(name="reduced", open=opened("reduced")))
+    return bench_subjects(subjects, {"images": IMAGES}, (batch,), plan, described={"system": "Linux"}, clock=machine)
 
 
 @pytest.mark.parametrize("rows", [1, 4])

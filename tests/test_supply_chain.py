@@ -11,21 +11,21 @@ from benchmarks.release import licences, lock
 from benchmarks.release.licences import Policy, pinned, policy
 from corp_deploy.release.sbom import bill_of_environment
 from corp_deploy.release.sbom import licences as told_licences
-from ground.installed import Package, installed
+from ground.installed import InstalledPackage, installed
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def packages() -> tuple[Package, ...]:
+def packages() -> tuple[InstalledPackage, ...]:
     return installed()
 
 
-def package(name: str, licence: str, *requires: str) -> Package:
-    return Package(name=name, version="1.0", licence=licence, requires=requires)
+def package(name: str, licence: str, *requires: str) -> InstalledPackage:
+    return InstalledPackage(name=name, version="1.0", licence=licence, requires=requires)
 
 
-def test_what_is_installed_is_told_as_the_metadata_has_it(packages: tuple[Package, ...]) -> None:
+def test_what_is_installed_is_told_as_the_metadata_has_it(packages: tuple[InstalledPackage, ...]) -> None:
     by_name = {each.name: each for each in packages}
     assert [each.name for each in packages] == sorted(by_name)
     for name in ("torch", "jinja2", "tomli-w"):
@@ -37,7 +37,7 @@ def test_what_is_installed_is_told_as_the_metadata_has_it(packages: tuple[Packag
     assert (by_name["jinja2"].licence, by_name["click"].licence) == ("BSD-3-Clause", "BSD-3-Clause")
 
 
-def test_every_licence_may_be_and_the_page_says_it(packages: tuple[Package, ...]) -> None:
+def test_every_licence_may_be_and_the_page_says_it(packages: tuple[InstalledPackage, ...]) -> None:
     ours, by = licences.ours(), policy()
     assert licences.refused(ours, by) == []
     rows = {tuple(line.strip("| ").split(" | ")) for line in licences.PAGE.read_text().splitlines()}
@@ -86,7 +86,7 @@ def test_a_file_of_another_digest_is_found() -> None:
     assert lock.foreign(report("c" * 64), locked) == [f"a-b==1.0: sha256 {'c' * 64}, in no line of requirements.lock"]
 
 
-def test_the_bill_of_this_environment_is_cyclonedx(packages: tuple[Package, ...]) -> None:
+def test_the_bill_of_this_environment_is_cyclonedx(packages: tuple[InstalledPackage, ...]) -> None:
     bill = bill_of_environment(packages)
     assert bill == bill_of_environment(packages), "nothing in it is of the time"
     assert {each["name"] for each in bill["components"]} == {each.name for each in packages} - {"corp-deploy"}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from calib.moments import Moments
-from calib.rows import Sequences, in_rows, sequences_of
+from calib.rows import Sequences, ids_in_rows, sequences_of
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
 from corp_deploy.families.head_attention import Rope
@@ -93,7 +93,7 @@ def trained(own: DecoderArchitecture, *, steps: int = STEPS) -> TextDecoder:
 
 def sequences(start: float, stop: float, count: int) -> Sequences:
     """So many, evenly over a part of the text."""
-    rows = in_rows(letters(start, stop).numpy(), LENGTH, where="text")
+    rows = ids_in_rows(letters(start, stop).numpy(), LENGTH, where="text")
     return sequences_of(rows[:: max(1, len(rows) // count)][:count], where="text")
 
 

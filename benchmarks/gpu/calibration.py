@@ -25,7 +25,7 @@ from calib.collect import Collector, Options, Precision
 from calib.products import add_gram_, matmul_precision, mirror_
 from corp_deploy.families.family import example_of, listened, sites_of
 from corp_deploy.traced.models.sites import calibration_taps
-from perf.runners.protocol import Gauge, resident_gauge, torch_allocator
+from perf.runners.protocol import MemoryGauge, resident_gauge, torch_allocator
 
 # The paper's times for 4,000 images (CORP, calibration and recovery) on an RTX 3090: other hardware, other code.
 PAPER_SECONDS_RTX3090 = {"DeiT-B": 570, "DeiT-L": 1845, "DeiT-H": 4920}
@@ -42,7 +42,7 @@ def forward_in(precision: Precision, device: str) -> Iterator[None]:
         yield
 
 
-def gauge_of(device: str) -> Gauge | None:
+def gauge_of(device: str) -> MemoryGauge | None:
     return torch_allocator() if device == "cuda" else resident_gauge()
 
 

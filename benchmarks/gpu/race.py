@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.gpu.record import Refused, Row, reason_of
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.subjects import Images, Subject
-from perf.record.runs import Block
+from perf.record.runs import TimedBlock
 from perf.stats.quiet import samples
 from perf.stats.stats import Interval, median_interval, rate_interval, ratio_of_medians
 from perf.stats.summary import realised_share
@@ -67,14 +67,14 @@ def bounds_of(subjects: Mapping[str, Subject], images: Images) -> tuple[dict[str
     return bounds, refused
 
 
-def timed(bounds: dict[str, Bound], plan: Plan, watch: Watch) -> tuple[tuple[Block, ...], int]:
+def timed(bounds: dict[str, Bound], plan: Plan, watch: Watch) -> tuple[tuple[TimedBlock, ...], int]:
     """The blocks of all rounds, and how many calls each has."""
     call_ms = min(warm_up(bound, plan, perf_counter_ns).call_ms() for bound in bounds.values())
     calls = calls_per_block(call_ms, plan.block_ms)
     return measure_rounds(bounds, plan.min_rounds, calls=calls, clock=perf_counter_ns, watch=watch), calls
 
 
-def subject_figures(blocks: tuple[Block, ...], name: str, batch: int, macs: Mapping[str, int]) -> Row:
+def subject_figures(blocks: tuple[TimedBlock, ...], name: str, batch: int, macs: Mapping[str, int]) -> Row:
     """p50, throughput and what the reduction brought, of one subject."""
     own, reference, wall = (samples(blocks, *at) for at in ((name,), (DENSE,), (name, "wall")))
     speedup = ratio_of_medians(reference, own)

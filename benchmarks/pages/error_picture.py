@@ -5,7 +5,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from perf.report.plots import Series, ends_of, line_with_whiskers
+from perf.report.plots import PlotSeries, ends_of, line_with_whiskers
 from perf.report.svg import WIDTH, Drawing, element, grid_y, legend, logarithmic, text
 from perf.stats.stats import Interval, exact
 
@@ -30,7 +30,7 @@ def real_encoder(record: Mapping[str, Any]) -> Drawing:
     rows = [row for row in record["rows"] if row["share"] in shares]
     tones = iter(TONES)
     lines = [
-        [Series(name=name, tone=next(tones), points=_points(rows, method)) for method, name in names.items()]
+        [PlotSeries(name=name, tone=next(tones), points=_points(rows, method)) for method, name in names.items()]
         for names in NAMES
     ]
     series = [each for line in lines for each in line]

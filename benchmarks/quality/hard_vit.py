@@ -37,7 +37,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model, model_digest
-from perf.parity.labels import accuracy, mcnemar
+from perf.parity.labels import accuracy_on_labels, mcnemar
 
 SPARSITIES = (0.3, 0.5)
 CALIBRATION_IMAGES, HELD_OUT_IMAGES, BATCH, ALIGN = 512, 2000, 32, 2
@@ -124,7 +124,7 @@ def figures(
     return {
         "relative_error": float(np.linalg.norm(reduced_NC - dense_NC) / np.linalg.norm(dense_NC)),
         "agreement": float((reduced_NC.argmax(1) == dense_NC.argmax(1)).mean()),
-        "accuracy": accuracy("reduced", reduced_NC, labels_N).accuracy,
+        "accuracy": accuracy_on_labels("reduced", reduced_NC, labels_N).accuracy,
         "points": [100.0 * each for each in (change, change - apart, change + apart)],
         "only_dense_right": pairs.only_a,
         "only_reduced_right": pairs.only_b,
@@ -134,7 +134,7 @@ def figures(
 
 def facts(subject: Subject) -> dict[str, Any]:
     """Return what all rows share: the model, its training and the images."""
-    dense = accuracy("dense", subject.logits, subject.labels)
+    dense = accuracy_on_labels("dense", subject.logits, subject.labels)
     return {
         "model": dict(subject.dense.architecture.kwargs),
         "training": {"images": HARD.images, "epochs": HARD.epochs, "seed": SEED},

@@ -13,7 +13,7 @@ import click
 from packaging.utils import canonicalize_name
 
 from benchmarks.pages.markdown import table
-from ground.installed import Package, installed
+from ground.installed import InstalledPackage, installed
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS, PAGE, PINNED = (
@@ -40,7 +40,7 @@ class Policy:
         """Whether one of the alternatives has nothing but what is allowed."""
         return any(all(term in self.allowed for term in choice.split(" AND ")) for choice in expression.split(" OR "))
 
-    def licence(self, package: Package) -> str:
+    def licence(self, package: InstalledPackage) -> str:
         return package.licence or self.unsaid.get(package.name, "")
 
 
@@ -55,7 +55,7 @@ def pinned() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pairs}
 
 
-def refused(packages: Sequence[Package], by: Policy) -> list[str]:
+def refused(packages: Sequence[InstalledPackage], by: Policy) -> list[str]:
     """Packages whose licence is not allowed, or not known."""
     return [
         f"{each.name} {each.version}: {by.licence(each) or 'says no licence'}"
@@ -64,14 +64,14 @@ def refused(packages: Sequence[Package], by: Policy) -> list[str]:
     ]
 
 
-def page(packages: Sequence[Package], by: Policy) -> str:
+def page(packages: Sequence[InstalledPackage], by: Policy) -> str:
     """docs/security/licences.md."""
     rows = [(each.name, each.version, by.licence(each)) for each in packages]
     reasons = table(("licence", "why it may be"), [(f"`{name}`", why) for name, why in by.allowed.items()])
     return "\n".join([HEAD, reasons, "", table(("package", "version", "licence"), rows), ""])
 
 
-def ours() -> list[Package]:
+def ours() -> list[InstalledPackage]:
     """What is installed of constraints.txt."""
     known = pinned()
     return [each for each in installed() if each.name in known]

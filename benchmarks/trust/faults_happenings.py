@@ -40,12 +40,12 @@ def _little_memory() -> None:
     import torch
 
     from calib import collect
-    from calib.inputs import Inputs, batch_size
+    from calib.inputs import Inputs, input_count
 
     add = collect.Collector.add
 
     def small(self: collect.Collector, inputs: Inputs) -> None:
-        if batch_size(inputs) > 2:
+        if input_count(inputs) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         add(self, inputs)
 

@@ -26,7 +26,7 @@ import numpy as np
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
-from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
+from perf.record.runs import Bench, BenchTrial, Row, SubjectRecord, TimedBlock
 from perf.runners.protocol import HostBound
 from perf.stats.quiet import LOST_REL, is_disturbed, quiet_spans, samples
 from perf.timing.laps import Plan, warm_up
@@ -87,7 +87,7 @@ def background(processes: int) -> Iterator[None]:
             process.join()
 
 
-def record_of(blocks: tuple[Block, ...], stop: str) -> Bench:
+def record_of(blocks: tuple[TimedBlock, ...], stop: str) -> Bench:
     """The blocks as the record that a gate judges."""
     trial = BenchTrial(status="ok", warm_up_flat=True)
     row = Row(

@@ -225,7 +225,7 @@ def redundancy(moments: Path, output: Path | None, out: Output) -> None:
     Example: corp-deploy inspect redundancy --moments moments.safetensors -o redundancy.svg
     """
     from calib.redundancy import record_from_redundancy
-    from calib.redundancy import redundancy as redundancy_of
+    from calib.redundancy import redundancy_of_sites as redundancy_of
     from calib.store import load
     from corp_deploy.views.reduction import redundancy_plot, redundancy_tables
     from ground.files import write_json, write_text

@@ -130,7 +130,7 @@ def serve_version(repository: Path, options: RollOptions, out: Output) -> int:
 
     Example: corp-deploy package serve repository --name vit --model-version 1
     """
-    from export.triton.versions import serve_version as serve
+    from export.triton.versions import switch_version as serve
 
     server, version = options.server, options.model_version
     if server is None:

@@ -222,8 +222,7 @@ def compare(before: Path, after: Path, out: Output) -> int:
     """
     from corp_deploy.proof.gate import comparison_as_json
     from perf.record.runs import load_bench
-    from perf.stats.compare import compare as compare_records
-    from perf.stats.compare import markdown_from_comparison
+    from perf.stats.compare import compare_records, markdown_from_comparison
 
     comparison = compare_records(load_bench(before), load_bench(after))
     out.result(comparison_as_json(comparison), markdown_from_comparison(comparison))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calib.inputs import Inputs, batch_size, run_model
+from calib.inputs import Inputs, input_count, run_model
 from corp_deploy.spec.merging import MergingRecord, tokens_after
 from corp_deploy.traced.models.module import parameters, tracing
 from corp_deploy.traced.models.offered import names_of, sites_of
@@ -231,5 +231,5 @@ def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
             stack.callback(merge.register_forward_pre_hook(look).remove)
         run_model(model, inputs)
         if not every:
-            return torch.full((batch_size(inputs),), torch.inf)
+            return torch.full((input_count(inputs),), torch.inf)
     return torch.stack(every).amin(dim=0)

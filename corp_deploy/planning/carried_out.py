@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
-from calib.inputs import InputSet, batch_size
+from calib.inputs import InputSet, input_count
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
@@ -107,7 +107,7 @@ def _judges(apart: ProbeSplit, images: InputSet) -> int:
     set_apart_ids = images.ids[~torch.isin(images.ids, apart.others.ids)]
     fitted_ids = apart.moments.image_ids
     unseen = len(fitted_ids) and not torch.isin(set_apart_ids, fitted_ids).any()
-    return batch_size(apart.inputs) if len(set_apart_ids) and unseen else 0
+    return input_count(apart.inputs) if len(set_apart_ids) and unseen else 0
 
 
 def composed(

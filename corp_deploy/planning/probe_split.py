@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from calib.combination import difference
+from calib.combination import moments_without
 from calib.inputs import Inputs, InputSet, to_device
 from calib.moments import Moments
 from corp_deploy.families import traced_model
@@ -80,8 +80,8 @@ def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
             with torch.inference_mode(False), torch.no_grad():
                 own = as_taken(left)
                 part = calibrate(dense, chosen.subset(places), batch_size=16, device=where.type, statistics=own)
-            left = difference(left, part)
-            half = difference(half, part) if is_half and half is not None else half
+            left = moments_without(left, part)
+            half = moments_without(half, part) if is_half and half is not None else half
     return replace(left, half=half)
 
 

@@ -37,7 +37,7 @@ from .curves import eliminations
 from .judging import Scored, worst_agreement
 from .request import WidthPlan, reduced_checkpoint
 from .sweep_points import SweepPoint, with_fronts
-from .sweep_speed import Bench
+from .sweep_speed import SweepBench
 from .sweep_trials import Scores, SweepRequest, TrialFolder, key_of
 
 Done = Callable[[str, int], None]
@@ -164,7 +164,7 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
         for each in requests:
             key = key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
             folders.append(TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key))
-        bench = Bench(swept.dense, Path(scratch), run.speed, keep_plans=run.keep_models)
+        bench = SweepBench(swept.dense, Path(scratch), run.speed, keep_plans=run.keep_models)
         _reduce_all(swept, requests, folders, bench, run)
         run.ranks.all_gather(None)  # nobody times while another computes
         _time_all(folders, bench, run)
@@ -178,7 +178,11 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
 
 
 def _reduce_all(
-    swept: SweepContext, requests: Sequence[SweepRequest], folders: Sequence[TrialFolder], bench: Bench, run: SweepRun
+    swept: SweepContext,
+    requests: Sequence[SweepRequest],
+    folders: Sequence[TrialFolder],
+    bench: SweepBench,
+    run: SweepRun,
 ) -> None:
     work = SweepCache(swept=swept)
 
@@ -197,7 +201,7 @@ def _reduce_all(
         run.on_progress("reducing", len(folders) - len(left) + count)
 
 
-def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, bench: Bench) -> None:
+def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, bench: SweepBench) -> None:
     watch = stopwatch("cpu")
     reduced = folder.reduced() if folder.model.is_dir() else None
     if reduced is None:
@@ -220,7 +224,7 @@ def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, be
         bench.build(folder, reduced)
 
 
-def _time_all(folders: Sequence[TrialFolder], bench: Bench, run: SweepRun) -> None:
+def _time_all(folders: Sequence[TrialFolder], bench: SweepBench, run: SweepRun) -> None:
     """Time the trials of this machine: of torchrun's machines that see a trial's model one does, by its first process,
     as several of a machine would time each other.
     """
@@ -239,7 +243,7 @@ def _time_all(folders: Sequence[TrialFolder], bench: Bench, run: SweepRun) -> No
         run.on_progress("timing", len(folders) - len(left) + count)
 
 
-def _whole(folder: TrialFolder, bench: Bench, request: SweepRequest) -> SweepPoint | None:
+def _whole(folder: TrialFolder, bench: SweepBench, request: SweepRequest) -> SweepPoint | None:
     """All that the trial's files say; None where it was made elsewhere."""
     point = folder.scores()
     if point is None:

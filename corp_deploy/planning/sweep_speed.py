@@ -45,7 +45,7 @@ def _engine(speed: SweepSpeedChoice, graph: Path) -> Engine:
     return build_engine(graph, options)
 
 
-class Bench:
+class SweepBench:
     """Times trials one by one against the dense model, whose graph or engine is made once, in `scratch`."""
 
     def __init__(self, dense: Checkpoint, scratch: Path, speed: SweepSpeedChoice, *, keep_plans: bool = False) -> None:

@@ -14,7 +14,7 @@ from export.graph.ports import noted_outputs, ports_of_graph
 from ground.errors import BadInput, Missing
 from ground.files import sha256_of_file
 from ground.ports import LOGITS, OutputPort, Port
-from perf.parity.labels import Source
+from perf.parity.labels import ComparedArtefact
 
 from .candidates import Candidate, Run, candidate_from_path, fixed_ports
 
@@ -29,7 +29,7 @@ class Artefact:
 
     path: Path
     candidate: Candidate
-    source: Source
+    source: ComparedArtefact
     inputs: tuple[Port, ...]
     outputs: tuple[OutputPort, ...]
     batches: tuple[int, int] | None
@@ -71,7 +71,7 @@ def artefact_from_path(path: Path) -> Artefact:
 
 def _from_plan(path: Path) -> Artefact:
     record, candidate = record_of_plan(path), candidate_from_path(path)
-    source = Source(
+    source = ComparedArtefact(
         label=f"{Path(path.parent.name) / path.name} {record.backend} {record.library_version} {record.precision}",
         backend=record.backend,
         version=record.library_version,
@@ -96,7 +96,7 @@ def _from_plan(path: Path) -> Artefact:
 def _from_graph(path: Path) -> Artefact:
     candidate, proto, digest = candidate_from_path(path), load_onnx(path), sha256_of_file(path)
     precision = facts_of_onnx(path).precision
-    source = Source(
+    source = ComparedArtefact(
         label=f"{Path(path.parent.name) / path.name} ONNX {precision}",
         backend="onnxruntime",
         version=onnxruntime.__version__,

@@ -17,7 +17,7 @@ from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, checked_feeds, rows_of
 from ground.precision import FLOAT16, FloatType
 from perf.parity.block_outputs import headroom
-from perf.parity.labels import accuracy, mcnemar
+from perf.parity.labels import accuracy_on_labels, mcnemar
 from perf.parity.link import Link, LinkKind
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
@@ -259,7 +259,9 @@ def _labelled(
         raise BadInput(f"labels: this model tells no classes apart ({roles}); leave the labels out")
     rows = {label: answers[own.port.name] for label, answers in by_label.items()}
     return {
-        "accuracy": tuple(accuracy(label, each, labels, threshold=own.threshold) for label, each in rows.items()),
+        "accuracy": tuple(
+            accuracy_on_labels(label, each, labels, threshold=own.threshold) for label, each in rows.items()
+        ),
         "comparisons": tuple(
             mcnemar(DENSE, rows[DENSE], label, each, labels, threshold=own.threshold)
             for label, each in rows.items()

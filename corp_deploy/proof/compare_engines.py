@@ -19,7 +19,7 @@ from ground.files import replacing, sha256_of_file, write_json
 from ground.ports import OutputPort
 from ground.records import Positive, Sha256, json_from_record, record_from_file
 from perf.parity import structure
-from perf.parity.labels import Source
+from perf.parity.labels import ComparedArtefact
 from perf.parity.link import LinkKind, link
 from perf.parity.measures import figures
 from perf.parity.parity import ImageSet, Parity
@@ -38,7 +38,7 @@ RECORD, INPUTS, OUTPUTS = "golden.json", "inputs.npz", "outputs.npz"
 class Answered:
     """What answered, and on what. `batch`: the size at which it did; `names` of the inputs, where they have any."""
 
-    source: Source
+    source: ComparedArtefact
     images: ImageSet
     batch: Positive
     outputs: tuple[OutputPort, ...]
@@ -180,7 +180,7 @@ def compare_engines(
             by_batch = {size: outputs_at(run, feeds, size) for size in each.sizes(batches)}
         answers = by_batch[max(by_batch)]
         answered(each.source.label, answers)
-        findings += structure.outputs(each.source.label, answers, noun=golden.images.kind)
+        findings += structure.output_tests(each.source.label, answers, noun=golden.images.kind)
         own_name = each.candidate.name.lstrip("-")  # of a file right here
         name = own_name if len(candidates) == 1 else f"{place + 1} {own_name}"
         for port in golden.outputs:

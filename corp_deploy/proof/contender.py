@@ -13,7 +13,7 @@ from export.engine.record import EngineRecord
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from ground.ports import Port
-from perf.bench.bench import Subject
+from perf.bench.bench import BenchSubject
 from perf.runners.engine import EngineRunner
 from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import OpenVinoRunner
@@ -24,7 +24,7 @@ from .engine_trust import record_of_trusted_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender(Subject):
+class Contender(BenchSubject):
     """One of the two as perf's subject, what it takes, its fixed batch, and what it was fitted to where it tells."""
 
     inputs: tuple[Port, ...]

@@ -23,7 +23,7 @@ from corp_deploy.store.transformers_directory import decoder_arguments
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from ground.records import json_from_record
-from perf.bench.bench import Subject, bench
+from perf.bench.bench import BenchSubject, bench_subjects
 from perf.parity.measures import measures
 from perf.record.decoders import DecoderBench, Prefill
 from perf.record.runs import Flat
@@ -172,7 +172,7 @@ def measure_decoders(
             ids = drawn_ids(graphs["dense"].vocabulary, sequences=max(batches), length=length, seed=0)
             with watching(first_uuid() if load.provider == "cuda" else None) as (watch, gpu):
                 benches.append(
-                    bench(
+                    bench_subjects(
                         (one, other),
                         {IDS: ids},
                         batches,
@@ -213,8 +213,8 @@ def _require_comparable(load: DecoderLoad, dense: DecoderGraph, reduced: Decoder
             )
 
 
-def _subject(name: str, graph: DecoderGraph, length: int, cached: int, load: DecoderLoad) -> Subject:
+def _subject(name: str, graph: DecoderGraph, length: int, cached: int, load: DecoderLoad) -> BenchSubject:
     opened = partial(
         DecoderRunner, graph.path, graph.cache, length, cached=cached, provider=load.provider, threads=load.threads
     )
-    return Subject(name=name, open=opened, size_bytes=graph.size_bytes, sha256=sha256_of_file(graph.path))
+    return BenchSubject(name=name, open=opened, size_bytes=graph.size_bytes, sha256=sha256_of_file(graph.path))

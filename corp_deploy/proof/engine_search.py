@@ -22,7 +22,7 @@ from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
 from perf.parity.block_outputs import site_of
 from perf.parity.measures import Measures, measures
-from perf.parity.tolerance import Tolerance, judge
+from perf.parity.tolerance import Tolerance, judge_measures
 
 from .candidates import candidate_from_path, outputs_at
 
@@ -112,7 +112,9 @@ class Trials:
     def failing(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> str | None:
         """The name of the first output that doesn't pass; None where all do."""
         errors = self.errors(breaks, kept)
-        return next((name for name, each in errors.items() if judge(each, self.bounds[name])[0] != "PASS"), None)
+        return next(
+            (name for name, each in errors.items() if judge_measures(each, self.bounds[name])[0] != "PASS"), None
+        )
 
 
 def mended(trials: Trials) -> RepairResult:

@@ -13,7 +13,7 @@ from ground.feeds import Feeds, Outputs, batch_size, checked_feeds, checked_outp
 from ground.files import sha256_of_file
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
-from perf.parity.maps import THRESHOLD, Head
+from perf.parity.maps import THRESHOLD, SeparateHead
 from perf.runners.onnx import OnnxRunner
 
 from .candidates import Run, outputs_at
@@ -36,8 +36,8 @@ class OpenHead:
         return (stem,) if len(outputs) == 1 else tuple(f"{stem} {port.name}" for port in outputs)
 
     @property
-    def record(self) -> Head:
-        return Head(file=self.path.name, sha256=sha256_of_file(self.path), reads=self.reads, maps=self.maps)
+    def record(self) -> SeparateHead:
+        return SeparateHead(file=self.path.name, sha256=sha256_of_file(self.path), reads=self.reads, maps=self.maps)
 
     def __call__(self, answers: Outputs, batch: int) -> Outputs:
         """The maps that it makes of a backbone's outputs, by their names."""
@@ -64,7 +64,7 @@ class ProofHeads:
         return tuple(OutputPort(name=name, role="score map") for head in self.every for name in head.maps)
 
     @property
-    def records(self) -> tuple[Head, ...]:
+    def records(self) -> tuple[SeparateHead, ...]:
         return tuple(head.record for head in self.every)
 
     def head_of(self, name: str) -> OpenHead:

@@ -19,7 +19,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised
 from export.graph.precision import modules_beyond
-from export.graph.quantised import layers, simulated
+from export.graph.quantised import simulated, weighted_layers
 from export.graph.quantiser import Quantiser
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, feeds_of_ports
@@ -135,7 +135,7 @@ def sites_to_leave(
     they are, beside `breaks`, which are there in any case. Raises BadInput when not even one quantised site passes.
     """
     ports = output_ports(checkpoint.model)
-    modules = {layer.module: site_of(layer.node) for layer in layers(made_of.fp32_graph)}
+    modules = {layer.module: site_of(layer.node) for layer in weighted_layers(made_of.fp32_graph)}
 
     def is_left(module: str, left: Sequence[str]) -> bool:
         if engines is None:

@@ -58,7 +58,9 @@ class LinkRules:
             return tolerance.EXCLUDED
         if float_type is not FLOAT32:
             return tolerance.half(self.noises[float_type], float_type=float_type, factor=self.limits.factor(float_type))
-        return tolerance.exact(products=self.products, largest_logit=self.largest_logit, magnified=self.magnified)
+        return tolerance.exact_tolerance(
+            products=self.products, largest_logit=self.largest_logit, magnified=self.magnified
+        )
 
     def of_user(self) -> Tolerance:
         """What the reduced model may differ from the dense one by."""

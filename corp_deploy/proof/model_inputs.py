@@ -13,7 +13,7 @@ from torch import Tensor
 from calib.fingerprints import Fingerprints
 from calib.image_arrays import ARRAYS, Normalise, Pixels
 from calib.images import open_images
-from calib.inputs import Batch, Inputs, InputSet, tensors_by_name
+from calib.inputs import Inputs, InputSet, ReadBatch, tensors_by_name
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec, input_ports
 from corp_deploy.families.timm_images import ImageSpec
@@ -94,7 +94,7 @@ def random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = Fa
     return replace(noise, feeds={name: normalisation.images(each) for name, each in noise.feeds.items()})
 
 
-def _first(source: InputSet, count: int) -> Batch[Inputs]:
+def _first(source: InputSet, count: int) -> ReadBatch[Inputs]:
     return next(batch for batch in source.read(min(count, source.count)) if len(batch.ids))
 
 

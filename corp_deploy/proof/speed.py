@@ -16,7 +16,7 @@ from export.engine.record import record_of_plan
 from ground.errors import BadInput, Missing
 from ground.feeds import random_feeds
 from ground.ports import Port
-from perf.bench.bench import bench
+from perf.bench.bench import bench_subjects
 from perf.record.runs import Bench
 from perf.runners.cuda import first_uuid
 from perf.stats.summary import summarise
@@ -139,7 +139,7 @@ def measure(
         _refuse_unequal(one, other, batches)
         timed = _timed_inputs(fed, one.inputs, (dense, reduced), max(batches))
         with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
-            measured = bench(
+            measured = bench_subjects(
                 (one, other),
                 timed.feeds,
                 batches,

@@ -49,7 +49,7 @@ def structural_tests(
             untested = StructuralTest(
                 candidate=label, test="batch-slot", status="NOTED", value=0.0, bound=bound, reason=why
             )
-            return [*structure.outputs(label, by_batch[max(by_batch)], noun=noun), untested]
+            return [*structure.output_tests(label, by_batch[max(by_batch)], noun=noun), untested]
         feeds = rows_of(feeds, firm_N)
         by_batch = {size: rows_of(rows, firm_N[firm_N < batch_size(rows)]) for size, rows in by_batch.items()}
         by_batch = {size: rows for size, rows in by_batch.items() if batch_size(rows)}
@@ -58,7 +58,7 @@ def structural_tests(
     return [
         structure.batch_slot(label, run, rows_of(feeds, slice(1)), batch=slots, bound=bound),
         structure.permutation(label, run, rows_of(feeds, some), bound=bound, straight=rows_of(straight, some)),
-        *structure.outputs(label, straight, noun=noun),
+        *structure.output_tests(label, straight, noun=noun),
         *(() if candidate.takes_pixels else structure.extremes(label, run, extreme)),
         *structure.batch_sizes(label, by_batch, bound=bound, noun=noun),
     ]

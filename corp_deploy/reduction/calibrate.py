@@ -269,7 +269,7 @@ def calibrate(
     # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
     is_watched = saved is None and device == "cpu" and traced_model.input_spec(there.model).medium == "images"
     with _watched_range(hooked_modules, ranges) if is_watched else nullcontext():
-        moments = calib_calibrate.calibrate(
+        moments = calib_calibrate.calibrate_sites(
             hooked_modules,
             sites,
             images,

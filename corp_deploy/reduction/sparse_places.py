@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calib.patch_sums import patches
+from calib.patch_sums import patches_of_map
 from corp_deploy.spec.sparsity import SparseKind, Sparsity, Target
 from corp_deploy.store.weight_fit import rows_of_weight
 from corp_deploy.traced.finding.site import Kind, Site
@@ -84,7 +84,7 @@ class SparsePlace:
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return x.reshape(1, -1, layer.in_features)
-        u_BNGU = patches(x, layer)
+        u_BNGU = patches_of_map(x, layer)
         u_GXU = u_BNGU.flatten(0, 1).transpose(0, 1)
         return u_GXU.reshape(self.groups, -1, self.summed, layer.weight[0, 0].numel()).transpose(2, 3).flatten(2)
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from calib.active import ACTIVE_EPS
 from calib.collect import Options, SiteSums, new_sums
 from calib.combination import added
-from calib.moments import ChannelMoments, HeadMoments, SiteMoments, on_device
+from calib.moments import ChannelMoments, HeadMoments, SiteMoments, moments_on_device
 from calib.patch_moments import PatchMoments
 from calib.patch_sums import PatchSums
-from calib.products import Weights, add_active_, kernel_for, weights_of
-from calib.sites import PatchTaps, Role, listening
+from calib.products import PassWeights, add_active_, kernel_for, weights_of
+from calib.sites import PatchTaps, Role, listening_to_sites
 from corp_deploy.algebra.regression import Gram, RegressionSums
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.readers import Called, Layer, as_module
@@ -125,7 +125,7 @@ class _OfPatches:
         ]
 
     def _all(self) -> PatchMoments:
-        return on_device(self.sums.moments(), self.where)
+        return moments_on_device(self.sums.moments(), self.where)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,11 +213,11 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
         weights_BN = segment.weights_at(piece, values, nodes[-1])
         weights = None if weights_BN is None else weights_of(weights_BN, weights_BN.device)
 
-        def hear(_: str, role: Role, x: Tensor, own: SiteSums = own, weights: Weights | None = weights) -> None:
+        def hear(_: str, role: Role, x: Tensor, own: SiteSums = own, weights: PassWeights | None = weights) -> None:
             own.add(role, x, weights)
 
-        with listening([taps], hear):
+        with listening_to_sites([taps], hear):
             for name in site.sources:
                 tracing.hooked[2][name](values[tracing.by_node[name]])
         own.flush()
-    return [on_device(sums[each].moments(), segment.student.where) for each in sorted(sums)]
+    return [moments_on_device(sums[each].moments(), segment.student.where) for each in sorted(sums)]

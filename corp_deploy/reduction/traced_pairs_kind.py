@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from calib.combination import subtracted
-from calib.moments import HeadMoments, Moments, on_device
+from calib.moments import HeadMoments, Moments, moments_on_device
 from corp_deploy.algebra import queries_keys, scores
 from corp_deploy.algebra.rotation import rotated_maps
 from corp_deploy.spec.widths import aligned_width, aligned_widths
@@ -33,7 +33,7 @@ class TracedPairsKind:
         statistics = moments.sites.get(site.name)
         if not isinstance(statistics, HeadMoments):
             raise lacking(site.name)
-        return on_device(statistics, device)
+        return moments_on_device(statistics, device)
 
     def rest_of(self, own: HeadMoments, half: HeadMoments) -> HeadMoments:
         return subtracted(own, half)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from calib.combination import added
-from calib.moments import ChannelMoments, Moments, on_device
+from calib.moments import ChannelMoments, Moments, moments_on_device
 from calib.patch_moments import PatchMoments
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.patches import PatchStatistics, columns
@@ -127,7 +127,7 @@ def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderS
             raise lacking(site.name, f"{reading.name}, which reads it")
         before = moments_of.get(first.setdefault(reading.weight, reading).weight)
         moments_of[reading.weight] = own if before is None else added(reading.name, before, own)
-    there = {weight: on_device(own, where) for weight, own in moments_of.items()}
+    there = {weight: moments_on_device(own, where) for weight, own in moments_of.items()}
     metrics = moments.metrics
     return tuple(
         _read(each, part, there[weight], metrics.get(weight))

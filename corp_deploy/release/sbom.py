@@ -18,7 +18,7 @@ from corp_deploy import __version__
 from corp_deploy.machine import versions
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.files import sha256_of_file, sha256_of_text, text_from_file
-from ground.installed import Package, installed, normalised_licence
+from ground.installed import InstalledPackage, installed, normalised_licence
 from ground.records import Natural, record_from_file
 from perf.gate.verdicts import load_gate
 from perf.parity.parity import Parity, load_parity
@@ -49,7 +49,7 @@ def licences(expression: str) -> list[dict[str, Any]]:
     return [{"license": {"name": expression}} if known is None else {"expression": known}]
 
 
-def _reference(package: Package) -> str:
+def _reference(package: InstalledPackage) -> str:
     return f"pkg:pypi/{package.name}@{package.version}"
 
 
@@ -141,7 +141,7 @@ def _model(root: Path, recipe: Recipe, subject: str, config: ModelConfig) -> dic
     }
 
 
-def _component(package: Package) -> dict[str, Any]:
+def _component(package: InstalledPackage) -> dict[str, Any]:
     reference = _reference(package)
     named = {"type": "library", "bom-ref": reference, "name": package.name, "version": package.version}
     component = {**named, **_licensed(package.licence), "purl": reference}
@@ -153,7 +153,7 @@ def _component(package: Package) -> dict[str, Any]:
 def _sbom(
     subject: Mapping[str, Any],
     parts: Sequence[Mapping[str, Any]],
-    packages: Sequence[Package],
+    packages: Sequence[InstalledPackage],
     needs: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:
     """The whole bill: `subject` is what it is of, `parts` are what that has beside the packages, `needs` what these
@@ -174,7 +174,7 @@ def _sbom(
     return {**head, "version": 1, **content}
 
 
-def bill_of_environment(packages: Sequence[Package]) -> dict[str, Any]:
+def bill_of_environment(packages: Sequence[InstalledPackage]) -> dict[str, Any]:
     """Of this tool and every package that is installed beside it."""
     return _sbom({**TOOL, "licenses": licences("Apache-2.0")}, (), packages, {})
 

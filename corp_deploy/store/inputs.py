@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from calib.image_arrays import Normalise
 from calib.images import Images, open_images
 from calib.inputs import InputSet
-from calib.rows import SUFFIX, Rows, Sequences, open_arrays, open_ids, sequences_of
+from calib.rows import SUFFIX, ArrayInputs, Sequences, open_arrays, open_ids, sequences_of
 from calib.texts import Texts, open_texts
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
@@ -153,7 +153,7 @@ def ids_for_model(model: nn.Module, path: Path, *, samples: int | None = None, s
     return open_ids(path, length=spec.shape[0], vocabulary=spec.vocabulary, samples=samples, seed=seed)
 
 
-def arrays_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Rows:
+def arrays_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> ArrayInputs:
     """Open arrays, one for each of the model's inputs. Raises calib's BadInput, and one for a model of no arrays."""
     ports = array_ports(model)
     return open_arrays(path, ports, id_counts=known_numbers(model), samples=samples, seed=seed)

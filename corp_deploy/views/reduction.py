@@ -13,7 +13,7 @@ from corp_deploy.polish.parts import Progress
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.overfitting import Overfitting
 from corp_deploy.reduction.report import SiteReport
-from perf.report.plots import Series, curve
+from perf.report.plots import PlotSeries, curve
 from perf.stats.stats import Interval, exact
 
 Cell = Callable[[SiteReport], str]
@@ -105,7 +105,10 @@ def redundancy_plot(entries: Sequence[Entry]) -> str:
     """Share of dimensions that hold 95 % of the energy, block by block, as an SVG file."""
     channels = tuple(_point(entry) for entry in entries if isinstance(entry, ChannelRedundancy))
     heads = tuple(_point(entry) for entry in entries if isinstance(entry, HeadRedundancy))
-    series = [Series(name="MLP", tone="dense", points=channels), Series(name="Q/K", tone="reduced", points=heads)]
+    series = [
+        PlotSeries(name="MLP", tone="dense", points=channels),
+        PlotSeries(name="Q/K", tone="reduced", points=heads),
+    ]
     shown = [each for each in series if each.points]
     title = "Share of dimensions that hold 95 % of the energy"
     return curve(shown, title=title, unit="share", x_label="block", log=False).standalone

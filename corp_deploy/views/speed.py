@@ -6,7 +6,7 @@ from rich.table import Table
 
 from perf.record.runs import Bench
 from perf.stats.stats import Interval
-from perf.stats.summary import Side, SummaryRow, summarise
+from perf.stats.summary import SubjectSummary, SummaryRow, summarise
 
 BRACKETS = " [{}, {}]"
 
@@ -21,7 +21,7 @@ def ratios(row: SummaryRow) -> tuple[str, str]:
     return interval(row.speedup, ".3f"), interval(row.noise, ".3f")
 
 
-def p50(side: Side) -> str:
+def p50(side: SubjectSummary) -> str:
     """What became of a side that has no times, in its place."""
     return interval(side.p50_ms) if side.status == "ok" else side.status
 

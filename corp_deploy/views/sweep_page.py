@@ -7,7 +7,7 @@ from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, batches_of
 from ground.digits import plain
 from perf.record.runs import FittedInputs
 from perf.report.curves import images_figure, images_table
-from perf.report.numbers import Table
+from perf.report.numbers import ReportTable
 from perf.report.page import Remark, Section, html_from_sections
 from perf.report.plots import Spot, scatter
 from perf.report.svg import Figure
@@ -66,7 +66,7 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
-def trials_table(points: Sequence[SweepPoint]) -> Table:
+def trials_table(points: Sequence[SweepPoint]) -> ReportTable:
     """What each costs and how near it is."""
     labelled = any(point.accuracy is not None for point in points)
     columns = ("Model", "Images", "MACs", "Parameters", "Error", "Agreement", *(("Top-1", "Top-5") if labelled else ()))
@@ -82,10 +82,10 @@ def trials_table(points: Sequence[SweepPoint]) -> Table:
         )
         for point in points
     )
-    return Table(key="trials", title="All trials", columns=columns, rows=rows)
+    return ReportTable(key="trials", title="All trials", columns=columns, rows=rows)
 
 
-def trial_speeds(points: Sequence[SweepPoint], batch: int) -> Table:
+def trial_speeds(points: Sequence[SweepPoint], batch: int) -> ReportTable:
     """Each beside the dense model at one batch size."""
     rows = []
     for point in points:
@@ -104,10 +104,10 @@ def trial_speeds(points: Sequence[SweepPoint], batch: int) -> Table:
             )
         )
     columns = ("Model", "p50, ms", "p90, ms", "Images/s", "Dense p50, ms", "Speed-up", "Dense over itself", "")
-    return Table(key=f"speed-b{batch}", title=f"Batch {batch}", columns=columns, rows=tuple(rows))
+    return ReportTable(key=f"speed-b{batch}", title=f"Batch {batch}", columns=columns, rows=tuple(rows))
 
 
-def engines_table(points: Sequence[SweepPoint]) -> Table | None:
+def engines_table(points: Sequence[SweepPoint]) -> ReportTable | None:
     """Engines built of the trials."""
     built = [(point, point.engine) for point in points if point.engine is not None]
     rows = tuple(
@@ -122,7 +122,7 @@ def engines_table(points: Sequence[SweepPoint]) -> Table | None:
         for point, engine in built
     )
     columns = ("Model", "Builder", "Targets", "Size, MB", "Kernels", "Fused attention")
-    return Table(key="engines", title="Engines", columns=columns, rows=rows) if rows else None
+    return ReportTable(key="engines", title="Engines", columns=columns, rows=rows) if rows else None
 
 
 def _as_sentence(words: str) -> str:

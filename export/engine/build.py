@@ -17,7 +17,7 @@ from onnx import ModelProto
 
 from export.graph.check import require_onnx
 from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
-from export.graph.weights import element_types, notes_of, sparse_matrices, weight_shares
+from export.graph.weights import declared_types, notes_of, sparse_matrices, weight_shares
 from ground.built_engines import record_built_engine
 from ground.errors import BadInput, Missing
 from ground.files import replacing, write_text
@@ -161,7 +161,7 @@ def _settled_profiles(
 
 def _refuse_old_targets(proto: ModelProto, sms: tuple[str, ...], onnx_path: Path) -> None:
     old = [sm for sm in sms if sm.isdigit() and int(sm) < FIRST_BF16_SM]
-    if old and BFLOAT16.onnx in element_types(proto.graph).values():
+    if old and BFLOAT16.onnx in declared_types(proto.graph).values():
         raise BadInput(
             f"{onnx_path}: holds bfloat16, which GPUs have from SM{FIRST_BF16_SM} on, and --sm asks for "
             f"{', '.join(old)}; leave {'it' if len(old) == 1 else 'those'} out, or export with --precision fp16"

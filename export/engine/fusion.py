@@ -10,7 +10,7 @@ from typing import Any
 
 from onnx import ModelProto, NodeProto
 
-from export.graph.weights import module_of, readers_by_value
+from export.graph.weights import module_of_node, readers_by_value
 from ground.errors import BadInput
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32, HALVES
 
@@ -93,7 +93,7 @@ def attention_sites(proto: ModelProto) -> tuple[str, ...]:
         return any(user.op_type == "ReduceMean" or (user.op_type == "Cast" and is_averaged(user)) for user in users)
 
     nodes = [node for node in proto.graph.node if node.op_type in ("Softmax", "Attention")]
-    return tuple(dict.fromkeys(module_of(node) for node in nodes if not is_averaged(node)))
+    return tuple(dict.fromkeys(module_of_node(node) for node in nodes if not is_averaged(node)))
 
 
 def kernels_from_log(text: str) -> tuple[Kernel, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from onnx import ModelProto, TensorProto
 
-from export.graph.weights import module_of
+from export.graph.weights import module_of_node
 from ground.errors import BadInput, Missing
 from ground.files import regular_file, replacing
 from ground.vulnerabilities import version_numbers
@@ -75,7 +75,7 @@ def remedies(library: Library, proto: ModelProto) -> list[str]:
     small = {tensor.name for tensor in proto.graph.initializer if tensor.data_type == TensorProto.INT8}
     nodes = proto.graph.node
     read = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear" and node.input[0] in small}
-    modules = [module_of(node) for node in nodes if node.op_type == "Conv" and node.input[1] in read]
+    modules = [module_of_node(node) for node in nodes if node.op_type == "Conv" and node.input[1] in read]
     if not modules:
         return []
     kept = " ".join(f"--keep-rest {module}" for module in modules) if len(modules) <= 3 else "--precision fp16"

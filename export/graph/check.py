@@ -24,7 +24,7 @@ from ground.precision import (
 )
 
 from .ports import port_mismatches
-from .weights import attribute_of, element_types, name_of, notes_of, read_matrices
+from .weights import attribute_of, declared_types, name_of, notes_of, read_matrices
 
 OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is not read by the parsers in use
 
@@ -36,7 +36,7 @@ def unsupported_nodes(proto: ModelProto) -> list[tuple[NodeProto, int | None]]:
     """
     version = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
     try:
-        types = element_types(shape_inference.infer_shapes(proto).graph)
+        types = declared_types(shape_inference.infer_shapes(proto).graph)
     except shape_inference.InferenceError:
         return []  # no valid graph: the checker says what is wrong with it
     if BFLOAT16.onnx not in types.values():
@@ -196,7 +196,7 @@ def _weight_type_reasons(precision: Precision, weights: Sequence[Weight]) -> Ite
 def _norm_reasons(proto: ModelProto) -> Iterator[str]:
     if not any(node.op_type == "Sqrt" for node in proto.graph.node):
         return
-    types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
+    types = declared_types(onnx.shape_inference.infer_shapes(proto).graph)
     for float_type in HALVES:
         spelled_out = [root for root, mean in decomposed_norms(proto) if types.get(mean.input[0]) == float_type.onnx]
         if spelled_out:
@@ -229,7 +229,7 @@ def _attention_reasons(proto: ModelProto) -> Iterator[str]:
     if not any(node.op_type == "Attention" for node in proto.graph.node):
         return
     inferred = onnx.shape_inference.infer_shapes(proto)
-    types = element_types(inferred.graph)
+    types = declared_types(inferred.graph)
     for node in inferred.graph.node:
         if node.op_type == "Attention":
             where = name_of(node)

@@ -14,7 +14,7 @@ from ground.errors import BadInput
 from ground.ports import FUSION_BREAK
 
 from .ports import graph_inputs
-from .weights import module_of
+from .weights import module_of_node
 
 NOTE = "export.fusion_breaks"
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -58,7 +58,7 @@ def _typed(proto: ModelProto) -> dict[str, ValueInfoProto]:
 
 
 def modules_of_graph(proto: ModelProto) -> tuple[str, ...]:
-    paths = dict.fromkeys(map(module_of, proto.graph.node))
+    paths = dict.fromkeys(map(module_of_node, proto.graph.node))
     found: dict[str, None] = {}
     for path in paths:
         parts = path.split(".")
@@ -91,7 +91,7 @@ def _marked(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def _last_value(proto: ModelProto, module: str) -> str | None:
-    inside = [node for node in proto.graph.node if f"{module_of(node)}.".startswith(f"{module}.")]
+    inside = [node for node in proto.graph.node if f"{module_of_node(node)}.".startswith(f"{module}.")]
     names = {node.name for node in inside}
     read = {name for node in proto.graph.node if node.name not in names for name in node.input}
     read |= {value.name for value in proto.graph.output}

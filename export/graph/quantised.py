@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ground.errors import BadInput
 
 from .number_format import FORMATS, NumberFormat, format_of_weights
-from .weights import READERS, attribute_of, drop_unread, element_types, module_of, read_matrices
+from .weights import READERS, attribute_of, declared_types, drop_unread, module_of_node, read_matrices
 
 _NAMES = ("linear", "conv1d", "conv2d", "conv3d")
 LAYERS = frozenset(
@@ -107,7 +107,7 @@ class Layer:
         return self.node.rpartition("/")[0]
 
 
-def layers(proto: ModelProto) -> tuple[Layer, ...]:
+def weighted_layers(proto: ModelProto) -> tuple[Layer, ...]:
     """Return linear layers and convolutions in graph order, but for those that give a single number."""
     stored = {tensor.name for tensor in proto.graph.initializer}
     return tuple(
@@ -120,7 +120,7 @@ def layers(proto: ModelProto) -> tuple[Layer, ...]:
 
 def quantised_layers(proto: ModelProto, keep: Sequence[str]) -> tuple[Layer, ...]:
     """Return layers that no pattern keeps. Raises BadInput for a pattern that fits none, and for nothing left."""
-    every = layers(proto)
+    every = weighted_layers(proto)
     idle = [pattern for pattern in keep if not any(_fits(each.module, pattern) for each in every)]
     if idle:
         shown = ", ".join(each.module for each in every[:6])
@@ -147,7 +147,7 @@ def quantised(
     """
     new = ModelProto()
     new.CopyFrom(proto)
-    types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
+    types = declared_types(onnx.shape_inference.infer_shapes(proto).graph)
     at = {layer.node: ends[layer.node] for layer in layers}
     assert at.keys() <= {node.name for node in proto.graph.node}, sorted(at)
     graph, nodes = new.graph, list[NodeProto]()
@@ -208,7 +208,7 @@ class _Writer:
         yield self._node("DequantizeLinear", node, [small, *reads], self._read[name, end])
 
     def _node(self, kind: str, reader: NodeProto, reads: Sequence[str], gives: str, **attributes: Any) -> NodeProto:
-        stem = "/".join(filter(None, (module_of(reader), kind)))
+        stem = "/".join(filter(None, (module_of_node(reader), kind)))
         name = f"{stem}_{self._name_counts[stem]}" if self._name_counts[stem] else stem
         self._name_counts[stem] += 1
         return helper.make_node(kind, reads, [gives], name=name, **attributes)

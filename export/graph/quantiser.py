@@ -28,7 +28,7 @@ from .number_format import CLIPPINGS, FORMATS, Clipping, Histogram, NumberFormat
 from .precision import NORMS, Norms
 from .quantised import Layer, quantised, quantised_layers
 from .to_onnx import PREFIX, onnx_from_model
-from .weights import module_of, notes_of, read_matrices, readers_by_value
+from .weights import module_of_node, notes_of, read_matrices, readers_by_value
 
 Feeds = Mapping[str, NDArray[Any]]
 Batches = Callable[[], Iterable[Feeds]]
@@ -116,8 +116,8 @@ def balanceable(proto: ModelProto, model: nn.Module) -> tuple[Balanced, ...]:
     for node in proto.graph.node:
         if node.op_type not in _NORMS or node.output[0] in output_names:
             continue
-        norm, own = module_of(node), readers[node.output[0]]
-        paths = tuple(map(module_of, own))
+        norm, own = module_of_node(node), readers[node.output[0]]
+        paths = tuple(map(module_of_node, own))
         linear = [isinstance(modules.get(path), nn.Linear) for path in paths]
         if not own or not all(linear) or any(matrices.get(each.name) != 1 for each in own):
             continue

@@ -12,7 +12,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from ground.errors import BadInput
 from ground.precision import BY_ONNX, HALVES, FloatType
 
-from .weights import drop_unread, element_types, readers_by_value
+from .weights import declared_types, drop_unread, readers_by_value
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's list of module paths, the last entry is the traced operator
 
@@ -24,7 +24,7 @@ _ABOVE_ZERO: Mapping[int, float] = {
 }
 
 
-def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[str]) -> None:
+def tidy_graph(model: ModelProto, *, modules: Collection[str], parameters: Collection[str]) -> None:
     """Make a graph fit to ship, in place.
 
     `modules` and `parameters` are the traced model's paths; folded constants are named after their reader.
@@ -57,7 +57,7 @@ def node_sites(graph: GraphProto, modules: Collection[str]) -> dict[str, str]:
 
 def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
     """Cast around softmaxes of sixteen bits, as the exporter casts too late for the exponentials."""
-    types, narrow = element_types(graph), {each.onnx for each in HALVES}
+    types, narrow = declared_types(graph), {each.onnx for each in HALVES}
     nodes: list[NodeProto] = []
     for node in graph.node:
         float_type = types.get(node.input[0])
@@ -79,7 +79,7 @@ def narrow_folded(graph: GraphProto) -> None:
 
     Raises BadInput for folded weights that the type can't hold.
     """
-    types, stored = element_types(graph), {tensor.name: tensor for tensor in graph.initializer}
+    types, stored = declared_types(graph), {tensor.name: tensor for tensor in graph.initializer}
     value_infos = {value.name: value for value in graph.value_info}
     for node in graph.node:
         float_type = BY_ONNX.get(types.get(node.input[0], 0)) if node.op_type in _CONVOLUTIONS else None
@@ -107,7 +107,7 @@ def _stored_as(tensor: TensorProto, float_type: FloatType) -> TensorProto:
 
 def use_lowest_padding(graph: GraphProto) -> None:
     """Replace zeros around a MaxPool's input by the least number above, as ONNX Runtime would pad below all numbers."""
-    types, stored = element_types(graph), {tensor.name: tensor for tensor in graph.initializer}
+    types, stored = declared_types(graph), {tensor.name: tensor for tensor in graph.initializer}
     pooled = {node.input[0] for node in graph.node if node.op_type == "MaxPool"}
     for node in graph.node:
         if node.op_type != "Pad" or node.output[0] not in pooled:

@@ -140,7 +140,7 @@ def onnx_from_model(
     def exported(version: int) -> tuple[onnx.ModelProto, list[str]]:
         with torch.no_grad():
             proto = _trace(typed, samples, len(outputs), opset=version, dynamic=batch is None)
-        tidy.tidy(proto, modules={name for name, _ in typed.named_modules()}, parameters=set(typed.state_dict()))
+        tidy.tidy_graph(proto, modules={name for name, _ in typed.named_modules()}, parameters=set(typed.state_dict()))
         tidy.name_ports(proto.graph, dict(zip(_traced_names(len(inputs), len(outputs)), names, strict=True)))
         _refuse_other_shape(proto, version, batch)
         own = {"precision": precision, "opset": str(version), "keep_fp32": " ".join(keep_fp32)}

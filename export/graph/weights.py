@@ -42,7 +42,7 @@ def name_of(node: NodeProto) -> str:
     return node.name or node.output[0]
 
 
-def module_of(node: NodeProto) -> str:
+def module_of_node(node: NodeProto) -> str:
     """`blocks.3.attn/MatMul_1` -> `blocks.3.attn`, the path of its module."""
     return node.name.rpartition("/")[0]
 
@@ -70,7 +70,7 @@ def drop_unread(graph: GraphProto) -> None:
             del graph.initializer[index]
 
 
-def element_types(graph: GraphProto) -> dict[str, int]:
+def declared_types(graph: GraphProto) -> dict[str, int]:
     typed = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
     return typed | {tensor.name: tensor.data_type for tensor in graph.initializer}
 

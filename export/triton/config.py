@@ -65,7 +65,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class ServedModel:
     """A served model. `files` of its version directory are paths or texts; `pending` is the plan that a script will
     build.
     """
@@ -80,10 +80,10 @@ class Variant:
     threads: int | None = None
     files: Mapping[str, Path | str] = field(default_factory=dict)
     expected: "Expected | None" = None
-    pending: "Variant | None" = None
+    pending: "ServedModel | None" = None
 
 
-def config_text(variant: Variant, serving: Serving, version: int, *, labelled: bool) -> str:
+def config_text(variant: ServedModel, serving: Serving, version: int, *, labelled: bool) -> str:
     """Return config.pbtxt with a warm-up request for every batch size of profiles and batcher.
 
     A fixed batch is no batching to Triton, nor is OpenVINO's, which would compute the largest batch for every request.
@@ -121,7 +121,7 @@ def config_text(variant: Variant, serving: Serving, version: int, *, labelled: b
     return pbtxt_from(fields)
 
 
-def _parameters(variant: Variant, serving: Serving) -> dict[str, str]:
+def _parameters(variant: ServedModel, serving: Serving) -> dict[str, str]:
     parameters = {}
     if variant.backend == "openvino":
         parameters = {"NUM_STREAMS": str(serving.instances), "PERFORMANCE_HINT": "LATENCY"}
@@ -132,7 +132,7 @@ def _parameters(variant: Variant, serving: Serving) -> dict[str, str]:
     return parameters
 
 
-def _warmup_batches(variant: Variant, serving: Serving) -> list[int]:
+def _warmup_batches(variant: ServedModel, serving: Serving) -> list[int]:
     signature = variant.signature
     sizes = {signature.smallest_batch, *signature.profile_batches, *serving.preferred_batches, variant.max_batch}
     return sorted(size for size in sizes if size <= variant.max_batch) if variant.max_batch > 0 else [1]
@@ -149,7 +149,7 @@ def _tensor(tensor: GraphPort, batched: bool) -> dict[str, Plain]:
     }
 
 
-def _warmup(variant: Variant, size: int) -> Plain:
+def _warmup(variant: ServedModel, size: int) -> Plain:
     inputs: list[Plain] = []
     for tensor in variant.signature.inputs:
         dims = [max(each, 1) for each in tensor.dims(batched=variant.max_batch > 0)]
@@ -222,7 +222,7 @@ def expected_text(models: Mapping[str, Any]) -> str:
     return json.dumps({"version": VERSION, "kind": KIND, "models": models}, indent=2) + "\n"
 
 
-def expected_entry(variant: Variant, version: int, proof: Mapping[str, str]) -> dict[str, Any]:
+def expected_entry(variant: ServedModel, version: int, proof: Mapping[str, str]) -> dict[str, Any]:
     """Return one model's figures, proof, output roles, and the commands that start and measure it."""
     expected = variant.expected
     latencies = None if expected is None else [each.as_json() for each in expected.latencies]
@@ -242,7 +242,7 @@ def expected_entry(variant: Variant, version: int, proof: Mapping[str, str]) -> 
     }
 
 
-def _client_commands(variant: Variant, version: int, batches: list[int]) -> list[str]:
+def _client_commands(variant: ServedModel, version: int, batches: list[int]) -> list[str]:
     """Return perf_analyzer commands over gRPC, one request at a time, to compare p50 with the measured time."""
     batched = variant.max_batch > 0
     sizes = [[f"-b {size}"] for size in batches if size <= variant.max_batch] if batched else [[]]

@@ -9,7 +9,16 @@ from typing import Any
 from ground.errors import BadInput
 from ground.transaction import FORMER
 
-from .lint_artifact import ERROR, WARNING, LintFinding, error, in_config, lint_finding, openvino_limits, own_limits
+from .lint_artifact import (
+    ERROR,
+    WARNING,
+    LintFinding,
+    config_error,
+    in_config,
+    lint_finding,
+    openvino_limits,
+    own_limits,
+)
 from .lint_files import DEFAULT_FILES, foreign_config, foreign_files, lint_version
 from .pbtxt import Message, Name, ParseError, parse
 from .server_releases import ServerRelease, server_release, vulnerability_warnings
@@ -160,28 +169,28 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
 def _config_faults(model: Path, config: Message) -> Iterator[LintFinding]:
     yield from foreign_config(config)
     for line, what in misused_fields(config):
-        yield error(line, what, "correct or remove it")
+        yield config_error(line, what, "correct or remove it")
     yield from own_limits(config)
     if _backend(config) == "openvino":
         yield from openvino_limits(config)
     name, platform, backend = (config.text(each) for each in ("name", "platform", "backend"))
     if name and name != model.name:
         remedy = f"write name: {model.name!r} or rename the directory".replace("'", '"')
-        yield error(config.line_of("name"), f"the name is {name!r}, the directory {model.name!r}", remedy)
+        yield config_error(config.line_of("name"), f"the name is {name!r}, the directory {model.name!r}", remedy)
     if platform and backend and PLATFORMS.get(platform, backend) != backend:
         fault = f"platform {platform!r} belongs to the backend {PLATFORMS[platform]!r}, not to {backend!r}"
-        yield error(config.line_of("backend"), fault, "keep the right one")
+        yield config_error(config.line_of("backend"), fault, "keep the right one")
     if not platform and not backend:
-        yield error(1, "neither backend nor platform is named", 'write backend: "..."')
+        yield config_error(1, "neither backend nor platform is named", 'write backend: "..."')
     for group in config.messages("instance_group"):
         if group.text("kind") == "KIND_CPU" and _backend(config) == "tensorrt":
             remedy = "write kind: KIND_GPU, or serve the ONNX model there"
-            yield error(group.line_of("kind"), "TensorRT plans don't run on the CPU", remedy)
+            yield config_error(group.line_of("kind"), "TensorRT plans don't run on the CPU", remedy)
     have = versions_of(model)
     for field in config.inner("version_policy").inner("specific").all("versions"):
         if field.value not in have:
             fault = f"version {field.value} is to be served, on disk are {', '.join(map(str, have)) or 'none'}"
-            yield error(field.line, fault, "name a version that is there, or package it again")
+            yield config_error(field.line, fault, "name a version that is there, or package it again")
 
 
 def _served_versions(have: tuple[int, ...], config: Message) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def lint_finding(path: Path, severity: str, what: str, remedy: str, line: int | 
     return LintFinding(severity=severity, path=path, line=line, what=what, remedy=remedy)
 
 
-def error(line: int, what: str, remedy: str) -> LintFinding:
+def config_error(line: int, what: str, remedy: str) -> LintFinding:
     return LintFinding(severity=ERROR, line=line, what=what, remedy=remedy)
 
 
@@ -71,12 +71,12 @@ def openvino_limits(config: Message) -> Iterator[LintFinding]:
             yield warning(entry.line, fault, f"known are {', '.join(PARAMETERS)}")
         elif not re.fullmatch(PARAMETERS[key], value):
             remedy = f"write what it takes: {PARAMETERS[key].removeprefix('(?i)')}"
-            yield error(entry.line, f"parameter {key} is {value!r}", remedy)
+            yield config_error(entry.line, f"parameter {key} is {value!r}", remedy)
     groups = config.messages("instance_group")
     for group in groups:
         if (kind := group.text("kind")) not in ("KIND_CPU", "KIND_AUTO", ""):
             fault = f"the OpenVINO backend runs on the CPU, got {kind}"
-            yield error(group.line_of("kind"), fault, "write kind: KIND_CPU")
+            yield config_error(group.line_of("kind"), fault, "write kind: KIND_CPU")
     if all(group.text("kind") != "KIND_CPU" for group in groups):
         fault = "without kind KIND_CPU a server with a GPU would start it there, which it refuses"
         yield warning(config.line_of("instance_group"), fault, "write kind: KIND_CPU")
@@ -86,7 +86,7 @@ def openvino_limits(config: Message) -> Iterator[LintFinding]:
         yield warning(line, f"every request is computed as one of {limit}, which smaller ones are filled up to", remedy)
     elif limit > 1:
         fault = f"requests of fewer than {limit} fail: the OpenVINO backend fixes the batch at max_batch_size"
-        yield error(line, fault, f"{remedy}, or set ENABLE_BATCH_PADDING to YES")
+        yield config_error(line, fault, f"{remedy}, or set ENABLE_BATCH_PADDING to YES")
 
 
 def against_artifact(config: Message, signature: Signature, source: str) -> Iterator[LintFinding]:
@@ -102,18 +102,20 @@ def own_limits(config: Message) -> Iterator[LintFinding]:
     batching = config.message("dynamic_batching")
     if batching is not None and limit == 0:
         line = config.line_of("dynamic_batching")
-        yield error(line, "dynamic_batching without batches: max_batch_size is 0", "remove it or set max_batch_size")
+        yield config_error(
+            line, "dynamic_batching without batches: max_batch_size is 0", "remove it or set max_batch_size"
+        )
     if batching is not None and limit > 0:
         for field in batching.all("preferred_batch_size"):
             if isinstance(field.value, int) and not 1 <= field.value <= limit:
                 fault = f"preferred batch {field.value} is outside 1 to max_batch_size {limit}"
-                yield error(field.line, fault, f"prefer sizes up to {limit}")
+                yield config_error(field.line, fault, f"prefer sizes up to {limit}")
     cuda = config.inner("optimization").inner("cuda")
     for spec in cuda.messages("graph_spec"):
         size = spec.number("batch_size")
         if size > limit:
             fault = f"a CUDA graph for batch {size} is beyond max_batch_size {limit}"
-            yield error(spec.line, fault, f"name sizes up to {limit}, those that were measured")
+            yield config_error(spec.line, fault, f"name sizes up to {limit}, those that were measured")
     if cuda.messages("graph_spec") and cuda.one("graphs") is None:
         yield warning(cuda.line, "graph_spec has no effect without graphs: true", "add graphs: true")
 
@@ -126,17 +128,21 @@ def _port_faults(
     for name, message in described.items():
         if name not in tensors_by_name:
             have = ", ".join(map(repr, tensors_by_name)) or "none"
-            yield error(message.line, f"{source} has no {field} {name!r}, only {have}", "name it as the artefact does")
+            yield config_error(
+                message.line, f"{source} has no {field} {name!r}, only {have}", "name it as the artefact does"
+            )
             continue
         tensor = tensors_by_name[name]
         if message.text("data_type") != (served := SERVED_TYPES[tensor.dtype]):
             line, received = message.line_of("data_type"), message.text("data_type") or "nothing"
             fault = f"{field} {name} is {served} in {source}, got {received}"
-            yield error(line, fault, f"write data_type: {served}")
+            yield config_error(line, fault, f"write data_type: {served}")
         yield from _dims(message, tensor, field, batched, source)
     for name in tensors_by_name.keys() - described.keys():
         line = config.line_of(field)
-        yield error(line, f"{field} {name!r} of {source} is not described", f"add an entry for {name!r} to {field}")
+        yield config_error(
+            line, f"{field} {name!r} of {source} is not described", f"add an entry for {name!r} to {field}"
+        )
 
 
 def _dims(message: Message, tensor: GraphPort, field: str, batched: bool, source: str) -> Iterator[LintFinding]:
@@ -153,7 +159,7 @@ def _dims(message: Message, tensor: GraphPort, field: str, batched: bool, source
     remedy = f"write dims: {list(dims)}" if dims else "write dims: [1] and reshape { shape: [] }"
     if received and received == tensor.dims(batched=not batched):
         remedy += ", without the batch" if batched else ", with the batch: max_batch_size is 0"
-    yield error(message.line_of("dims"), fault, remedy)
+    yield config_error(message.line_of("dims"), fault, remedy)
 
 
 def _batches(config: Message, signature: Signature, source: str) -> Iterator[LintFinding]:
@@ -161,19 +167,19 @@ def _batches(config: Message, signature: Signature, source: str) -> Iterator[Lin
     fixed, largest = signature.fixed_batch, signature.largest_batch
     if fixed is not None and limit > 0:
         fault = f"max_batch_size is {limit}, but {source} takes batches of {fixed} only"
-        yield error(line, fault, f"write max_batch_size: 0 and put {fixed} in front of the dims")
+        yield config_error(line, fault, f"write max_batch_size: 0 and put {fixed} in front of the dims")
     elif fixed is None and limit == 0 and config.text("backend") != "openvino":
         fault = f"max_batch_size is 0, but the batch of {source} is open"
         yield warning(line, fault, f"write max_batch_size: {largest or 8} and leave the batch out of the dims")
     elif largest is not None and limit > largest:
         fault = f"max_batch_size is {limit}, but {source} was built for batches up to {largest}"
-        yield error(line, fault, f"write max_batch_size: {largest}, or build a profile up to {limit}")
+        yield config_error(line, fault, f"write max_batch_size: {largest}, or build a profile up to {limit}")
     elif largest is not None and 0 < limit < largest:
         fault = f"max_batch_size is {limit}, though {source} takes batches up to {largest}"
         yield warning(line, fault, f"write max_batch_size: {largest}")
     if limit > 0 and signature.smallest_batch > 1:
         fault = f"{source} takes no batch below {signature.smallest_batch}, so a request of one is refused"
-        yield error(line, fault, "build the profile from 1 on")
+        yield config_error(line, fault, "build the profile from 1 on")
 
 
 def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[LintFinding]:
@@ -185,7 +191,7 @@ def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[L
         warmed.add(size)
         if not 1 <= size <= max(limit, 1):
             fault = f"warm-up {sample.text('name')!r} has batch {size}, outside 1 to {max(limit, 1)}"
-            yield error(sample.line_of("batch_size"), fault, "warm up sizes that the model takes")
+            yield config_error(sample.line_of("batch_size"), fault, "warm up sizes that the model takes")
         yield from _warmup_inputs(sample, tensors_by_name, batched)
     profile_sizes = set(signature.profile_batches) if batched else {1}
     cold = sorted(size for size in profile_sizes - warmed if size <= max(limit, 1))
@@ -199,16 +205,16 @@ def _warmup_inputs(sample: Message, inputs: dict[str, GraphPort], batched: bool)
     where = f"warm-up {sample.text('name')!r}"
     for name in sorted(filled.keys() ^ inputs.keys()):
         fault = f"{where} fills {name!r}, which is no input" if name in filled else f"{where} does not fill {name!r}"
-        yield error(sample.line, fault, f"fill {', '.join(inputs)}")
+        yield config_error(sample.line, fault, f"fill {', '.join(inputs)}")
     for name in filled.keys() & inputs.keys():
         value = filled[name].inner("value")
         received = value.numbers("dims")
         dims = inputs[name].dims(batched=batched)
         if len(received) != len(dims) or any(w not in (-1, g) or g < 1 for g, w in zip(received, dims, strict=True)):
             fault = f"{where} gives {name} dims {list(received)}, it takes {list(dims)}"
-            yield error(value.line_of("dims"), fault, f"write dims: {list(dims)}")
+            yield config_error(value.line_of("dims"), fault, f"write dims: {list(dims)}")
         if value.text("data_type") != (served := SERVED_TYPES[inputs[name].dtype]):
             fault = f"{where} gives {name} as {value.text('data_type') or 'nothing'}, it takes {served}"
-            yield error(value.line_of("data_type"), fault, f"write data_type: {served}")
+            yield config_error(value.line_of("data_type"), fault, f"write data_type: {served}")
         if not any(value.one(source) for source in ("zero_data", "random_data", "input_data_file")):
-            yield error(value.line, f"{where} has no data for {name}", "add zero_data: true")
+            yield config_error(value.line, f"{where} has no data for {name}", "add zero_data: true")

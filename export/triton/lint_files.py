@@ -13,7 +13,7 @@ from export.engine.record import EngineRecord, record_of_plan, record_path, sha2
 from ground.errors import BadInput
 from ground.files import escapes_directory
 
-from .lint_artifact import ERROR, WARNING, LintFinding, against_artifact, error, in_config, lint_finding
+from .lint_artifact import ERROR, WARNING, LintFinding, against_artifact, config_error, in_config, lint_finding
 from .pbtxt import Field, Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
@@ -60,10 +60,10 @@ def foreign_config(config: Message) -> Iterator[LintFinding]:
     }
     for name, (what, names) in known.items():
         if (text := config.text(name)) and text not in names:
-            yield error(config.line_of(name), f"{what}, {text!r}", f"known: {', '.join(names)}")
+            yield config_error(config.line_of(name), f"{what}, {text!r}", f"known: {', '.join(names)}")
     for name, what in (("runtime", "names the library that runs the model"), ("model_repository_agents", "loads code")):
         if (field := config.one(name)) is not None:
-            yield error(field.line, f"{name} {what}", "remove it")
+            yield config_error(field.line, f"{name} {what}", "remove it")
     for within, field in _fields(config):
         if isinstance(field.value, Message):
             yield from _parameter(field.value, field.line) if field.name == "parameters" else ()
@@ -73,7 +73,7 @@ def foreign_config(config: Message) -> Iterator[LintFinding]:
         if is_path and escapes_directory(str(field.value)):
             name = within if is_renamed else field.name
             fault = f"{name} {str(field.value)[:100]!r} leads out of the model's directory"
-            yield error(field.line, fault, "name a file in it")
+            yield config_error(field.line, fault, "name a file in it")
 
 
 def _fields(message: Message, within: str = "") -> Iterator[tuple[str, Field]]:
@@ -86,9 +86,9 @@ def _fields(message: Message, within: str = "") -> Iterator[tuple[str, Field]]:
 def _parameter(entry: Message, line: int) -> Iterator[LintFinding]:
     key, value = entry.text("key"), entry.inner("value").text("string_value") or entry.text("value")
     if key in CODE_PARAMETERS or key.upper().endswith("_PATH") or _LIBRARY.search(value):
-        yield error(line, f"parameter {key!r} names code or a path, {value[:100]!r}", "remove it")
+        yield config_error(line, f"parameter {key!r} names code or a path, {value[:100]!r}", "remove it")
     elif value.startswith(("/", "~")) or ".." in value.split("/"):
-        yield error(line, f"parameter {key!r} leads out of the model, {value[:100]!r}", "remove it")
+        yield config_error(line, f"parameter {key!r} leads out of the model, {value[:100]!r}", "remove it")
 
 
 MOST_LABELS_BYTES = 2**26

@@ -10,7 +10,7 @@ from export.engine.record import EngineRecord, sha256_of
 from ground.errors import BadInput
 from ground.transaction import exclusive_access, install_files, roll_back_interrupted
 
-from .config import EXPECTED_NAME, LABELS_NAME, Variant, config_text, expected_entry, expected_text, read_expected
+from .config import EXPECTED_NAME, LABELS_NAME, ServedModel, config_text, expected_entry, expected_text, read_expected
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release, vulnerability_warnings
 from .variants import Package, checked_record, models_of
 from .versions import config_path, install_text, model_names, staging_folder, versions_of
@@ -66,7 +66,7 @@ def _refuse_existing(package: Package, repository: Path) -> None:
             )
 
 
-def _refuse_contradictions(package: Package, variant: Variant) -> None:
+def _refuse_contradictions(package: Package, variant: ServedModel) -> None:
     sizes = {"preferred batch": package.serving.preferred_batches, "CUDA graph of batch": variant.graph_batches}
     for what, batches in sizes.items():
         beyond = [size for size in batches if size > variant.max_batch]
@@ -96,7 +96,7 @@ def _install(repository: Path, moves: Mapping[str, Path]) -> None:
         raise
 
 
-def _written(package: Package, model: Variant, repository: Path, staging: Path) -> dict[str, Path]:
+def _written(package: Package, model: ServedModel, repository: Path, staging: Path) -> dict[str, Path]:
     version, name = str(package.version), model.name
     folder = staging / version
     folder.mkdir(parents=True)
@@ -120,7 +120,7 @@ def _written(package: Package, model: Variant, repository: Path, staging: Path) 
 
 def _warnings(
     package: Package,
-    variants: Sequence[Variant],
+    variants: Sequence[ServedModel],
     records: tuple[EngineRecord, ...],
     release: ServerRelease | None,
     repository: Path,

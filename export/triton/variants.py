@@ -10,7 +10,7 @@ from export.engine.record import EngineRecord, record_of_plan, record_path, sha2
 from ground.errors import BadInput
 from ground.text import printable
 
-from .config import DEFAULT_MAX_BATCH, Expected, Serving, Variant, config_text
+from .config import DEFAULT_MAX_BATCH, Expected, ServedModel, Serving, config_text
 from .server_releases import PENDING_NAME, SCRIPT_NAME, ServerRelease, build_script, server_tags
 from .signature import Signature, signature_from_onnx, signature_from_record
 from .versions import require_name
@@ -81,7 +81,7 @@ def checked_record(plan: Path) -> EngineRecord:
     return record
 
 
-def _plan_model(package: Package, records: tuple[EngineRecord, ...]) -> Variant:
+def _plan_model(package: Package, records: tuple[EngineRecord, ...]) -> ServedModel:
     signature = signature_from_record(records[0])
     for plan, record in zip(package.plans, records, strict=True):
         if signature_from_record(record) != signature:
@@ -93,8 +93,8 @@ def _plan_model(package: Package, records: tuple[EngineRecord, ...]) -> Variant:
     return replace(_plan_variant(package, signature, names), files=files, expected=package.expected.get("plan"))
 
 
-def _plan_variant(package: Package, signature: Signature, names: Mapping[str, str]) -> Variant:
-    return Variant(
+def _plan_variant(package: Package, signature: Signature, names: Mapping[str, str]) -> ServedModel:
+    return ServedModel(
         name=package.name,
         backend="tensorrt",
         kind="KIND_GPU",
@@ -122,7 +122,7 @@ def _cc_filenames(plans: tuple[Path, ...], records: tuple[EngineRecord, ...]) ->
 
 def _onnx_model(
     package: Package, graph: Path, records: tuple[EngineRecord, ...], release: ServerRelease | None, limit: int | None
-) -> Variant:
+) -> ServedModel:
     variant = _graph_variant(package, graph, "onnx", limit)
     profiles = _profiles_to_build(package, graph, variant.signature, records)
     pending = None if records else _plan_variant(package, replace(variant.signature, profiles=profiles), {})
@@ -142,14 +142,14 @@ def _onnx_model(
     return replace(variant, files=files, expected=package.expected.get("onnx"), pending=pending)
 
 
-def _graph_variant(package: Package, path: Path, suffix: str, limit: int | None) -> Variant:
+def _graph_variant(package: Package, path: Path, suffix: str, limit: int | None) -> ServedModel:
     signature = signature_from_onnx(path)
     if any(size == -1 for tensor in signature.inputs for size in tensor.dims(batched=True)):
         raise BadInput(f"{path}: sizes behind the batch are open ({signature.inputs}); export it with fixed ones")
     on_cpu = suffix == "cpu"
     backend = package.serving.cpu_backend if on_cpu else "onnxruntime"
     batches = signature.fixed_batch is None and backend != "openvino"
-    return Variant(
+    return ServedModel(
         name=f"{package.name}_{suffix}",
         backend=backend,
         kind="KIND_CPU" if on_cpu else "KIND_GPU",
@@ -178,7 +178,7 @@ def _profiles_to_build(
     return package.profiles or (BatchProfile(smallest=1, tuned=tuned, largest=largest),)
 
 
-def models_of(package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None) -> list[Variant]:
+def models_of(package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None) -> list[ServedModel]:
     models = [_plan_model(package, records)] if records else []
     limit = package.serving.max_batch or (signature_from_record(records[0]).largest_batch if records else None)
     if package.onnx is not None:

@@ -62,7 +62,7 @@ def config_path(model: Path, version: int) -> Path:
     return model / "configs" / f"{version}.pbtxt"
 
 
-def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
+def switch_version(repository: Path, name: str, version: int) -> ServedVersion:
     """Make every variant serve this version alone. Raises BadInput when no variant has it."""
     roll_back_interrupted(repository)
     having, unchanged = models_by_version(repository, name, version)

@@ -9,7 +9,7 @@ from ground.digits import plain
 from ground.errors import is_out_of_memory
 from ground.feeds import Feeds
 from perf.parity.structure import StructuralTest
-from perf.record.runs import OUT_OF_TIME, BenchTrial, Block, Row
+from perf.record.runs import OUT_OF_TIME, BenchTrial, Row, TimedBlock
 from perf.stats.quiet import whole_rounds
 from perf.timing.laps import WARM_UP_SHARE, Plan, TimeLimit
 from perf.timing.rounds import measure_pair, measure_rounds, settle_calls
@@ -109,7 +109,7 @@ class BatchSize:
         if limit_s >= subject.fastest_s:
             subject.warm(self.plan, self.limit, limit_s)
 
-    def _noise_run(self, allocation: TimeAllocation) -> tuple[tuple[Block, ...], tuple[str, ...]]:
+    def _noise_run(self, allocation: TimeAllocation) -> tuple[tuple[TimedBlock, ...], tuple[str, ...]]:
         reference = self.subjects[0]
         if not self.plan.noise_rounds or reference.bound is None:
             return (), ()
@@ -136,15 +136,15 @@ class BatchSize:
             "limit_s": limit_s,
         }
 
-    def _side_by_side(self, allocation: TimeAllocation) -> tuple[tuple[Block, ...], str]:
+    def _side_by_side(self, allocation: TimeAllocation) -> tuple[tuple[TimedBlock, ...], str]:
         how = self._how(allocation, "side by side", self.limit.left_s - allocation.audit_s - allocation.plain_s)
         bounds = {subject.name: subject.bound for subject in self._compared if subject.bound is not None}
         if len(bounds) == 2:
             return measure_pair(bounds, self.plan, **how)
         return measure_rounds(bounds, self.plan.min_rounds, **how), "one subject only"
 
-    def _repeat_blocks(self, allocation: TimeAllocation) -> dict[str, tuple[Block, ...]]:
-        repeats: dict[str, tuple[Block, ...]] = {}
+    def _repeat_blocks(self, allocation: TimeAllocation) -> dict[str, tuple[TimedBlock, ...]]:
+        repeats: dict[str, tuple[TimedBlock, ...]] = {}
         subjects = self._running if allocation.audit_rounds else []
         for place, subject in enumerate(subjects):
             self.report(f"{subject.name} on varied batches")

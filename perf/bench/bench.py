@@ -27,7 +27,7 @@ OPENING_SHARE = 1 / 2  # of the time limit, at most: where opening takes longer,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject(SubjectRecord):
+class BenchSubject(SubjectRecord):
     """A subject as it is recorded, and a function that makes its runner, not yet entered."""
 
     describe: Flat = field(default_factory=dict)
@@ -38,8 +38,8 @@ class Subject(SubjectRecord):
         return SubjectRecord(**values | {"describe": dict(describe)})
 
 
-def bench(
-    subjects: tuple[Subject, Subject],
+def bench_subjects(
+    subjects: tuple[BenchSubject, BenchSubject],
     feeds: Feeds,
     batches: Sequence[int],
     plan: Plan,
@@ -133,7 +133,7 @@ def bench(
     )
 
 
-def _require_sweep(subjects: tuple[Subject, Subject], batches: Sequence[int], streams: int) -> None:
+def _require_sweep(subjects: tuple[BenchSubject, BenchSubject], batches: Sequence[int], streams: int) -> None:
     if subjects[0].name == subjects[1].name:
         raise BadInput(f"the two subjects need different names, both are {subjects[0].name!r}")
     if not batches or min(batches) < 1 or len(set(batches)) != len(batches):
@@ -153,7 +153,7 @@ def _require_measured(rows: Sequence[Row]) -> None:
             raise Missing(f"nothing could be measured, {name} at no batch size: {failures}; ask for smaller --batch")
 
 
-def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> OpenedSubject:
+def _opened(subject: BenchSubject, name: str, streams: int, stack: ExitStack) -> OpenedSubject:
     runners = tuple(subject.open() for _ in range(streams))
     ledger = Ledger(runners[0].gauge())
     ledger.phase(lambda: [stack.enter_context(runner) for runner in runners])

@@ -16,7 +16,7 @@ import numpy as np
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, batch_of, batch_size, checked_outputs, feeds_of_ports
 from perf.parity.structure import StructuralTest, timed_run
-from perf.record.runs import BenchTrial, Block, Status
+from perf.record.runs import BenchTrial, Status, TimedBlock
 from perf.runners.protocol import HostBound, Ledger, ParallelStreams, Runner
 from perf.stats.summary import ONE, VARIED
 from perf.timing.laps import Bound, Clock, Laps, Plan, TimeLimit, WarmUp, warm_up
@@ -45,10 +45,10 @@ class RoundRobin:
     bounds: Iterator[Bound]
 
     def laps(self, calls: int, clock: Clock) -> Laps:
-        return joined([next(self.bounds).laps(1, clock) for _ in range(calls)])
+        return joined_laps([next(self.bounds).laps(1, clock) for _ in range(calls)])
 
 
-def joined(laps: list[Laps]) -> Laps:
+def joined_laps(laps: list[Laps]) -> Laps:
     """Return several laps as one; what one doesn't tell, none tells."""
     every = {each.name: [getattr(lap, each.name) for lap in laps] for each in fields(Laps)}
     known = {name: values for name, values in every.items() if None not in values}
@@ -64,7 +64,7 @@ def round_robin_calls(calls: int) -> int:
 
 def repeat_blocks(
     bind: Callable[[Feeds], Bound], feeds: Feeds, batch: int, rounds: int, *, calls: int, limit: TimeLimit, watch: Watch
-) -> tuple[Block, ...]:
+) -> tuple[TimedBlock, ...]:
     """Measure one batch against varied ones, in rounds of equally many bound batches."""
     varied = [bind(each) for each in varied_batches(feeds, batch)]
     pair = {VARIED: RoundRobin(cycle(varied)), ONE: RoundRobin(repeat(bind(batch_of(feeds, batch))))}

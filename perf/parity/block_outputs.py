@@ -23,7 +23,7 @@ from ground.precision import FLOAT16, FLOAT32, FloatType
 from .locate import FaultLocation, block_errors, locate
 from .rounding import NARROW, element_types, rounded_graph
 from .structure import StructuralTest, finding
-from .tolerance import exact
+from .tolerance import exact_tolerance
 
 Array = NDArray[np.float32]
 FLOATS = (TensorProto.FLOAT, *NARROW)
@@ -194,7 +194,7 @@ def locate_in_half(
 def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds, *, products: int) -> FaultLocation:
     """Locate where a float32 graph leaves the torch model that it was exported from. Raises BadInput as above."""
     sides = outputs_of_module(model, feeds), outputs_of_graph(graph, feeds)
-    bound = exact(products=products, largest_logit=0.0).max_relative_error
+    bound = exact_tolerance(products=products, largest_logit=0.0).max_relative_error
     assert bound is not None
     return locate(link, block_errors(*sides, noise=bound), activations={}, factor=1.0)
 

@@ -47,7 +47,7 @@ class PairedAccuracy:
         return f"{self.only_a} images right in {self.a} alone, {self.only_b} here alone (McNemar p {self.p_value:.2g})"
 
 
-def accuracy(
+def accuracy_on_labels(
     model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer], *, threshold: float | None = None
 ) -> Accuracy:
     """Return the accuracy of logits [N, C], or of a single logit [N, 1] by a threshold, against labels [N].
@@ -139,7 +139,7 @@ class OwnMetric:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ComparedArtefact:
     """An artefact that was compared: the library that built or ran it, its GPUs (SM 86 is "86") and its ONNX file."""
 
     label: str

@@ -12,7 +12,7 @@ from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record
 
 from .measures import Measures, measures, relative_errors, require_agreement
-from .tolerance import Choices, Ties, Tolerance, Verdict, judge, with_ties
+from .tolerance import Choices, Ties, Tolerance, Verdict, judge_measures, with_ties
 
 LinkKind = Literal["exact", "half", "quantised", "reduced", "whole"]
 
@@ -114,9 +114,9 @@ def link(
     unlimited = replace(tolerance, max_relative_error=None, min_agreement=None, min_iou=None)
     of_some = tolerance if kind in ("exact", "half", "quantised") else unlimited
     judged = {
-        batch: with_ties(judge(errors, tolerance), ties.get(batch), errors.inputs)
+        batch: with_ties(judge_measures(errors, tolerance), ties.get(batch), errors.inputs)
         if batch in full_batches
-        else judge(errors, of_some)
+        else judge_measures(errors, of_some)
         for batch, errors in at.items()
     }
     failing, undecided = (

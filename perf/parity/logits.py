@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ground.records import Figure
 from perf.stats.decision import percent
 
-from .rows import Bools, CommonMeasures, Floats, OutputKind, Rows, bounded_share
+from .rows import Bools, CommonMeasures, Floats, OutputKind, RowPair, bounded_share
 
 LOGITS = OutputKind(
     name="logits",
@@ -104,7 +104,7 @@ def threshold_of(reference_NC: NDArray[np.floating], threshold: float | None) ->
     return 0.5 if reference_NC.min() >= 0 and reference_NC.max() <= 1 else 0.0
 
 
-def with_two_classes(rows: Rows, threshold: float | None) -> Rows:
+def with_two_classes(rows: RowPair, threshold: float | None) -> RowPair:
     """Return rows in which a single logit stands beside the threshold as the other class."""
     if threshold is None:
         return rows
@@ -168,7 +168,7 @@ def tokens_agreeing(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[
     return np.asarray(_agrees(rows).reshape(reference_NTC.shape[:2]).mean(axis=1), dtype=np.float64)
 
 
-def _common(rows: Rows, kl_N: Floats, margin_N: Floats, agrees_N: Bools, margin_noise: float) -> dict[str, Any]:
+def _common(rows: RowPair, kl_N: Floats, margin_N: Floats, agrees_N: Bools, margin_noise: float) -> dict[str, Any]:
     assert margin_noise >= 0, margin_noise
     return rows.figures() | {
         "kl_mean": float(kl_N.mean()),
@@ -179,12 +179,12 @@ def _common(rows: Rows, kl_N: Floats, margin_N: Floats, agrees_N: Bools, margin_
     }
 
 
-def _rows_of_tokens(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating]) -> Rows:
+def _rows_of_tokens(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating]) -> RowPair:
     flat = (side.reshape(-1, side.shape[-1]) for side in (reference_NTC, candidate_NTC))
     return LOGITS.rows(*flat)
 
 
-def classified(rows: Rows) -> tuple[Floats, Floats, Bools]:
+def classified(rows: RowPair) -> tuple[Floats, Floats, Bools]:
     """Return KL, the reference's margin and agreement of each row; infinite and False where the candidate is not
     finite.
     """
@@ -193,7 +193,7 @@ def classified(rows: Rows) -> tuple[Floats, Floats, Bools]:
     return rows.filled_where_nonfinite(kl_N, np.inf), margins(rows.reference_NF), _agrees(rows)
 
 
-def top5_overlap(rows: Rows) -> Floats:
+def top5_overlap(rows: RowPair) -> Floats:
     """Share of the reference's first five classes that are among the candidate's first five."""
     kept = min(5, rows.reference_NF.shape[1])
     sides = rows.reference_NF, rows.candidate_NF
@@ -201,7 +201,7 @@ def top5_overlap(rows: Rows) -> Floats:
     return rows.filled_where_nonfinite((ref_NK[:, :, None] == cand_NK[:, None, :]).any(axis=2).mean(axis=1), 0.0)
 
 
-def _agrees(rows: Rows) -> Bools:
+def _agrees(rows: RowPair) -> Bools:
     agrees_N: Bools = (rows.reference_NF.argmax(axis=1) == rows.candidate_NF.argmax(axis=1)) & rows.finite_N
     return agrees_N
 

@@ -28,7 +28,7 @@ Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class SeparateHead:
     """A head apart, by its file: the outputs that it reads, and the score maps that it makes of them."""
 
     file: str

@@ -14,10 +14,10 @@ from ground.records import json_from_record, record_from_file, record_from_value
 from perf.record.runs import FittedInputs
 from perf.stats.decision import percent
 
-from .labels import Accuracy, OwnMetric, PairedAccuracy, Source
+from .labels import Accuracy, ComparedArtefact, OwnMetric, PairedAccuracy
 from .link import Link, json_from_link
 from .locate import FaultLocation
-from .maps import Head
+from .maps import SeparateHead
 from .measures import MEASURES
 from .shift import Shift
 from .structure import StructuralTest
@@ -55,8 +55,8 @@ class Parity:
     accuracy: tuple[Accuracy, ...] = ()
     comparisons: tuple[PairedAccuracy, ...] = ()
     per_image: str | None = None
-    heads: tuple[Head, ...] = ()
-    sources: tuple[Source, ...] = ()
+    heads: tuple[SeparateHead, ...] = ()
+    sources: tuple[ComparedArtefact, ...] = ()
     metrics: tuple[OwnMetric, ...] = ()
     fitted: FittedInputs | None = None
 

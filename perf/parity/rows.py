@@ -25,7 +25,7 @@ class RowErrors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowPair:
     """Both sides in float64; the candidate's rows that are not finite are set to zero."""
 
     reference_NF: Floats
@@ -37,9 +37,11 @@ class Rows:
         delta_NF = cand_NF - ref_NF
         ref_norm_N = np.linalg.norm(ref_NF, axis=1)
         norms_N = ref_norm_N * np.linalg.norm(cand_NF, axis=1)
-        cosine_N = ratio((ref_NF * cand_NF).sum(axis=1), norms_N, at_zero=1.0)
+        cosine_N = ratio_of_rows((ref_NF * cand_NF).sum(axis=1), norms_N, at_zero=1.0)
         return RowErrors(
-            relative_error_N=self.filled_where_nonfinite(ratio(np.linalg.norm(delta_NF, axis=1), ref_norm_N), np.inf),
+            relative_error_N=self.filled_where_nonfinite(
+                ratio_of_rows(np.linalg.norm(delta_NF, axis=1), ref_norm_N), np.inf
+            ),
             max_abs_N=self.filled_where_nonfinite(np.abs(delta_NF).max(axis=1), np.inf),
             cosine_N=self.filled_where_nonfinite(cosine_N, 0.0),
             finite_N=self.finite_N,
@@ -81,12 +83,12 @@ class OutputKind:
     inputs: str = "inputs"
     values: str = "input values"
 
-    def rows(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> Rows:
+    def rows(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> RowPair:
         """Return both sides as rows. Raises BadInput as refuse_misfit does."""
         self.refuse_misfit(reference, candidate)
         ref_NF, cand_NF = (side.reshape(len(side), -1) for side in (reference, candidate))
         finite_N = np.isfinite(cand_NF).all(axis=1)
-        return Rows(
+        return RowPair(
             reference_NF=ref_NF.astype(np.float64),
             candidate_NF=np.where(finite_N[:, None], cand_NF, 0).astype(np.float64),
             finite_N=finite_N,
@@ -175,14 +177,14 @@ class WithoutMargins(CommonMeasures):
         return 0
 
 
-def ratio(top_N: Floats, bottom_N: Floats, at_zero: float = 0.0) -> Floats:
+def ratio_of_rows(top_N: Floats, bottom_N: Floats, at_zero: float = 0.0) -> Floats:
     """top / bottom; where the bottom is zero, `at_zero` if the top is zero too, else inf."""
     safe_N = np.where(bottom_N > 0, bottom_N, 1.0)
     return np.where(bottom_N > 0, top_N / safe_N, np.where(top_N == 0, at_zero, np.inf))
 
 
 def share(top: float | np.floating, bottom: float | np.floating, at_zero: float = 0.0) -> float:
-    return float(ratio(np.asarray([float(top)]), np.asarray([float(bottom)]), at_zero)[0])
+    return float(ratio_of_rows(np.asarray([float(top)]), np.asarray([float(bottom)]), at_zero)[0])
 
 
 def bounded_share(name: str, share: float | None, inputs: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .rows import Bools, Floats, ratio
+from .rows import Bools, Floats, ratio_of_rows
 
 LEAST_ROWS = 3  # with two, each is the other's nearest
 LEAST_FOR_CKA = 4  # the unbiased estimate divides by R - 3
@@ -105,7 +105,7 @@ def token_figures(reference: NDArray[np.floating], candidate: NDArray[np.floatin
             for pair in ((ours_RC, theirs_RC), (ours_RC, ours_RC), (theirs_RC, theirs_RC))
         )
     norms_R = np.sqrt(squares_R[0]) * np.sqrt(squares_R[1])
-    cosines_R = np.where(finite_R & np.isfinite(norms_R), ratio(products_R, norms_R, at_zero=1.0), 0.0)
+    cosines_R = np.where(finite_R & np.isfinite(norms_R), ratio_of_rows(products_R, norms_R, at_zero=1.0), 0.0)
     agrees_P = same_neighbour(ours_PC, theirs_PC, finite_P)
     return {
         "token_cosine_mean": float(cosines_R.mean()),

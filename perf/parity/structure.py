@@ -70,7 +70,7 @@ def batch_sizes(
     return tests
 
 
-def outputs(candidate: str, answers: Outputs, *, noun: str = "images") -> list[StructuralTest]:
+def output_tests(candidate: str, answers: Outputs, *, noun: str = "images") -> list[StructuralTest]:
     """Test that outputs are finite and depend on the input."""
     tests = []
     for name, rows in answers.items():

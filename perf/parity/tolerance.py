@@ -122,7 +122,7 @@ class Tolerance:
         return any(bound is not None for bound in every)
 
 
-def exact(*, products: int, largest_logit: float, magnified: float = 1.0) -> Tolerance:
+def exact_tolerance(*, products: int, largest_logit: float, magnified: float = 1.0) -> Tolerance:
     """Bound a link that computes the same in float32: 10 unit roundoffs for each product in the longest row of them.
 
     A transformer's block has six. `largest_logit` turns the bound into a margin; `magnified`: a head's factor on
@@ -200,7 +200,7 @@ CONSTANT_SPREAD = 0.01
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNJUDGED"]
 
 
-def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
+def judge_measures(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
     bound, error = tolerance.max_relative_error, f"relative error {errors.relative_error:.2g}"
     if tolerance.excluded:
         return "UNJUDGED", f"{error}, {errors.agreement_line}; excluded by name"

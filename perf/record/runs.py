@@ -80,7 +80,7 @@ class GpuState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class TimedBlock:
     """Consecutive calls of one subject; `at_s` since the row began. `dropped`: why the block doesn't count.
 
     `end_to_end_ms` is None where compute is both; `lost_ms`: per call, the wait for a CPU that others had.
@@ -132,9 +132,9 @@ class Row:
     calls_per_block: int
     settle_calls: int
     stop: str
-    blocks: tuple[Block, ...]
-    noise_blocks: tuple[Block, ...]
-    repeat_blocks: Mapping[str, tuple[Block, ...]] = field(default_factory=dict)
+    blocks: tuple[TimedBlock, ...]
+    noise_blocks: tuple[TimedBlock, ...]
+    repeat_blocks: Mapping[str, tuple[TimedBlock, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

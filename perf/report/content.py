@@ -15,7 +15,7 @@ from perf.stats.summary import Summary, SummaryRow, summarise
 from perf.stats.trend import Trend
 
 from .curves import ImagesPoint
-from .numbers import error, percent, signed_percent
+from .numbers import error, percent_text, signed_percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ def lead(content: Content) -> str:
         shipped = shipped_link(content.parity)
         m = shipped.measures
         if m.agreement is not None:
-            same = f"the {SAME[shipped.role]} is the same on {percent(m.agreement)}"
+            same = f"the {SAME[shipped.role]} is the same on {percent_text(m.agreement)}"
             clauses.append(f"{same} of {m.images:,} {m.inputs}")
     sentence = " and ".join(clauses)
     merging = content.merging.sentences[:1] if content.merging else ()
@@ -259,7 +259,7 @@ def tiles(content: Content) -> list[tuple[str, str]]:
         if m.agreement is None:
             large.append((error(m.relative_error), f"relative error, {m.images:,} {m.inputs}"))
         else:
-            large.append((percent(m.agreement), f"same {SAME[shipped.role]}, {m.images:,} {m.inputs}"))
+            large.append((percent_text(m.agreement), f"same {SAME[shipped.role]}, {m.images:,} {m.inputs}"))
         large += _accuracy_tile(content.parity)
     if len(content.models) >= 2:
         dense, reduced = content.models[:2]
@@ -273,7 +273,7 @@ def _accuracy_tile(parity: Parity) -> list[tuple[str, str]]:
         return []
     dense, *others = parity.accuracy
     shipped = next((each for each in others if each.model == shipped_link(parity).candidate), others[-1])
-    shares = f"{percent(dense.accuracy, 1)} → {percent(shipped.accuracy, 1)}"
+    shares = f"{percent_text(dense.accuracy, 1)} → {percent_text(shipped.accuracy, 1)}"
     return [(shares, f"accuracy, {dense.model} → {shipped.model}, {shipped.images:,} images")]
 
 

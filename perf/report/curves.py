@@ -10,9 +10,9 @@ from perf.stats.changes import ChangePoint
 from perf.stats.stats import UNBOUNDED, Interval, exact
 from perf.stats.trend import BatchTrend, Trend
 
-from .numbers import Table
-from .plots import Series, curve, ends_of, line_with_whiskers
-from .svg import WIDTH, Drawing, Figure, grid_y, group, left_of, legend, line, linear, text
+from .numbers import ReportTable
+from .plots import PlotSeries, curve, ends_of, line_with_whiskers
+from .svg import WIDTH, Drawing, Figure, axis_left, grid_y, group, legend, line, linear, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class ImagesPoint:
 def images_plot(points: Sequence[ImagesPoint]) -> Drawing:
     """Draw losses on images of the fit and on others, or the output's error where there are no others."""
 
-    def series(name: str, tone: str, values: Sequence[float]) -> Series:
+    def series(name: str, tone: str, values: Sequence[float]) -> PlotSeries:
         labelled = zip(points, values, strict=True)
-        return Series(name=name, tone=tone, points=[(f"{at.images:,}", exact(value)) for at, value in labelled])
+        return PlotSeries(name=name, tone=tone, points=[(f"{at.images:,}", exact(value)) for at, value in labelled])
 
     others = [at.held_out for at in points if at.held_out is not None]
     errors = [at.relative_error for at in points if at.relative_error is not None]
@@ -57,7 +57,7 @@ def images_figure(points: Sequence[ImagesPoint]) -> Figure:
     return Figure("Where the lines meet, more images of the same kind bring nothing.", images_plot(points))
 
 
-def images_table(points: Sequence[ImagesPoint], *, sentence: str) -> Table:
+def images_table(points: Sequence[ImagesPoint], *, sentence: str) -> ReportTable:
 
     def shown(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -74,20 +74,20 @@ def images_table(points: Sequence[ImagesPoint], *, sentence: str) -> Table:
         for at in points
     )
     columns = ("Images", "Loss, fitted", "Loss, held out", "Output error", "Agreement", "Over the largest")
-    return Table(key="calibration-size", title="Calibration images", columns=columns, rows=rows, note=sentence)
+    return ReportTable(key="calibration-size", title="Calibration images", columns=columns, rows=rows, note=sentence)
 
 
 MOST_LABELS = 10
 
 
-def trend(
-    series: Sequence[Series], changes: Sequence[ChangePoint], releases: Sequence[str], *, title: str, unit: str
+def trend_plot(
+    series: Sequence[PlotSeries], changes: Sequence[ChangePoint], releases: Sequence[str], *, title: str, unit: str
 ) -> Drawing:
     """Draw series over releases, with a dashed line where a level began."""
     count = len(releases)
     right, top, bottom = WIDTH - 14, 34, 236
     y = linear(ends_of(series), start=bottom, end=top, zero=False)
-    left = max(52.0, left_of(y.ticks))
+    left = max(52.0, axis_left(y.ticks))
     step = (right - left - 24) / max(count - 1, 1)
     places = {str(i + 1): left + 12 + i * step if count > 1 else (left + right) / 2 for i in range(count)}
     every = -(-count // MOST_LABELS)
@@ -115,21 +115,21 @@ def trend_drawing(history: Trend) -> Drawing:
     for batch in history.batches:
         if any(batch.judged.values):
             return _figures(batch, history)[-1 if batch.judged.unit == "x" else 0].drawing
-    return trend([], [], history.releases, title="Latency over releases", unit="ms")
+    return trend_plot([], [], history.releases, title="Latency over releases", unit="ms")
 
 
-def history_table(history: Trend) -> Table:
+def history_table(history: Trend) -> ReportTable:
     names = [series.name for batch in history.batches[:1] for series in batch.series]
     rows = [row for batch in history.batches for row in _rows(batch, history.releases)]
     left_out = [f"{each.name} ({each.reason})" for each in history.left_out]
     note = f"{history.test}." + (f" Left out: {'; '.join(left_out)}." if left_out else "")
     columns = ("Batch", "Release", "Measured", *names, "Time")
-    return Table(key="history", title="Latency over releases", columns=columns, rows=tuple(rows), note=note)
+    return ReportTable(key="history", title="Latency over releases", columns=columns, rows=tuple(rows), note=note)
 
 
 def _figures(batch: BatchTrend, history: Trend) -> list[Figure]:
     *times, faster = (
-        Series(name=series.name, tone=tone, points=_points(series.values))
+        PlotSeries(name=series.name, tone=tone, points=_points(series.values))
         for tone, series in zip(TONES, batch.series, strict=True)
     )
     changes, judged = batch.judged.changes, batch.judged.unit
@@ -143,7 +143,7 @@ def _figures(batch: BatchTrend, history: Trend) -> list[Figure]:
             caption = f"{shown} at batch {batch.batch} with 95 % intervals; changes are looked for {here}, "
             caption += "a dashed line where a level began."
             title = f"{what} by release, batch {batch.batch}"
-            figures.append(Figure(caption, trend(series, changes, history.releases, title=title, unit=unit)))
+            figures.append(Figure(caption, trend_plot(series, changes, history.releases, title=title, unit=unit)))
     return figures
 
 

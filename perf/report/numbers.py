@@ -15,7 +15,7 @@ MINUS = "−"
 UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
-def count(value: float | None) -> str:
+def count_text(value: float | None) -> str:
     """22.1 M, 4.6 G."""
     return NOTHING if value is None else _in_units(value, (*UNITS, ("", 1.0))).rstrip()
 
@@ -30,7 +30,7 @@ def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str:
     return f"{plain(rounded / scale, 3)} {unit}"
 
 
-def percent(value: float | None, decimals: int = 2) -> str:
+def percent_text(value: float | None, decimals: int = 2) -> str:
     """99.60 %; what is not all is never rounded up to 100 %."""
     return NOTHING if value is None else decision.percent(value, decimals).replace("-", MINUS)
 
@@ -74,7 +74,7 @@ PAIR = ("Key", "Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class ReportTable:
     """A report's table; `key` is for anchors, the first column names the row."""
 
     key: str

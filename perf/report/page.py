@@ -9,13 +9,13 @@ from jinja2 import Environment
 from ground.templates import templates_of
 from ground.text import printable
 from perf.stats.stats import Interval
-from perf.stats.summary import Side, SummaryRow
+from perf.stats.summary import SubjectSummary, SummaryRow
 
 from . import plots
 from .content import Content, lead, tiles, verdicts, where
 from .curves import history_figures, images_figure
-from .numbers import Table
-from .plots import Series
+from .numbers import ReportTable
+from .plots import PlotSeries
 from .svg import Figure
 from .tables import tables
 
@@ -38,14 +38,14 @@ def speed_figures(content: Content) -> list[Figure]:
 
 
 def _curve(
-    rows: tuple[SummaryRow, ...], title: str, unit: str, get: Callable[[Side], Interval | None], *, log: bool
+    rows: tuple[SummaryRow, ...], title: str, unit: str, get: Callable[[SubjectSummary], Interval | None], *, log: bool
 ) -> list[Figure]:
     names = list(dict.fromkeys(name for row in rows for name in row.sides))
     series = []
     for name, tone in zip(names, ("dense", "reduced"), strict=False):
         values = [(str(row.batch), get(row.sides[name])) for row in rows]
         points = [(label, plots.shown_interval(value)) for label, value in values if value is not None]
-        series += [Series(name=name, tone=tone, points=points)] if points else []
+        series += [PlotSeries(name=name, tone=tone, points=points)] if points else []
     if not series:
         return []
     median = f"Median {rows[0].measure.replace('_', ' ')} time on a log scale, with its 95 % interval."
@@ -96,7 +96,7 @@ class Section:
     title: str
     remarks: tuple[Remark, ...] = ()
     figures: tuple[Figure, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[ReportTable, ...] = ()
 
 
 def html_from_content(content: Content) -> str:
@@ -135,7 +135,7 @@ def _tone(verdict: str) -> str:
     return TONES.get(verdict, "note")
 
 
-def _sections(content: Content, by_key: dict[str, Table]) -> list[Section]:
+def _sections(content: Content, by_key: dict[str, ReportTable]) -> list[Section]:
     rest = [key for key in by_key if key not in (*BESIDE, *SPEED, *FIDELITY)]
     sections = [
         Section(

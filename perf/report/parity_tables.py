@@ -7,15 +7,15 @@ from perf.parity.link import Link
 from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity
 
-from .numbers import NOTHING, Table, error, percent
+from .numbers import NOTHING, ReportTable, error, percent_text
 
 
-def links(parity: Parity) -> Table:
+def links(parity: Parity) -> ReportTable:
     images = parity.images
     agreement = "Top-1 agreement" if parity.compared == "logits" else "Agreement"
     inputs_text = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
     where = f"Errors of the {parity.compared} on {images.count:,} {inputs_text}, at the worst batch size."
-    return Table(
+    return ReportTable(
         key="parity",
         title="Parity chain",
         columns=("Link", "Status", "Relative error", "Max abs", agreement, "Decisive flips", "Top-5", "Cosine, least",
@@ -34,18 +34,19 @@ def _link_cells(link: Link) -> tuple[str, ...]:
         link.status,
         f"{error(m.relative_error)}\n{'no limit' if bound is None else f'{error(bound)} allowed'}",
         error(m.max_abs),
-        percent(m.agreement) + ("" if span is None else f"\n{percent(span[0], 1)} to {percent(span[1], 1)}"),
+        percent_text(m.agreement)
+        + ("" if span is None else f"\n{percent_text(span[0], 1)} to {percent_text(span[1], 1)}"),
         NOTHING if decisive is None else f"{m.decisive_flips}\nof {decisive:,}",
-        percent(by_role.get("top5_overlap")),
+        percent_text(by_role.get("top5_overlap")),
         f"{m.cosine_min:.4f}",
         error(by_role.get("kl_mean")),
     )
 
 
-def maps(parity: Parity) -> Table:
+def maps(parity: Parity) -> ReportTable:
     rows = [(link, link.measures) for link in parity.links]
     heads = ", ".join(f"{head.file} reads {', '.join(head.reads)}" for head in parity.heads)
-    return Table(
+    return ReportTable(
         key="maps",
         title="Maps of heads",
         columns=("Link", "Status", "Relative error", "Mean of images", "Worst image", "IoU", "IoU, worst image",
@@ -59,7 +60,7 @@ def maps(parity: Parity) -> Table:
                 error(m.relative_error_worst),
                 f"{m.iou:.4f}",
                 f"{m.iou_worst:.4f}",
-                percent(m.pixel_agreement),
+                percent_text(m.pixel_agreement),
             )
             for link, m in rows
             if isinstance(m, MapMeasures)
@@ -68,30 +69,32 @@ def maps(parity: Parity) -> Table:
     )  # fmt: skip
 
 
-def located(parity: Parity) -> Table:
+def located(parity: Parity) -> ReportTable:
     rows = tuple(
         (line.site or "no single site", line.link, line.reason, line.command or NOTHING) for line in parity.located
     )
-    return Table(key="located", title="Where it breaks", columns=("Site", "Link", "What was seen", "Mend"), rows=rows)
+    return ReportTable(
+        key="located", title="Where it breaks", columns=("Site", "Link", "What was seen", "Mend"), rows=rows
+    )
 
 
-def structure(parity: Parity) -> Table:
+def structure(parity: Parity) -> ReportTable:
     not_passed = tuple((f"{t.test}\n{t.candidate}", t.status, t.reason) for t in parity.structure if t.status != "PASS")
     passed: dict[str, list[str]] = {}
     for test in parity.structure:
         if test.status == "PASS":
             passed.setdefault(test.candidate, []).append(test.test)
     sound = tuple((candidate, "PASS", ", ".join(dict.fromkeys(names))) for candidate, names in passed.items())
-    return Table(
+    return ReportTable(
         key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=not_passed + sound
     )
 
 
-def accuracy(parity: Parity) -> Table:
+def accuracy_table(parity: Parity) -> ReportTable:
     rows = [
         (
             a.model,
-            f"{percent(a.accuracy)}\n{percent(a.low, 1)} to {percent(a.high, 1)}",
+            f"{percent_text(a.accuracy)}\n{percent_text(a.low, 1)} to {percent_text(a.high, 1)}",
             f"{a.correct:,} of {a.images:,}",
         )
         for a in parity.accuracy
@@ -100,7 +103,7 @@ def accuracy(parity: Parity) -> Table:
         (f"{c.a}\nagainst {c.b}", f"p = {c.p_value:.2g}", f"{c.only_a} against {c.only_b} right alone")
         for c in parity.comparisons
     ]
-    return Table(
+    return ReportTable(
         key="accuracy",
         title="Accuracy on labels",
         columns=("Model", "Accuracy", "Images"),
@@ -109,8 +112,8 @@ def accuracy(parity: Parity) -> Table:
     )
 
 
-def own_metrics(parity: Parity) -> Table:
-    return Table(
+def own_metrics(parity: Parity) -> ReportTable:
+    return ReportTable(
         key="metrics",
         title="Measures of your own",
         columns=("Measure", "Model", "Value", "Command"),
@@ -122,9 +125,9 @@ def own_metrics(parity: Parity) -> Table:
     )
 
 
-def shift(parity: Parity) -> Table:
+def shift(parity: Parity) -> ReportTable:
     shift = parity.shift
-    return Table(
+    return ReportTable(
         key="shift",
         title="Images against calibration",
         columns=("Site", "Status", "Mean distance", "by chance", "Covariance distance", "by chance"),
@@ -136,4 +139,4 @@ def shift(parity: Parity) -> Table:
     )
 
 
-PARITY_TABLES = (links, maps, located, structure, accuracy, own_metrics, shift)
+PARITY_TABLES = (links, maps, located, structure, accuracy_table, own_metrics, shift)

@@ -18,14 +18,14 @@ from .svg import (
     WIDTH,
     Drawing,
     Scale,
+    axis_left,
     bar,
+    cut_in_middle,
     dot,
     element,
-    fitted,
     grid_x,
     grid_y,
     group,
-    left_of,
     legend,
     line,
     linear,
@@ -44,7 +44,7 @@ MEDIANS = "median, ms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class PlotSeries:
     """Values of one colour at labelled places, with their intervals (equal bounds: none known); `tone` is dense or
     reduced.
     """
@@ -58,12 +58,12 @@ def shown_interval(value: Interval) -> Interval:
     return value if value.is_bounded and value.low > 0 else exact(value.value)
 
 
-def curve(series: Sequence[Series], *, title: str, unit: str, x_label: str, log: bool) -> Drawing:
+def curve(series: Sequence[PlotSeries], *, title: str, unit: str, x_label: str, log: bool) -> Drawing:
     """Lines with intervals over evenly spaced labels (batch sizes), the legend above."""
     labels = list(dict.fromkeys(label for s in series for label, _ in s.points))
     right, top, bottom = WIDTH - 14, 34, 236
     y = (logarithmic if log else linear)(ends_of(series), start=bottom, end=top)
-    left = left_of(y.ticks)
+    left = axis_left(y.ticks)
     step = (right - left - 36) / max(len(labels) - 1, 1)
     places = {label: left + 18 + i * step for i, label in enumerate(labels)}
     if len(labels) == 1:
@@ -77,11 +77,11 @@ def curve(series: Sequence[Series], *, title: str, unit: str, x_label: str, log:
     return Drawing(title=title, height=280, marks=tuple(marks))
 
 
-def ends_of(series: Sequence[Series]) -> list[float]:
+def ends_of(series: Sequence[PlotSeries]) -> list[float]:
     return [end for s in series for _, p in s.points for end in (p.low, p.value, p.high)]
 
 
-def line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, unit: str) -> list[Markup]:
+def line_with_whiskers(series: PlotSeries, places: Mapping[str, float], y: Scale, unit: str) -> list[Markup]:
     """Draw a series with its intervals; `places` are those of its labels."""
     path_data = " ".join(f"{places[label]:.1f},{y.at(p.value):.1f}" for label, p in series.points)
     marks = [element("polyline", class_=f"path {series.tone}", points=path_data)]
@@ -112,7 +112,7 @@ def scatter(clouds: Mapping[str, Sequence[Spot]], *, title: str, unit: str, x_la
     right, top, bottom = WIDTH - 14, 46, 268
     spots = [spot for cloud in clouds.values() for spot in cloud]
     y = logarithmic([spot.value for spot in spots], start=bottom, end=top, least=least)
-    left = max(52.0, left_of(y.ticks))
+    left = max(52.0, axis_left(y.ticks))
     x = linear([spot.x for spot in spots], start=left, end=right, zero=False)
     tones = {name: f"hue{place % HUES}" for place, name in enumerate(clouds)}
     marks = [grid_y(y, left, right, unit), grid_x(x, top, bottom, x_label), legend(list(tones.items()), right=unit)]
@@ -222,7 +222,7 @@ def dumbbells(rows: Mapping[str, tuple[float, float]]) -> Drawing:
     marks = [grid_x(x, head, bottom, "relative error"), legend([("only cut", "dense"), ("compensated", "reduced")])]
     for i, (name, (before, after)) in enumerate(rows.items()):
         y, ends = head + (i + 0.5) * row_px, [x.at(max(value, LEAST_ERROR)) for value in (before, after)]
-        label = text(left - 10, y + 4, fitted(name, left - 14), anchor="end", css="name")
+        label = text(left - 10, y + 4, cut_in_middle(name, left - 14), anchor="end", css="name")
         between = line("whisker reduced", (ends[0], ends[1]), (y, y))
         rings = dot(ends[0], y, "dense open"), dot(ends[1], y, "reduced")
         marks.append(group(f"{name}: {before:.3g} before, {after:.3g} after", label, between, *rings))
@@ -250,7 +250,7 @@ def _bounded(link: Link, x: Scale, y: float) -> Markup:
         end = x.at(max(bound, LEAST_BOUNDED))
         room = [bar("room", (x.start, end), (y - 6, y + 6), 2), line("bound", (end, end), (y - 8, y + 8))]
     track = line("track", (x.start, x.end), (y, y))
-    short_name = fitted(link.name, x.end - x.start - width_of(words) - 12)
+    short_name = cut_in_middle(link.name, x.end - x.start - width_of(words) - 12)
     name, figure = text(x.start, y - 13, short_name, css="name"), text(x.end, y - 13, words, anchor="end")
     mark = dot(x.at(max(error, LEAST_BOUNDED)), y, tone, 5)
     return group(f"{link.name}: {words}", *room, track, name, figure, mark)

@@ -12,7 +12,7 @@ from perf.stats.stats import Interval, Percentile
 from perf.stats.summary import SummaryRow
 
 from .content import Content, content_from_record, lead, verdicts
-from .numbers import Table
+from .numbers import ReportTable
 from .page import html_from_content
 from .tables import MEASURES, tables
 
@@ -107,7 +107,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def markdown_from_table(table: Table) -> list[str]:
+def markdown_from_table(table: ReportTable) -> list[str]:
     head, *body = (f"| {' | '.join(map(markdown_line, cells))} |" for cells in (table.columns, *table.rows))
     lines = [f"## {markdown_line(table.title)}", "", head, "|" + "---|" * len(table.columns), *body]
     return [*lines, "", markdown_line(table.note)] if table.note else lines

@@ -93,7 +93,7 @@ def width_of(label: str) -> float:
     return LETTER * sum(2 if east_asian_width(letter) in "WF" else 1 for letter in label)
 
 
-def fitted(label: str, width: float) -> str:
+def cut_in_middle(label: str, width: float) -> str:
     kept = len(label)
     while kept > 2 and width_of(cut := _cut(label, kept)) > width:
         kept -= 1
@@ -104,7 +104,7 @@ def _cut(label: str, kept: int) -> str:
     return label if kept >= len(label) else f"{label[: kept // 2]}…{label[len(label) - (kept - kept // 2 - 1) :]}"
 
 
-def left_of(ticks: Iterable[float]) -> float:
+def axis_left(ticks: Iterable[float]) -> float:
     """Return the room that the labels of a vertical axis take."""
     return max(46.0, 12 + max((width_of(short(tick)) for tick in ticks), default=0.0))
 
@@ -160,7 +160,7 @@ def legend(entries: Sequence[tuple[str, str]], *, right: str = "") -> Markup:
     parts, x, room = [], 2.0, WIDTH - width_of(right) - 12
     is_long = sum(30 + width_of(name) for name, _ in entries) > room
     for name, css in entries:
-        shown = fitted(name, room / len(entries) - 30) if is_long else name
+        shown = cut_in_middle(name, room / len(entries) - 30) if is_long else name
         parts += [dot(x + 5, 9, css), text(x + 14, 13, shown, css="name")]
         x += 30 + width_of(shown)
     return Markup("").join(parts)
@@ -180,7 +180,7 @@ def grid_x(x: Scale, top: float, bottom: float, x_label: str) -> Markup:
         place = x.at(tick)
         parts += [line("grid", (place, place), (top, bottom)), text(place, bottom + 16, short(tick), anchor="middle")]
     middle = (x.start + x.end) / 2
-    shown = fitted(x_label, 2 * min(middle, WIDTH - middle))
+    shown = cut_in_middle(x_label, 2 * min(middle, WIDTH - middle))
     return Markup("").join([*parts, text(middle, bottom + 35, shown, anchor="middle")])
 
 

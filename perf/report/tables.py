@@ -5,50 +5,63 @@ from functools import partial
 from textwrap import shorten
 from typing import Any
 
-from perf.stats.summary import MOST_GAIN, Side, SummaryRow
+from perf.stats.summary import MOST_GAIN, SubjectSummary, SummaryRow
 
 from .content import BudgetLine, Content, EffectLine, EffortLine, GateLine, MergingLines, ModelLine, SiteLine
 from .curves import history_table, images_table
-from .numbers import NOTHING, PAIR, Table, count, error, middle, number, percent, points, ratio, signed_percent, size
+from .numbers import (
+    NOTHING,
+    PAIR,
+    ReportTable,
+    count_text,
+    error,
+    middle,
+    number,
+    percent_text,
+    points,
+    ratio,
+    signed_percent,
+    size,
+)
 from .parity_tables import PARITY_TABLES
 
 MOST_WHY = 100
 """Characters that a line of the gate's table holds behind a rule and its verdict, in a window of 1,280 pixels."""
 
 
-def tables(content: Content) -> dict[str, Table]:
+def tables(content: Content) -> dict[str, ReportTable]:
     """Return every table that has rows, by key, in reading order."""
     summary, size = content.summary, content.calibration_size
-    parts: list[tuple[Callable[[Any], Table], Any]] = [
+    parts: list[tuple[Callable[[Any], ReportTable], Any]] = [
         (models, content.models),
         (effects, content.effects),
         (partial(latency, "latency", "Latency and throughput"), summary and summary.rows),
         (partial(latency, "end_to_end", "With copies to and from the device"), summary and summary.end_to_end_rows),
-        (gate, content.gate.rules),
+        (gate_table, content.gate.rules),
         (history_table, content.history),
         (partial(images_table, sentence=size.sentence if size else ""), size and size.points),
         *((table, content.parity) for table in PARITY_TABLES),
         (ways, content.ways),
         (merging, content.merging),
-        (sites, content.sites),
+        (sites_table, content.sites),
         (effort_table, content.effort),
-        (partial(pairs, "environment", "Environment"), content.environment),
-        (partial(pairs, "lineage", "Lineage"), content.lineage),
+        (partial(pairs_table, "environment", "Environment"), content.environment),
+        (partial(pairs_table, "lineage", "Lineage"), content.lineage),
     ]
     every = [table_of(part) for table_of, part in parts if part]
     return {table.key: table for table in every if table.rows}
 
 
-def models(lines: Sequence[ModelLine]) -> Table:
+def models(lines: Sequence[ModelLine]) -> ReportTable:
     cells = [
-        _property("Parameters", [line.params for line in lines], count),
-        _property("Multiply-adds", [line.macs for line in lines], count),
+        _property("Parameters", [line.params for line in lines], count_text),
+        _property("Multiply-adds", [line.macs for line in lines], count_text),
         _property("File size", [line.size_bytes for line in lines], size),
         _property("Device memory", [line.device_memory_bytes for line in lines], size),
-        _property("Accuracy", [line.accuracy for line in lines], percent),
-        _property("Agreement", [line.agreement for line in lines], percent),
+        _property("Accuracy", [line.accuracy for line in lines], percent_text),
+        _property("Agreement", [line.agreement for line in lines], percent_text),
     ]
-    return Table(
+    return ReportTable(
         key="models",
         title="Dense beside reduced",
         columns=("", *(m.name for m in lines), *(("Change",) if len(lines) == 2 else ())),
@@ -66,17 +79,19 @@ def _property(name: str, values: Sequence[float | None], show: Callable[[float |
     return (*cells, points(after - before) if name == "Accuracy" else signed_percent(after / before - 1))
 
 
-def effects(lines: Sequence[EffectLine]) -> Table:
-    return Table(
+def effects(lines: Sequence[EffectLine]) -> ReportTable:
+    return ReportTable(
         key="effects",
         title="What the compensation changed",
         columns=("Preset", "Logit error", "Agreement", "Accuracy"),
-        rows=tuple((e.preset, error(e.relative_error), percent(e.agreement), percent(e.accuracy)) for e in lines),
+        rows=tuple(
+            (e.preset, error(e.relative_error), percent_text(e.agreement), percent_text(e.accuracy)) for e in lines
+        ),
         note="Same widths and images; with preset none the channels are only cut.",
     )
 
 
-def latency(key: str, title: str, rows: Sequence[SummaryRow]) -> Table:
+def latency(key: str, title: str, rows: Sequence[SummaryRow]) -> ReportTable:
     """One row a batch, reference → candidate; what failed stays in the table."""
     measure = rows[0].measure.replace("_", " ")
     needed = next((p.needed for row in rows for s in row.sides.values() if (p := s.p99_ms) and p.value is None), None)
@@ -85,7 +100,7 @@ def latency(key: str, title: str, rows: Sequence[SummaryRow]) -> Table:
     note += "multiply-adds saved."
     note += f" A p99 needs {needed} samples." if needed else ""
     note += _on_repeats(rows)
-    return Table(
+    return ReportTable(
         key=key,
         title=title,
         columns=("Batch", "p50 ms", "p90 ms", "p99 ms", "Images/s", "Peak memory", "Speed-up", "A/A noise", "Realised"),
@@ -118,17 +133,17 @@ def _latency_cells(row: SummaryRow) -> tuple[str, ...]:
         _both(sides, lambda side: size(side.peak_memory_bytes)),
         ratio(row.speedup),
         ratio(row.noise),
-        NOTHING if row.realised_share is None else percent(row.realised_share, 0),
+        NOTHING if row.realised_share is None else percent_text(row.realised_share, 0),
     )
 
 
-def _both(sides: tuple[Side, ...], show: Callable[[Side], str]) -> str:
+def _both(sides: tuple[SubjectSummary, ...], show: Callable[[SubjectSummary], str]) -> str:
     cells = [show(side) for side in sides]
     return cells[0] if len(set(cells)) == 1 and not cells[0][0].isdigit() else " → ".join(cells)
 
 
-def gate(rules: Sequence[GateLine]) -> Table:
-    return Table(
+def gate_table(rules: Sequence[GateLine]) -> ReportTable:
+    return ReportTable(
         key="gate",
         title="Gate",
         columns=("Rule", "Verdict", "Why"),
@@ -137,22 +152,22 @@ def gate(rules: Sequence[GateLine]) -> Table:
     )
 
 
-def ways(lines: Sequence[BudgetLine]) -> Table:
-    return Table(
+def ways(lines: Sequence[BudgetLine]) -> ReportTable:
+    return ReportTable(
         key="ways",
         title="One budget, several ways to spend it",
         columns=("Widths", "Of the dense cost", "Logit error, predicted", "Logit error, found"),
-        rows=tuple((w.name, percent(w.share), error(w.predicted_error), error(w.measured_error)) for w in lines),
+        rows=tuple((w.name, percent_text(w.share), error(w.predicted_error), error(w.measured_error)) for w in lines),
         note="Found on a few calibration images, before any labels or held-out images are looked at.",
     )
 
 
-def merging(lines: MergingLines) -> Table:
-    return Table(
+def merging(lines: MergingLines) -> ReportTable:
+    return ReportTable(
         key="merging",
         title="Tokens by block",
         columns=("Block", "Tokens that enter", lines.verb.capitalize(), "Tokens behind"),
-        rows=tuple((f"block {block}", *map(count, rest)) for block, *rest in lines.blocks),
+        rows=tuple((f"block {block}", *map(count_text, rest)) for block, *rest in lines.blocks),
         note=" ".join(f"{words[:1].upper()}{words[1:]}." for words in lines.sentences[1:]),
     )
 
@@ -164,13 +179,13 @@ JUDGED_COLUMNS = {
 }
 
 
-def sites(lines: Sequence[SiteLine]) -> Table:
+def sites_table(lines: Sequence[SiteLine]) -> ReportTable:
     judged = {
         column: name
         for column, name in JUDGED_COLUMNS.items()
         if any(getattr(line, name) is not None for line in lines)
     }
-    return Table(
+    return ReportTable(
         key="sites",
         title="Sites",
         columns=("Site", "Width, dense", "Width, reduced", "Error, only cut", "Error, compensated", *judged),
@@ -183,14 +198,14 @@ def sites(lines: Sequence[SiteLine]) -> Table:
     )  # fmt: skip
 
 
-def pairs(key: str, title: str, values: Mapping[str, str]) -> Table:
-    return Table(key=key, title=title, columns=PAIR, rows=tuple(values.items()))
+def pairs_table(key: str, title: str, values: Mapping[str, str]) -> ReportTable:
+    return ReportTable(key=key, title=title, columns=PAIR, rows=tuple(values.items()))
 
 
 MEASURES = ("seconds", "peak_bytes", "device_peak_bytes")
 
 
-def effort_table(lines: Sequence[EffortLine]) -> Table:
+def effort_table(lines: Sequence[EffortLine]) -> ReportTable:
     machines = list(dict.fromkeys(_machine(line) for line in lines if line.machine))
     several = len(machines) > 1
     rows = [
@@ -211,7 +226,7 @@ def effort_table(lines: Sequence[EffortLine]) -> Table:
     note += "Each step as it took when its files were made: one that was not run again keeps the older figures. "
     note += "Memory is all that the process held, and of the GPU's what torch did."
     columns = ("Step", "Seconds", "Peak memory", "Peak on the GPU", *["Machine"] * several)
-    return Table(key="effort", title="What it took", columns=columns, rows=tuple(rows), note=note if rows else "")
+    return ReportTable(key="effort", title="What it took", columns=columns, rows=tuple(rows), note=note if rows else "")
 
 
 def _machine(line: EffortLine) -> str:

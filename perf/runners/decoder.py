@@ -30,7 +30,7 @@ from .onnx_session import (
     require_provider,
     session_options,
 )
-from .protocol import Gauge, HostBound, device_memory, resident_gauge
+from .protocol import HostBound, MemoryGauge, device_memory, resident_gauge
 
 IDS, MASK, LOGITS = "input_ids", "attention_mask", "logits"
 _PAST, _PRESENT = "past_key_values.", "present."
@@ -126,7 +126,7 @@ class DecoderRunner:
         self._describe_binding(binding)  # what the graph can't do is said here, in our words
         return HostBound(call, outputs=lambda bound: {LOGITS: _logits(bound)})
 
-    def gauge(self) -> Gauge | None:
+    def gauge(self) -> MemoryGauge | None:
         return resident_gauge() if self.provider == "cpu" else device_memory()
 
     def describe(self) -> Flat:

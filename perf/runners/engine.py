@@ -15,7 +15,7 @@ from perf.timing.laps import Bound
 
 from .cuda import Staging, captured, open_stream
 from .onnx_session import role_of_rank
-from .protocol import Gauge, device_memory
+from .protocol import MemoryGauge, device_memory
 
 Backend = Literal["tensorrt", "tensorrt_rtx"]
 
@@ -87,7 +87,7 @@ class EngineRunner:
         ready = captured(self._stream, launch) if self.cuda_graph else launch
         return staging.bound(ready, flush_l2=self.flush_l2)
 
-    def gauge(self) -> Gauge | None:
+    def gauge(self) -> MemoryGauge | None:
         return device_memory()
 
     def describe(self) -> Flat:

@@ -19,7 +19,7 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, captured, open_stream
-from .protocol import Gauge, HostBound, resident_gauge, torch_allocator
+from .protocol import HostBound, MemoryGauge, resident_gauge, torch_allocator
 
 Mode = Literal["eager", "compiled", "cuda_graph"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -97,7 +97,7 @@ class ModuleRunner:
 
         return HostBound(call, outputs=self._outputs_by_name)
 
-    def gauge(self) -> Gauge | None:
+    def gauge(self) -> MemoryGauge | None:
         return resident_gauge() if self.device == "cpu" else torch_allocator()
 
     def describe(self) -> Flat:

@@ -38,7 +38,7 @@ from .onnx_session import (
     require_provider,
     session_options,
 )
-from .protocol import Gauge, HostBound, device_memory, resident_gauge
+from .protocol import HostBound, MemoryGauge, device_memory, resident_gauge
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class OnnxRunner:
         run, output_names = self._session.run, self._output_names
         return HostBound(lambda: run(output_names, checked), outputs=self._outputs_by_name)
 
-    def gauge(self) -> Gauge | None:
+    def gauge(self) -> MemoryGauge | None:
         return resident_gauge() if self.provider == "cpu" else device_memory()
 
     def describe(self) -> Flat:

@@ -22,7 +22,7 @@ from perf.timing.laps import Bound
 
 from .onnx import onnx_precision
 from .onnx_session import io_of_onnx
-from .protocol import Gauge, HostBound, resident_gauge
+from .protocol import HostBound, MemoryGauge, resident_gauge
 
 Arithmetic = Literal["fp32", "fp16", "bf16"]
 HINTS: dict[Arithmetic, str] = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
@@ -105,7 +105,7 @@ class OpenVinoRunner:
 
         return HostBound(request.infer, outputs=answers)
 
-    def gauge(self) -> Gauge | None:
+    def gauge(self) -> MemoryGauge | None:
         return resident_gauge()
 
     def describe(self) -> Flat:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Gauge:
+class MemoryGauge:
     """Memory of the process or device in bytes, and how it is told."""
 
     method: str
@@ -31,7 +31,7 @@ class Gauge:
     peak: Callable[[], int]
 
 
-def resident_gauge(proc: Path = Path("/proc/self")) -> Gauge | None:
+def resident_gauge(proc: Path = Path("/proc/self")) -> MemoryGauge | None:
     """The process's resident set, None where the system doesn't let the peak be reset."""
 
     def reset() -> None:
@@ -45,10 +45,10 @@ def resident_gauge(proc: Path = Path("/proc/self")) -> Gauge | None:
         reset()
     except OSError:
         return None
-    return Gauge("resident set", reset, lambda: status("VmRSS:"), lambda: status("VmHWM:"))
+    return MemoryGauge("resident set", reset, lambda: status("VmRSS:"), lambda: status("VmHWM:"))
 
 
-def torch_allocator() -> Gauge:
+def torch_allocator() -> MemoryGauge:
     """What torch's CUDA allocator has handed out."""
     import torch
 
@@ -56,10 +56,10 @@ def torch_allocator() -> Gauge:
         require_cuda()
         torch.cuda.reset_peak_memory_stats()
 
-    return Gauge("torch allocator", reset, torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)
+    return MemoryGauge("torch allocator", reset, torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)
 
 
-def device_memory() -> Gauge:
+def device_memory() -> MemoryGauge:
     """All that is in use on the device; its peak is the larger of now and the last reset, as no counter tells more."""
     import torch
 
@@ -74,14 +74,14 @@ def device_memory() -> Gauge:
         require_cuda()
         at_reset = now()
 
-    return Gauge("device memory in use", reset, now, lambda: max(at_reset, now()))
+    return MemoryGauge("device memory in use", reset, now, lambda: max(at_reset, now()))
 
 
 @dataclass(slots=True)
 class Ledger:
     """A runner's memory, phase by phase: growth left behind, plus the last phase's highest growth."""
 
-    gauge: Gauge | None
+    gauge: MemoryGauge | None
     held_bytes: int = 0
 
     @property
@@ -125,7 +125,7 @@ class Runner(Protocol):
         """Put one batch in place for timing; every call of the result runs the model on it once."""
         ...
 
-    def gauge(self) -> Gauge | None:
+    def gauge(self) -> MemoryGauge | None:
         """What tells its memory; valid before it is entered."""
         ...
 

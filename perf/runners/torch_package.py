@@ -19,7 +19,7 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .onnx_session import role_of_rank
-from .protocol import Gauge, HostBound, resident_gauge
+from .protocol import HostBound, MemoryGauge, resident_gauge
 
 # Read by the compiled code at its first call: what has other sizes than it was compiled for is refused, not misread.
 CHECKED = "AOTI_RUNTIME_CHECK_INPUTS"
@@ -88,7 +88,7 @@ class PackageRunner:
 
         return HostBound(call, outputs=self._outputs_by_name)
 
-    def gauge(self) -> Gauge | None:
+    def gauge(self) -> MemoryGauge | None:
         return resident_gauge()
 
     def describe(self) -> Flat:

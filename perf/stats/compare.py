@@ -11,7 +11,7 @@ from ground.text import markdown_line
 from perf.record.runs import Bench, Scalar, differing_keys
 
 from .stats import Interval
-from .summary import Side, Summary, summarise
+from .summary import SubjectSummary, Summary, summarise
 
 Change = Literal["faster", "slower", "not significant", "unknown"]
 
@@ -32,8 +32,8 @@ class ComparedRow:
 
     batch: int
     subject: str
-    before: Side | None
-    after: Side | None
+    before: SubjectSummary | None
+    after: SubjectSummary | None
     ratio: Interval | None
 
     @property
@@ -57,7 +57,7 @@ class Comparison:
         return not any(difference.decisive for difference in self.differences)
 
 
-def compare(before: Bench, after: Bench) -> Comparison:
+def compare_records(before: Bench, after: Bench) -> Comparison:
     old, new = summarise(before), summarise(after)
     batches = sorted({row.batch for row in (*old.rows, *new.rows)})
     pairs = ((old.reference, new.reference), (old.candidate, new.candidate))
@@ -115,12 +115,12 @@ def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
                 yield Difference(key=prefix + key, before=old, after=new, decisive=False)
 
 
-def _side(summary: Summary, batch: int, name: str) -> Side | None:
+def _side(summary: Summary, batch: int, name: str) -> SubjectSummary | None:
     row = summary.row(batch)
     return None if row is None else row.sides[name]
 
 
-def _p50(side: Side | None) -> str:
+def _p50(side: SubjectSummary | None) -> str:
     if side is None:
         return "not measured"
     return side.status if side.p50_ms is None else plain(side.p50_ms.value, 4)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from perf.record.runs import Block
+from perf.record.runs import TimedBlock
 
 from .stats import MIN_ROUNDS, Floats
 
@@ -27,7 +27,7 @@ class QuietSpans:
         self._span: list[int] = []
         self._clean: Counter[str] = Counter()
 
-    def add(self, index: int, blocks: Iterable[Block]) -> None:
+    def add(self, index: int, blocks: Iterable[TimedBlock]) -> None:
         """The next round with all its blocks; none comes of one of which a block was dropped."""
         blocks, self.rounds = tuple(blocks), self.rounds + 1
         if any(block.dropped is not None for block in blocks):
@@ -41,8 +41,8 @@ class QuietSpans:
             self._clean.clear()
 
 
-def quiet_spans(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
-    rounds: dict[int, list[Block]] = {}
+def quiet_spans(blocks: Iterable[TimedBlock]) -> list[tuple[int, ...]]:
+    rounds: dict[int, list[TimedBlock]] = {}
     for block in blocks:
         rounds.setdefault(block.round, []).append(block)
     quiet = QuietSpans(block.subject for own in rounds.values() for block in own)
@@ -51,28 +51,28 @@ def quiet_spans(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
     return quiet.spans
 
 
-def interrupted_share(blocks: Iterable[Block]) -> float:
+def interrupted_share(blocks: Iterable[TimedBlock]) -> float:
     calls = [call for block in blocks for call in _clean(block)]
     return calls.count(False) / len(calls) if calls else 0.0
 
 
-def whole_rounds(blocks: Iterable[Block]) -> list[int]:
+def whole_rounds(blocks: Iterable[TimedBlock]) -> list[int]:
     blocks = tuple(blocks)
     return sorted({block.round for block in blocks} - {block.round for block in blocks if block.dropped is not None})
 
 
-def is_disturbed(blocks: Iterable[Block]) -> bool:
+def is_disturbed(blocks: Iterable[TimedBlock]) -> bool:
     """Return whether there are too few quiet spans; then interrupted calls are used too and times are biased."""
     blocks = tuple(blocks)
     return len(quiet_spans(blocks)) < min(MIN_ROUNDS, len(whole_rounds(blocks)))
 
 
-def comparison_measure(blocks: Iterable[Block]) -> str:
+def comparison_measure(blocks: Iterable[TimedBlock]) -> str:
     """What a speed-up is computed from: each call's compute time, or wall time per call where calls overlap."""
     return "compute" if all(block.compute_ms for block in blocks) else "wall"
 
 
-def samples(blocks: Iterable[Block], subject: str, measure: str = "compute") -> list[Floats]:
+def samples(blocks: Iterable[TimedBlock], subject: str, measure: str = "compute") -> list[Floats]:
     """Return the kept times of a subject in ms, an array a span: uninterrupted calls, or all when `is_disturbed`.
 
     `measure` is compute or end_to_end (by call), or wall (by block, over its calls).
@@ -88,7 +88,7 @@ def samples(blocks: Iterable[Block], subject: str, measure: str = "compute") -> 
     return [np.asarray(span, dtype=np.float64) for span in times if span]
 
 
-def _times(block: Block, measure: str, disturbed: bool) -> list[float]:
+def _times(block: TimedBlock, measure: str, disturbed: bool) -> list[float]:
     assert measure in ("compute", "end_to_end", "wall"), measure
     if measure == "wall":
         return [block.wall_ms / block.calls]
@@ -96,7 +96,7 @@ def _times(block: Block, measure: str, disturbed: bool) -> list[float]:
     return [ms for ms, clean in zip(own, _clean(block), strict=True) if clean or disturbed]
 
 
-def _clean(block: Block) -> list[bool]:
+def _clean(block: TimedBlock) -> list[bool]:
     """For each call, whether it kept the CPU; all did where nothing is known, or where calls can't be told apart."""
     if block.lost_ms is None:
         return [True] * (len(block.compute_ms) or block.calls)

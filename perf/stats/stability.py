@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from perf.record.runs import OUT_OF_TIME, Block, Row
+from perf.record.runs import OUT_OF_TIME, Row, TimedBlock
 
 from .quiet import comparison_measure, interrupted_share, is_disturbed, samples, whole_rounds
 from .stats import MIN_ROUNDS, coefficient_of_variation, trend, trend_score
@@ -21,7 +21,7 @@ def warnings_of(rows: Sequence[Row]) -> list[str]:
     return [f"batch {row.batch}, {text}" for row in rows for text in _row_warnings(row)]
 
 
-def drift(blocks: Sequence[Block], subject: str) -> float | None:
+def drift(blocks: Sequence[TimedBlock], subject: str) -> float | None:
     """Relative change of a subject's round medians from first to last, None when it can't be told from noise."""
     medians = [float(np.median(times)) for times in samples(blocks, subject, comparison_measure(blocks))]
     change = trend(medians)
@@ -45,7 +45,7 @@ def _row_warnings(row: Row) -> Iterator[str]:
     yield from _warnings_of_all(row.blocks)
 
 
-def _warnings_of_all(blocks: Sequence[Block]) -> Iterator[str]:
+def _warnings_of_all(blocks: Sequence[TimedBlock]) -> Iterator[str]:
     total, complete = len({block.round for block in blocks}), len(whole_rounds(blocks))
     interrupted = interrupted_share(blocks)
     if 0 < complete < MIN_ROUNDS:
@@ -68,7 +68,7 @@ def _warnings_of_all(blocks: Sequence[Block]) -> Iterator[str]:
         yield f"the power limit lowered the clocks in {capped} of {len(states)} blocks"
 
 
-def _block_warnings(blocks: Sequence[Block], name: str) -> Iterator[str]:
+def _block_warnings(blocks: Sequence[TimedBlock], name: str) -> Iterator[str]:
     own = [block for block in blocks if block.subject == name]
     measured = samples(own, name, comparison_measure(own))
     if not measured:

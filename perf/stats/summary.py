@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from perf.record.runs import Bench, Block, Row, Status
+from perf.record.runs import Bench, Row, Status, TimedBlock
 
 from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
 from .stats import (
@@ -46,7 +46,7 @@ WORTH_REL = 0.10  # a doubled batch, and so about a doubled latency, must bring 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class SubjectSummary:
     """One subject at a batch size. Latencies are None with several streams, throughput (images/s) with an L2 flush."""
 
     name: str
@@ -73,7 +73,7 @@ class SummaryRow:
 
     batch: int
     measure: str
-    sides: Mapping[str, Side]
+    sides: Mapping[str, SubjectSummary]
     speedup: Interval | None
     noise: Interval | None
     realised_share: float | None
@@ -142,7 +142,7 @@ def knee(throughput: Mapping[int, float]) -> Knee | None:
 
 
 def speedup(
-    blocks: Sequence[Block],
+    blocks: Sequence[TimedBlock],
     reference: str,
     candidate: str,
     measure: str = "compute",
@@ -179,12 +179,12 @@ def realised_share(faster: Interval | None, macs_before: int | None, macs_after:
     return (1 - 1 / faster.value) / (1 - macs_after / macs_before)
 
 
-def _side(bench: Bench, row: Row, name: str, measure: str, confidence: float) -> Side:
+def _side(bench: Bench, row: Row, name: str, measure: str, confidence: float) -> SubjectSummary:
     trial, size = row.trials[name], next(subject.size_bytes for subject in bench.subjects if subject.name == name)
     peak = trial.peak_memory_bytes
     times = samples(row.blocks, name, measure) if comparison_measure(row.blocks) == "compute" else []
     some, flat = bool(times), np.concatenate([np.empty(0), *times])
-    return Side(
+    return SubjectSummary(
         name=name,
         status=trial.status,
         message=trial.message,

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from itertools import count, islice
 from typing import Any
 
-from perf.record.runs import Block
+from perf.record.runs import TimedBlock
 from perf.stats.quiet import QuietSpans, comparison_measure, samples
 from perf.stats.stats import ratio_of_medians
 
@@ -40,13 +40,13 @@ def measure_pair(
     watch: Watch = unwatched,
     on_round: Callable[[int], None] | None = None,
     limit_s: float | None = None,
-) -> tuple[tuple[Block, ...], str]:
+) -> tuple[tuple[TimedBlock, ...], str]:
     """Measure two warm subjects, the reference first, in ABBA rounds until the plan is answered; says why it stopped.
 
     A throttled block spoils its round. `on_round` is called with the rounds done; `limit_s`: None for the plan's.
     """
     reference, candidate = bounds
-    blocks, quiet = list[Block](), QuietSpans(bounds)
+    blocks, quiet = list[TimedBlock](), QuietSpans(bounds)
     limit_s = plan.time_limit_s if limit_s is None else limit_s
     for latest in _rounds(bounds, calls, clock, watch, on_round, limit_s):
         blocks += latest
@@ -66,7 +66,7 @@ def measure_rounds(
     watch: Watch = unwatched,
     on_round: Callable[[int], None] | None = None,
     limit_s: float = math.inf,
-) -> tuple[Block, ...]:
+) -> tuple[TimedBlock, ...]:
     """Measure subjects for so many rounds, forth and back (1 2 3 3 2 1), or fewer within `limit_s` seconds."""
     every = _rounds(bounds, calls, clock, watch, on_round, limit_s)
     return tuple(block for blocks in islice(every, rounds) for block in blocks)
@@ -105,7 +105,7 @@ def _rounds(
     watch: Watch,
     on_round: Callable[[int], None] | None,
     limit_s: float,
-) -> Iterator[list[Block]]:
+) -> Iterator[list[TimedBlock]]:
     """Yield the blocks of each round that is expected to end in time; of an unfinished one all are dropped."""
     started, last_s = clock(), 0.0
     with no_garbage_collection():
@@ -113,7 +113,7 @@ def _rounds(
             begun = clock()
             if (begun - started) / 1e9 + last_s > limit_s:
                 return
-            blocks = list[Block]()
+            blocks = list[TimedBlock]()
             # Forth and back, so that a steady drift cancels; every other round begins at the other end, in fairness.
             names = tuple(bounds) if index % 2 == 0 else tuple(bounds)[::-1]
             for name in names + names[::-1]:
@@ -128,7 +128,7 @@ def _rounds(
             yield blocks
 
 
-def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock: Clock, watch: Watch) -> Block:
+def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock: Clock, watch: Watch) -> TimedBlock:
     settle = settle_calls(calls)
     if settle:
         bound.laps(settle, clock)
@@ -138,10 +138,10 @@ def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock:
     throttle = [reason for reason in (state.throttle if state else ()) if reason in THROTTLED]
     dropped = f"throttled: {', '.join(throttle)}" if throttle else None
     times: dict[str, Any] = {each.name: getattr(laps, each.name) for each in fields(laps)}
-    return Block(round=index, subject=name, at_s=at_s, dropped=dropped, gpu=state, **times)
+    return TimedBlock(round=index, subject=name, at_s=at_s, dropped=dropped, gpu=state, **times)
 
 
-def _stop(blocks: Sequence[Block], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan) -> str | None:
+def _stop(blocks: Sequence[TimedBlock], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan) -> str | None:
     """Why to stop now, or None. Width alone decides, never the verdict: stopping on a verdict would favour it."""
     kept = len(quiet.spans)
     if quiet.rounds >= plan.max_rounds:

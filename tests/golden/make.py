@@ -33,7 +33,7 @@ from corp_deploy.store.dense_model import load_dense
 from ground.feeds import Feeds
 from ground.files import sha256_of_file
 from ground.ports import LOGITS
-from perf.parity.labels import Source
+from perf.parity.labels import ComparedArtefact
 from perf.parity.parity import ImageSet
 from perf.runners.onnx import OnnxRunner
 from tests import decoders, tiny
@@ -198,8 +198,8 @@ def _proofs() -> None:
     with OnnxRunner(Path("vit.onnx")) as runner:
         feeds: Feeds = {"images": tiny.images(2, seed=1, size=16)}
         digest, library = sha256_of_file(Path("vit.onnx")), str(runner.describe()["version"])
-        source = Source(label="vit.onnx", backend="onnxruntime", version=library, targets=(), precision="fp32",
-                        graph_sha256=digest, sha256=digest)  # fmt: skip
+        source = ComparedArtefact(label="vit.onnx", backend="onnxruntime", version=library, targets=(),
+                                  precision="fp32", graph_sha256=digest, sha256=digest)  # fmt: skip
         images = ImageSet(count=2, digest=sha256_of_file(Path("held-out.npz")))
         golden = Golden(source=source, images=images, batch=2, outputs=(LOGITS,), feeds=feeds, answers=runner(feeds))
     write_golden(golden, Path("golden"))

@@ -23,7 +23,7 @@ from perf.gate.verdicts import load_gate, save_gate
 from perf.parity.link import link
 from perf.parity.parity import ImageSet, Parity, load_parity
 from perf.parity.tolerance import limits
-from perf.record.runs import Bench, BenchTrial, Block, GpuState, Row, SubjectRecord, load_bench, save_bench
+from perf.record.runs import Bench, BenchTrial, GpuState, Row, SubjectRecord, TimedBlock, load_bench, save_bench
 from tests.export_served import engine_record
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +34,7 @@ STATE = GpuState(
 
 
 def bench() -> Bench:
-    block = Block(round=0, subject="dense", at_s=0.0, calls=1, wall_ms=1.0, compute_ms=(1.0,), gpu=STATE)
+    block = TimedBlock(round=0, subject="dense", at_s=0.0, calls=1, wall_ms=1.0, compute_ms=(1.0,), gpu=STATE)
     trial = BenchTrial(status="ok", warm_up_samples_ms=(1.0,))
     row = Row(
         batch=1, trials=dict.fromkeys(NAMES, trial), calls_per_block=1, settle_calls=0, stop="narrow", blocks=(block,),
