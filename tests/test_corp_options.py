@@ -114,7 +114,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     for name in ("ModuleRunner", "OnnxRunner", "OpenVinoRunner", "EngineRunner"):
         stand_in(name)
-    monkeypatch.setattr(speed, "bench", measured)
+    monkeypatch.setattr(speed, "bench_subjects", measured)
     monkeypatch.setattr(speed, "first_uuid", lambda: None)
     return found
 
