@@ -107,10 +107,12 @@ def whole_model(blocks: int, channels: int, outputs: int) -> dict[str, object]:
         sites.append((second_FF - torch.outer(mean_F, mean_F), weight_OF))
     device = torch.device("cpu")
     start = time.perf_counter()
-    kept = list(site_pool.each(lambda site: obs(*site, ridge_rel=RIDGE_REL).kept(channels // 2), sites, device))
+    with site_pool.mapping(len(sites), device) as each:
+        kept = list(each(lambda site: obs(*site, ridge_rel=RIDGE_REL).kept(channels // 2), sites))
     middle = time.perf_counter()
     pairs = list(zip(sites, kept, strict=True))
-    list(site_pool.each(lambda pair: swap(*pair[0], pair[1], ridge_rel=RIDGE_REL), pairs, device))
+    with site_pool.mapping(len(pairs), device) as each:
+        list(each(lambda pair: swap(*pair[0], pair[1], ridge_rel=RIDGE_REL), pairs))
     return {
         "blocks": blocks,
         "channels": channels,

@@ -75,8 +75,9 @@ def reduce_command(
         with out.progress(title, None, unit="sites" if judges is None else "models") as bar:
             result, plan = reduce_checkpoint(
                 dense,
-                Path(files.moments),
+                load_moments(Path(files.moments)),
                 request,
+                moments_file=Path(files.moments),
                 directory=output,
                 images=images,
                 judges=judges,

@@ -111,8 +111,9 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
         images = _held_out(dirs, run).split(_images(dense, dirs, run), seed).fitted
     reduce_checkpoint(
         dense,
-        dirs.root / run["moments"],
+        load_moments(dirs.root / run["moments"]),
         request_of(choice, seed=seed),
+        moments_file=dirs.root / run["moments"],
         directory=dirs.into / run["output"],
         images=images,
         judges=None if choice.within is None else Judges(),
