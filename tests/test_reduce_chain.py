@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from calib import store
-from corp_deploy.algebra import channels
+from corp_deploy.algebra import channels, quadratic
 from tests import tiny
 from tests.command import invoked
 from tests.sources import ROOT
@@ -25,7 +25,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nine_calls_lead_from_the_command_to_the_solver(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chains, solve = set[tuple[str, ...]](), channels.solve_ridge
+    chains, solve = set[tuple[str, ...]](), quadratic.solve_ridge
 
     def spied(*args: torch.Tensor, ridge_rel: float) -> object:
         frames = [Path(each.filename) for each in traceback.extract_stack()[:-1]]
