@@ -22,10 +22,10 @@ from corp_deploy.api.in_python import in_python
 from corp_deploy.api.models import opened_inputs
 from corp_deploy.cli import main
 from corp_deploy.families.counting import parameters
-from corp_deploy.invocation.inputs import KINDS
+from corp_deploy.invocation.input_choice import KINDS
 from corp_deploy.invocation.option import options_of
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.invocation.source import Source
+from corp_deploy.invocation.source import ModelSource
 from corp_deploy.store.checkpoint import load_weights
 from corp_deploy.store.graph_facts import facts_of_onnx
 from ground.errors import BadInput
@@ -45,7 +45,7 @@ OF_COMMANDS = {
     | {"length", "provider"},
     "bench": {"lengths", "cached"},
 }
-OF_SOURCES = {*options_of(Source), *KINDS, "model", "trust_code"}
+OF_SOURCES = {*options_of(ModelSource), *KINDS, "model", "trust_code"}
 """What commands take beside a model's name and its inputs, which Python has as values."""
 PLAIN = {"model", "reference", "dense", "reduced", "inputs", "output", "trust_code", "trust_engine"}
 """Names that say it themselves, or mean what the command's option of the name does."""

@@ -18,9 +18,9 @@ from corp_deploy.families.family import with_outputs
 from corp_deploy.families.given_module import available_module, taken_of_arrays
 from corp_deploy.families.named_layers import with_named_sites
 from corp_deploy.families.plain_module import require_module, unwrapped
-from corp_deploy.invocation import source
 from corp_deploy.invocation.option import PathLike as PathLike
 from corp_deploy.invocation.option import Record
+from corp_deploy.invocation.source import ModelSource
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint
@@ -46,9 +46,9 @@ def opened_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(source.Source):
+class Source(ModelSource):
     __doc__ = (
-        (source.Source.__doc__ or "")
+        (ModelSource.__doc__ or "")
         + """
     In Python `name` may be a module that is in memory too, with `kwargs` that it was made with and doesn't show, or
     with what it takes: {"input_size": (3, 32, 32)}. `module` is what a directory needs beside it that was reduced from
@@ -63,7 +63,7 @@ class Source(source.Source):
         if not isinstance(self.name, str | os.PathLike | nn.Module):
             kind = type(self.name).__name__
             raise BadInput(f"model is {self.name!r:.60} ({kind}), expected a name, a directory or a module")
-        with speaking_python(source.Source, parameters=("trust_code",)):
+        with speaking_python(ModelSource, parameters=("trust_code",)):
             super().__post_init__()
 
 

@@ -13,7 +13,7 @@ from calib.store import load as load_moments
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.given_module import NAME as MEMORY
 from corp_deploy.invocation import reduction
-from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
+from corp_deploy.invocation.input_choice import Drawn, HoldOutOptions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import judges_from_choice
 from corp_deploy.planning.request import record_of_reduction, request_of

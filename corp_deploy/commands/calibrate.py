@@ -8,7 +8,7 @@ import click
 
 from corp_deploy.invocation.budget_choice import MACS, MOST_CUT, BudgetChoice
 from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateRun
-from corp_deploy.invocation.inputs import KINDS, InputOptions, RequiredInputs
+from corp_deploy.invocation.input_choice import KINDS, InputOptions, RequiredInputs
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 

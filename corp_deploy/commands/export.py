@@ -9,7 +9,7 @@ import click
 
 from corp_deploy.invocation.engine import AuditOptions, EngineOptions
 from corp_deploy.invocation.export_choice import ExportFiles, ExportOptions
-from corp_deploy.invocation.inputs import InputOptions
+from corp_deploy.invocation.input_choice import InputOptions
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
 from ground.precision import PRECISIONS, QUANTISED

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import click
 
 from corp_deploy.invocation.budget_choice import CLOSED_LOOP, cost
-from corp_deploy.invocation.inputs import KINDS, InputOptions
+from corp_deploy.invocation.input_choice import KINDS, InputOptions
 from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
 from corp_deploy.invocation.option import option
 from corp_deploy.invocation.reduction import ReduceFiles, ReduceOptions

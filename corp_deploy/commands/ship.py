@@ -8,7 +8,7 @@ import click
 from corp_deploy.invocation.budget_choice import BudgetChoice
 from corp_deploy.invocation.calibration import PassOptions
 from corp_deploy.invocation.engine import ShipOptions
-from corp_deploy.invocation.inputs import Drawn
+from corp_deploy.invocation.input_choice import Drawn
 from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output

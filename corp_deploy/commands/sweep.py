@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from corp_deploy.invocation.inputs import KINDS, RequiredInputs
+from corp_deploy.invocation.input_choice import KINDS, RequiredInputs
 from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.spec.class_labels import LABELS_HELP
 from corp_deploy.views.console import Output

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from corp_deploy.invocation.inputs import KINDS
+from corp_deploy.invocation.input_choice import KINDS
 from corp_deploy.invocation.running import BenchFiles, BenchOptions, DecoderLoad, FedOptions
 from corp_deploy.invocation.table import BENCH_OF, VERIFY_REFERENCE
 from corp_deploy.views.console import Output

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.invocation.option import Invocation, Pairs, path_from
+from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.option import Invocation, Pairs, Record, path_from
+from corp_deploy.invocation.proof import ProofOptions
+from corp_deploy.invocation.running import PlanOptions
 
 from . import names
 from .baseline import Baseline
 from .recipe import Recipe
-from .recipe_record import Table
 from .targets import Target, run_options
 
 SAVE_EVERY_IMAGES = 1024
@@ -38,7 +40,7 @@ def _groups(recipe: Recipe, root: Path) -> str | None:
     return path_from(root, recipe.calibration.group_labels) or recipe.calibration.groups
 
 
-def _some(table: Table, *keys: str) -> dict[str, Any]:
+def _some(table: Record, *keys: str) -> dict[str, Any]:
     return {key: getattr(table, key) for key in keys}
 
 
@@ -52,12 +54,12 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             **recipe.model.trust,
             "images": path_from(root, calibration.images),
             **_some(calibration, "samples", "seed", "batch_size", "device", "workers", "max_bad"),
-            "attention_system": recipe.reduce.choice.method_asked.needs_attention_system,
+            "attention_system": recipe.reduce.method_asked.needs_attention_system,
             "residual": bool(recipe.reduce.residual),
             **_some(calibration, "active_eps", "snapshots"),
             "attn": (recipe.reduce.attn,) if restricted else None,
-            "align": Pairs(head=recipe.reduce.align_head) if restricted else None,
-            **recipe.reduce.choice.of_statistics.command_options,
+            "align": Pairs(head=recipe.reduce.align.get("head")) if restricted else None,
+            **recipe.reduce.of_statistics.command_options,
             "hold_out": calibration.hold_out,
             "groups": _groups(recipe, root),
             "checkpoint_every": SAVE_EVERY_IMAGES,
@@ -68,14 +70,14 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
 
 
 def reduce(recipe: Recipe, root: Path) -> Invocation:
-    choice, calibration = recipe.reduce.choice, recipe.calibration
+    choice, calibration = recipe.reduce, recipe.calibration
     options = {
         "model": "dense",
         **recipe.model.trust,
         "moments": names.MOMENTS,
         "held_out": names.HELD_OUT_MOMENTS if recipe.judges_sites else None,
         **choice.command_options,
-        "latency_tables": path_from(root, recipe.reduce.latency_tables),
+        "latency_tables": path_from(root, choice.latency_tables and Path(choice.latency_tables)),
         "images": path_from(root, calibration.images),
         **_some(calibration, "samples", "seed", "workers", "max_bad"),
         # What proves the result is looked at by nothing before.
@@ -102,7 +104,7 @@ def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
         options={
             "model": subject,
             **recipe.model.trust,
-            **table.options.command_options,
+            **ExportOptions.from_options(table.values).command_options,
             **(ranges if table.quantised else {}),
             "output": f"{subject}/{names.graph_name(precisions[0] if len(precisions) == 1 else 'fp32')}",
         },
@@ -122,8 +124,8 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "hold_out": proving.hold_out,
             "groups": _groups(recipe, root) if recipe.proves_on_own else None,
             "moments": names.MOMENTS,
-            **parity.options.command_options,
-            "head": [path_from(root, path) for path in parity.head],
+            **ProofOptions.from_options(parity.values).command_options,
+            "head": [path_from(root, Path(path)) for path in parity.heads],
             "metric": parity.metrics(root),
             "output": names.PARITY,
         },
@@ -153,7 +155,7 @@ def _bench(recipe: Recipe, target: Target, reference: str, candidate: str, outpu
             **called,
             "batch": table.batches,
             "images": names.SAMPLES,
-            **table.plan.command_options,
+            **PlanOptions.from_options(table.values).command_options,
             "output": output,
         },
     )
@@ -168,8 +170,8 @@ def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
         command="gate",
         arguments=(names.bench_name(recipe, first), names.PARITY),
         options={
-            "fail_if": list(recipe.gate.fail_if),
-            **({"confidence": recipe.gate.confidence} if recipe.gate.fail_if else {}),
+            "fail_if": list(recipe.gate.rules),
+            **({"confidence": recipe.gate.confidence} if recipe.gate.rules else {}),
             **_beside(baseline, root),
             "history": path_from(root, recipe.gate.history),
             "output": [names.GATE],

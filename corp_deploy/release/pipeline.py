@@ -22,7 +22,7 @@ from .stage_parts import TORCH, heads_read, settings_of, stage, step, target_sta
 def _dense_stage(recipe: Recipe) -> Stage:
     model, settings = recipe.model, settings_of("model", recipe.model, without=("model", "weights"))
     if model.directory is None:  # of a user's code the function, as the file is told of by its content
-        settings["model.model"] = model.model if model.code is None else model.model.rpartition(":")[2]
+        settings["model.model"] = model.name if model.code is None else model.name.rpartition(":")[2]
     return stage(
         "dense",
         calls.only("dense", recipe),
@@ -52,7 +52,7 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
         outside=_calibrating(recipe),
         settings=settings_of("calibration", calibration, without=of_command)
         | {key: calibrate[key] for key in optional_keys if calibrate[key] is not None}
-        | {f"reduce.{name}": value for name, value in recipe.reduce.choice.of_statistics.command_options.items()},
+        | {f"reduce.{name}": value for name, value in recipe.reduce.of_statistics.command_options.items()},
         tools=() if on_gpu else TORCH,
         missing=missing_gpu if on_gpu else lambda: None,
     )

@@ -55,7 +55,7 @@ from .targets import Target
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
     """The trained model as a directory of its own."""
-    save(recipe.model.source.opened(), dirs.into / "dense")
+    save(recipe.model.opened(), dirs.into / "dense")
 
 
 def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:
@@ -98,7 +98,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     metrics = trusted_metrics(recipe.parity.metrics(dirs.root))
     meter = Meter(metrics, named_samples(inputs, dirs.root) if metrics else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
-    limits = ParityLimits.from_options(recipe.parity.options.values)
+    limits = ParityLimits.from_options(recipe.parity.values)
     proof = prove(
         dense,
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],

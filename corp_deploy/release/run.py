@@ -15,10 +15,10 @@ from perf.stats.trend import add_release
 from . import calls, incremental
 from .baseline import Baseline
 from .incremental import Outcome, Stage, StageStatus
-from .inputs import require_inputs
 from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS
 from .pipeline import own_records, stages_of
 from .recipe import Recipe
+from .recipe_checks import require_inputs
 from .recipe_toml import rendered
 from .signature import sums_from_file
 from .signer import Signer, sign

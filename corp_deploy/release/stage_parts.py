@@ -8,24 +8,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from msgspec.structs import asdict
-
 from corp_deploy import __version__
-from corp_deploy.invocation.option import Invocation
+from corp_deploy.invocation.option import Invocation, Record
 from corp_deploy.machine import versions
 from perf.timing.watch import environment, watching
 
 from . import calls, names
 from .incremental import Stage, StageDirs
 from .recipe import Recipe
-from .recipe_record import Table
+from .recipe_keys import content_of
 from .targets import ON_CPU, Target, missing_to_build, missing_to_run
 
 TORCH = ("torch", "timm", "numpy")
 
 
-def settings_of(name: str, table: Table, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    return {f"{name}.{key}": value for key, value in asdict(table).items() if key not in without}
+def settings_of(name: str, table: Record, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    return {f"{name}.{key}": value for key, value in content_of(table, Path()).items() if key not in without}
 
 
 def step(name: str, *words: Any) -> Callable[[StageDirs], None]:
@@ -90,7 +88,7 @@ def stage(
 
 def heads_read(recipe: Recipe) -> dict[str, Path]:
     of_metrics = {f"parity.metric_files.{place}": path for place, path in enumerate(recipe.parity.metric_files)}
-    return {f"parity.head.{place}": path for place, path in enumerate(recipe.parity.head)} | of_metrics
+    return {f"parity.head.{place}": path for place, path in enumerate(map(Path, recipe.parity.heads))} | of_metrics
 
 
 # What times a target on the CPU; a GPU's machine has versions of its own.

@@ -18,7 +18,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.engine import ServingOptions
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.invocation.inputs import Decoded, Drawn, HoldOutOptions
+from corp_deploy.invocation.input_choice import Decoded, Drawn, HoldOutOptions
 from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, FedOptions
@@ -200,7 +200,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
     source = recipe.proof_images.proving_images(dense.model)
     count = min(recipe.samples.count, source.count)
     images = next(iter(source.batches(count))).numpy()
-    images = single_array(fed_to_graph(dense, {"images": images}, recipe.export.input))
+    images = single_array(fed_to_graph(dense, {"images": images}, recipe.export.graph_input))
     (dirs.into / names.SAMPLES).parent.mkdir()
     np.save(dirs.into / names.SAMPLES, images)
     graphs = {}
@@ -238,7 +238,7 @@ def write_size(dirs: StageDirs, recipe: Recipe) -> None:
     """The release's widths from the moments of ever more images, each fitted in one pass over them, judged on held-out
     images, and site by site on those that calibration.hold_out left out.
     """
-    choice, calibration, drawn_by = recipe.reduce.choice, recipe.calibration, recipe.proof_images.seed
+    choice, calibration, drawn_by = recipe.reduce, recipe.calibration, recipe.proof_images.seed
     dense = merging_checkpoint(load_checkpoint(dirs.root / "dense"), choice.of_statistics)
     proving = recipe.proof_images.proving_images(dense.model)
     judging = proving if proving.count <= MOST_JUDGED else shuffled(proving, seed=drawn_by).subset(range(MOST_JUDGED))
