@@ -224,19 +224,19 @@ def test_images_and_texts_at_once_are_refused_before_anything_is_timed(home: Pat
     ("options", "said"),
     [
         ({"precision": "fp12"}, "`precision`: 'fp12': expected one of fp32"),
-        ({"precision": "mixed"}, "mixed needs `keep_fp32=PATTERN`, `auto=True`, or both"),
+        ({"precision": "mixed"}, "mixed needs `keep_fp32=PATTERN`, such as blocks.7.attn, or `auto=True`, or both"),
         ({"precision": "int8"}, "computes its ranges from real inputs; give `inputs`"),
         (
             {"precision": "mixed", "auto": True},
             "`auto=True` looks for the blocks on real inputs; give `auto=True` and `inputs` together",
         ),
         ({"auto": True, "inputs": tiny.images(2)}, "`auto=True` is not honoured by precision fp32"),
-        ({"keep_fp32": ["blocks.0"]}, "`keep_fp32='blocks.0'` is not honoured by precision fp32"),
+        ({"keep_fp32": ["blocks.0"]}, "`keep_fp32` blocks.0 is not honoured by precision fp32"),
         (
             {"precision": "int8", "inputs": tiny.images(2), "weight_bits": 6},
             "`weight_bits`: '6': expected a whole number from 7 to 8",
         ),
-        ({"heads": "padded"}, "`heads='padded'`"),
+        ({"heads": "padded"}, "`heads` padded"),
     ],
 )
 def test_a_graph_that_can_not_be_is_refused(home: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
@@ -463,17 +463,16 @@ def test_no_message_of_python_speaks_of_options(home: Path, tmp_path: Path, thir
         assert not re.search(r"--[a-z]", str(refused.value)), (name, options, str(refused.value))
 
 
-def test_options_in_a_message_become_what_python_has() -> None:
-    said = "give --macs 0.6, --heads auto, --select heads=fold, --allow-partial; --within 'error 0.05' or --polish"
-    assert in_python(said, ReduceOptions) == (
-        "give `macs=0.6`, `heads='auto'`, `select='heads=fold'`, `allow_partial=True`; `within='error 0.05'` "
-        "or `polish`"
-    )
-    for message, words in (
-        ("calibrate --attention-system --attn 0.5 first", "`calibrate(attention_system=True, attn=0.5)` first"),
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("give --macs 0.6, --heads auto, --allow-partial;", "give `macs=0.6`, `heads` auto, `allow_partial=True`;"),
+        ("--within 'error 0.05' or --polish", "`within='error 0.05'` or `polish`"),
+        ("calibrate --attention-system first", "`calibrate(attention_system=True)` first"),
         ("give --images, or --text for a text encoder", "give `inputs` for a text encoder"),
-        ("take --model NAME --weights FILE or --no-ema", "take `Source(NAME, weights=FILE)` or `Source(ema=False)`"),
-        ("take --workers 2", "take the commands' option 'workers' 2"),
-    ):
-        assert in_python(message) == words
-    assert in_python("--trust-code", parameters=("trust_code",)) == "`trust_code=True`"
+        ("give --weights FILE or --no-ema", "give `Source(weights=FILE)` or `Source(ema=False)`"),
+        ("take --workers 2, --trust-code", "take the commands' option 'workers' 2, `trust_code=True`"),
+    ],
+)
+def test_options_in_a_message_become_parameters(message: str, words: str) -> None:
+    assert in_python(message, ReduceOptions, parameters=("trust_code",)) == words

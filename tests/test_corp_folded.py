@@ -231,7 +231,7 @@ preset = "{preset}"
     for preset, looks in (("grail", False), ("grail-fold", True), ("fold", True)):
         (tmp_path / "recipe.toml").write_text(recipe.format(preset=preset))
         loaded = load_recipe(tmp_path / "recipe.toml")
-        assert loaded.reduce.choice.needs_images == looks
+        assert loaded.reduce.needs_images == looks
         assert ("images" in release_commands.reduce(loaded, tmp_path).options) == looks
 
 

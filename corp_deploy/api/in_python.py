@@ -70,7 +70,7 @@ def in_python(message: str, *records: type[Record], parameters: Collection[str] 
         if name in parameters:
             return f"`{name}`"
         every = (_argument(_typed(own), name, value, f"{function}({{}})") for function, own in FUNCTIONS.items())
-        return next(filter(None, every), f"the commands' option {name!r}")
+        return next(filter(None, every), f"the commands' option {name!r} {value}".rstrip())
 
     text = respelled(message, spelled)
     for again in (" (or `inputs`)", ", or `inputs`", ", `inputs`", " or `inputs`", " and `inputs`"):

@@ -198,9 +198,8 @@ SIGNATURES = {
 
 def make(job: "Job", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
-    from corp_deploy.release.names import GATE, PARITY
+    from corp_deploy.release.names import GATE, PARITY, own_records
     from corp_deploy.release.pace import Pace, limited_seconds
-    from corp_deploy.release.pipeline import own_records
     from corp_deploy.release.proven import proof_of_directory
     from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate

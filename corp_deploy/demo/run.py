@@ -16,7 +16,9 @@ from torch import nn
 
 from calib.store import load as load_moments
 from corp_deploy.families.counting import macs, parameters
+from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.option import Invocation, Pairs
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.proof.report_input import EFFECTS_KIND
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -274,11 +276,11 @@ def run_demo(
     with stage("calibrating on unlabelled images"):
         steps.write_moments(place, *of_command["calibrate"])
     with stage(example.narrower):
-        steps.write_reduced(place, *of_command["reduce"])
+        steps.write_reduced(place, *of_command["reduce"], ReduceOptions.from_options(example.reduce))
         reduced = load_checkpoint(directory / "reduced")
     with stage("exporting typed ONNX graphs"):
         for run in of_command["export"]:
-            steps.write_graphs(place, run)
+            steps.write_graphs(place, run, ExportOptions.from_options(run.options))
     with stage("proving parity on held-out images"):
         parity = steps.write_parity(place, *of_command["verify"])
         effects = _effects(directory, example, dense, reduced.model)

@@ -224,6 +224,6 @@ class Invocation:
         return shlex.join(self.argv)
 
 
-def path_from(directory: Path, path: Path | None) -> str | None:
-    """A path as it is written in a command that is run in the directory."""
-    return None if path is None else Path(os.path.relpath(path.absolute(), directory.resolve())).as_posix()
+def path_from(directory: Path, path: PathLike | None) -> str | None:
+    """Return a path as it is written in a command that is run in the directory."""
+    return None if path is None else Path(os.path.relpath(Path(path).absolute(), directory.resolve())).as_posix()

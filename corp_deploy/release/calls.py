@@ -77,7 +77,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "moments": names.MOMENTS,
         "held_out": names.HELD_OUT_MOMENTS if recipe.judges_sites else None,
         **choice.command_options,
-        "latency_tables": path_from(root, choice.latency_tables and Path(choice.latency_tables)),
+        "latency_tables": path_from(root, choice.latency_tables),
         "images": path_from(root, calibration.images),
         **_some(calibration, "samples", "seed", "workers", "max_bad"),
         # What proves the result is looked at by nothing before.
@@ -125,7 +125,7 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "groups": _groups(recipe, root) if recipe.proves_on_own else None,
             "moments": names.MOMENTS,
             **ProofOptions.from_options(parity.values).command_options,
-            "head": [path_from(root, Path(path)) for path in parity.heads],
+            "head": [path_from(root, path) for path in parity.heads],
             "metric": parity.metrics(root),
             "output": names.PARITY,
         },

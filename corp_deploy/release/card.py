@@ -188,7 +188,7 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
     yield "* The widths and repairs follow the calibration images: calibrate again when the model meets others."
     yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
     limits = recipe.parity
-    sure = f" {confidence_text(limits.confidence)}" if limits.options.shares else ""
+    sure = f" {confidence_text(limits.confidence)}" if limits.shares else ""
     general = {
         "agreement at least": limits.min_agreement,
         "relative error at most": limits.max_error,

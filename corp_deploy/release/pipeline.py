@@ -1,6 +1,6 @@
 """The stages of a recipe, in an order in which each finds what it reads. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,10 @@ def _dense_stage(recipe: Recipe) -> Stage:
         calls.only("dense", recipe),
         step("dense", recipe),
         outputs=names.MODELS["dense"],
-        outside={"model": model.directory or model.code, "weights": model.weights},
+        outside={
+            "model": model.directory or model.code,
+            "weights": None if model.weights is None else Path(model.weights),
+        },
         settings=settings,
         tools=TORCH,
     )
@@ -80,6 +83,7 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
     return stage(
         "reduce",
         reduce,
+        step("reduce", reduce, recipe.reduce),
         outputs=(*names.MODELS["reduced"], *([names.SAVED_AS_HF] if recipe.reduce.save_as else [])),
         reads=(*names.MODELS["dense"], names.MOMENTS, *_held_out_moments(recipe)),
         outside=_calibrating(recipe, grouped=recipe.proves_on_own) if looks else {},
@@ -107,6 +111,7 @@ def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
     return stage(
         f"export.{subject}",
         export,
+        step("export", export, recipe.export),
         outputs=names.graphs_of(recipe, subject),
         reads=names.MODELS[subject],
         outside={"calibration.images": recipe.calibration.images if ranges else None},
@@ -183,26 +188,26 @@ def _measured(recipe: Recipe) -> tuple[str, ...]:
     return (*_benches(recipe), *names.gains_of(recipe), *names.parities_of(recipe))
 
 
-def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
-    """Those of the first target, by which the recipe's rules are judged, by their kind."""
-    first = recipe.targets[0]
-    return {"bench": root / names.bench_name(recipe, first), "parity": root / names.parity_name(first)}
+BASELINES = {"bench": "baseline", "parity": "baseline_parity"}
 
 
 def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
-    older = baseline.older(own_records(recipe, root))
+    def earlier() -> tuple[Mapping[str, Path], Mapping[str, Any]]:
+        """Look for older records when the bench stands, which may be the very baseline."""
+        older, history = baseline.older(names.own_records(recipe, root)), recipe.gate.history
+        known = {} if history is None else {"gate.history": _earlier(history, root / _benches(recipe)[0])}
+        return {label: older[kind] for kind, label in BASELINES.items() if kind in older}, known
+
     rules = settings_of("gate", recipe.gate, without=("history",))
     rules |= {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
-    if recipe.gate.history is not None:
-        rules["gate.history"] = _earlier(recipe.gate.history, root / _benches(recipe)[0])
     return stage(
         "gate",
         calls.gate(recipe, root, baseline),
-        step("gate", recipe, older, baseline.init),
+        step("gate", recipe, baseline),
         outputs=(names.GATE, *(names.HISTORY if recipe.gate.history else ())),
         reads=_measured(recipe),
-        outside={"baseline": older.get("bench"), "baseline_parity": older.get("parity")},
         settings={**rules, "targets": [target.name for target in recipe.targets]},
+        earlier=earlier,
     )
 
 

@@ -107,8 +107,9 @@ def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path
         mistakes.add(words)
     if any(name.startswith("parity") for name in names):
         _require_metrics(recipe, root, path.parent, mistakes)
-    tables, history = recipe.reduce.latency_tables and Path(recipe.reduce.latency_tables), recipe.gate.history
-    if "reduce" in names and tables is not None:
+    history = recipe.gate.history
+    if "reduce" in names and recipe.reduce.latency_tables is not None:
+        tables = Path(recipe.reduce.latency_tables)
         standing = next(place for place in (tables, *tables.parents) if place.exists())
         if not standing.is_dir():
             words = f"{standing} is a file, expected the folder where measured tables are kept; give another"

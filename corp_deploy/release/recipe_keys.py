@@ -156,10 +156,14 @@ def _keys(option: Option) -> Iterator[Key]:
 
 
 @cache
-def keys_of(record: type[Record]) -> Mapping[str, Key]:
-    """Return the keys of the table that a record is, by name."""
+def _every_key(record: type[Record]) -> Mapping[str, Key]:
     options = (each for each in options_of(record).values() if each.in_recipe)
     return {key.name: key for each in options for key in _keys(each)}
+
+
+def keys_of(record: type[Record]) -> Mapping[str, Key]:
+    """Return the keys of the table that a record is, by name."""
+    return _every_key(record)  # type: ignore[arg-type]  # a class is hashable, which mypy misses
 
 
 @contextmanager

@@ -143,8 +143,8 @@ def read_inputs(
     if "reduce" in names:
         with mistakes.at("[reduce]"):
             refuse_unfit(dense, request_of(recipe.reduce))
-        tables = recipe.reduce.latency_tables and Path(recipe.reduce.latency_tables)
-        for path in () if tables is None else sorted(tables.glob(f"*{SUFFIX}")):
+        tables = recipe.reduce.latency_tables
+        for path in () if tables is None else sorted(Path(tables).glob(f"*{SUFFIX}")):
             with mistakes.at("reduce.latency_tables"):
                 load_table(path)
     if "export.dense" in names:

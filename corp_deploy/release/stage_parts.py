@@ -65,6 +65,7 @@ def stage(
     tools: Sequence[str] = (),
     missing: Callable[[], str | None] = lambda: None,
     machine: Callable[[], Mapping[str, Any]] | None = None,
+    earlier: Callable[[], tuple[Mapping[str, Path], Mapping[str, Any]]] = lambda: ({}, {}),
 ) -> Stage:
     """What this command does, or `run` in its place; a file that may be `outside` is None where it isn't asked for.
     `tools`: the packages that its result depends on. A GPU's stages name none: that machine has others.
@@ -82,6 +83,7 @@ def stage(
         },
         missing=missing,
         machine=machine,
+        earlier=earlier,
         command=str(command),
     )
 

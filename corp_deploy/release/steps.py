@@ -100,13 +100,9 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
         write_json(dirs.into / run["summary"], reference_of_summary(fitted, run["output"]))
 
 
-def write_reduced(dirs: StageDirs, run: Invocation) -> None:
-    """The smaller model."""
-    options = dict(run.options)
-    if run["latency_tables"] is not None:
-        options["latency_tables"] = dirs.root / options["latency_tables"]
-    choice, dense = ReduceOptions.from_options(options), load_checkpoint(dirs.root / run["model"])
-    seed, images = Drawn.from_options(run.options).seed, None
+def write_reduced(dirs: StageDirs, run: Invocation, choice: ReduceOptions) -> None:
+    """Write the smaller model, of which the invocation says where its inputs are."""
+    dense, seed, images = load_checkpoint(dirs.root / run["model"]), Drawn.from_options(run.options).seed, None
     if choice.needs_images:
         images = _held_out(dirs, run).split(_images(dense, dirs, run), seed).fitted
     reduce_checkpoint(
@@ -123,9 +119,9 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     )
 
 
-def write_graphs(dirs: StageDirs, run: Invocation) -> None:
-    """Typed ONNX graphs of a model."""
-    checkpoint, options = load_checkpoint(dirs.root / run["model"]), ExportOptions.from_options(run.options)
+def write_graphs(dirs: StageDirs, run: Invocation, options: ExportOptions) -> None:
+    """Write typed ONNX graphs of a model."""
+    checkpoint = load_checkpoint(dirs.root / run["model"])
     feeds = inputs_from_set(_images(checkpoint, dirs, run)).feeds if options.quantised else None
     graphs = Graphs(checkpoint, options, feeds)
     for precision, path in graphs.paths(dirs.into / run["output"]).items():

@@ -1,6 +1,7 @@
 """Where a release's model is to run: a recipe's targets, what each needs of this machine, and how it is run there."""
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ class Target:
 
 
 def rules_of(
-    where: str, texts: tuple[str, ...], target: TargetName, batches: tuple[int, ...], metrics: tuple[str, ...]
+    where: str, texts: Sequence[str], target: TargetName, batches: Sequence[int], metrics: tuple[str, ...]
 ) -> tuple[Rule, ...]:
     """`metrics`: names of the user's own measures. Raises BadInput for a figure that the target will not have."""
     with told_at(where):
@@ -71,7 +72,7 @@ def rules_of(
 
 
 def target_of(
-    name: TargetName, table: TargetTable, export: ExportTable, batches: tuple[int, ...], metrics: tuple[str, ...]
+    name: TargetName, table: TargetTable, export: ExportTable, batches: Sequence[int], metrics: tuple[str, ...]
 ) -> Target:
     where, precisions = f"targets.{name}", export.precisions
     fp16 = "fp16" if "fp16" in precisions else precisions[-1]
@@ -103,7 +104,7 @@ def target_of(
     )
 
 
-def _profile(where: str, name: TargetName, table: TargetTable, batches: tuple[int, ...]) -> BatchProfile:
+def _profile(where: str, name: TargetName, table: TargetTable, batches: Sequence[int]) -> BatchProfile:
     """The batch sizes that a target's engine takes; of a graph, which takes any, those that are measured."""
     if name not in ENGINES and (table.batch or table.sm or table.sparse):
         raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
