@@ -174,8 +174,8 @@ def test_what_the_calibration_holds_out_can_prove_the_result(tmp_path: Path) -> 
     groups = str(here / "groups.npy")
     assert recipe.proof_images == InputOptions(images=here / "train", samples=99, seed=5, hold_out=32, groups=groups)
     drawn = "--images ../train --samples 99 --seed 5 --hold-out 32 --groups ../groups.npy "
-    assert drawn in str(release_commands.verify(recipe, tmp_path / "out"))
-    reduced = str(release_commands.reduce(recipe, tmp_path / "out"))
+    assert drawn in str(release_commands.verify_call(recipe, tmp_path / "out"))
+    reduced = str(release_commands.reduce_call(recipe, tmp_path / "out"))
     assert "--hold-out 32 --groups ../groups.npy " in reduced
     assert "--held-out .stages/moments.held-out.safetensors" in reduced
     by_name = {stage.name: stage for stage in stages_of(recipe, tmp_path / "out", Baseline())}
@@ -186,7 +186,7 @@ def test_what_the_calibration_holds_out_can_prove_the_result(tmp_path: Path) -> 
     assert load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml")) == recipe
     apart = load_recipe(written(tmp_path, text + '[held_out]\nimages = "val"\n'))
     assert apart.proof_images == InputOptions(images=here / "val", samples=None, seed=0)
-    commands = release_commands.verify(apart, tmp_path), release_commands.reduce(apart, tmp_path)
+    commands = release_commands.verify_call(apart, tmp_path), release_commands.reduce_call(apart, tmp_path)
     assert not [command for command in commands if "--hold-out" in str(command)]
 
 

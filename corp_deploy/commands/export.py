@@ -112,7 +112,7 @@ def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], Non
     required=True,
     help="Plan (or optimised graph) to write; its record is written beside it.",
 )
-def build(graph: Path, output: Path, options: EngineOptions, out: Output) -> None:
+def build_command(graph: Path, output: Path, options: EngineOptions, out: Output) -> None:
     """Build an engine from a typed ONNX graph. Its record is written beside it.
 
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan

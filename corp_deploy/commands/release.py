@@ -238,7 +238,7 @@ def make(job: "Job", out: Output, *closing: str) -> int:
 
 @command()
 @click.argument("directory", type=DIRECTORY)
-def check(directory: Path, verifying: VerifyingChoice, out: Output) -> int:
+def check_command(directory: Path, verifying: VerifyingChoice, out: Output) -> int:
     """Verify a release by its digests and sample inputs. Those are replayed in ONNX Runtime; exit code 1 naming what
     differs.
 

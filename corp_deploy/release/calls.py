@@ -31,7 +31,7 @@ def release_call(recipe: Recipe, baseline: Baseline, root: Path, *only: str) -> 
     return Invocation(command="release", arguments=(names.RECIPE,), options=options)
 
 
-def only(stage: str, recipe: Recipe) -> Invocation:
+def only_call(stage: str, recipe: Recipe) -> Invocation:
     """A stage that judges by no baseline, and tells of none."""
     return release_call(recipe, Baseline(), Path(), stage)
 
@@ -44,7 +44,7 @@ def _some(table: Record, *keys: str) -> dict[str, Any]:
     return {key: getattr(table, key) for key in keys}
 
 
-def calibrate(recipe: Recipe, root: Path) -> Invocation:
+def calibrate_call(recipe: Recipe, root: Path) -> Invocation:
     calibration = recipe.calibration
     restricted = calibration.attention_system == "kept"
     return Invocation(
@@ -69,7 +69,7 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
     )
 
 
-def reduce(recipe: Recipe, root: Path) -> Invocation:
+def reduce_call(recipe: Recipe, root: Path) -> Invocation:
     choice, calibration = recipe.reduce, recipe.calibration
     options = {
         "model": "dense",
@@ -95,7 +95,7 @@ def range_samples(recipe: Recipe) -> int:
     return min(recipe.export.range_samples or RANGE_SAMPLES, recipe.calibration.samples or RANGE_SAMPLES)
 
 
-def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
+def export_call(recipe: Recipe, root: Path, subject: str) -> Invocation:
     """INT8 and FP8 graphs are made by some of the calibration's own images."""
     table, precisions, drawn = recipe.export, recipe.export.precisions, recipe.calibration
     ranges = {"images": path_from(root, drawn.images), "samples": range_samples(recipe), "seed": drawn.seed}
@@ -111,7 +111,7 @@ def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
     )
 
 
-def verify(recipe: Recipe, root: Path) -> Invocation:
+def verify_call(recipe: Recipe, root: Path) -> Invocation:
     proving, parity = recipe.proof_images, recipe.parity
     return Invocation(
         command="verify",
@@ -132,13 +132,13 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
     )
 
 
-def bench(recipe: Recipe, target: Target) -> Invocation:
+def bench_call(recipe: Recipe, target: Target) -> Invocation:
     """Dense against reduced."""
     dense, reduced = (names.artefact_name(target, subject) for subject in names.SUBJECTS)
     return _bench(recipe, target, dense, reduced, names.bench_name(recipe, target))
 
 
-def gain(recipe: Recipe, target: Target) -> Invocation:
+def gain_call(recipe: Recipe, target: Target) -> Invocation:
     """The reduced model as a quantised target runs it against the precision that it rests on."""
     sides = names.rival_name(target), names.artefact_name(target, "reduced")
     return _bench(recipe, target, *sides, names.gain_name(target), names=(target.rest, target.precision))
@@ -161,7 +161,7 @@ def _bench(recipe: Recipe, target: Target, reference: str, candidate: str, outpu
     )
 
 
-def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
+def gate_call(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
     """`gate` judges one measurement and one proof; where there are more the stage itself does."""
     first, *others = recipe.targets
     if others or first.rules or first.rest or names.parity_name(first) != names.PARITY:
@@ -179,7 +179,7 @@ def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
     )
 
 
-def package(recipe: Recipe, root: Path) -> Invocation:
+def package_call(recipe: Recipe, root: Path) -> Invocation:
     options = {
         "name": recipe.package.name,
         "model_version": 1,

@@ -25,7 +25,7 @@ def _dense_stage(recipe: Recipe) -> Stage:
         settings["model.model"] = model.name if model.code is None else model.name.rpartition(":")[2]
     return stage(
         "dense",
-        calls.only("dense", recipe),
+        calls.only_call("dense", recipe),
         step("dense", recipe),
         outputs=names.MODELS["dense"],
         outside={
@@ -42,7 +42,7 @@ def _held_out_moments(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _moments_stage(recipe: Recipe, root: Path) -> Stage:
-    calibration, calibrate = recipe.calibration, calls.calibrate(recipe, root)
+    calibration, calibrate = recipe.calibration, calls.calibrate_call(recipe, root)
     on_gpu = calibration.device == "cuda"
     # How the system is taken stands in what the command says of it.
     of_command = ("images", "workers", "attention_system", "group_labels", "active_eps", "snapshots")
@@ -78,7 +78,7 @@ def _reduction(recipe: Recipe) -> dict[str, Any]:
 
 
 def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
-    reduce, own = calls.reduce(recipe, root), ("hold_out", "groups") if recipe.proves_on_own else ()
+    reduce, own = calls.reduce_call(recipe, root), ("hold_out", "groups") if recipe.proves_on_own else ()
     looks = "images" in reduce.options
     return stage(
         "reduce",
@@ -96,7 +96,7 @@ def _size_stage(recipe: Recipe) -> Stage:
     moments = (*names.snapshots_of(recipe), names.MOMENTS, *_held_out_moments(recipe))
     return stage(
         "size",
-        calls.only("size", recipe),
+        calls.only_call("size", recipe),
         step("size", recipe),
         outputs=(names.SIZE,),
         reads=(*names.BOTH_MODELS, *moments),
@@ -107,7 +107,7 @@ def _size_stage(recipe: Recipe) -> Stage:
 
 
 def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
-    export, ranges = calls.export(recipe, root, subject), bool(recipe.export.quantised)
+    export, ranges = calls.export_call(recipe, root, subject), bool(recipe.export.quantised)
     return stage(
         f"export.{subject}",
         export,
@@ -141,7 +141,7 @@ def _samples_stage(recipe: Recipe) -> Stage:
     labelled = names.has_sample_labels(recipe)
     return stage(
         "samples",
-        calls.only("samples", recipe),
+        calls.only_call("samples", recipe),
         step("samples", recipe),
         outputs=(names.SAMPLES, names.SAMPLES_RECORD, *((names.SAMPLE_LABELS,) if labelled else ()), *answers),
         reads=(*names.MODELS["dense"], *names.graphs_of(recipe, "dense"), *names.graphs_of(recipe, "reduced")),
@@ -156,7 +156,7 @@ def _samples_stage(recipe: Recipe) -> Stage:
 def _parity_stage(recipe: Recipe, root: Path) -> Stage:
     return stage(
         "parity",
-        calls.verify(recipe, root),
+        calls.verify_call(recipe, root),
         outputs=(names.PARITY, names.outputs_name(names.PARITY)),
         reads=(*names.BOTH_MODELS, names.MOMENTS, *names.graphs_of(recipe, "reduced")),
         outside=_proving(recipe) | heads_read(recipe) | {"held_out.labels": _labels_file(recipe)},
@@ -167,7 +167,7 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
 
 def _package_stage(recipe: Recipe, root: Path) -> Stage:
     """The Triton model repository of everything that was built."""
-    package = calls.package(recipe, root)
+    package = calls.package_call(recipe, root)
     plans = [names.artefact_name(target, "reduced") for target in recipe.targets if target.is_engine]
     records = (*(f"{plan}.json" for plan in plans), *_benches(recipe), *names.parities_of(recipe), names.GATE)
     return stage(
@@ -202,7 +202,7 @@ def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
     rules |= {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
     return stage(
         "gate",
-        calls.gate(recipe, root, baseline),
+        calls.gate_call(recipe, root, baseline),
         step("gate", recipe, baseline),
         outputs=(names.GATE, *(names.HISTORY if recipe.gate.history else ())),
         reads=_measured(recipe),
@@ -254,7 +254,7 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
         outputs=(names.RECIPE,),
         run=lambda dirs: write_text(dirs.into / names.RECIPE, text),
         settings={"recipe": text},
-        command=str(calls.only("recipe", recipe)),
+        command=str(calls.only_call("recipe", recipe)),
     )
     stages = [
         recipe_stage,

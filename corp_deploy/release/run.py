@@ -164,7 +164,10 @@ class Job:
             {
                 "name": stage.name,
                 "why": status.why,
-                "words": (*calls.only(stage.name, self.recipe).argv, *(("--again", stage.name) if stage.again else ())),
+                "words": (
+                    *calls.only_call(stage.name, self.recipe).argv,
+                    *(("--again", stage.name) if stage.again else ()),
+                ),
             }
             for stage, status in elsewhere
         ]

@@ -113,7 +113,7 @@ def _engine_stage(recipe: Recipe, target: Target, graphs: Sequence[str]) -> Stag
     if target.rest is not None:
         plans.append(names.rival_name(target))
         reads.append(f"reduced/{names.graph_name(target.rest)}")
-    command = calls.only(f"engine.{target.name}", recipe)
+    command = calls.only_call(f"engine.{target.name}", recipe)
     return stage(
         f"engine.{target.name}",
         command,
@@ -132,7 +132,7 @@ def _target_parity_stage(recipe: Recipe, target: Target, reads: Sequence[str]) -
     named = (names.SAMPLES_RECORD, *labels) if recipe.parity.metric else ()
     return stage(
         name,
-        calls.only(name, recipe),
+        calls.only_call(name, recipe),
         step("target-parity", recipe, target),
         outputs=(record, names.outputs_name(record)),
         reads=(*names.BOTH_MODELS, *reads, *named),
@@ -171,7 +171,7 @@ def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
         yield _engine_stage(recipe, target, graphs)
     if target.name != "onnxruntime-cpu":
         yield _target_parity_stage(recipe, target, (*reads, names.SAMPLES))
-    yield _timing_stage("bench", recipe, target, calls.bench(recipe, target), reads, precision=target.precision)
+    yield _timing_stage("bench", recipe, target, calls.bench_call(recipe, target), reads, precision=target.precision)
     if target.rest is not None:  # the quantised model against the precision that it rests on, which it has to beat
         sides = _with_records([names.rival_name(target), names.artefact_name(target, "reduced")], target)
-        yield _timing_stage("gain", recipe, target, calls.gain(recipe, target), sides, rest=target.rest)
+        yield _timing_stage("gain", recipe, target, calls.gain_call(recipe, target), sides, rest=target.rest)
