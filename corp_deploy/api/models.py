@@ -30,7 +30,7 @@ from ground.errors import BadInput
 from ground.ports import Role
 
 from .in_python import speaking_python
-from .values import InputsLike, on_disk, refuse_other_inputs
+from .values import InputsLike, as_file, refuse_other_inputs
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def opened_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[
     """What the model takes, of a path or of an array: images, or texts of a file, or token ids of a decoder, or arrays
     by the names of its inputs; `how` they are drawn and decoded. Raises BadInput for what it doesn't take.
     """
-    with on_disk(inputs) as path:
+    with as_file(inputs) as path:
         opened_set = inputs_for_model(model, path, **how)
         if opened_set.skipped:
             warnings.warn(left_out(path, opened_set), stacklevel=5)
@@ -124,7 +124,7 @@ def _of_module(named: Source, module: nn.Module, example: InputsLike | Moments |
     return replace(found, model=with_outputs(found.model, named.named_outputs))
 
 
-def beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager[None]:
+def module_beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager[None]:
     """Within it directories of a module in memory load beside it, where one of these brings it."""
     every = directories if isinstance(directories, list | tuple) else [directories]
     return available_module(next((each.module for each in every if isinstance(each, Directory)), None))
@@ -154,7 +154,7 @@ def opened(model: ModelLike, example: InputsLike | Moments | None = None) -> Ite
     assert not isinstance(named.name, nn.Module), named
     if isinstance(named.name, os.PathLike) and not Path(named.name).is_dir():
         raise BadInput(f"{os.fspath(named.name)}: no such directory, expected one that corp-deploy wrote")
-    with trusting_code(named.trust_code), available_module(named.module), beside(named.name):
+    with trusting_code(named.trust_code), available_module(named.module), module_beside(named.name):
         yield named.opened()
 
 

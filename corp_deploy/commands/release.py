@@ -103,7 +103,7 @@ def release(
 
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
-    from corp_deploy.release.incremental import locked
+    from corp_deploy.release.incremental import locked_release
     from corp_deploy.release.recipe_file import load_recipe
     from corp_deploy.release.run import Job
 
@@ -127,7 +127,7 @@ def release(
         open_stages = sum(row.state != "cached" for row in planned)
         _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
         return 0
-    with locked(output):
+    with locked_release(output):
         return _execute(job, run, out)
 
 

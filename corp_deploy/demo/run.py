@@ -274,7 +274,7 @@ def run_demo(
     with stage("writing the example's images and model"):
         dense = write_inputs(directory, example)
     with stage("calibrating on unlabelled images"):
-        steps.write_moments(place, *of_command["calibrate"])
+        steps.write_calibration(place, *of_command["calibrate"])
     with stage(example.narrower):
         steps.write_reduced(place, *of_command["reduce"], ReduceOptions.from_options(example.reduce))
         reduced = load_checkpoint(directory / "reduced")
@@ -290,6 +290,6 @@ def run_demo(
     with stage("writing the report"):
         # Once for the report to tell of, once more with the report in it.
         write_manifest(directory, made_by(example, scale), command=str(itself(example)))
-        steps.write_report(place, *of_command["report"])
+        steps.write_page(place, *of_command["report"])
         write_manifest(directory, made_by(example, scale), command=str(itself(example)))
     return _record(dense, reduced, parity, bench) | {"effects": effects}

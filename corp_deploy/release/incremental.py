@@ -136,7 +136,7 @@ def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], 
     return AGAIN if stage.again else ""
 
 
-def plan(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
+def stage_statuses(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
     """What a run would do now; writes nothing."""
     digests, made_later, statuses = Digests(root / STATE / DIGESTS), dict[str, str](), list[StageStatus]()
     for stage, status, _ in _statuses(stages, root, digests, made_later):
@@ -181,7 +181,7 @@ def _status(
     return found("runs", why) if missing is None else found("blocked", missing)
 
 
-def locked(root: Path) -> AbstractContextManager[None]:
+def locked_release(root: Path) -> AbstractContextManager[None]:
     """The directory for this process alone. Raises BadInput when another process works there."""
     return locked_directory(root, root / STATE / "lock", what="release")
 
@@ -281,7 +281,7 @@ def clean(root: Path) -> None:
         path.unlink()
 
 
-def run(
+def run_stages(
     stages: Sequence[Stage], root: Path, *, starts: Callable[[Stage, str], None], every: Sequence[Stage] = ()
 ) -> Outcome:
     """Run what is not done, in order; the caller holds the lock. `starts` hears each stage and why it runs, and what

@@ -139,7 +139,7 @@ def require_inputs(
     mistakes.refuse()
     if any(stage.name == OF_OPTIONS for stage in stages):
         baseline.require(recipe.rules)
-    statuses = incremental.plan(stages, root)
+    statuses = incremental.stage_statuses(stages, root)
     left = [stage for stage, status in zip(stages, statuses, strict=True) if status.state != "cached"]
     if any(stage.name in FITTING or (stage.outside and stage.name != OF_OPTIONS) for stage in left):
         from .recipe_read import read_inputs

@@ -164,7 +164,7 @@ def read_inputs(
             proving = recipe.proof_images.proving_images(model, lambda text: warn(f"held_out.images: {text}"))
     if names & PROVING and proving is not None:
         _read_proof(recipe, model, proving, mistakes, warn)
-        for sentence in out_of_reach(recipe, proving.count):
+        for sentence in limits_out_of_reach(recipe, proving.count):
             warn(sentence)
         if calibration is not None:  # of the images that will be fitted to, or were where the calibration is done
             fitted_ids = calibration.fitted.ids
@@ -178,7 +178,7 @@ def read_inputs(
             _read_class_names(recipe.package.labels, model)
 
 
-def out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
+def limits_out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
     """A sentence for each limit that `held_out` images are too few for, however well they agree."""
     parity, limits = recipe.parity, {f"parity.{name}": least for name, least in recipe.parity.shares.items()}
     sentences = unreachable(limits, count=held_out, noun="held-out images", confidence=parity.confidence)

@@ -111,7 +111,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     save_proof(meter.beside(proof), dirs.into / names.parity_name(target))
 
 
-def write_gate(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
+def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
     """Parity first, then the recipe's rules on the first target, each target's own, and the first one's history."""
     # The recipe's rules judge the first target, which ships, and with it the chain down to its graph.
     first, *others = recipe.targets
@@ -153,7 +153,7 @@ def _lineage(root: Path) -> dict[str, Any]:
     return lineage_of_model(load_model_config(root / "reduced"))
 
 
-def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
+def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
     """The report of the first target in three forms, of the others as pages, and the model card."""
     efforts = efforts_of(dirs.root, stages)
     record = record_of_directory(dirs.root) | {  # lineage and commands too, since the manifest is made after it

@@ -126,10 +126,10 @@ class Job:
     def _run_all(self, stages: Sequence[Stage]) -> Outcome:
         """Run what is measured, then what judges and tells of that, where nothing waits for another machine."""
         gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
-        first = incremental.run(stages[:gate], self.root, starts=self.starts)
+        first = incremental.run_stages(stages[:gate], self.root, starts=self.starts)
         if first.blocked:
             return first
-        rest = incremental.run(stages[gate:], self.root, starts=self.starts, every=stages)
+        rest = incremental.run_stages(stages[gate:], self.root, starts=self.starts, every=stages)
         finished, cached = (*first.finished, *rest.finished), (*first.cached, *rest.cached)
         return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
 
@@ -147,7 +147,7 @@ class Job:
         named = _names_like(names, stages, "--only")
         chosen = [stage for stage in stages if stage.name in named]
         self._plan_to_write(chosen)
-        outcome = incremental.run(chosen, self.root, starts=self.starts)
+        outcome = incremental.run_stages(chosen, self.root, starts=self.starts)
         if outcome.blocked:
             raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
         return outcome
@@ -157,8 +157,8 @@ class Job:
         stages, root = self._stages(), self.root
         self._required(stages)
         root.mkdir(parents=True, exist_ok=True)
-        incremental.run(stages[:1], root, starts=self.starts)
-        pairs = zip(stages, incremental.plan(stages, root), strict=True)
+        incremental.run_stages(stages[:1], root, starts=self.starts)
+        pairs = zip(stages, incremental.stage_statuses(stages, root), strict=True)
         elsewhere = [each for each in pairs if each[1].state != "cached" and each[0].missing() is not None]
         rows = [
             {

@@ -34,7 +34,7 @@ def step(name: str, *words: Any) -> Callable[[StageDirs], None]:
 
         functions: dict[str, Callable[..., object]] = {
             "dense": release_steps.write_dense,
-            "calibrate": steps.write_moments,
+            "calibrate": steps.write_calibration,
             "reduce": steps.write_reduced,
             "size": steps.write_size,
             "export": steps.write_graphs,
@@ -43,9 +43,9 @@ def step(name: str, *words: Any) -> Callable[[StageDirs], None]:
             "engine": release_steps.write_engines,
             "target-parity": release_steps.write_target_parity,
             "bench": steps.write_bench,
-            "gate": release_steps.write_gate,
+            "gate": release_steps.write_verdicts,
             "package": steps.write_package,
-            "report": release_steps.write_report,
+            "report": release_steps.write_release_report,
             "manifest": release_steps.write_release_manifest,
         }
         functions[name](dirs, *words)

@@ -77,7 +77,7 @@ def _groups(dirs: StageDirs, run: Invocation) -> str | None:
     return groups if groups is None or groups in BY_NAME else str(dirs.root / groups)
 
 
-def write_moments(dirs: StageDirs, run: Invocation) -> None:
+def write_calibration(dirs: StageDirs, run: Invocation) -> None:
     """The calibration, which goes on from its own states after an interruption where it saves them."""
     options = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
     drawn = Drawn.from_options(run.options)
@@ -183,7 +183,7 @@ def write_package(dirs: StageDirs, run: Invocation) -> None:
         write_repository(packaged, dirs.into / run["output"])
 
 
-def write_report(dirs: StageDirs, run: Invocation) -> None:
+def write_page(dirs: StageDirs, run: Invocation) -> None:
     """The report of a directory of results as one page."""
     (directory,) = run.arguments
     write_text(dirs.into / run["output"], html(record_of_directory(dirs.root / directory, run["title"])))
