@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from corp_deploy.release.incremental import STATE, Stage, StageDirs, locked_release
+from corp_deploy.release.incremental import STATE, Stage, StageDirs, locked_release, run_stages
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.chmod", "mid-file")
 
