@@ -276,7 +276,8 @@ def run_demo(
     with stage("calibrating on unlabelled images"):
         steps.write_calibration(place, *of_command["calibrate"])
     with stage(example.narrower):
-        steps.write_reduced(place, *of_command["reduce"], ReduceOptions.from_options(example.reduce))
+        (narrowing,) = of_command["reduce"]
+        steps.write_reduced(place, narrowing, ReduceOptions.from_options(example.reduce))
         reduced = load_checkpoint(directory / "reduced")
     with stage("exporting typed ONNX graphs"):
         for run in of_command["export"]:
