@@ -18,13 +18,13 @@ def cleaned(message: object) -> str:
     return _ADDRESS.sub("", str(message)).replace(" ()", "")
 
 
-_NAMED = re.compile(r"(?:\b([a-z]+) )?--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?: ([A-Z]+\b|'[^']*'|\d[\w.]*\w|\d))?")
+_NAMED = re.compile(r"(?:\b([a-z]+) )?--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?: ('[^']*'|\w(?:[\w.:=-]*\w)?))?")
 
 
 def respelled(message: str, spell: Callable[[str, str, str], str | None]) -> str:
     """Return a message with the options that it names, `--hold-out 8`, as another interface than commands spells them.
 
-    `spell` is given the word before an option, its name with underscores and a value that follows, both may be empty;
+    `spell` is given the word before an option, its name with underscores and the word behind it, both may be empty;
     None leaves the option as it stands.
     """
 

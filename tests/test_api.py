@@ -231,12 +231,12 @@ def test_images_and_texts_at_once_are_refused_before_anything_is_timed(home: Pat
             "`auto=True` looks for the blocks on real inputs; give `auto=True` and `inputs` together",
         ),
         ({"auto": True, "inputs": tiny.images(2)}, "`auto=True` is not honoured by precision fp32"),
-        ({"keep_fp32": ["blocks.0"]}, "`keep_fp32` blocks.0 is not honoured by precision fp32"),
+        ({"keep_fp32": ["blocks.0"]}, "`keep_fp32='blocks.0'` is not honoured by precision fp32"),
         (
             {"precision": "int8", "inputs": tiny.images(2), "weight_bits": 6},
             "`weight_bits`: '6': expected a whole number from 7 to 8",
         ),
-        ({"heads": "padded"}, "`heads` padded"),
+        ({"heads": "padded"}, "`heads='padded'`"),
     ],
 )
 def test_a_graph_that_can_not_be_is_refused(home: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
@@ -466,7 +466,7 @@ def test_no_message_of_python_speaks_of_options(home: Path, tmp_path: Path, thir
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("give --macs 0.6, --heads auto, --allow-partial;", "give `macs=0.6`, `heads` auto, `allow_partial=True`;"),
+        ("give --macs 0.6, --heads auto, --allow-partial;", "give `macs=0.6`, `heads='auto'`, `allow_partial=True`;"),
         ("--within 'error 0.05' or --polish", "`within='error 0.05'` or `polish`"),
         ("calibrate --attention-system first", "`calibrate(attention_system=True)` first"),
         ("give --images, or --text for a text encoder", "give `inputs` for a text encoder"),

@@ -17,7 +17,7 @@ from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.invocation.source import ModelSource
-from corp_deploy.invocation.values import DIRECTORY, FLAG
+from corp_deploy.invocation.values import DIRECTORY, FLAG, literal
 from ground.errors import BadInput, Missing, respelled
 from ground.outputs import require_writable
 
@@ -46,10 +46,10 @@ def _argument(options: Mapping[str, Option], name: str, value: str, form: str = 
         return f"`{form.format(f'{negated.name}=False')}` {value}".rstrip()
     if (option := options.get(name)) is None:
         return None
-    if option.of is FLAG:
-        return f"`{form.format(f'{option.name}=True')}` {value}".rstrip()
-    empty = "=..." if form != "{}" else ""
-    return f"`{form.format(f'{option.name}={value}' if value else option.name + empty)}`"
+    if own := literal(option.of, value) if value else "":
+        return f"`{form.format(f'{option.name}={own}')}`"
+    bare = f"{option.name}=True" if option.of is FLAG else option.name + "=..." * (form != "{}")
+    return f"`{form.format(bare)}` {value}".rstrip()
 
 
 def in_python(message: str, *records: type[Record], parameters: Collection[str] = ()) -> str:
@@ -66,9 +66,11 @@ def in_python(message: str, *records: type[Record], parameters: Collection[str] 
         if name == "model":
             return f"model {value}".rstrip()
         if name.startswith("trust_"):
-            return f"`{name}=True`" if name in parameters else f"`Source({name}=True)`"
+            return (
+                f"`{name}=True` {value}".rstrip() if name in parameters else f"`Source({name}=True)` {value}".rstrip()
+            )
         if name in parameters:
-            return f"`{name}`"
+            return f"`{name}` {value}".rstrip()
         every = (_argument(_typed(own), name, value, f"{function}({{}})") for function, own in FUNCTIONS.items())
         return next(filter(None, every), f"the commands' option {name!r} {value}".rstrip())
 

@@ -47,7 +47,9 @@ class RunOptions(Record, heading="What runs them"):
         unset="cpu",
         help="ONNX Runtime's execution provider; there is no fallback to another one. " + BENCH.help("provider"),
     )
-    mode: Literal["eager", "compiled", "cuda_graph"] | None = option(unset="eager", help=BENCH.help("mode"))
+    mode: Literal["eager", "compiled", "cuda_graph"] | None = option(
+        unset="eager", in_recipe=False, help=BENCH.help("mode")
+    )
     dtype: Literal["fp32", "fp16", "bf16"] | None = option(
         in_recipe=False,
         unset="fp32",

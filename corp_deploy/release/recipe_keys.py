@@ -14,7 +14,18 @@ import msgspec
 from msgspec import Meta
 
 from corp_deploy.invocation.option import NEEDED, Option, Pairs, Record, options_of
-from corp_deploy.invocation.values import CHANNELS, TABLE, TEXT, ByKind, ListOf, OneOf, ParsedText, Repeated, Values
+from corp_deploy.invocation.values import (
+    CHANNELS,
+    TABLE,
+    TEXT,
+    ByKind,
+    ListOf,
+    OneOf,
+    ParsedText,
+    Repeated,
+    Values,
+    literal,
+)
 from ground.errors import BadInput, respelled
 from ground.quantity import Count, Quantity, Real
 
@@ -169,12 +180,15 @@ def keys_of(record: type[Record]) -> Mapping[str, Key]:
 @contextmanager
 def in_keys(record: type[Record], table: str) -> Iterator[None]:
     """Name keys of the table in a BadInput within it, where that names options; else the table."""
-    keys = dict[str, str]()
+    keys = dict[str, Key]()
     for key in keys_of(record).values():
-        keys.setdefault(key.option.typed, f"{table}.{key.name}")
+        keys.setdefault(key.option.typed, key)
 
     def spelled(command: str, name: str, value: str) -> str | None:
-        return None if command or name not in keys else f"{keys[name]}{value and f' = {value}'}"
+        if command or name not in keys:
+            return None
+        own = literal(keys[name].option.of, value) if value else ""
+        return f"{table}.{keys[name].name}{f' = {own}' if own else f' {value}'.rstrip()}"
 
     try:
         yield
