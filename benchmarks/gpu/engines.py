@@ -160,7 +160,7 @@ def in_onnxruntime(dense: Path, reduced: Path) -> Any:
 def proved(setting: Setting, backend: str | None) -> Row:
     """The chain: dense torch, reduced torch, ONNX FP32, ONNX FP16 and, where there is a backend, its engine."""
     from corp_deploy.proof.candidates import candidate_from_path
-    from corp_deploy.proof.chain import prove
+    from corp_deploy.proof.chain import prove_chain
     from corp_deploy.proof.limits import ParityLimits
     from corp_deploy.proof.model_inputs import random_inputs
     from corp_deploy.store.onnx_file import export_checkpoint
@@ -178,7 +178,7 @@ def proved(setting: Setting, backend: str | None) -> Row:
         candidates = [candidate_from_path(step) for step in steps]
         given = random_inputs(dense, 4 if setting.small else PROVED_IMAGES, 0)
         batches = (1, 2) if setting.small else PROVED_BATCHES
-        parity = prove(dense, candidates, given, batches=batches, limits=ParityLimits()).parity
+        parity = prove_chain(dense, candidates, given, batches=batches, limits=ParityLimits()).parity
     links = [{"name": each.name, "status": each.status, **asdict(each.measures)} for each in parity.links]
     failed = [asdict(each) for each in parity.structure if each.status == "FAIL"]
     return {"row": "parity", "model": model_name(setting), "backend": backend, "links": links, "structure": failed}

@@ -248,7 +248,7 @@ def check_command(directory: Path, verifying: VerifyingChoice, out: Output) -> i
 
     Example: corp-deploy check release --verify key.pub.pem --expect-name vit --expect-version 1.2.0
     """
-    from corp_deploy.release.check import check as check_release
+    from corp_deploy.release.check import check_release as check_release
 
     expected = verifying.expected()
     checked = check_release(directory, expected)

@@ -26,7 +26,7 @@ from perf.gate.rule import Rule
 
 from . import recipe_tables as tables
 from .recipe_keys import in_keys
-from .targets import ON_CPU, Target, rules_of, target_of
+from .targets import ON_CPU, ReleaseTarget, release_target, rules_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,10 +246,10 @@ class Recipe:
         return next((target.name for target in self.targets if target.name in ON_CPU), None)
 
     @property
-    def targets(self) -> tuple[Target, ...]:
+    def targets(self) -> tuple[ReleaseTarget, ...]:
         """In the order in which they are written."""
         return tuple(
-            target_of(name, table, self.export, self.bench.batches, self.parity.metric_names)
+            release_target(name, table, self.export, self.bench.batches, self.parity.metric_names)
             for name, table in self.target_tables.items()
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 from ground.errors import BadInput
 from ground.transaction import FORMER
 
-from .lint_artifact import ERROR, WARNING, LintFinding, error, finding, in_config, openvino_limits, own_limits
+from .lint_artifact import ERROR, WARNING, LintFinding, error, in_config, lint_finding, openvino_limits, own_limits
 from .lint_files import DEFAULT_FILES, foreign_config, foreign_files, lint_version
 from .pbtxt import Message, Name, ParseError, parse
 from .server_releases import ServerRelease, server_release, vulnerability_warnings
@@ -119,10 +119,13 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
         raise BadInput(f"{repository}: no model directory in it; name the directory that holds them")
     findings = [each for model in models for each in _lint_model(model, release)]
     if (repository / FORMER).is_dir():
-        findings.append(finding(repository, ERROR, HALF_DONE, "package or serve a version again: it is put back first"))
+        findings.append(
+            lint_finding(repository, ERROR, HALF_DONE, "package or serve a version again: it is put back first")
+        )
     if release is not None:
         findings += [
-            finding(repository, WARNING, warning, "take a newer release") for warning in vulnerability_warnings(release)
+            lint_finding(repository, WARNING, warning, "take a newer release")
+            for warning in vulnerability_warnings(release)
         ]
     return tuple(
         sorted(set(findings), key=lambda each: (str(each.path), each.severity == WARNING, each.line or 0, each.what))
@@ -133,25 +136,25 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
     yield from foreign_files(model)
     path = model / "config.pbtxt"
     if not path.is_file():
-        yield finding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
+        yield lint_finding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
         return
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise ParseError(f"it has {size} bytes, {MOST_BYTES} at most are read", 1)
         config = parse(path.read_text(encoding="utf-8-sig"))
     except ParseError as fault:
-        yield finding(path, ERROR, fault.what, "correct the text", fault.line)
+        yield lint_finding(path, ERROR, fault.what, "correct the text", fault.line)
         return
     except UnicodeDecodeError:
-        yield finding(path, ERROR, "it is not text in UTF-8", "write it again")
+        yield lint_finding(path, ERROR, "it is not text in UTF-8", "write it again")
         return
     yield from in_config(path, _config_faults(model, config))
     have, backend = versions_of(model), _backend(config)
     for entry in sorted(model.iterdir()):
         if entry.is_dir() and re.fullmatch(r"0\d*", entry.name):
-            yield finding(entry, ERROR, "versions count from 1, without leading zeros", "rename the directory")
+            yield lint_finding(entry, ERROR, "versions count from 1, without leading zeros", "rename the directory")
     if not have:
-        yield finding(model, ERROR, "there is no version directory", "put the artefact into 1/")
+        yield lint_finding(model, ERROR, "there is no version directory", "put the artefact into 1/")
     for version in _served_versions(have, config) if backend in DEFAULT_FILES else ():
         yield from lint_version(model / str(version), config, path, backend, release)
 

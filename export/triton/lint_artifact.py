@@ -31,7 +31,7 @@ class LintFinding:
         return f"{where}: {self.severity}: {self.what}; {self.remedy}"
 
 
-def finding(path: Path, severity: str, what: str, remedy: str, line: int | None = None) -> LintFinding:
+def lint_finding(path: Path, severity: str, what: str, remedy: str, line: int | None = None) -> LintFinding:
     """A Finding, by position."""
     return LintFinding(severity=severity, path=path, line=line, what=what, remedy=remedy)
 
