@@ -84,7 +84,8 @@ def fake_stages(outside: Path) -> list[Stage]:
 
 def run_fake(root: Path, outside: Path) -> None:
     with locked_release(root):
-        run_stages(fake_stages(outside), root, starts=lambda stage, why: None)
+        stages = fake_stages(outside)
+        run_stages(stages, root, starts=lambda stage, why: None, every=stages)
 
 
 def kill_everywhere(home: Path) -> Iterator[tuple[int, bool]]:
