@@ -47,7 +47,6 @@ class Pace:
         self._now: str | None = None
 
     def plan(self, statuses: Sequence[StageStatus]) -> None:
-        """What will be done, before the first one starts."""
         self._open = [each.stage for each in statuses if each.state in ("runs", "follows")]
         self._began = self._clock()
 

@@ -68,7 +68,6 @@ def _calibrating(recipe: Recipe, *, grouped: bool = True) -> dict[str, Path | No
 
 
 def _drawn(recipe: Recipe, *keys: str) -> dict[str, Any]:
-    """How images are drawn from those of the calibration."""
     return {f"calibration.{key}": getattr(recipe.calibration, key) for key in keys}
 
 
@@ -166,7 +165,6 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
 
 
 def _package_stage(recipe: Recipe, root: Path) -> Stage:
-    """The Triton model repository of everything that was built."""
     package = calls.package_call(recipe, root)
     plans = [names.artefact_name(target, "reduced") for target in recipe.targets if target.is_engine]
     records = (*(f"{plan}.json" for plan in plans), *_benches(recipe), *names.parities_of(recipe), names.GATE)
@@ -247,7 +245,6 @@ def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baselin
 
 
 def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
-    """Every stage of the recipe."""
     text = text_of_recipe(recipe, root)
     recipe_stage = Stage(
         name="recipe",
