@@ -56,7 +56,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),
         "efforts.json": ("Efforts on three models", real_page.efforts),
         "real_vit_engines.json": ("Its speed and its engines", real_page.real_vit_engines),
-        "dense_features.json": ("Patch tokens under dense heads", real_page.dense_features),
         "real_convnet.json": ("EfficientNet-Lite0 on photographs", convnet_page.real_convnet),
     },
     "docs/measured/methods.md": {
@@ -139,8 +138,8 @@ def on_gpus(results: Path = RESULTS) -> list[str]:
 
 NO_GPU = (
     "There is no such record yet. On a machine with a GPU `python -m benchmarks.gpu.run --output out --only "
-    "calibration,latency,variants` and the same with `--only engines,accuracy,real` make them in nine minutes each, "
-    "resumably; once they are committed, this page has their tables."
+    "calibration,latency,variants` and the same with `--only engines,real` make them in nine minutes each, resumably; "
+    "once they are committed, this page has their tables."
 )
 
 
