@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from corp_deploy.proof.report_input import lineage_of_model
+from corp_deploy.proof.report_input import shown_lineage
 from corp_deploy.release.recipe_tables import ModelTable
 from corp_deploy.store.class_names import class_names_in, class_names_of_lineage
 from corp_deploy.store.model_config import Built, ModelConfig, ModelInput
@@ -114,4 +114,4 @@ def test_architecture_is_the_class_of_the_models_own_library_with_its_sizes() ->
 
 def test_lineage_in_reports_leaves_out_names_of_classes_and_copied_configurations() -> None:
     config = config_of_model({"weights": "model.safetensors", "transformers": {"config": {"id2label": BY_INDEX}}})
-    assert lineage_of_model(config) == {"source": {"weights": "model.safetensors"}}
+    assert shown_lineage(config) == {"source": {"weights": "model.safetensors"}}

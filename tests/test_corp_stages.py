@@ -19,7 +19,7 @@ from corp_deploy.release.incremental import AGAIN, STATE, Outcome, Stage, StageD
 from corp_deploy.release.pace import efforts_in, efforts_of, timed
 from corp_deploy.release.recipe_tables import ExportTable, TargetTable
 from corp_deploy.release.stage_parts import measured_by
-from corp_deploy.release.targets import target_of
+from corp_deploy.release.targets import release_target
 from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts
 from ground.effort import Effort, Stopwatch, measured
 from ground.errors import BadInput
@@ -187,7 +187,7 @@ def test_the_machine_of_a_measurement_is_told_by_cpu_gpu_driver_and_runtime(monk
 
     monkeypatch.setattr(stage_parts, "watching", watched)
     monkeypatch.setattr("perf.timing.watch.version", lambda package: f"{package} 1")
-    on_cpu, on_gpu = (measured_by(target_of(name, TargetTable(), ExportTable(), (1,), ()))
+    on_cpu, on_gpu = (measured_by(release_target(name, TargetTable(), ExportTable(), (1,), ()))
                       for name in ("onnxruntime-cpu", "tensorrt"))  # fmt: skip
     assert on_cpu.keys() == {"machine", "cpu", "cpu_count"}
     assert on_gpu == on_cpu | {"gpu": "H200", "driver": "610.1", "tensorrt": "tensorrt 1"}

@@ -13,7 +13,7 @@ from corp_deploy.invocation.option import Labels
 from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime
 from corp_deploy.proof.candidate_names import distinct
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, require_batches, with_runtimes
-from corp_deploy.proof.chain import prove
+from corp_deploy.proof.chain import prove_chain
 from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
@@ -87,7 +87,7 @@ def verify(call: VerifyCall) -> Parity:
         proof_inputs = inputs_from_set(proving, labels)
         for sentence in limits.unreachable(proof_inputs.images):
             warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)
-        proof = prove(
+        proof = prove_chain(
             dense,
             steps,
             proof_inputs,

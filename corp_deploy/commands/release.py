@@ -249,7 +249,7 @@ def check(directory: Path, verifying: VerifyingChoice, out: Output) -> int:
 
     Example: corp-deploy check release --verify key.pub.pem --expect-name vit --expect-version 1.2.0
     """
-    from corp_deploy.release.check import check as check_release
+    from corp_deploy.release.check import check_release as check_release
 
     expected = verifying.expected()
     checked = check_release(directory, expected)

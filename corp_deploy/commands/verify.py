@@ -98,7 +98,7 @@ def _verify_models(
     from calib.store import load as load_moments
     from corp_deploy.proof.candidate_names import distinct
     from corp_deploy.proof.candidates import candidate_from_path, of_model, require_batches, with_runtimes
-    from corp_deploy.proof.chain import prove
+    from corp_deploy.proof.chain import prove_chain
     from corp_deploy.proof.custom_metrics import Meter, require_runnable
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
 
@@ -118,7 +118,7 @@ def _verify_models(
         out.warn(sentence)
     meter = Meter(options.metrics, proof_inputs, time_limit_s=options.metric_time_limit)
     with out.progress("verifying", len(steps), unit="links") as bar:
-        proof = prove(
+        proof = prove_chain(
             dense,
             steps,
             proof_inputs,

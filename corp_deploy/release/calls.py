@@ -9,7 +9,7 @@ from . import names
 from .baseline import Baseline
 from .recipe import Recipe
 from .recipe_record import Table
-from .targets import Target, run_options
+from .targets import ReleaseTarget, run_options
 
 SAVE_EVERY_IMAGES = 1024
 RANGE_SAMPLES = 128
@@ -130,19 +130,21 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
     )
 
 
-def bench(recipe: Recipe, target: Target) -> Invocation:
+def bench(recipe: Recipe, target: ReleaseTarget) -> Invocation:
     """Dense against reduced."""
     dense, reduced = (names.artefact_name(target, subject) for subject in names.SUBJECTS)
     return _bench(recipe, target, dense, reduced, names.bench_name(recipe, target))
 
 
-def gain(recipe: Recipe, target: Target) -> Invocation:
+def gain(recipe: Recipe, target: ReleaseTarget) -> Invocation:
     """The reduced model as a quantised target runs it against the precision that it rests on."""
     sides = names.rival_name(target), names.artefact_name(target, "reduced")
     return _bench(recipe, target, *sides, names.gain_name(target), names=(target.rest, target.precision))
 
 
-def _bench(recipe: Recipe, target: Target, reference: str, candidate: str, output: str, **called: Any) -> Invocation:
+def _bench(
+    recipe: Recipe, target: ReleaseTarget, reference: str, candidate: str, output: str, **called: Any
+) -> Invocation:
     table = recipe.bench
     return Invocation(
         command="bench",

@@ -25,7 +25,7 @@ from perf.gate.rule import Rule
 
 from . import recipe_tables as tables
 from .recipe_record import Table, keys_alone, record_of, table_of, told_at
-from .targets import ON_CPU, Target, rules_of, target_of
+from .targets import ON_CPU, ReleaseTarget, release_target, rules_of
 
 FILES = keys_alone(
     metric_files=option(
@@ -249,9 +249,9 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return next((target.name for target in self.targets if target.name in ON_CPU), None)
 
     @property
-    def targets(self) -> tuple[Target, ...]:
+    def targets(self) -> tuple[ReleaseTarget, ...]:
         """In the order in which they are written."""
         return tuple(
-            target_of(name, table, self.export, self.bench.batches, self.parity.metric_names)
+            release_target(name, table, self.export, self.bench.batches, self.parity.metric_names)
             for name, table in self.target_tables.items()
         )

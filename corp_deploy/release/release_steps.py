@@ -13,7 +13,7 @@ from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
-from corp_deploy.proof.chain import prove
+from corp_deploy.proof.chain import prove_chain
 from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.gate import (
     evidence_of_files,
@@ -26,7 +26,7 @@ from corp_deploy.proof.gate import (
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
 from corp_deploy.proof.outcome import save_proof
-from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
+from corp_deploy.proof.report_input import json_of_file, record_of_directory, shown_lineage
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, entry_of, input_of_graphs, rows_of_efforts
@@ -50,7 +50,7 @@ from .pace import efforts_of
 from .recipe import Recipe, trusted_metrics
 from .sbom import bill_of_release, provenance
 from .steps import named_samples
-from .targets import Target
+from .targets import ReleaseTarget
 
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
@@ -58,7 +58,7 @@ def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
     save(recipe.model.source.opened(), dirs.into / "dense")
 
 
-def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:
+def write_engines(dirs: StageDirs, target: ReleaseTarget, invocation: Invocation) -> None:
     """Dense and reduced plans with their records, and a quantised one's rival; the dense one has no sparse kernels."""
     plans = [(names.plan_name(target, subject), subject, target.precision) for subject in names.SUBJECTS]
     if target.rest is not None:
@@ -82,7 +82,7 @@ def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> No
 IN_OPENVINO: dict[str, Runtime] = {"fp32": "openvino", "fp16": "openvino-fp16", "bf16": "openvino-bf16"}
 
 
-def _candidate(target: Target, root: Path) -> Candidate:
+def _candidate(target: ReleaseTarget, root: Path) -> Candidate:
     candidate = candidate_from_path(names.artefact_name(target, "reduced"), below=root)
     if target.is_engine:
         return candidate
@@ -91,7 +91,7 @@ def _candidate(target: Target, root: Path) -> Candidate:
     return replace(candidate, label=f"{target.name} {target.precision}", name=target.name, provider="cuda")
 
 
-def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None:
+def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) -> None:
     """The chain down to what the target runs, on the samples, which travel with the release."""
     dense, profile = load_checkpoint(dirs.root / "dense"), target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / names.SAMPLES))
@@ -99,7 +99,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     meter = Meter(metrics, named_samples(inputs, dirs.root) if metrics else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
     limits = ParityLimits.from_options(recipe.parity.options.values)
-    proof = prove(
+    proof = prove_chain(
         dense,
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
         inputs,
@@ -136,7 +136,7 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], start
     save_gate(Gate(rules=tuple(rows), confidence=recipe.gate.confidence), dirs.into / names.GATE)
 
 
-def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[JudgedRule]:
+def _gain_rows(root: Path, target: ReleaseTarget, batches: Sequence[int]) -> list[JudgedRule]:
     """A quantised model that isn't measured to be faster than what it rests on is none to ship: decided as `package`
     decides what is served, whatever the confidence of the recipe's rules.
     """
@@ -148,7 +148,7 @@ def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[Judge
 
 
 def _lineage(root: Path) -> dict[str, Any]:
-    return lineage_of_model(load_model_config(root / "reduced"))
+    return shown_lineage(load_model_config(root / "reduced"))
 
 
 def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from . import calls, names
 from .incremental import Stage, StageDirs
 from .recipe import Recipe
 from .recipe_record import Table
-from .targets import ON_CPU, Target, missing_to_build, missing_to_run
+from .targets import ON_CPU, ReleaseTarget, missing_to_build, missing_to_run
 
 TORCH = ("torch", "timm", "numpy")
 
@@ -103,12 +103,12 @@ RUNTIMES = {
 }
 
 
-def _with_records(plans: Sequence[str], target: Target) -> tuple[str, ...]:
+def _with_records(plans: Sequence[str], target: ReleaseTarget) -> tuple[str, ...]:
     """What a target runs; engines stand beside their records."""
     return (*plans, *(f"{plan}.json" for plan in plans if target.is_engine))
 
 
-def _engine_stage(recipe: Recipe, target: Target, graphs: Sequence[str]) -> Stage:
+def _engine_stage(recipe: Recipe, target: ReleaseTarget, graphs: Sequence[str]) -> Stage:
     plans, reads = [names.plan_name(target, subject) for subject in names.SUBJECTS], [*graphs]
     if target.rest is not None:
         plans.append(names.rival_name(target))
@@ -126,7 +126,7 @@ def _engine_stage(recipe: Recipe, target: Target, graphs: Sequence[str]) -> Stag
     )
 
 
-def _target_parity_stage(recipe: Recipe, target: Target, reads: Sequence[str]) -> Stage:
+def _target_parity_stage(recipe: Recipe, target: ReleaseTarget, reads: Sequence[str]) -> Stage:
     name, record = f"{names.PARITY_OF_TARGET}{target.name}", names.parity_name(target)
     labels = (names.SAMPLE_LABELS,) if names.has_sample_labels(recipe) else ()
     named = (names.SAMPLES_RECORD, *labels) if recipe.parity.metric else ()
@@ -142,7 +142,7 @@ def _target_parity_stage(recipe: Recipe, target: Target, reads: Sequence[str]) -
     )
 
 
-def measured_by(target: Target) -> dict[str, Any]:
+def measured_by(target: ReleaseTarget) -> dict[str, Any]:
     """Describe what of this machine decides a target's times."""
     with nullcontext((None, None)) if target.name in ON_CPU else watching() as (_, gpu):
         here = environment(gpu)
@@ -150,7 +150,7 @@ def measured_by(target: Target) -> dict[str, Any]:
 
 
 def _timing_stage(
-    name: str, recipe: Recipe, target: Target, call: Invocation, reads: Sequence[str], **compared: Any
+    name: str, recipe: Recipe, target: ReleaseTarget, call: Invocation, reads: Sequence[str], **compared: Any
 ) -> Stage:
     return stage(
         f"{name}.{target.name}",
@@ -164,7 +164,7 @@ def _timing_stage(
     )
 
 
-def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
+def target_stages(recipe: Recipe, target: ReleaseTarget) -> Iterator[Stage]:
     graphs = tuple(f"{subject}/{names.graph_name(target.precision)}" for subject in names.SUBJECTS)
     reads = (*graphs, *_with_records([names.artefact_name(target, subject) for subject in names.SUBJECTS], target))
     if target.is_engine:

@@ -28,13 +28,13 @@ from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import Judges, scored_inputs
 from corp_deploy.planning.request import merging_checkpoint, request_of
 from corp_deploy.proof.candidates import candidate_from_path
-from corp_deploy.proof.chain import prove
+from corp_deploy.proof.chain import prove_chain
 from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.graphs import Graphs
-from corp_deploy.proof.inputs import ProofInputs
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import fed_to_graph, inputs_from_set
 from corp_deploy.proof.outcome import save_proof
+from corp_deploy.proof.proof_inputs import ProofInputs
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction import moments_files
@@ -141,7 +141,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     limits = ParityLimits.from_options(run.options)
     inputs = inputs_from_set(source, labels)
     meter = Meter(trusted_metrics(run["metric"] or ()), inputs, below=dirs.root)
-    proof = prove(
+    proof = prove_chain(
         dense,
         [candidate_from_path(path, below=dirs.root) for path in candidates],
         inputs,

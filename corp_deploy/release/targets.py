@@ -25,7 +25,7 @@ ON_CPU: tuple[TargetName, ...] = ("onnxruntime-cpu", "openvino")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ReleaseTarget:
     """One place where the model is to run; `profile`, `sms` and `sparse` shape engines only. `rules` are judged there
     alone.
 
@@ -70,9 +70,9 @@ def rules_of(
     return rules
 
 
-def target_of(
+def release_target(
     name: TargetName, table: TargetTable, export: ExportTable, batches: tuple[int, ...], metrics: tuple[str, ...]
-) -> Target:
+) -> ReleaseTarget:
     where, precisions = f"targets.{name}", export.precisions
     fp16 = "fp16" if "fp16" in precisions else precisions[-1]
     precision = table.precision or (precisions[0] if name in ON_CPU else fp16)
@@ -92,7 +92,7 @@ def target_of(
     rules = rules_of(f"{where}.fail_if", table.fail_if, name, batches, metrics)
     if any(rule.wants_baseline for rule in rules):
         raise BadInput(f"{where}.fail_if: the baseline is one of the first target; put this rule under [gate]")
-    return Target(
+    return ReleaseTarget(
         name=name,
         precision=precision,
         profile=_profile(where, name, table, batches),
@@ -121,16 +121,16 @@ OPENVINO = "pip install 'corp-deploy[openvino]'"
 LIBRARY = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
-def _missing_library(target: Target) -> str | None:
+def _missing_library(target: ReleaseTarget) -> str | None:
     return None if importlib.util.find_spec(LIBRARY[target.name]) else f"{target.name} is not installed here"
 
 
-def missing_to_build(target: Target) -> str | None:
+def missing_to_build(target: ReleaseTarget) -> str | None:
     """Why this machine can't build the target's engines; TensorRT-RTX needs no GPU for it."""
     return _missing_library(target) or (None if target.name == "tensorrt-rtx" else missing_gpu())
 
 
-def missing_to_run(target: Target) -> str | None:
+def missing_to_run(target: ReleaseTarget) -> str | None:
     """Why this machine can't run the target."""
     if target.is_engine:
         return _missing_library(target) or missing_gpu()
@@ -148,7 +148,7 @@ def missing_to_run(target: Target) -> str | None:
     )
 
 
-def run_options(target: Target, threads: int | None) -> dict[str, Any]:
+def run_options(target: ReleaseTarget, threads: int | None) -> dict[str, Any]:
     """How `bench` runs the target's artefacts: options of its table and their values."""
     options: dict[str, Any] = {
         "onnxruntime-cpu": {"provider": "cpu", "threads": threads},
