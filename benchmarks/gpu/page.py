@@ -12,37 +12,7 @@ from benchmarks.pages.markdown import table
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
-PARTS = ("calibration", "latency", "variants", "engines", "real")
-
-
-def calibration(record: Record) -> str:
-    """Calibrations, then reductions."""
-    rows = []
-    for row in done(record["rows"], row="calibration"):
-        memory = row["peak_memory_bytes"]
-        peaks = ", ".join(f"{name} {rate:.0f}" for name, rate in row["product_tflops"].items())
-        rows.append(
-            [
-                row["model"],
-                row["forward"],
-                f"{row['seconds']:.1f}",
-                f"{row['ratio_to_bare']:.2f}",
-                f"{row['share_of_peak']:.0%}",
-                peaks,
-                "-" if memory is None else f"{memory / 1e9:.1f}",
-                str(row["paper_seconds_rtx3090"] or "-"),
-            ]
-        )
-    head = ["model", "forward", "s", "of bare forward", "of peak", "peak TFLOP/s", "memory GB", "paper s, RTX 3090"]
-    images = ", ".join(sorted({f"{row['images']:,}" for row in done(record["rows"], row="calibration")})) or "no"
-    text = f"Calibration on {images} images {machine(record)}. The paper's seconds are of other hardware and code, "
-    text += "calibration and recovery together:\n\n" + table(head, rows)
-    reductions = [
-        [row["model"], row["where"], f"{row['seconds']:.1f}"] for row in done(record["rows"], row="reduction")
-    ]
-    if reductions:
-        text += "\n\nReduction at 50 %, preset best:\n\n" + table(["model", "on", "s"], reductions)
-    return text
+PARTS = ("latency", "variants", "engines", "real")
 
 
 def latency(record: Record, sparsity: float | None = None) -> str:
@@ -122,7 +92,6 @@ def engines(record: Record) -> str:
 
 
 TABLES: dict[str, Callable[[Record], str]] = {
-    "calibration": calibration,
     "latency": latency,
     "variants": variants,
     "engines": engines,
@@ -151,7 +120,7 @@ def gpu_records(results: Path) -> dict[str, Record]:
 def goals(records: Mapping[str, Record]) -> str:
     """Every goal with its verdict."""
     rows = {part: each["rows"] if counts(each) else [] for part, each in records.items()}
-    found = judged(rows.get("calibration", []), rows.get("latency", []))
+    found = judged(rows.get("latency", []))
     cells = [[goal.wanted, goal.found, goal.verdict] for goal in found]
     return table(["goal", "found (95 % interval)", "verdict"], cells)
 

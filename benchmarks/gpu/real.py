@@ -4,15 +4,16 @@ What is unpacked (see benchmarks/real/packed.py) is the dense model; crops of so
 others judge.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.calibration import clock_s
 from benchmarks.gpu.record import Record, Row, Task
 from benchmarks.gpu.setting import Setting
 from benchmarks.real.measures import Outputs, figures, outputs
@@ -33,6 +34,13 @@ from perf.runners.protocol import stopwatch
 Widths = Literal["uniform", "by site"]
 Loop = Literal["open", "closed"]
 BATCH = 16
+
+
+def clock_s(device: str) -> float:
+    """Return the host's time once the device has nothing left to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.run --output out --only latency,variants --budget-s 480
     python -m benchmarks.gpu.run --output out --only real --budget-s 180
-    python -m benchmarks.gpu.run --output out --only calibration,engines
+    python -m benchmarks.gpu.run --output out --only engines
     python -m benchmarks.gpu.run --output out --only latency --everything --budget-s 3600
 
 Writes one JSON record a part, after every row, and gpu.md. A run that was stopped, or whose time was up, goes on from
@@ -20,7 +20,7 @@ from pathlib import Path
 
 STARTED_S = time.monotonic()
 # Of the time left when a part begins; what a part leaves over goes to the next, and at the end to what was skipped.
-WEIGHTS = {"calibration": 0.26, "latency": 0.24, "variants": 0.2, "engines": 0.15, "real": 0.15}
+WEIGHTS = {"latency": 0.4, "variants": 0.3, "engines": 0.15, "real": 0.15}
 
 
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:
@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None =
     given = parsed(words)
     import torch
 
-    from benchmarks.gpu import calibration, engines, latency, real, variants
+    from benchmarks.gpu import engines, latency, real, variants
     from benchmarks.gpu.environment import MUST_MATCH, environment, state_of
     from benchmarks.gpu.page import page
     from benchmarks.gpu.record import Budget, OtherMachine, Record, Task, work
@@ -72,7 +72,6 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None =
         watch, gpu = stack.enter_context(watching()) if given.device == "cuda" else (unwatched, None)
         here = environment(given.device, gpu)
         makers: dict[str, Callable[[Record], list[Task]]] = {
-            "calibration": lambda record: calibration.tasks(setting, record),
             "latency": lambda record: latency.tasks(setting, record, watch),
             "variants": lambda record: variants.tasks(setting, record, watch),
             "engines": lambda record: engines.tasks(setting, record),

@@ -22,7 +22,6 @@ from benchmarks.pages import (
     decoder_onnx_page,
     decoder_page,
     engines_page,
-    heads_page,
     latency_page,
     levers_page,
     measurement_page,
@@ -62,7 +61,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "methods.json": ("Two ViTs with much to spare", accuracy_page.methods),
         "hard_vit.json": ("A ViT with nothing to spare", accuracy_page.hard_vit),
         "text_encoder.json": ("A text encoder", accuracy_page.text_encoder),
-        "whole_heads.json": ("Whole heads or narrower ones", heads_page.whole_heads),
     },
     "docs/measured/convnets.md": {"convnets.json": ("What methods lose", convnets_page.convnets)},
     "docs/measured/sparsity.md": {
@@ -138,7 +136,7 @@ def on_gpus(results: Path = RESULTS) -> list[str]:
 
 NO_GPU = (
     "There is no such record yet. On a machine with a GPU `python -m benchmarks.gpu.run --output out --only "
-    "calibration,latency,variants` and the same with `--only engines,real` make them in nine minutes each, resumably; "
+    "latency,variants` and the same with `--only engines,real` make them in nine minutes each, resumably; "
     "once they are committed, this page has their tables."
 )
 
