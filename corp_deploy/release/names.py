@@ -1,5 +1,7 @@
 """How the files of a release are called, relative to its directory. Imports no torch."""
 
+from pathlib import Path
+
 from corp_deploy.store.manifest import MANIFEST
 
 from .recipe import Recipe
@@ -54,12 +56,10 @@ def graph_name(precision: str) -> str:
 
 
 def graphs_of(recipe: Recipe, subject: str) -> tuple[str, ...]:
-    """The files of a subject's graphs, one a precision."""
     return tuple(f"{subject}/{graph_name(precision)}" for precision in recipe.export.precisions)
 
 
 def answers_name(subject: str, precision: str) -> str:
-    """What a graph answers to the samples."""
     return f"samples/{subject}.{precision}.npy"
 
 
@@ -82,12 +82,10 @@ def rival_name(target: ReleaseTarget) -> str:
 
 
 def gain_name(target: ReleaseTarget) -> str:
-    """The measurement of a quantised target against its rival."""
     return f"gain.{target.name}.json"
 
 
 def gains_of(recipe: Recipe) -> tuple[str, ...]:
-    """One of each quantised target."""
     return tuple(gain_name(target) for target in recipe.targets if target.rest is not None)
 
 
@@ -102,15 +100,18 @@ def parity_name(target: ReleaseTarget) -> str:
 
 
 def outputs_name(parity: str) -> str:
-    """The outputs that a parity record was measured on, beside it."""
     return f"{parity.removesuffix('.json')}.npz"
 
 
 def parities_of(recipe: Recipe) -> tuple[str, ...]:
-    """Every parity record of a release, each once."""
     return tuple(dict.fromkeys((PARITY, *map(parity_name, recipe.targets))))
 
 
 def page_name(target: ReleaseTarget) -> str:
-    """The report of a target that is not the first."""
     return f"report.{target.name}.html"
+
+
+def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
+    """Those of the first target, by which the recipe's rules are judged, by their kind."""
+    first = recipe.targets[0]
+    return {"bench": root / bench_name(recipe, first), "parity": root / parity_name(first)}
