@@ -26,7 +26,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from examples.digits.images import load
 from tests.command import invoked
 from tests.refusals import rejects

@@ -29,7 +29,7 @@ from corp_deploy.spec.trusted_code import Code, trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.module import traced_module
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.values import TracedValues
 from examples.own_module.net import Net

@@ -20,7 +20,7 @@ from corp_deploy.spec.outputs import Outputs
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.traced.models import module
 from corp_deploy.traced.models.module import TracedModule, Tracing, tracing
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.programs import tracing as tracing_of_models
 from tests import small_models, tiny
 

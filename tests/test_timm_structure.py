@@ -26,7 +26,7 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.narrowing import at_widths, first_groups, provable
+from corp_deploy.traced.models.narrowed_model import at_widths, first_groups, provable
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput

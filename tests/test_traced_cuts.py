@@ -11,7 +11,7 @@ from torch import fx, nn
 from corp_deploy.traced.finding.cuts import between, cuts
 from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.models.segments import layout_of
-from corp_deploy.traced.narrowing.narrow import narrow
+from corp_deploy.traced.narrowing.proof import narrow
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.sizes import size_, tell
 from corp_deploy.traced.programs.tracing import trace

@@ -34,10 +34,10 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.widths import Widths
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.store.inputs import texts_for_model
+from corp_deploy.store.input_sets import texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from corp_deploy.traced.models.module import TracedModule
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from export.graph.to_onnx import onnx_from_model
 from export.graph.to_onnx import save as save_graph
 from tests import encoders, tiny

@@ -13,7 +13,7 @@ import corp_deploy
 from corp_deploy.families.traced_model import traced
 from corp_deploy.reduction.steady_inputs import require_steady_on
 from corp_deploy.spec.architecture import Architecture
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.traced.programs.steady import NotFinite, _Summary, require_steady
 from corp_deploy.traced.programs.tracing import trace
 from tests.refusals import rejects

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from corp_deploy.traced.finding import sites
-from corp_deploy.traced.narrowing import narrow
+from corp_deploy.traced.narrowing import proof
 from corp_deploy.traced.programs.threads import one_thread
 from corp_deploy.traced.programs.tracing import trace
 
@@ -41,9 +41,9 @@ def test_sites_are_found_and_programs_narrowed_in_one_thread(monkeypatch: pytest
         return run
 
     monkeypatch.setattr(sites, "walked", watched(vars(sites)["walked"]))
-    monkeypatch.setattr(narrow, "without", watched(vars(narrow)["without"]))
+    monkeypatch.setattr(proof, "without", watched(vars(proof)["without"]))
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     found = sites.find(trace(model, [torch.randn(2, 4)]))
-    narrow.narrow(found, {found.sites[0].key: [0, 2]})
+    proof.narrow(found, {found.sites[0].key: [0, 2]})
     assert threads == [1, 1]
     assert torch.get_num_threads() == 2

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.families.traced_model import exportable
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from corp_deploy.traced.models.narrowing import narrowed
+from corp_deploy.traced.models.narrowed_model import narrowed
 from export.graph import to_onnx
 from export.graph.precision import typed_copy
 from tests import graph_keys, tiny, tracing

@@ -27,7 +27,7 @@ from calib.images import open_images
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.method import Method, method_from_preset
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 
 JOINT, MLP_ONLY = ("best", "corp", "corp-v1", "none"), ("grail", "vbp")
 

@@ -30,7 +30,7 @@ from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint, on_device
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from ground.effort import Stopwatch
 from ground.files import write_text
 from perf.runners.protocol import stopwatch

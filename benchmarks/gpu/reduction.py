@@ -22,7 +22,7 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
     """
     from corp_deploy.reduction.method import method_from_preset
     from corp_deploy.reduction.model import reduce, uniform_widths
-    from corp_deploy.store.inputs import lineage_of_model
+    from corp_deploy.store.input_sets import lineage_of_model
 
     size, device = sizes(setting), setting.device
     model = models.dense(name, setting)

@@ -18,7 +18,7 @@ from corp_deploy.families.family import listened, sites_of
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.store.inputs import lineage_of_model, model_digest
+from corp_deploy.store.input_sets import lineage_of_model, model_digest
 from corp_deploy.traced.models.module import replaced
 from corp_deploy.traced.models.sites import calibration_taps
 from perf.stats.decision import wilson

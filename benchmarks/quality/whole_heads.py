@@ -31,7 +31,7 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.widths import Widths
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import Missing

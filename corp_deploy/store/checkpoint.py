@@ -23,7 +23,7 @@ from corp_deploy.families.shared_programs import share_program_
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.module import TracedModule, replaced
 from corp_deploy.traced.models.module import device as device_of
-from corp_deploy.traced.models.narrowing import as_recorded, program_record, sites_record
+from corp_deploy.traced.models.narrowed_model import as_recorded, program_record, sites_record
 from corp_deploy.traced.programs.threads import one_thread
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json

@@ -28,7 +28,7 @@ from ground.records import record_from_text
 from .checkpoint import Checkpoint
 from .fitted import ids_of_lineage
 from .graph_facts import DIGEST, NORMALISED, PREFIX, SPARSITY
-from .inputs import model_digest
+from .input_sets import model_digest
 
 # Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
 CARRIED = ("dense", "moments", "images", "preset")

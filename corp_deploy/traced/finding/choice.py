@@ -12,7 +12,7 @@ from torch import Tensor
 from ground.errors import BadInput
 
 from .flow import Flow, labels_of, stuck
-from .site import Index, Site
+from .site_groups import Index, SiteGroups
 from .sites import Found
 
 Kept = Mapping[str, Sequence[int] | Index]
@@ -35,7 +35,7 @@ def gone(analysis: Found, kept: Kept) -> Tensor:
     return _taken_along(flow, goes) | folded_to_constant
 
 
-def _checked(site: Site, groups: Sequence[int] | Index) -> Index:
+def _checked(site: SiteGroups, groups: Sequence[int] | Index) -> Index:
     chosen = np.unique(np.asarray(groups, dtype=np.int64))
     if len(chosen) and (chosen[0] < 0 or chosen[-1] >= site.size):
         raise BadInput(f"{site.key}: keeps groups {chosen[0]} to {chosen[-1]} of {site.size}, expected them by number")
@@ -82,11 +82,11 @@ def holders_of(flow: Flow) -> Holders:
     return holders
 
 
-def _of_groups(flow: Flow, holders: Holders, site: Site) -> list[set[int]]:
+def _of_groups(flow: Flow, holders: Holders, site: SiteGroups) -> list[set[int]]:
     return [holders.get(label, set()) for label in labels_of(flow, site)[:, 0].tolist()]
 
 
-def beside(analysis: Found, values: Site) -> dict[str, Index] | str:
+def beside(analysis: Found, values: SiteGroups) -> dict[str, Index] | str:
     """By the keys of sites whose groups are of the same heads as those of `values`, which part of it each of their
     groups is of; or why no head goes whole.
     """

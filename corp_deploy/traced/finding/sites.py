@@ -16,7 +16,7 @@ from corp_deploy.traced.programs.threads import one_thread
 from .flow import Flow, Role, Use, holders, stuck
 from .labels import LabelTensor, compact
 from .product import macs
-from .site import FixedElements, Index, Kind, Site, Span
+from .site_groups import FixedElements, Index, Kind, SiteGroups, Span
 from .walk import walked
 
 _PLAIN = SAME | SHAPED | RUN | {"batch_norm", "pad", "constant_pad_nd", "avg_pool2d", "adaptive_avg_pool2d", "mean"}
@@ -74,7 +74,7 @@ class Found:
 
     program: Program
     flow: Flow
-    sites: tuple[Site, ...]
+    sites: tuple[SiteGroups, ...]
     stays: tuple[FixedElements, ...]
     costs: Mapping[fx.Node, int]
 
@@ -122,7 +122,7 @@ def _met(flow: Flow) -> Met:
     return met
 
 
-def _site(flow: Flow, met: Met, parts: Tensor, each: _Alike) -> Site:
+def _site(flow: Flow, met: Met, parts: Tensor, each: _Alike) -> SiteGroups:
     spans: dict[Role, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
     for use, index_GM in zip(each.uses, each.index, strict=True):
         reader = "" if use.is_of_constant else use.node.name
@@ -130,7 +130,7 @@ def _site(flow: Flow, met: Met, parts: Tensor, each: _Alike) -> Site:
         spans[use.role].setdefault((use.name, use.axes, reader), span)
     part_of_groups = parts[each.group_G].tolist()
     number = {part: place for place, part in enumerate(dict.fromkeys(part_of_groups))}
-    return Site(
+    return SiteGroups(
         name=common_path(list(dict.fromkeys(use.node for use in each.uses))),
         kind=_kind(flow, met, each),
         size=len(each.group_G),
@@ -216,7 +216,7 @@ def common_path(nodes: Sequence[fx.Node]) -> str:
     return ".".join(common or (paths[0] if paths else [nodes[0].name]))
 
 
-def _named(sites: Iterator[Site]) -> Iterator[Site]:
+def _named(sites: Iterator[SiteGroups]) -> Iterator[SiteGroups]:
     count: Counter[str] = Counter()
     for site in sites:
         count[site.key] += 1

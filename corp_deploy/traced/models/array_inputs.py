@@ -189,7 +189,7 @@ def _entries(value: Any) -> list[tuple[str, Any]] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class GivenOutput:
     """One of the tensors that a module gives: its place among them, its port, and its shape with a batch in front."""
 
     place: int
@@ -197,7 +197,7 @@ class Output:
     shape: tuple[int, ...]
 
 
-def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, int]) -> tuple[Output, ...]:
+def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, int]) -> tuple[GivenOutput, ...]:
     """Of what a module gives to batches of these two sizes those that it says, as `outputs` (names, or roles by name),
     else all. Raises BadInput for what is no floating tensor with the batch in front.
     """
@@ -213,7 +213,7 @@ def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, in
         chosen = _declared(name, declared, [path for path, _ in first.values()])
     if not chosen:
         raise BadInput(f"{name}: it gives nothing, expected one tensor or more")
-    outputs = list[Output]()
+    outputs = list[GivenOutput]()
     for place, (word, role) in chosen.items():
         word = f"output_{word}" if word[:1].isdigit() else word
         tensor, again = first[place][1], second.get(place, ("", None))[1]
@@ -226,7 +226,7 @@ def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, in
                 'say the others as `outputs`, such as {"logits": "logits"}'
             )
         port = OutputPort(name=word, role=role or role_of(word, tensor.dim()))
-        outputs.append(Output(place=place, port=port, shape=tuple(tensor.shape)))
+        outputs.append(GivenOutput(place=place, port=port, shape=tuple(tensor.shape)))
     return tuple(outputs)
 
 

@@ -34,7 +34,7 @@ from .token_merging import TokenMerge, key_bias, unmerged
 
 
 @dataclass(slots=True, kw_only=True)
-class Merges:
+class MergeBuilder:
     """A program on its way to one of fewer tokens. `sizes`, `sources`: of the stream by now, None for all tokens;
     `tokens_at`: by the names of nodes of fewer the merge before them, and these; `outside`: nodes on the way to outputs
     in front of the last; `back`: what is given back to these.

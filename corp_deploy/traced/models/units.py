@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from corp_deploy.traced.finding.choice import gone
 from corp_deploy.traced.finding.cuts import without_values
-from corp_deploy.traced.finding.site import Index, Site, Span
+from corp_deploy.traced.finding.site_groups import Index, SiteGroups, Span
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.program import Program, number_of, operation, reached, sizes_at_one
 from corp_deploy.traced.programs.readers import with_tensors
@@ -77,7 +77,7 @@ def _region(program: Program, names: Collection[str], sources: Collection[str]) 
     )
 
 
-def channel_units(program: Program, groups: Site, sources: Sequence[str]) -> Units | str:
+def channel_units(program: Program, groups: SiteGroups, sources: Sequence[str]) -> Units | str:
     """Each group by itself, or why none can be merged; `sources`: what layers read."""
     if groups.kind == "gated channels":
         return GATED
@@ -89,7 +89,7 @@ def channel_units(program: Program, groups: Site, sources: Sequence[str]) -> Uni
 
 
 def head_units(
-    analysis: Found, values: Site, others: Mapping[str, Index], groups_HV: Tensor, span: Span
+    analysis: Found, values: SiteGroups, others: Mapping[str, Index], groups_HV: Tensor, span: Span
 ) -> Units | str:
     """Each head of one attention, whose values one layer reads as a span says, or why none can be merged. `others`: by
     key of which head each group of other sites is.

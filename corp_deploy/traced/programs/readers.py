@@ -18,7 +18,7 @@ from .program import (
     RUN,
     SAME,
     SHAPED,
-    Batch,
+    BatchAxis,
     Program,
     arguments_of,
     batch_of,
@@ -158,7 +158,7 @@ class BatchFirst(nn.Module):
 
     is_read: Tensor | None
 
-    def __init__(self, layer: Layer, batch: Batch, is_read: Tensor | None) -> None:
+    def __init__(self, layer: Layer, batch: BatchAxis, is_read: Tensor | None) -> None:
         super().__init__()
         self.layer, self.batch = layer, batch
         self.register_buffer("is_read", None if is_read is None else batch.in_front(is_read).flatten())

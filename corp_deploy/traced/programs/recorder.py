@@ -26,7 +26,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RecordedCall:
     """`args`: positional and named ones, tensors in them as Ref."""
 
     target: Any
@@ -55,7 +55,7 @@ class Recorder(SchemaCheckMode):
 
     def __init__(self, named: Mapping[str, Tensor], stack: list[tuple[str, str]], *, on_meta: bool) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.constants: dict[str, Tensor] = {}
         self._stack, self._on_meta = stack, on_meta
         self._refs: dict[int, _Known] = {}
@@ -96,7 +96,7 @@ class Recorder(SchemaCheckMode):
         for place, each in enumerate(gives if several else (gives,)):
             if isinstance(each, Tensor):
                 self._know(each, Ref(len(self.calls), place if several else None))
-        self.calls.append(Call(target=func, args=written, gives=gives, stack=tuple(self._stack)))
+        self.calls.append(RecordedCall(target=func, args=written, gives=gives, stack=tuple(self._stack)))
 
     def _wholes(self, part: Tensor) -> Iterator[tuple[Any, Tensor, Ref, Any]]:
         """What a part that changes was cut out of, the innermost first, with what puts it back there."""

@@ -16,7 +16,7 @@ from corp_deploy.traced.programs.steady import require_steady
 from corp_deploy.traced.programs.threads import one_thread
 from corp_deploy.traced.programs.tracing import Inputs
 
-from .narrowing import Parts, Refused, part_of, without
+from .rewriter import Parts, Refused, part_of, without
 
 Mask = tuple[fx.Node, tuple[int, ...], Tensor]
 """Of what a node gives, the axes that elements are removed along, and which stay."""
