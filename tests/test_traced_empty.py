@@ -181,13 +181,6 @@ def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
         assert macs(model) <= 0.65 * macs(planted.model)
 
 
-def test_what_can_go_whole_is_told() -> None:
-    sites = sites_of(dense().model).every
-    whole = {site.name for site in sites if site.whole_removal is not None}
-    assert {MLP, VALUES} <= whole
-    assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.whole_removal is not None)
-
-
 @pytest.mark.parametrize("name", ["stages.0.blocks.0.attn.v", "stages.1.blocks.0.attn.qk"])
 def test_what_cannot_go_whole_is_refused(name: str, tmp_path: Path) -> None:
     """Values that a convolution's keys go beside, queries and keys whose values stay: as widths, and in a file."""

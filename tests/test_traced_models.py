@@ -162,15 +162,6 @@ def test_what_a_site_costs_and_where_it_is_heard() -> None:
     assert sum(found.costs.values()) == 24 * 3 * own.TOKENS * own.D
 
 
-def test_a_model_on_meta_has_the_same_sites() -> None:
-    _, found = found_of("rotary")
-    with torch.device("meta"):
-        program = trace(own.Rotary(), inputs([TOKENS], 2))
-    again = find(program)
-    assert [site.key for site in again.sites] == [site.key for site in found.sites]
-    assert narrow(again, {site.key: half(site) for site in again.sites}).unreduced == {}
-
-
 def test_a_choice_that_cannot_be_is_refused() -> None:
     _, found = found_of("einsum")
     first = found.sites[0].key
