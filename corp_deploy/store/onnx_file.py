@@ -142,9 +142,7 @@ def export_checkpoint(
     breaks: Sequence[str] = (),
     graph_input: GraphInput = "float32",
 ) -> None:
-    """Write the model as one typed ONNX file; `breaks` name what builders must not fuse across, `graph_input` as for
-    export_form. Raises export's BadInput when the graph will not do.
-    """
+    """Write the model as one typed ONNX file; `breaks` name what builders must not fuse across."""
     form = export_form(checkpoint, precision=precision, geometry=geometry, graph_input=graph_input)
     proto = onnx_from_model(
         form.model,

@@ -126,7 +126,6 @@ def _of_axes(
     sizes: Sequence[tuple[int, ...]],
     own: list[int],
 ) -> BothHeads | str:
-    """With heads along these axes that both have, windows along others."""
     counts = range(len(spans[0].axes) - 1)
     by_head, places = [], []
     for each, of_axes, most in zip(labels, sizes, sizes[::-1], strict=True):
@@ -170,9 +169,7 @@ def _labels(span: Span, node: fx.Node) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _arranged(queries_HD: Tensor, keys_HD: Tensor) -> tuple[Tensor, int, int] | None:
-    """For each head its elements of the site among [H D]: [H,T,D], how many of a head go together, how many heads share
-    what they keep; None where that isn't even.
-    """
+    """Return the elements of heads among [H D] as [H,T,D], groups that go together and shared heads; None if uneven."""
     if queries_HD.shape != keys_HD.shape or not torch.equal(queries_HD, keys_HD):
         return None
     lines = [line[line >= 0] for line in queries_HD]

@@ -140,7 +140,7 @@ def scores(model: nn.Module, stream: SiteGroups) -> Tensor:
 
 
 def _gain(program: Program, source: fx.Node) -> Tensor | None:
-    """Of the norm in front, by channel; None where there is none or it has none. Tokens may be picked between."""
+    """Return the gain of the norm in front by channel, None without one."""
     while operation(source) in SAME | {"select", "slice"}:
         source = source.all_input_nodes[0]
     weight = source.args[2] if operation(source) in ("layer_norm", "rms_norm") and len(source.args) > 2 else None

@@ -107,7 +107,7 @@ class Tracing:
         return listening(self.running, readers, projections, dict(self._read(readers)))
 
     def _read(self, readers: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Of layers behind attentions some of whose rows go nowhere which others do."""
+        """Yield layers behind attentions with the rows that are read, where others are not."""
         behind = {span.reader for site in self.analysis.sites if site.kind == "values" for span in site.listening}
         for name in sorted(behind & readers):
             node = self.by_node[name]

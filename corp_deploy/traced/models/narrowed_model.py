@@ -156,7 +156,6 @@ def _module(model: nn.Module, graph: fx.GraphModule, kept: Mapping[str, Index], 
 
 
 def _joined(model: nn.Module, kept: Mapping[str, Index], biases: tuple[str, ...]) -> KeptGroups:
-    """What is kept of the dense program, after what was kept of it before."""
     own, before = tracing(model), traced_state(model).cut
     groups = names_of(own)
     if before is None:

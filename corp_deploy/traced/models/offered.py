@@ -62,9 +62,7 @@ def _told_of_queries(every: list[Site], beside: Mapping[str, str]) -> Iterator[S
 
 
 def values_beside(tracing: Tracing, named: Mapping[str, SiteGroups]) -> dict[str, str]:
-    """By the name of queries and keys that of the values of the same attention: of those whose labels the product with
-    its softmax has; where other steps stand between both products, of those in the same module.
-    """
+    """Return by queries and keys the values of the same attention, by shared labels or else by module."""
     flow, found = tracing.analysis.flow, dict[str, str]()
     values = {name: groups for name, groups in named.items() if groups.kind == "values"}
     labels = {name: labels_of(flow, groups)[:, 0] for name, groups in values.items()}
@@ -84,7 +82,6 @@ def values_beside(tracing: Tracing, named: Mapping[str, SiteGroups]) -> dict[str
 
 
 def _behind(tracing: Tracing, groups: SiteGroups, values: SiteGroups | None) -> str:
-    """The node of the layer that reads the values of the same attention, or what alone is made of these."""
     readers = () if values is None else (span.reader for span in values.listening)
     if hooked_reader := next((reader for reader in readers if reader in tracing.hooked[1]), ""):
         return hooked_reader
@@ -106,7 +103,7 @@ def names_of(tracing: Tracing) -> dict[str, SiteGroups]:
 
 
 def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str, str], name: str) -> Site | str:
-    """Or why it stays."""
+    """Return the site, or why it stays."""
     groups = named[name]
     kind = _CLASSES[groups.kind]
     if not tracing.program.any_batch:
@@ -136,16 +133,14 @@ def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str
 
 
 def whole_removal(tracing: Tracing, groups: SiteGroups, name: str) -> WholeRemoval | None:
-    """Where all can go: of an MLP's channels or an attention's values; of those that share a path names would be others
-    afterwards.
-    """
+    """Return where all of an MLP's channels or an attention's values can go."""
     if groups.kind not in ("channels", "gated channels", "values") or "#" in f"{name}{groups.name}":
         return None
     return whole_removal_at(tracing.program, groups)
 
 
 def _squeezes_told(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -> list[SiteReader]:
-    """Of channels, whether what reads them reads places of a map or its means, or takes a mean over the channels."""
+    """Tell readers of places of a map from readers of its means."""
     readings = [replace(each, is_squeeze=is_mean(each.weight)) for each in readings]
     shapes = [sizes_at_one(tracing.by_node[each.source]) for each in readings]
     counts = [math.prod(shape[2:]) if len(shape) == 4 else 0 for shape in shapes]
@@ -179,7 +174,7 @@ def _is_alike(uses: list[SiteReader], count: int) -> bool:
 
 
 def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
-    """Or why what hears these groups is no layer whose statistics are known."""
+    """Return the reader, or why its statistics are not known."""
     node = tracing.by_node[span.reader]
     path, source = module_of(node)[0] or "the model", tracing.by_node[span.name]
     if not is_heard(node, source):

@@ -170,7 +170,7 @@ def _side(piece: Subprogram, groups: SiteGroups, heads: HeadPlaces, both: BothHe
 
 
 def _holds(side: Side, piece: Subprogram, heads: HeadPlaces, both: BothHeads, where: torch.device) -> bool:
-    """Whether rows that are mixed give dimensions that are: seen on random numbers."""
+    """Check on random numbers that mixed rows give mixed dimensions."""
     generator = torch.Generator().manual_seed(0)
     heads_apart, dims = len(side.rows_HTD) // both.shared, side.rows_HTD.shape[2]
     map_HDD = torch.randn(heads_apart, dims, dims, generator=generator, dtype=torch.float64)

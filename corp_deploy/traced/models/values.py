@@ -105,7 +105,6 @@ def values(
 
 
 def _queries_mixed(tracing: Tracing, reading: SiteReader) -> str:
-    """What mixes all dimensions of an attention's queries, or nothing that is known."""
     output, flow = moved_from(tracing.by_node[reading.source]), tracing.analysis.flow
     queries = next((each.queries for each in attentions_of(tracing.program) if each.output is output), None)
     marks = None if queries is None else flow.values.get(queries)

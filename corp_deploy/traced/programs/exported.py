@@ -93,7 +93,6 @@ def _values_place(node: fx.Node) -> int:
 
 
 def _pads(scores: fx.Node) -> Iterator[tuple[fx.Node, Pads]]:
-    """Where a node multiplies queries by keys: what is put beside those, or beside the values that are summed up."""
     is_whole, node = operation(scores) == SDPA, values_product(scores)
     if node is None or (is_whole and scores.kwargs.get("scale") is None):
         return
@@ -156,9 +155,7 @@ Path = tuple[str, ...]
 
 
 class CalledModule(nn.Module):
-    """A module of the tree, as one that is written by hand: of nodes inside of a GraphModule an export doesn't say
-    where they were called.
-    """
+    """A module of the tree whose calls an export locates, unlike nodes of a GraphModule."""
 
 
 class Norm(CalledModule):
@@ -210,7 +207,6 @@ class _Making:
         return _by_hand(fx.GraphModule(self.own, self.graph), Norm if is_norm else CalledModule)
 
     def _runs(self, called: Sequence[fx.Node]) -> Iterator[tuple[str | None, Path, list[fx.Node]]]:
-        """What is done at a stretch, with the name of the module that does it here, and its path; None for this one."""
         depth, counts, again = len(self.path), Counter[str](), Counter[Path]()
         for name, together in groupby(called, lambda node: next(iter(self.paths[node][depth:]), None)):
             run = list(together)
@@ -261,7 +257,6 @@ def _by_hand(graph: fx.GraphModule, base: type[CalledModule]) -> nn.Module:
 
 
 def _paths(called: Sequence[fx.Node]) -> dict[fx.Node, Path]:
-    """Where each was called; what was put there later stands with what uses it."""
     paths: dict[fx.Node, Path] = {}
     for node in reversed(called):
         path = module_of(node)[0]

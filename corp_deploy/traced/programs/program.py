@@ -174,9 +174,7 @@ def _at_one(sizes: Any) -> Any:
 
 
 def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int] | None:
-    """To reshape to in a node's place: these sizes at a batch of 1, at any other what is left; None where the batch
-    counts several.
-    """
+    """Return sizes to reshape to at any batch; None where the batch counts several axes."""
     dense = node.meta["sizes"]
     shape = [-1 if isinstance(each, BatchAffineSize) else size for each, size in zip(dense, sizes, strict=True)]
     return None if shape.count(-1) > 1 else shape
@@ -227,7 +225,6 @@ def batch_of(node: fx.Node) -> BatchAxis | None:
 
 
 def _counted(node: fx.Node) -> tuple[int | None, tuple[int, ...]]:
-    """The one axis that the batch counts, and the sizes at a batch of 1; of several tensors those of the first."""
     sizes: Any = node.meta.get("sizes")
     sizes = sizes if isinstance(sizes, tuple) else ()
     sizes = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes

@@ -75,9 +75,7 @@ def every_layer(program: Program) -> Iterator[Called]:
 
 
 def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
-    """Those that sum over all channels; `in_groups`: also convolutions of which each group of outputs reads channels of
-    its own, but for those that read one alone.
-    """
+    """Return layers that sum over all channels; `in_groups` also convolutions in groups of several channels."""
     for layer in every_layer(program):
         if groups_of(layer.node) == 1 or (in_groups and program.tensor(layer.weight).shape[1] > 1):
             yield layer
@@ -111,9 +109,7 @@ def with_gain(weight: Tensor, gain_O: Tensor | None) -> Tensor:
 
 
 def with_biases_(program: Program) -> tuple[str, ...]:
-    """Give every such layer that has no bias one of zeros, so that there is a place for what repairs add; their
-    names.
-    """
+    """Give every layer without a bias one of zeros for repairs; return their names."""
     graph, added = program.graph, dict[str, None]()
     names = constant_names(program.nodes)
     for layer in list(every_layer(program)):

@@ -49,9 +49,7 @@ _CALLS = MetaCalls()
 
 
 class Recorder(SchemaCheckMode):
-    """Writes down calls where torch.export would, ahead of autograd and of what takes ops apart. Torch lets no other
-    class than its own be there; this one has nothing of its base.
-    """
+    """Write down calls ahead of autograd and of what takes ops apart, as torch.export does."""
 
     def __init__(self, named: Mapping[str, Tensor], stack: list[tuple[str, str]], *, on_meta: bool) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
@@ -99,14 +97,12 @@ class Recorder(SchemaCheckMode):
         self.calls.append(RecordedCall(target=func, args=written, gives=gives, stack=tuple(self._stack)))
 
     def _wholes(self, part: Tensor) -> Iterator[tuple[Any, Tensor, Ref, Any]]:
-        """What a part that changes was cut out of, the innermost first, with what puts it back there."""
         while id(part) in self._parts:
             base, scatter, place = self._parts[id(part)]
             yield scatter, base, self.ref(base), place
             part = base
 
     def _storages_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
-        """What it gives on meta; of the same sizes as the last time, where it was numbers of its own."""
         key = func, sizes_key(entering)
         known = _CALLS.get(key)
         if known is None:

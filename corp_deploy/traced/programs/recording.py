@@ -116,7 +116,7 @@ def stacked(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
 
 
 def _free(name: str) -> str:
-    """Of a module, parameter or buffer in a graph: `meta.weight` would be looked for in the graph's own notes."""
+    """Rename `meta`, `graph` and `code`, which a graph has itself."""
     first, *rest = name.split(".")
     return ".".join((f"{first}_" if first in TAKEN else first, *rest))
 
