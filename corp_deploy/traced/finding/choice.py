@@ -20,7 +20,7 @@ Kept = Mapping[str, Sequence[int] | Index]
 
 
 def gone(analysis: Found, kept: Kept) -> Tensor:
-    """Return which labels go [labels]; where none is kept, their holders stay. Raises BadInput for an impossible choice."""
+    """Return which labels go [labels]; where none is kept, their holders stay. Raises BadInput if that can't be."""
     flow, by_key = analysis.flow, {site.key: site for site in analysis.sites}
     goes, folded_to_constant = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
     for key, groups in kept.items():
