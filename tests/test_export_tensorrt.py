@@ -423,7 +423,6 @@ def test_memory_of_other_profiles_is_refused(graph: Path, tmp_path: Path) -> Non
     rejects("memory of 2 profiles, expected 1", record_of_plan, tmp_path / "m.plan")
 
 
-
 def test_parser_and_builder_errors_are_told_once_with_their_site(graph: Path) -> None:
     world = Tensorrt()
     world.parses = False

@@ -9,7 +9,7 @@ import click
 
 from corp_deploy.invocation.engine import AuditOptions, EngineOptions
 from corp_deploy.invocation.export_choice import ExportFiles, ExportOptions
-from corp_deploy.invocation.inputs import InputOptions
+from corp_deploy.invocation.input_choice import InputOptions
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
 from ground.precision import PRECISIONS, QUANTISED
@@ -112,7 +112,7 @@ def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], Non
     required=True,
     help="Plan (or optimised graph) to write; its record is written beside it.",
 )
-def build(graph: Path, output: Path, options: EngineOptions, out: Output) -> None:
+def build_command(graph: Path, output: Path, options: EngineOptions, out: Output) -> None:
     """Build an engine from a typed ONNX graph. Its record is written beside it.
 
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan

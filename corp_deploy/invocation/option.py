@@ -1,7 +1,7 @@
 """An option that is declared once: a field of a frozen record, with what it may be, its default, and what it does;
 and one call of corp-deploy as values: what a stage runs from, and what is printed beside the files that it made.
 
-Of the record commands/command.py makes the options of a command, release/recipe_record.py the keys of a recipe's
+Of the record commands/command.py makes the options of a command, release/recipe_keys.py the keys of a recipe's
 table, and api/in_python.py the parameters of a function; its constructor takes values as any of the three write them.
 """
 
@@ -96,6 +96,13 @@ def option(
     """A field of a record; what it may be, where that isn't said, is by its type: words, or true and false."""
     meta = {"of": of, "help": help, "flag_value": flag_value, "unset": unset, "typed": typed, "in_recipe": in_recipe}
     return field(default=default, metadata=meta)
+
+
+def declared(record: type["Record"], name: str, default: Any) -> Any:
+    """Return a field that is an option of another record, with a default of its own."""
+    each = _every_option(record)[name]  # type: ignore[arg-type]  # a class is hashable, which mypy misses
+    names = ("of", "help", "flag_value", "unset", "typed", "in_recipe")
+    return field(default=default, metadata={key: getattr(each, key) for key in names})
 
 
 def _values_of(annotation: Any) -> Values:
@@ -217,6 +224,6 @@ class Invocation:
         return shlex.join(self.argv)
 
 
-def path_from(directory: Path, path: Path | None) -> str | None:
-    """A path as it is written in a command that is run in the directory."""
-    return None if path is None else Path(os.path.relpath(path.absolute(), directory.resolve())).as_posix()
+def path_from(directory: Path, path: PathLike | None) -> str | None:
+    """Return a path as it is written in a command that is run in the directory."""
+    return None if path is None else Path(os.path.relpath(Path(path).absolute(), directory.resolve())).as_posix()

@@ -33,7 +33,7 @@ OUTPUT_NAMES = ParsedText(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(Record, heading="Model"):
+class ModelSource(Record, heading="Model"):
     """Where a model comes from, and what of it is set otherwise.
 
     `name`: a timm name (with `weights`), a directory written by corp-deploy or a snapshot of one of timm's

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from calib.fingerprints import Fingerprints
 from calib.inputs import InputSet
 from calib.moments import Moments
-from calib.store import load as load_moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
@@ -211,20 +210,20 @@ def reduced_checkpoint(
     reduction: Reduction,
     planned: WidthPlan,
     preset: str,
-    moments: Path,
-    held_out: Moments | None,
+    moments: Moments,
+    moments_file: Path,
+    held_out: Moments | None = None,
     looked_at: Sequence[InputSet | None] = (),
 ) -> Checkpoint:
     """With what led to it; `looked_at`: the inputs beside the moments that it was fitted or chosen by."""
-    fitted = load_moments(moments)
     lineage = {
         "dense": model_digest(dense.model),
-        "moments": sha256_of_file(moments),
-        "images": fitted.lineage["images"],
+        "moments": sha256_of_file(moments_file),
+        "images": moments.lineage["images"],
         "preset": preset,
         "reduction": record_of_reduction(reduction, planned),
     }
-    fingerprints = _used_fingerprints(dense, fitted, looked_at)
+    fingerprints = _used_fingerprints(dense, moments, looked_at)
     if len(fingerprints):
         lineage[FITTED] = fingerprints.as_json()
     lineage |= {name: dense.lineage[name] for name in ("source", CLASS_NAMES) if name in dense.lineage}

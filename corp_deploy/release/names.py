@@ -1,9 +1,11 @@
 """How the files of a release are called, relative to its directory. Imports no torch."""
 
+from pathlib import Path
+
 from corp_deploy.store.manifest import MANIFEST
 
 from .recipe import Recipe
-from .targets import SUBJECTS, Target
+from .targets import SUBJECTS, ReleaseTarget
 
 __all__ = ["MANIFEST", "SUBJECTS"]
 
@@ -63,17 +65,17 @@ def answers_name(subject: str, precision: str) -> str:
     return f"samples/{subject}.{precision}.npy"
 
 
-def plan_name(target: Target, subject: str) -> str:
+def plan_name(target: ReleaseTarget, subject: str) -> str:
     """Where a target's engine stands in a release: beside the graph it was built from, where `package` looks for it."""
     return f"{subject}/model.{target.name}.plan"
 
 
-def artefact_name(target: Target, subject: str) -> str:
+def artefact_name(target: ReleaseTarget, subject: str) -> str:
     """What the target runs: a plan, or the graph itself in ONNX Runtime."""
     return plan_name(target, subject) if target.is_engine else f"{subject}/{graph_name(target.precision)}"
 
 
-def rival_name(target: Target) -> str:
+def rival_name(target: ReleaseTarget) -> str:
     """What a quantised target is measured against: the reduced model in the precision that it rests on."""
     assert target.rest is not None, target
     if target.is_engine:
@@ -81,7 +83,7 @@ def rival_name(target: Target) -> str:
     return f"reduced/{graph_name(target.rest)}"
 
 
-def gain_name(target: Target) -> str:
+def gain_name(target: ReleaseTarget) -> str:
     """The measurement of a quantised target against its rival."""
     return f"gain.{target.name}.json"
 
@@ -91,12 +93,12 @@ def gains_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(gain_name(target) for target in recipe.targets if target.rest is not None)
 
 
-def bench_name(recipe: Recipe, target: Target) -> str:
+def bench_name(recipe: Recipe, target: ReleaseTarget) -> str:
     """bench.json of the first target, bench.TARGET.json of the others."""
     return BENCH if target == recipe.targets[0] else f"bench.{target.name}.json"
 
 
-def parity_name(target: Target) -> str:
+def parity_name(target: ReleaseTarget) -> str:
     """parity.json covers ONNX Runtime on the CPU; what needs a GPU has its own record."""
     return PARITY if target.name == "onnxruntime-cpu" else f"parity.{target.name}.json"
 
@@ -111,6 +113,12 @@ def parities_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys((PARITY, *map(parity_name, recipe.targets))))
 
 
-def page_name(target: Target) -> str:
+def page_name(target: ReleaseTarget) -> str:
     """The report of a target that is not the first."""
     return f"report.{target.name}.html"
+
+
+def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
+    """Those of the first target, by which the recipe's rules are judged, by their kind."""
+    first = recipe.targets[0]
+    return {"bench": root / bench_name(recipe, first), "parity": root / parity_name(first)}

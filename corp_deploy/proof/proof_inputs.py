@@ -77,7 +77,7 @@ def of_port(inputs: ProofInputs, port: Port, *, where: str) -> ProofInputs:
     return replace(inputs, feeds={port.name: whole_pixels(single_array(inputs.feeds), where=where)})
 
 
-def on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
+def array_on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
     """Room for `count` of what `like` holds some of; the mapping keeps the file until the last array on it is gone."""
     with TemporaryFile() as file:
         return np.memmap(file, dtype=like.dtype, mode="w+", shape=(count, *like.shape[1:]))
@@ -93,5 +93,5 @@ def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
     return ProofInputs(feeds=random_feeds(ports, count, seed=seed), digest=f"random seed {seed}", kind="random")
 
 
-def listed(ports: Sequence[Port]) -> str:
+def ports_line(ports: Sequence[Port]) -> str:
     return ", ".join(f"{port.name} {port.shape}" + f" {port.dtype}" * (port.dtype != "float32") for port in ports)
