@@ -57,7 +57,5 @@ class Setting:
 
     def as_json(self) -> dict[str, Any]:
         """What rows of one record must have in common."""
-        told = {
-            key: value for key, value in asdict(self).items() if key not in ("cache", "packed", "engines")
-        }
+        told = {key: value for key, value in asdict(self).items() if key not in ("cache", "packed", "engines")}
         return told | {"align_hidden": self.align_hidden, "align_head": ALIGN_HEAD, "precision": self.precision}
