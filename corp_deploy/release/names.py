@@ -1,5 +1,7 @@
 """How the files of a release are called, relative to its directory. Imports no torch."""
 
+from pathlib import Path
+
 from corp_deploy.store.manifest import MANIFEST
 
 from .recipe import Recipe
@@ -103,3 +105,9 @@ def parities_of(recipe: Recipe) -> tuple[str, ...]:
 
 def page_name(target: ReleaseTarget) -> str:
     return f"report.{target.name}.html"
+
+
+def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
+    """Those of the first target, by which the recipe's rules are judged, by their kind."""
+    first = recipe.targets[0]
+    return {"bench": root / bench_name(recipe, first), "parity": root / parity_name(first)}

@@ -78,7 +78,7 @@ class Pace:
 
 def limited_seconds(recipe: Recipe) -> dict[str, float]:
     """Return how long the stages that measure take at most, by name."""
-    seconds = recipe.bench.time_limit_s * len(recipe.bench.batches)
+    seconds = recipe.bench.time_limit * len(recipe.bench.batches)
     return {f"{kind}.{target.name}": seconds for target in recipe.targets for kind in ("bench", "gain")}
 
 

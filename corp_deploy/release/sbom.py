@@ -115,7 +115,7 @@ def _card(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> di
             "architectureFamily": config.family,
             "modelArchitecture": config.architecture_line,
             "datasets": [{"ref": CALIBRATION}, {"ref": HELD_OUT}],
-            "inputs": [{"format": f"{recipe.export.input} images, {shape}"}],
+            "inputs": [{"format": f"{recipe.export.graph_input} images, {shape}"}],
             "outputs": [{"format": parity.compared}],
         },
         "quantitativeAnalysis": {"performanceMetrics": metrics},

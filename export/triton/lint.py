@@ -17,7 +17,7 @@ from .versions import versions_of
 
 
 def _fields(text: str = "", number: str = "", truth: str = "", word: str = "", **others: Any) -> dict[str, Any]:
-    """What the fields of a message hold, by name: of these kinds, messages, or None for what is not looked into."""
+    """Return the kinds of a message's fields by name; None for what is not checked."""
     names = {"text": text, "int": number, "bool": truth, "name": word}
     return {name: kind for kind, each in names.items() for name in each.split()} | others
 
@@ -82,7 +82,6 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
 
 
 def misused_fields(message: Message, fields: dict[str, Any] = FIELDS, path: str = "") -> Iterator[tuple[int, str]]:
-    """Line and complaint for every field that Triton does not know or that holds the wrong kind of value."""
     for field in message.fields:
         where = f"{path}{field.name}"
         if field.name not in fields:
@@ -106,10 +105,9 @@ PLATFORMS = {"tensorrt_plan": "tensorrt", "onnxruntime_onnx": "onnxruntime"}
 
 
 def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFinding, ...]:
-    """Every fault of every model, errors before warnings within a file; empty when a server can load it all.
+    """Return every fault of every model, errors first within a file.
 
-    `server` is a release of the table, such as 26.07, to compare versions with. Raises BadInput when the directory
-    holds no models at all.
+    `server`: a release such as 26.07 to compare versions with. Raises BadInput for a directory without models.
     """
     if not repository.is_dir():
         raise BadInput(f"{repository}: there is no such directory; name the model repository")

@@ -1,8 +1,6 @@
-"""The files of one served version against the config that names them and against each other; and what of them would run
-somebody's code in the server, or lead it to files elsewhere.
+"""The files of one served version against their config, and what of them would run foreign code or lead elsewhere.
 
-A server looks for the libraries of its backends in the folders of a model before its own, imports model.py, and follows
-paths of config.pbtxt wherever they lead.
+A server looks for backends' libraries in a model's folders first, imports model.py, and follows all paths.
 """
 
 import os
@@ -32,7 +30,6 @@ _CODE = re.compile(r"\.(py[a-z]?|pth|pt2?|pkl|pickle|jar|egg)$", re.IGNORECASE)
 
 
 def foreign_files(model: Path) -> Iterator[LintFinding]:
-    """Links, libraries and code in the folders of a model, but for the model.py of this tool."""
     if model.is_symlink():
         yield lint_finding(model, ERROR, f"a link, to {model.readlink()}", "put the model itself there")
     own = BACKEND_MODEL.read_bytes()
@@ -57,7 +54,6 @@ def _fault_message(path: Path, own: bytes) -> str:
 
 
 def foreign_config(config: Message) -> Iterator[LintFinding]:
-    """Backends, agents, parameters and paths that bring code, or lead out of the model's directory."""
     known = {
         "backend": ("a backend of somebody else's", BACKENDS),
         "platform": ("a platform that this tool doesn't know", PLATFORMS),
@@ -81,7 +77,6 @@ def foreign_config(config: Message) -> Iterator[LintFinding]:
 
 
 def _fields(message: Message, within: str = "") -> Iterator[tuple[str, Field]]:
-    """Those of any depth, each with the name of the message that it is in."""
     for field in message.fields:
         yield within, field
         if isinstance(field.value, Message):
@@ -89,7 +84,6 @@ def _fields(message: Message, within: str = "") -> Iterator[tuple[str, Field]]:
 
 
 def _parameter(entry: Message, line: int) -> Iterator[LintFinding]:
-    """One of the model, or of what accelerates it."""
     key, value = entry.text("key"), entry.inner("value").text("string_value") or entry.text("value")
     if key in CODE_PARAMETERS or key.upper().endswith("_PATH") or _LIBRARY.search(value):
         yield error(line, f"parameter {key!r} names code or a path, {value[:100]!r}", "remove it")
@@ -104,7 +98,6 @@ DEFAULT_FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx", "python"
 def lint_version(
     folder: Path, config: Message, path: Path, backend: str, release: ServerRelease | None
 ) -> Iterator[LintFinding]:
-    """What is wrong in the version directory `folder` of a model whose config.pbtxt is `path`."""
     yield from _labels(folder, config, path)
     files = _artifact_files(config, backend)
     for name, line in files.items():
@@ -126,7 +119,6 @@ def lint_version(
 
 
 def _artifact_files(config: Message, backend: str) -> dict[str, int | None]:
-    """Each file that the server opens, with the line that names it; None where it is the default name."""
     files: dict[str, int | None] = {each.text("value"): each.line for each in config.messages("cc_model_filenames")}
     field = config.one("default_model_filename")
     if files and field is None:
