@@ -88,10 +88,10 @@ def test_names_of_another_number_of_classes_are_left_out(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("model", "shown"),
     [
-        ({"model": "hf:/models/pets"}, "hf:pets"),
-        ({"model": "/models/pets"}, "pets"),
-        ({"model": "vit_tiny_patch16_224", "weights": Path("/w.safetensors")}, "vit_tiny_patch16_224"),
-        ({"model": "module:/code/net.py:make"}, "module:net.py:make"),
+        ({"name": "hf:/models/pets"}, "hf:pets"),
+        ({"name": "/models/pets"}, "pets"),
+        ({"name": "vit_tiny_patch16_224", "weights": Path("/w.safetensors")}, "vit_tiny_patch16_224"),
+        ({"name": "module:/code/net.py:make"}, "module:net.py:make"),
     ],
 )
 def test_model_is_shown_as_its_user_named_it(model: dict[str, Any], shown: str) -> None:

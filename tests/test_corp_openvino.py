@@ -134,7 +134,7 @@ def of_openvino(tmp_path: Path, **target: str) -> Recipe:
 def test_a_recipe_benches_the_target_in_its_own_precision(tmp_path: Path, target: dict[str, str], graph: str) -> None:
     made, dtype = of_openvino(tmp_path, **target), target.get("precision", "fp32")
     said = f"bench dense/{graph} reduced/{graph} --backend openvino --dtype {dtype} --threads 2"
-    assert said in str(calls.bench(made, made.targets[0]))
+    assert said in str(calls.bench_call(made, made.targets[0]))
 
 
 def test_a_target_in_openvino_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

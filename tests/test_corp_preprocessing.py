@@ -205,7 +205,7 @@ def test_a_recipe_has_the_same_keys_and_keeps_them(tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert (recipe.model.ema, recipe.model.weights_key) == (False, "state_dict")
     assert settings_of("model", recipe.model)["model.weights_key"] == "state_dict"
-    assert recipe.model.source.preprocessing == Preprocessing(
+    assert recipe.model.preprocessing == Preprocessing(
         mean=(0.485, 0.456, 0.406), std=(0.25,), crop_pct=1.0, interpolation="bilinear", crop_mode="border"
     )
     kept = tomllib.loads(text_of_recipe(recipe, tmp_path))["model"]

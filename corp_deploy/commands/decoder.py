@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import click
 
 from corp_deploy.invocation.export_choice import DecoderExport
-from corp_deploy.invocation.inputs import RequiredInputs
+from corp_deploy.invocation.input_choice import RequiredInputs
 from corp_deploy.invocation.proof import LanguageOptions
 from corp_deploy.invocation.running import BenchOptions, DecoderLoad
 from corp_deploy.views.console import Output

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from corp_deploy.invocation.inputs import KINDS
+from corp_deploy.invocation.input_choice import KINDS
 from corp_deploy.invocation.running import BenchFiles, BenchOptions, DecoderLoad, FedOptions
 from corp_deploy.invocation.table import BENCH_OF, VERIFY_REFERENCE
 from corp_deploy.views.console import Output
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.argument("model", metavar="REFERENCE")
 @click.argument("candidates", nargs=-1, type=ANY_PATH)
 @trust_engine_option
-def verify(
+def verify_command(
     model: ModelChoice,
     candidates: tuple[Path, ...],
     inputs: Annotated[ProofInputChoice, some(*KINDS, "random", "labels", "samples", "seed", "hold_out", "groups")],
@@ -141,7 +141,7 @@ def _verify_models(
 @click.argument("reduced", type=ANY_PATH)
 @trust_option
 @trust_engine_option
-def bench(
+def bench_command(
     dense: Path,
     reduced: Path,
     files: BenchFiles,
@@ -212,7 +212,7 @@ def _are_of_decoders(*paths: Path) -> bool:
 @command("bench compare")
 @click.argument("before", type=FILE)
 @click.argument("after", type=FILE)
-def compare(before: Path, after: Path, out: Output) -> int:
+def compare_command(before: Path, after: Path, out: Output) -> int:
     """Put two bench records side by side.
 
     Differences of the machines come first, then the figures. Exit codes: 0, or 5 if machines or settings differ so that

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corp_deploy.invocation.inputs import InputOptions
+from corp_deploy.invocation.input_choice import InputOptions
 from corp_deploy.invocation.option import option
 from corp_deploy.invocation.proof import DecoderProof, MetricOptions, ProofFiles, ProofOptions
 from corp_deploy.invocation.table import VERIFY
@@ -208,7 +208,6 @@ class ProofInputChoice(InputOptions):
 
     @property
     def describe(self) -> str:
-        """As they are typed."""
         return super().describe if self.random is None else f"--random {self.random} --seed {self.seed}"
 
     def require(self) -> None:

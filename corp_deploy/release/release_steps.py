@@ -4,7 +4,7 @@ here, so a run with nothing to do never waits for it.
 Every function reads what earlier stages left in `dirs.root` and writes below `dirs.into` only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from perf.parity.parity import load_parity
 from perf.report.render import html, junit, markdown
 
 from . import names
+from .baseline import Baseline
 from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
@@ -54,8 +55,7 @@ from .targets import ReleaseTarget
 
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
-    """The trained model as a directory of its own."""
-    save(recipe.model.source.opened(), dirs.into / "dense")
+    save(recipe.model.opened(), dirs.into / "dense")
 
 
 def write_engines(dirs: StageDirs, target: ReleaseTarget, invocation: Invocation) -> None:
@@ -98,7 +98,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) 
     metrics = trusted_metrics(recipe.parity.metrics(dirs.root))
     meter = Meter(metrics, named_samples(inputs, dirs.root) if metrics else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
-    limits = ParityLimits.from_options(recipe.parity.options.values)
+    limits = ParityLimits.from_options(recipe.parity.values)
     proof = prove_chain(
         dense,
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
@@ -110,13 +110,14 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) 
     save_proof(meter.beside(proof), dirs.into / names.parity_name(target))
 
 
-def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], starting: bool) -> None:
+def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
     """Parity first, then the recipe's rules on the first target, each target's own, and the first one's history."""
     # The recipe's rules judge the first target, which ships, and with it the chain down to its graph.
     first, *others = recipe.targets
     own_rules = {names.parity_name(target): target.rules for target in others}
     own_rules |= dict.fromkeys((names.PARITY, names.parity_name(first)), (*recipe.rules, *first.rules))
     rows = [parity_row(dirs.root / name, own_rules.get(name, ())) for name in names.parities_of(recipe)]
+    older = baseline.older(names.own_records(recipe, dirs.root))
     before = evidence_of_files(older.get("bench"), older.get("parity"))
     for target in recipe.targets:
         records = dirs.root / names.bench_name(recipe, target), dirs.root / names.parity_name(target)
@@ -125,7 +126,7 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], start
             # Samples are arrays made of held-out images: whether those were fitted to, the chain of the whole tells.
             assert now.parity is not None, dirs.root
             now = replace(now, parity=replace(now.parity, fitted=load_parity(dirs.root / names.PARITY).fitted))
-            rows += judged_rows(with_fitted_rule(recipe.rules, now), now, before, starting=starting)
+            rows += judged_rows(with_fitted_rule(recipe.rules, now), now, before, starting=baseline.init)
         own = judged_rows(target.rules, now, None, starting=False)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
         rows += _gain_rows(dirs.root, target, recipe.bench.batches)
@@ -151,7 +152,7 @@ def _lineage(root: Path) -> dict[str, Any]:
     return shown_lineage(load_model_config(root / "reduced"))
 
 
-def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
+def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
     """The report of the first target in three forms, of the others as pages, and the model card."""
     efforts = efforts_of(dirs.root, stages)
     record = record_of_directory(dirs.root) | {  # lineage and commands too, since the manifest is made after it
