@@ -23,8 +23,8 @@ from benchmarks.quality.reference_text import opened
 from benchmarks.quality.subjects import Subject
 from benchmarks.quality.training import HARD, correlation, train, trained, unevenness
 from benchmarks.real import efforts, real_convnet
-from benchmarks.real.convnet_page import real_convnet as convnet_table
 from benchmarks.real.page import efforts as efforts_table
+from benchmarks.real.page import real_convnet as convnet_table
 from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.text_encoder import EncoderArchitecture
 from corp_deploy.families.tokenizer import Tokenization

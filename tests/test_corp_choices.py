@@ -22,7 +22,7 @@ from corp_deploy.invocation.option import Option, Record, options_of
 from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.proof import LimitOptions
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.invocation.running import BenchOptions, RunOptions
+from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.planning.request import request_of
 from corp_deploy.release.recipe_keys import keys_of, record_of
 from ground.errors import BadInput
@@ -46,11 +46,6 @@ ROOT = Path(__file__).parents[1]
 )
 def test_a_reduction_that_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
     rejects(re.escape(message), ReduceOptions.from_options, options)
-
-
-def test_a_share_of_nothing_removed_is_asked_for_and_goes_with_a_budget() -> None:
-    assert ReduceOptions.from_options({"mlp": 0.0}).currency is None
-    assert ReduceOptions.from_options({"mlp": 0.0, "attn": 0.0, "macs": 0.5}).currency == "macs"
 
 
 @pytest.mark.parametrize(
@@ -85,13 +80,6 @@ def test_planning_gets_what_was_asked_for() -> None:
     plain = request_of(ReduceOptions.from_options({"mlp": 0.5, "select": {"mlp": "wanda"}, "preset": "corp"}))
     assert (plain.where, plain.polish) == (None, None)
     assert (plain.method.mlp_selection, plain.method.mlp_sparsity) == ("wanda", 0.5)
-
-
-def test_run_options_are_those_that_were_asked_for() -> None:
-    options = RunOptions.from_options({"backend": "torch", "flush_l2": True, "batch": (1,), "half_width": 0.1})
-    assert options == RunOptions(backend="torch", flush_l2=True)
-    assert options.non_default == {"backend": "torch", "flush_l2": True}
-    assert RunOptions(flush_l2=False).non_default == {}
 
 
 def test_the_rules_need_no_torch() -> None:

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from calib.store import load as load_moments
-from corp_deploy.invocation.method_choice import RANKING, REPAIR, MethodChoice
+from corp_deploy.invocation.method_choice import RANKING, REPAIR
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.release.recipe_keys import record_of
 from corp_deploy.store.checkpoint import load_checkpoint
 from tests import tiny
 from tests.command import invoked, refuses
-from tests.refusals import rejects
 
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
@@ -182,10 +181,3 @@ def test_rankings_are_read_as_they_are_printed(text: str) -> None:
     assert choice.select == RANKING.from_text(text)
     assert str(choice.command_options["select"]) == text
     assert REPAIR.from_text("mlp=gram,conv=im2col,heads=none") == {"mlp": "gram", "conv": "im2col", "heads": "none"}
-
-
-def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
-    rejects("--repair heads=gram is of what stays as it is", ReduceOptions, mlp=0.5, repair={"heads": "gram"})
-    rejects("--latency needs --latency-tables DIR", ReduceOptions, latency=0.8)
-    assert ReduceOptions(latency=0.8, latency_tables=tmp_path, batch=8).currency == "latency"
-    assert MethodChoice(preset="grail", repair={"channels": "affine"}, mlp=0.5).method.mlp_recovery == "affine"

@@ -111,17 +111,13 @@ ADDED = [
 REDUCED = [
     ("ridge = 1e-3", "nothing asked for: give reduce.mlp, reduce.attn or reduce.conv a share to remove"),
     ("macs = 0.6\nparams = 0.5", "reduce.macs and reduce.params are several budgets; give one"),
-    ("macs = 0.6\npreset = 'corp'", "reduce.macs = 0.6 is not honoured by preset corp"),
     ("mlp = 0.5\npreset = 'corpse'", "reduce.preset is 'corpse', expected one of best, corp"),
-    ("attn = 0.5\npreset = 'corp'\nheads = 'square'", "reduce.heads = 'square' is not honoured by preset corp"),
-    ("mlp = 0.5\nattn = 0.5\npreset = 'grail'", "reduce.attn = 0.5 is not honoured by preset grail"),
     (
         "mlp = 0.5\nheads = 'ragged'",
         "reduce.heads = 'ragged' is not honoured by a reduction",
     ),
     ("mlp = 0.5\nallow_partial = 1", "reduce.allow_partial is 1, expected true or false"),
     ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true, false or one of asymmetric, symmetric"),
-    ("mlp = 0.5\nreads = 'all'", "reduce.reads = 'all' is not honoured by the open loop"),
     ("mlp = 0.5\nclosed_loop = true\nreads = 'class'", "reduce.reads is 'class', expected one of all, pooled"),
 ]
 """What is asked for in place of its share."""

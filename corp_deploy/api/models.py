@@ -95,13 +95,11 @@ class Directory(Written):
 
 
 def in_memory(model: ModelLike) -> nn.Module | None:
-    """The module that a model is, where it is one."""
     named = model.name if isinstance(model, Source) else model
     return unwrapped(named) if isinstance(named, nn.Module) else None
 
 
 def _inputs_shown(model: nn.Module, example: InputsLike | Moments | None) -> dict[str, Any]:
-    """What a module takes, as arrays in memory or moments show it."""
     if isinstance(example, Moments):
         record = json.loads(example.lineage.get("preprocessing", "{}"))
         return {name: record[name] for name in ("input_size", "inputs") if name in record}

@@ -37,7 +37,7 @@ class Speed:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the figures less sure."""
+        """Return what makes the figures less sure."""
         return self.record.warnings
 
 

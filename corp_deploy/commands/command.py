@@ -55,7 +55,6 @@ class ModelChoice(ModelSource):
         return without_weights(self.model, self.kwargs or {}, self.preprocessing, self.named_outputs)
 
     def load(self, out: Output) -> "Checkpoint":
-        """The model, after what there is to say about its weights."""
         checkpoint = self.opened()
         for note in checkpoint.notes:
             out.note(note)
@@ -63,7 +62,6 @@ class ModelChoice(ModelSource):
 
 
 def chosen_model(model: str | Path, **options: Any) -> ModelChoice:
-    """What is named, or what a file says that is named."""
     with usage_errors():
         choice = ModelChoice(model, **options)
     if Path(model).suffix != ".toml":
@@ -99,7 +97,6 @@ class Some:
 
 
 def some(*only: str, **helps: str) -> Some:
-    """Beside a parameter's record, in Annotated."""
     return Some(only=only, helps=helps)
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
-    """A graph for people and machines."""
     from corp_deploy.store.graph_facts import facts_of_onnx
     from ground.files import sha256_of_file
 

@@ -159,5 +159,4 @@ def serve_version_command(repository: Path, options: RollOptions, out: Output) -
 
 
 def _lines_of_unchanged(repository: Path, served: "ServedVersion") -> list[str]:
-    """Of the variants that stay as they are."""
     return [f"{repository}: {model} lacks version {served.version} and stays as it is" for model in served.unchanged]

@@ -43,7 +43,6 @@ class StarterChoice(Record, heading="A new recipe"):
 
     @property
     def files(self) -> dict[str, Path | None]:
-        """By their options."""
         return {name: path for name, path in self.values.items() if name != "init_model"}
 
 

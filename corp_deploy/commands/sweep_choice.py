@@ -101,7 +101,6 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
     @property
     def _ways(self) -> list[tuple[str, Knobs]]:
-        """Every preset with all that is tried otherwise than it says."""
         return [(preset, knobs) for preset in self.preset for knobs in self.knobs]
 
     def _touches(self, part: str, preset: str, knobs: Knobs) -> bool:

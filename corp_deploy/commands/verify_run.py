@@ -208,7 +208,6 @@ class ProofInputChoice(InputOptions):
 
     @property
     def describe(self) -> str:
-        """As they are typed."""
         return super().describe if self.random is None else f"--random {self.random} --seed {self.seed}"
 
     def require(self) -> None:

@@ -92,7 +92,6 @@ class GraphOptions(Record, heading="Graph"):
 
     @property
     def breaks(self) -> tuple[str, ...]:
-        """Where fusion is broken, each once."""
         return tuple(dict.fromkeys(site.strip() for text in self.break_fusion for site in text.split(",")))
 
 
@@ -170,7 +169,6 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """The precisions whose ranges are computed from inputs."""
         return tuple(name for name in self.precisions if name in QUANTISED)
 
 

@@ -56,7 +56,6 @@ class Option:
     heading: str
 
     def off(self, value: Any) -> bool:
-        """Whether it is a flag that is taken away by name."""
         return value is False and self.default is not False
 
     def converted(self, value: Any) -> Any:
@@ -71,7 +70,6 @@ class Option:
 
 
 def _read(of: Values, value: Any) -> Any:
-    """A value as it is kept, of several each."""
     if of.holds(value):
         return value
     if isinstance(value, tuple) and isinstance(of, ListOf | Repeated):
@@ -173,7 +171,6 @@ class Record:
 
     @property
     def non_default(self) -> dict[str, Any]:
-        """What is otherwise than by default."""
         open_ones = {name: each for name, each in options_of(type(self)).items() if each.default is not NEEDED}
         return {
             name: self.values[name] for name, each in open_ones.items() if self.values[name] != each.converted(None)
@@ -184,7 +181,6 @@ class Record:
 
     @classmethod
     def from_options(cls, values: Mapping[str, Any]) -> Self:
-        """Of those of the values that are of its options."""
         every = options_of(cls).values()
         return cls(**{each.name: values[key] for each in every for key in (each.name, each.typed) if key in values})
 

@@ -107,7 +107,6 @@ class PlanOptions(Record, heading="How long"):
 
 
 def _two_names(text: str) -> tuple[str, str]:
-    """As rules of the gate can spell them."""
     names = [name.strip() for name in text.split(",")]
     if len(set(names)) != 2 or not all(re.fullmatch(r"[A-Za-z][\w-]{0,63}", name) for name in names):
         raise BadInput(f"{text[:100]!r} is not two names of letters, digits and dashes, such as fp16,int8")

@@ -84,7 +84,6 @@ class ModelSource(Record, heading="Model"):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What of it is set."""
         of_images = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
         return Preprocessing(**{name: self.values[name] for name in of_images})
 

@@ -64,7 +64,6 @@ class ReductionRequest:
 
     @property
     def priced_in(self) -> Currency:
-        """The cost that a budget is of, or that a limit makes least."""
         return self.options.currency or ("macs" if self.where is None else "latency")
 
     def loop(self, moments: Moments) -> Loop | None:
@@ -107,7 +106,6 @@ def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging |
 
 
 def merging_of_schedule(choice: MergedStatistics, schedule: tuple[int, ...]) -> Merging:
-    """All but the schedule as it was asked for."""
     return Merging(schedule=schedule, metric=choice.merge_metric, how=choice.merge_how, unmerged=choice.unmerged)
 
 
@@ -185,7 +183,6 @@ class WidthPlan:
 
 
 def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, Any]:
-    """The reduction and what was decided for it, as JSON values."""
     merging = merging_record(reduction.model)
     return reduction.as_json() | {
         "decided": [*planned.decisions, *reduction.decisions],

@@ -32,7 +32,6 @@ def release_call(recipe: Recipe, baseline: Baseline, root: Path, *only: str) -> 
 
 
 def only_call(stage: str, recipe: Recipe) -> Invocation:
-    """A stage that judges by no baseline, and tells of none."""
     return release_call(recipe, Baseline(), Path(), stage)
 
 

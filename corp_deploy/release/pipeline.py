@@ -62,18 +62,16 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
 
 
 def _calibrating(recipe: Recipe, *, grouped: bool = True) -> dict[str, Path | None]:
-    """The images of the calibration, with the file that says which belong together."""
     table = recipe.calibration
     return {"calibration.images": table.images, "calibration.group_labels": table.group_labels if grouped else None}
 
 
 def _drawn(recipe: Recipe, *keys: str) -> dict[str, Any]:
-    """How images are drawn from those of the calibration."""
     return {f"calibration.{key}": getattr(recipe.calibration, key) for key in keys}
 
 
 def _reduction(recipe: Recipe) -> dict[str, Any]:
-    """How it is asked for; what the latency tables hold is of this machine and not of the recipe."""
+    """Return the settings of the reduction; measured tables are of this machine and not of the recipe."""
     return settings_of("reduce", recipe.reduce, without=("latency_tables",))
 
 
@@ -166,7 +164,6 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
 
 
 def _package_stage(recipe: Recipe, root: Path) -> Stage:
-    """The Triton model repository of everything that was built."""
     package = calls.package_call(recipe, root)
     plans = [names.artefact_name(target, "reduced") for target in recipe.targets if target.is_engine]
     records = (*(f"{plan}.json" for plan in plans), *_benches(recipe), *names.parities_of(recipe), names.GATE)
@@ -212,7 +209,7 @@ def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
 
 
 def _earlier(history: Path, bench: Path) -> list[str]:
-    """The records that the gate judges this one by: a release made later changes no verdict of an older one."""
+    """Return the records before this one: a later release changes no verdict of an older one."""
     if not bench.is_file() or not history.is_dir():
         return []
     own = f"{release_of_file(bench).name}.json"
@@ -247,7 +244,6 @@ def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baselin
 
 
 def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
-    """Every stage of the recipe."""
     text = text_of_recipe(recipe, root)
     recipe_stage = Stage(
         name="recipe",

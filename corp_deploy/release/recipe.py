@@ -212,7 +212,6 @@ class Recipe:
 
     @property
     def proves_on_own(self) -> bool:
-        """Whether what the calibration holds out proves the result."""
         return self.held_out.images is None
 
     @property
@@ -236,7 +235,6 @@ class Recipe:
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The gate's own, judged on the first target."""
         first = next(iter(self.target_tables))
         return rules_of("gate.fail_if", self.gate.rules, first, self.bench.batches, self.parity.metric_names)
 
@@ -247,7 +245,6 @@ class Recipe:
 
     @property
     def targets(self) -> tuple[ReleaseTarget, ...]:
-        """In the order in which they are written."""
         return tuple(
             release_target(name, table, self.export, self.bench.batches, self.parity.metric_names)
             for name, table in self.target_tables.items()

@@ -116,7 +116,6 @@ def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
 
 
 def places(tables: Tables) -> Iterator[tuple[str, Path]]:
-    """Every path that the tables name, by its key."""
     for name, table in tables.items():
         for word, value in table.items():
             if (name, word) == ("model", "model"):

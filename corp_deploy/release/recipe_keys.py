@@ -71,7 +71,6 @@ def _list_of(each: Any, words: str, *, least: int = 0, different: bool = True) -
 
 
 def type_of(values: Values) -> Any:
-    """What msgspec reads, which a refusal describes."""
     if isinstance(values, Count | Real):
         return _number_in(values)
     meta = Meta(description=str(values))

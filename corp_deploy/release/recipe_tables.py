@@ -82,7 +82,6 @@ class ModelTable(ModelSource):
 
     @property
     def trust(self) -> dict[str, Any]:
-        """What every command that makes the model is told of it."""
         return {} if self.code is None else {"trust_code": True}
 
     @property
@@ -92,14 +91,12 @@ class ModelTable(ModelSource):
 
     @property
     def shown(self) -> str:
-        """The model as its user named it, without the folders above it."""
         if self.code is not None:
             return f"module:{self.code.name}:{self.name.rpartition(':')[2]}"
         return self.name if self.directory is None else f"{self.prefix}{self.directory.name}"
 
     @property
     def prefix(self) -> str:
-        """What stands before the directory of another library's model."""
         return PREFIX if self.name.startswith(PREFIX) else ""
 
 

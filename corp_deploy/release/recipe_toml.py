@@ -47,7 +47,6 @@ def _environment() -> Environment:
 
 
 def rendered(template: str, **content: Any) -> str:
-    """A template filled in."""
     return _environment().get_template(f"{template}.jinja").render(content)
 
 

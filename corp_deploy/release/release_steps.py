@@ -55,7 +55,6 @@ from .targets import ReleaseTarget
 
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
-    """The trained model as a directory of its own."""
     save(recipe.model.opened(), dirs.into / "dense")
 
 

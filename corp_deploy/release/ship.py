@@ -29,7 +29,7 @@ BY_SPEED: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx", "onnxruntime-cud
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToShip:
-    """What was asked for, with the options of the steps."""
+    """The request, with the options of the steps."""
 
     source: ModelSource
     options: ShipOptions
@@ -40,7 +40,6 @@ class ToShip:
 
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The keys of a recipe that this settles, by their tables."""
         held_out, labels, tables = self.options.held_out, self.options.labels, self.budget.latency_tables
         return {
             "model": values_of(model_table(self.source)),
@@ -99,7 +98,6 @@ def _differences(request: ToShip, recipe: Recipe) -> Iterator[str]:
 
 
 def again(recipe: Recipe, root: Path) -> Invocation:
-    """What carries the recipe in the directory out once more."""
     options = {"output": str(root), **recipe.trust(measures=True)}
     return Invocation(command="release", arguments=(str(root / RECIPE),), options=options)
 

@@ -184,7 +184,6 @@ def write_package(dirs: StageDirs, run: Invocation) -> None:
 
 
 def write_page(dirs: StageDirs, run: Invocation) -> None:
-    """The report of a directory of results as one page."""
     (directory,) = run.arguments
     write_text(dirs.into / run["output"], html(record_of_directory(dirs.root / directory, run["title"])))
 
