@@ -51,7 +51,6 @@ def _shape(port: Port) -> tuple[int, int, int]:
 
 
 def _pixels(port: Port, preprocessing: str | None, path: Path, *, where: str) -> Pixels | None:
-    """What gives what makes images of pixels, asked for once there are any."""
     if port.dtype == PIXEL:
         return lambda: _as_float
     return None if preprocessing is None else partial(_by_note, preprocessing, port, path, where=where)
@@ -68,7 +67,6 @@ def _by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Norma
 
 
 def _read(source: DrawnImages) -> ProofInputs:
-    """All images, in a file without a name instead of memory."""
     rows, start = source.rows(), 0
     images = array_on_disk(np.empty((1, *source.array.shape), np.float32), source.count)
     while part := list(islice(rows, _ROWS)):

@@ -29,7 +29,7 @@ BY_SPEED: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx", "onnxruntime-cud
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToShip:
-    """What was asked for, with the options of the steps."""
+    """The request, with the options of the steps."""
 
     source: ModelSource
     options: ShipOptions
