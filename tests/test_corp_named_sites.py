@@ -435,7 +435,7 @@ def test_the_page_shows_the_example_as_it_is() -> None:
 
 @pytest.mark.slow("models")
 def test_the_command_has_every_lever_for_own_modules(tmp_path: Path) -> None:
-    """Loops, tokens that are read and that merge, polish by blocks."""
+    """Loops, tokens that are read and that merge, polish by layers."""
     (tmp_path / "net.py").write_text(SOURCE)
     np.save(tmp_path / "images.npy", tiny.images(48))
     model = ("--model", f"module:{tmp_path / 'net.py'}:build", "--trust-code")
@@ -446,8 +446,8 @@ def test_the_command_has_every_lever_for_own_modules(tmp_path: Path) -> None:
     assert "sites in the order in which they run, fitted to the dense model's streams" in " ".join(
         result.output.split()
     )
-    result = invoked(*asked, "--mlp", 0.5, "--merge-tokens", 2, "--polish", "block", "-o", tmp_path / "merged")
-    assert "polished in 2 blocks" in " ".join(result.output.split())
+    result = invoked(*asked, "--mlp", 0.5, "--merge-tokens", 2, "--polish", "layer", "-o", tmp_path / "merged")
+    assert "polished in 2 layers" in " ".join(result.output.split())
     merged = corp_deploy.load(tmp_path / "merged", trust_code=True)
     assert traced_model.merging_of(merged) is not None
     assert [site.width for site in sites_of(merged).every if site.name.endswith("ffn")] == [48, 48]

@@ -249,7 +249,7 @@ COMMANDS: dict[str, tuple[Sequence[str], ...]] = {
     ),
     "corp-deploy/polish-state": (
         ("reduce", "--model", "models/vit", "--moments", "moments/vit.safetensors", "--images", "images.npy", "--mlp",
-         "0.5", "--polish", "block", "--polish-steps", "1", "-o", "made"),
+         "0.5", "--polish", "layer", "--polish-steps", "1", "-o", "made"),
     ),
 }  # fmt: skip
 """What reads a kind, as it is typed."""

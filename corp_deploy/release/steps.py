@@ -112,7 +112,7 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     reduce_checkpoint(
         dense,
         dirs.root / run["moments"],
-        request_of(choice, seed=seed),
+        request_of(choice),
         directory=dirs.into / run["output"],
         images=images,
         judges=None if choice.within is None else Judges(),
