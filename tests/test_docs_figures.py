@@ -164,14 +164,6 @@ def of_levers() -> Iterator[str]:
             mean("layer_polish", "error", model=model, how=how) for how in ("closed loop", "Gauss-Newton, 2 sweeps")
         )
         yield words.format(*(f"{end:.{digits}f}" for end in ends))
-    before, block, model_polish = (
-        mean("polish", "error_before", model="minilm", polish="block"),
-        mean("polish", "error", model="minilm", polish="block"),
-        mean("polish", "error", model="minilm", polish="model"),
-    )
-    yield f"{before:.3f} to {block:.3f} and {model_polish:.3f} on MiniLM"
-    yield f"{dinov2('thorough, all its steps')} at 0.8 of the MACs"
-    yield f"has {dinov2('best, by site, grouped, closed loop')} for 15"
     yield f"{convnet('best')} to {convnet('best, closed loop')} (`real_convnet`)"
     yield f"MACs {convnet('grail')} to {convnet('grail, REPAIR')}"
     yield f"has {of_corp('best, closed loop')} of CORP's error with it, {of_corp('best')} without"

@@ -3,7 +3,6 @@
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from corp_deploy.traced.models.narrowing import at_widths
 from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.programs.exported import Norm
 from export.graph.precision import typed_copy
-from ground.errors import BadInput
 from perf.parity.block_outputs import locate_in_exact
 from tests.command import invoked, refuses
 from tests.refusals import rejects

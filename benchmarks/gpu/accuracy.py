@@ -128,7 +128,7 @@ def closed_loop(case: Case, shop: Workshop) -> Row:
             reduced = reduce_traced(dense, images, method, loop=ClosedLoop()).model
             if case.loop == "closed":
                 return reduced, count
-            options = PolishOptions(how="model", time_s=sizes(shop.setting).polish_s)
+            options = PolishOptions(time_s=sizes(shop.setting).polish_s)
             return polished(dense, reduced, images, options).model, count
 
     (reduced, count), told = shop.somewhere(case.loop, on)

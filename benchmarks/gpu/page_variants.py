@@ -96,7 +96,7 @@ def _errors(row: Row) -> list[str]:
 
 def curve(parts: Sequence[Row], points: int = 5) -> str:
     """A few points of the curve of a polish of the whole model, first and last among them; `-` for several parts."""
-    if len(parts) != 1 or not parts[0]["curve"]:
+    if len(parts) != 1 or not parts[0].get("curve"):
         return "-"
     held = parts[0]["curve"]
     places = sorted({round(place * (len(held) - 1) / (points - 1)) for place in range(points)})

@@ -1,7 +1,7 @@
 """Real weights on photographs: a DINOv2 ViT-S/14, closed loop, budgets by share of the MACs, polish for a time.
 
 What is unpacked (see benchmarks/real/packed.py) is the dense model; crops of some photographs are fitted to, those of
-others judge. A polish has a curve of its error on photographs held out from those that it is fitted to.
+others judge.
 """
 
 import json
@@ -37,7 +37,6 @@ from perf.runners.protocol import stopwatch
 
 Widths = Literal["uniform", "by site"]
 Loop = Literal["open", "closed"]
-How = Literal["block", "model"]
 BATCH = 16
 STARTS: tuple[Widths, Loop] = ("by site", "closed")
 
@@ -60,7 +59,6 @@ class PolishCase:
     """A polish of what a reduction by site in the closed loop gives."""
 
     share: float
-    how: How
     time_s: float
 
     @property
@@ -70,7 +68,7 @@ class PolishCase:
 
     @property
     def key(self) -> str:
-        return f"polish {self.how} {self.time_s:g} s {self.share:.0%} of the MACs"
+        return f"polish layer {self.time_s:g} s {self.share:.0%} of the MACs"
 
 
 class Subject:
@@ -181,11 +179,11 @@ def polish(case: PolishCase, subject: Subject) -> Row:
     if case.start not in subject.kept:
         subject.kept[case.start] = subject.reduced(case.start)
     start = subject.kept[case.start]
-    options = PolishOptions(how=case.how, time_s=case.time_s)
+    options = PolishOptions(time_s=case.time_s)
     begun_s = clock_s(subject.device)
     result = polished(subject.dense.model, start, subject.images, options, groups_B=subject.groups_B)
     seconds = clock_s(subject.device) - begun_s
-    told = {"row": "polish", "share": case.share, "how": case.how, "time_s": case.time_s, "seconds": seconds}
+    told = {"row": "polish", "share": case.share, "how": "layer", "time_s": case.time_s, "seconds": seconds}
     before = {f"{key}_before": value for key, value in subject.judged(start).items() if key.endswith("error")}
     return told | subject.judged(result.model) | before | {"report": result.report.as_json()}
 
@@ -199,11 +197,10 @@ def cases(setting: Setting) -> list[Case | PolishCase]:
         return [Case(share=share, widths=widths, loop=loop) for widths, loop in order]
 
     if setting.small:
-        return [*at(0.8), *(PolishCase(share=0.8, how=how, time_s=0.3) for how in ("block", "model"))]
-    found = [*at(0.66), PolishCase(share=0.66, how="model", time_s=60.0), *at(0.5), *at(0.8)]
-    found += [PolishCase(share=share, how="model", time_s=60.0) for share in (0.5, 0.8)]
-    found += [PolishCase(share=0.66, how="block", time_s=60.0)]
-    return [*found, *(PolishCase(share=share, how="model", time_s=180.0) for share in (0.66, 0.5))]
+        return [*at(0.8), PolishCase(share=0.8, time_s=0.3)]
+    found = [*at(0.66), PolishCase(share=0.66, time_s=60.0), *at(0.5), *at(0.8)]
+    found += [PolishCase(share=share, time_s=60.0) for share in (0.5, 0.8)]
+    return [*found, *(PolishCase(share=share, time_s=180.0) for share in (0.66, 0.5))]
 
 
 # Guesses in seconds: unpacking and calibrating, a plan by site, a walk through the blocks, a solution of all sites.

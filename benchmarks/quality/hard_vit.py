@@ -76,7 +76,6 @@ WAYS = (
     Way("best, by site", by_site=True),
     Way("best, by site, closed loop", by_site=True, closed_loop=True),
     Way("best, by site, closed loop, layers polished", by_site=True, closed_loop=True, polish="layer"),
-    Way("thorough", by_site=True, closed_loop=True, polish="model"),
 )
 
 
@@ -108,7 +107,7 @@ class Subject:
             reduced = reduce(model, self.moments, method, widths=widths, images=self.images).model
         if way.polish == "none":
             return reduced
-        return polished(model, reduced, self.images, PolishOptions(how=way.polish)).model
+        return polished(model, reduced, self.images, PolishOptions()).model
 
     def row(self, way: Way, sparsity: float) -> Row:
         """One reduced model on the held-out images."""

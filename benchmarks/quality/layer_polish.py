@@ -1,10 +1,10 @@
-"""`--polish layer` against Adam on the same sublayers: error against the processor's seconds.
+"""`--polish layer` after a closed loop: error against the processor's seconds.
 
     python -m benchmarks.quality.layer_polish --output benchmarks/results/layer_polish.json
 
 Every model is reduced by the closed loop at joint 50 %, uniform widths. Then each sublayer is fitted to the dense
-stream in turn: both its layers alternately, by Gauss-Newton steps and regressions, or all of it at once by Adam. Every
-eighth input judges and is fitted to by neither; errors are of the outputs for inputs that none of it has seen: logits
+stream in turn: both its layers alternately, by Gauss-Newton steps and regressions. Every eighth input judges and is
+not fitted to; errors are of the outputs for inputs that none of it has seen: logits
 (digits), the tokens' mean (MiniLM, held-out text), class token (DINOv2, other photographs). Models whose packages are
 absent are left away, with the reason in the record.
 """
@@ -23,7 +23,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.quality.adam_layers import Adam, adam_layers_
 from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE
 from calib.inputs import InputSet, run_model
@@ -56,7 +55,6 @@ class Subject:
     judging: InputSet
     align: int
     newton: Sequence[int]
-    adam: Sequence[int]
 
 
 def outputs(model: nn.Module, inputs: InputSet) -> Tensor:
@@ -82,7 +80,6 @@ def digits(scratch: Path, crops: int) -> Subject:
         judging=judging,
         align=8,
         newton=(1, 2),
-        adam=(50, 200),
     )
 
 
@@ -106,7 +103,6 @@ def minilm(scratch: Path, crops: int) -> Subject:
         judging=opened(scratch / "judging.txt", cut[-HELD_OUT:]),
         align=2,
         newton=(1, 2),
-        adam=(40, 120),
     )
 
 
@@ -129,7 +125,6 @@ def dinov2(scratch: Path, crops: int) -> Subject:
         judging=judging,
         align=8,
         newton=(1, 2),
-        adam=(40,),
     )
 
 
@@ -160,11 +155,6 @@ def rows_of(subject: Subject) -> Rows:
         start = time.process_time()
         fit_layers_(dense, model, pairs, Newton(), sweeps=sweeps)
         yield row(f"Gauss-Newton, {sweeps} sweep{'s'[: sweeps > 1]}", model, time.process_time() - start)
-    for steps in subject.adam:
-        model = replaced(reduced, {})
-        pairs = pairs_of(dense, inputs.subset(fitted), inputs.subset(list(judge)))
-        seconds = adam_layers_(dense, model, pairs, Adam(steps=steps))
-        yield row(f"Adam, {steps} steps a sublayer", model, seconds)
 
 
 @click.command()

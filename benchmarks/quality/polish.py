@@ -52,11 +52,7 @@ from ground.errors import Missing
 from perf.timing.watch import cpu_name
 
 KIND, KEY = "benchmarks/polish", ("model", "polish")
-VARIANTS: Mapping[str, PolishOptions] = {
-    "block": PolishOptions(how="block"),
-    "model": PolishOptions(how="model"),
-    "model, images as they are": PolishOptions(how="model", views=False),
-}
+VARIANTS: Mapping[str, PolishOptions] = {"layer": PolishOptions()}
 BATCH = 16
 
 

@@ -100,7 +100,7 @@ class Subject:
         if variant.loop is None:
             return reduce(model, self.moments, method, widths=widths).model
         looped = reduce_traced(model, texts, method, widths=widths, loop=variant.loop).model
-        return polished(model, looped, texts, PolishOptions(how="layer")).model if variant.layers else looped
+        return polished(model, looped, texts, PolishOptions()).model if variant.layers else looped
 
     def error(self, variant: Variant, kind: str, sparsity: float) -> float:
         """Of the pooled outputs, relative to the dense ones about their mean."""

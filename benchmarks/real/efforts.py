@@ -144,7 +144,9 @@ def row_of(subject: Subject, options: Mapping[str, Any], moments: Moments, pass_
     inputs = inputs_to_polish(request, subject.inputs, moments, None)
     reduction, planned = reduce_as_asked(subject.dense, moments, request, images=subject.inputs)
     if inputs is not None and request.polish is not None:
-        reduction = with_polish(subject.dense.model, reduction, request.polish, inputs, Polishing(), reads=None)
+        reduction = with_polish(
+            subject.dense.model, reduction, request.polish, inputs, Polishing(), reads=None, optional=True
+        )
     cpu_s = time.process_time() - started
     fitted, held_out = (
         errors(_outputs(subject.dense.model, inputs), _outputs(reduction.model, inputs))
