@@ -1,7 +1,6 @@
 """The command group and the contract of its exit codes. Heavy imports stay inside the commands' bodies."""
 
 import errno
-import re
 import traceback
 from typing import Any
 
@@ -21,17 +20,17 @@ from ground.errors import (
 from ground.signals import ending, raising_on_signals
 from ground.text import message_line
 
-from .commands.calibrate import calibrate, inspect, merge_moments, redundancy
+from .commands.calibrate import calibrate_command, inspect, merge_moments, redundancy_command
 from .commands.decoder import export_decoder_command, perplexity
 from .commands.doctor import completion, demo, doctor, print_versions
-from .commands.export import audit, build, export_command
-from .commands.gate import gate, report
-from .commands.package import lint_repo, package, serve_version
+from .commands.export import audit, build_command, export_command
+from .commands.gate import gate_command, report_command
+from .commands.package import lint_repo, package_command, serve_version_command
 from .commands.reduce import latency_table, reduce_command
-from .commands.release import check, release
+from .commands.release import check_command, release
 from .commands.ship import ship
 from .commands.sweep import sweep_command
-from .commands.verify import bench, compare, verify
+from .commands.verify import bench_command, compare_command, verify_command
 
 
 class Failure(click.ClickException):
@@ -76,38 +75,15 @@ def _unforeseen(error: Exception) -> Failure:
 
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
-    "Model": (inspect, redundancy, calibrate, merge_moments),
+    "Model": (inspect, redundancy_command, calibrate_command, merge_moments),
     "Reduce": (reduce_command, sweep_command, latency_table),
-    "Graph": (export_command, build, audit),
-    "Proof": (verify, bench, compare, gate, report),
-    "Release": (ship, release, check, package, lint_repo, serve_version),
+    "Graph": (export_command, build_command, audit),
+    "Proof": (verify_command, bench_command, compare_command, gate_command, report_command),
+    "Release": (ship, release, check_command, package_command, lint_repo, serve_version_command),
     "Decoder": (perplexity, export_decoder_command),
     "Machine": (doctor, completion, demo),
 }
 """The commands by what they are of. Those of two words belong to the one of the first, whose help tells of them."""
-
-RENAMED = {
-    "merge-moments": "calibrate --merge",
-    "completion": "doctor completion",
-    "redundancy": "inspect redundancy",
-    "compare": "bench compare",
-    "lint-repo": "package lint",
-    "serve-version": "package serve",
-    "bench-decoder": "bench --batch 1,4,16",
-    "verify-decoder": "verify --random 2",
-}
-"""Names of 0.1 that go with 0.4, and what they are now."""
-
-
-def _renamed(ctx: click.Context, args: list[str]) -> list[str]:
-    name, *words = args
-    if name not in RENAMED:
-        return args
-    if not ctx.resilient_parsing:
-        click.echo(f"warning: {name} is deprecated since 0.2 and goes with 0.4; use {RENAMED[name]}", err=True)
-    if name == "verify-decoder":
-        words = [re.sub("^--batch", "--random", word) for word in words]
-    return [*RENAMED[name].split(), *words]
 
 
 class Commands(click.Group):
@@ -127,7 +103,7 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """A command of two words goes ahead of that of the first alone, a flag among them wherever it stands."""
-        name, *words = _renamed(ctx, args)
+        name, *words = args
         for place, word in enumerate(words):
             if f"{name} {word}" in self.commands and (not place or word.startswith("-")):
                 name, words = f"{name} {word}", words[:place] + words[place + 1 :]

@@ -34,7 +34,7 @@ from corp_deploy.release.names import MOMENTS
 from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import Recipe
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.release.targets import Target
+from corp_deploy.release.targets import ReleaseTarget
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.feeds import Feeds
@@ -498,7 +498,7 @@ def test_a_release_is_proved_on_what_its_calibration_held_out(home: Path, monkey
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("missing_to_build", "missing_to_run"):
-        real: Callable[[Target], str | None] = getattr(stage_parts, name)
+        real: Callable[[ReleaseTarget], str | None] = getattr(stage_parts, name)
         monkeypatch.setattr(stage_parts, name, lambda target, real=real: "no GPU" if target.is_engine else real(target))
 
 
@@ -539,13 +539,13 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
 
 
 def play_gpu(there: pytest.MonkeyPatch) -> None:
-    def engines(place: StageDirs, target: Target, run: Invocation) -> None:
+    def engines(place: StageDirs, target: ReleaseTarget, run: Invocation) -> None:
         for subject in ("dense", "reduced"):
             (place.into / subject).mkdir()
             (place.into / subject / "model.tensorrt.plan").write_bytes(b"plan")
             (place.into / subject / "model.tensorrt.plan.json").write_text("{}")
 
-    def parity(place: StageDirs, recipe: Recipe, target: Target) -> None:
+    def parity(place: StageDirs, recipe: Recipe, target: ReleaseTarget) -> None:
         for suffix in ("json", "npz"):
             shutil.copy(place.root / f"parity.{suffix}", place.into / f"parity.{target.name}.{suffix}")
 

@@ -16,7 +16,9 @@ from torch import nn
 
 from calib.store import load as load_moments
 from corp_deploy.families.counting import macs, parameters
+from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.option import Invocation, Pairs
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.proof.report_input import EFFECTS_KIND
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -272,13 +274,14 @@ def run_demo(
     with stage("writing the example's images and model"):
         dense = write_inputs(directory, example)
     with stage("calibrating on unlabelled images"):
-        steps.write_moments(place, *of_command["calibrate"])
+        steps.write_calibration(place, *of_command["calibrate"])
     with stage(example.narrower):
-        steps.write_reduced(place, *of_command["reduce"])
+        (narrowing,) = of_command["reduce"]
+        steps.write_reduced(place, narrowing, ReduceOptions.from_options(example.reduce))
         reduced = load_checkpoint(directory / "reduced")
     with stage("exporting typed ONNX graphs"):
         for run in of_command["export"]:
-            steps.write_graphs(place, run)
+            steps.write_graphs(place, run, ExportOptions.from_options(run.options))
     with stage("proving parity on held-out images"):
         parity = steps.write_parity(place, *of_command["verify"])
         effects = _effects(directory, example, dense, reduced.model)
@@ -288,6 +291,6 @@ def run_demo(
     with stage("writing the report"):
         # Once for the report to tell of, once more with the report in it.
         write_manifest(directory, made_by(example, scale), command=str(itself(example)))
-        steps.write_report(place, *of_command["report"])
+        steps.write_page(place, *of_command["report"])
         write_manifest(directory, made_by(example, scale), command=str(itself(example)))
     return _record(dense, reduced, parity, bench) | {"effects": effects}

@@ -25,7 +25,7 @@ from perf.runners.onnx_session import Provider
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
 
 from .engine_trust import record_of_trusted_plan
-from .inputs import fed_to_ports, take_pixels
+from .proof_inputs import fed_to_ports, take_pixels
 
 if TYPE_CHECKING:
     from corp_deploy.families.timm_images import ImageSpec

@@ -26,9 +26,9 @@ from perf.parity.parity import ImageSet, Parity
 
 from .artefact import Artefact
 from .candidates import outputs_at
-from .inputs import ProofInputs
 from .limits import ParityLimits
 from .outcome import Proof
+from .proof_inputs import ProofInputs
 
 KIND, VERSION = "golden", 1
 RECORD, INPUTS, OUTPUTS = "golden.json", "inputs.npz", "outputs.npz"
@@ -153,7 +153,7 @@ def require_one_environment(artefacts: Sequence[Artefact], elsewhere: str) -> No
             )
 
 
-def compare(
+def compare_engines(
     golden: Golden,
     candidates: Sequence[Artefact],
     *,

@@ -30,8 +30,8 @@ from ground.quantity import quoted
 from perf.parity.labels import OwnMetric
 
 if TYPE_CHECKING:
-    from .inputs import ProofInputs
     from .outcome import Proof
+    from .proof_inputs import ProofInputs
 
 OUTPUTS = "{outputs}"
 TIME_LIMIT_S = 600.0

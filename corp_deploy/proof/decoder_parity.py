@@ -40,7 +40,7 @@ Status = Literal["PASS", "FAIL", "MEASURED"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class DecoderLink:
     """One way of running both; `bound` of the relative error, None where nothing bounds it."""
 
     name: str
@@ -64,7 +64,7 @@ class DecoderParity:
     runtime: Flat
     sequences: int
     length: int
-    links: tuple[Link, ...]
+    links: tuple[DecoderLink, ...]
 
     @property
     def passed(self) -> bool:
@@ -126,9 +126,9 @@ def verify_decoder(
     )
 
 
-def _link(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32], bound: float | None) -> Link:
+def _link(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32], bound: float | None) -> DecoderLink:
     found = json_from_record(measures(expected, actual, role="token logits"))  # null for what isn't finite
-    return Link(name=name, measures=found, bound=bound)
+    return DecoderLink(name=name, measures=found, bound=bound)
 
 
 NAMES = ("dense", "reduced")

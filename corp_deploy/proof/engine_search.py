@@ -39,7 +39,7 @@ class RepairResult:
     kept: tuple[str, ...] = ()
 
 
-def fewest(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...] | None:
+def fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...] | None:
     """A set of these that passes, of which none can be left out; None where not even all of them pass.
 
     Takes for granted that more pass where fewer do: the last site of the shortest passing row is needed, and so on with
@@ -56,7 +56,7 @@ def fewest(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tup
     return chosen
 
 
-def measured(
+def output_measures(
     ports: Sequence[OutputPort], reference: Outputs, answers: Outputs, bounds: Mapping[str, Tolerance] | None = None
 ) -> dict[str, Measures]:
     """How far the answers are from the reference, by output; `bounds` know the noise of margins."""
@@ -102,7 +102,7 @@ class Trials:
             self.write(self.graph, breaks, kept)
             self.last = self.answers(self.graph)
             noise = None if self.are_flips else self.bounds
-            self.measured[key] = measured(self.ports, self.reference, self.last, noise)
+            self.measured[key] = output_measures(self.ports, self.reference, self.last, noise)
         return self.measured[key]
 
     def error(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> float:
@@ -122,10 +122,10 @@ def mended(trials: Trials) -> RepairResult:
     trials.errors()
     sites = offered(read_onnx(trials.graph))
     blocks = tuple(site for site in sites if "/" not in site)
-    breaks = fewest(sites, lambda some: trials.failing(breaks=some) is None)
+    breaks = fewest_passing(sites, lambda some: trials.failing(breaks=some) is None)
     kept: tuple[str, ...] | None = ()
     if breaks is None:
-        breaks, kept = (), fewest(blocks, lambda some: trials.failing(kept=some) is None)
+        breaks, kept = (), fewest_passing(blocks, lambda some: trials.failing(kept=some) is None)
     if kept is None:
         raise BadInput(
             f"no set of fusion breaks, and no set of blocks in more bits, mends this engine: it is still off by "

@@ -91,7 +91,7 @@ def judged_rows(
     return judge(rules, now, older, starting=starting).rules if rules else ()
 
 
-def write_gate(gate: Gate, path: Path) -> None:
+def write_verdicts(gate: Gate, path: Path) -> None:
     """gate.json, Markdown or JUnit, by suffix."""
     if path.suffix == ".json":
         save_gate(gate, path)

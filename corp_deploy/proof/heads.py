@@ -53,7 +53,7 @@ class OpenHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
+class ProofHeads:
     """The heads of a proof; none where `every` is empty."""
 
     every: tuple[OpenHead, ...] = ()
@@ -84,12 +84,12 @@ class Heads:
 @contextmanager
 def opened_heads(
     paths: Sequence[PathLike], outputs: Sequence[OutputPort], *, threshold: float = THRESHOLD
-) -> Iterator[Heads]:
+) -> Iterator[ProofHeads]:
     """Heads with their graphs loaded; above the threshold something is there where one tells one thing alone. Raises
     BadInput for one that doesn't read the model's outputs, or whose maps have the name of another output.
     """
     with ExitStack() as stack:
-        heads = Heads(every=tuple(_opened(stack, Path(path), outputs) for path in paths), threshold=threshold)
+        heads = ProofHeads(every=tuple(_opened(stack, Path(path), outputs) for path in paths), threshold=threshold)
         names = [port.name for port in (*outputs, *heads.ports)]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise BadInput(

@@ -21,20 +21,20 @@ from perf.parity.tolerance import Choices, Tolerance
 from perf.timing.watch import has_vnni
 
 from .candidates import Candidate
-from .heads import Heads
+from .heads import ProofHeads
 from .limits import ParityLimits
-from .own_noise import Merges, own_noise
+from .own_noise import MergeNoise, own_noise
 
 AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class LinkReference:
     """What a candidate is held against; `merges` where the torch model that it computes merges tokens."""
 
     label: str
     answers: Outputs
-    merges: Merges | None = None
+    merges: MergeNoise | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class LinkRules:
         return self.limits.of_port(self.port, self.noises[FLOAT16])
 
     def link(
-        self, candidate: Candidate, name: str, kind: LinkKind, before: Reference, by_batch: Mapping[int, Outputs]
+        self, candidate: Candidate, name: str, kind: LinkKind, before: LinkReference, by_batch: Mapping[int, Outputs]
     ) -> Link:
         """The link from what stands before to a candidate."""
         own, merges, float_type = self.port.name, before.merges, candidate.float_type
@@ -113,7 +113,7 @@ def link_rules(
     answers: Outputs,
     batch: int,
     limits: ParityLimits,
-    heads: Heads,
+    heads: ProofHeads,
     halves: Collection[FloatType],
 ) -> list[LinkRules]:
     """Of each output of the dense model and each map of its heads; `halves`: types that candidates are held in."""

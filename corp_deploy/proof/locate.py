@@ -97,7 +97,7 @@ def fix_command(
     return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{word}.onnx")}))
 
 
-def located(
+def fault_of_link(
     name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
 ) -> FaultLocation | None:
     """Where a failing graph leaves the step before it; None when that step can't be cut into blocks."""

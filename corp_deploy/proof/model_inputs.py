@@ -27,7 +27,15 @@ from ground.feeds import Feeds, batch_size, random_feeds, rows_of
 from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
 
-from .inputs import ProofInputs, fed_to_ports, listed, noise_inputs, normalisation_of, on_disk, require_pixels
+from .proof_inputs import (
+    ProofInputs,
+    array_on_disk,
+    fed_to_ports,
+    noise_inputs,
+    normalisation_of,
+    ports_line,
+    require_pixels,
+)
 
 
 def images_taken(checkpoint: Checkpoint) -> ImageSpec | None:
@@ -56,7 +64,7 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
         tensors = {"images": batch.inputs} if isinstance(batch.inputs, Tensor) else batch.inputs
         parts = {name: tensor.numpy() for name, tensor in tensors.items()}
         count = batch_size(parts)
-        arrays = arrays or {name: on_disk(part, source.count) for name, part in parts.items()}
+        arrays = arrays or {name: array_on_disk(part, source.count) for name, part in parts.items()}
         for name, part in parts.items():
             arrays[name][start : start + count] = part
         start += count
@@ -113,7 +121,7 @@ def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[
     if path is None:
         return ProofInputs(feeds=random_feeds(ports, count, seed=0), kind="inputs")
     if len(ports) != 1 or len(ports[0].shape) != 3:
-        raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images out")
+        raise BadInput(f"{path}: images for a model that takes {ports_line(ports)}; leave --images out")
     if path.suffix not in ARRAYS:
         raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
     (port,) = ports
@@ -143,5 +151,5 @@ def feeds_to_time(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path]
     if fed.text is None:
         return _images_or_noise(fed.images, ports, models, count)
     if not all(port.dtype == "int64" for port in ports):
-        raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text out")
+        raise BadInput(f"{fed.text}: texts for a model that takes {ports_line(ports)}; leave --text out")
     return _tokenized(Path(fed.text), models, count)

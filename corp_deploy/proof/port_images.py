@@ -11,7 +11,7 @@ from ground.errors import BadInput
 from ground.pixels import PIXEL
 from ground.ports import Port
 
-from .inputs import ProofInputs, of_port, on_disk
+from .proof_inputs import ProofInputs, array_on_disk, of_port
 
 _ROWS = 64  # copied at once
 
@@ -70,7 +70,7 @@ def _by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Norma
 def _read(source: DrawnImages) -> ProofInputs:
     """All images, in a file without a name instead of memory."""
     rows, start = source.rows(), 0
-    images = on_disk(np.empty((1, *source.array.shape), np.float32), source.count)
+    images = array_on_disk(np.empty((1, *source.array.shape), np.float32), source.count)
     while part := list(islice(rows, _ROWS)):
         images[start : start + len(part)] = part
         start += len(part)

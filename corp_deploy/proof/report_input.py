@@ -122,7 +122,7 @@ def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
     ]
 
 
-def lineage_of_model(config: ModelConfig) -> dict[str, Any]:
+def shown_lineage(config: ModelConfig) -> dict[str, Any]:
     """Where a model comes from, without how it was reduced and what its config.json alone has to hold."""
     left_out = ("reduction", "command", FITTED, CLASS_NAMES)
     lineage = {key: value for key, value in config.lineage.items() if key not in left_out}
@@ -149,7 +149,7 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
     # A report can't hold its own digest.
     every = {} if manifest is None else manifest.files
     files = {name: entry for name, entry in every.items() if not entry.made_by.startswith(REPORTS)}
-    lineage = lineage_of_model(reduced) if reduced else {}
+    lineage = shown_lineage(reduced) if reduced else {}
     if manifest is not None:
         lineage |= {"versions": manifest.versions, "files": {name: entry.sha256 for name, entry in files.items()}}
     return {

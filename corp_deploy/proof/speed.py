@@ -24,7 +24,7 @@ from perf.timing.laps import Plan
 from perf.timing.watch import environment, watching
 
 from .contender import Contender, contender_from_engine, contender_from_graph
-from .inputs import ProofInputs, listed
+from .proof_inputs import ProofInputs, ports_line
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -100,7 +100,8 @@ def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]
     one, other = ([(port.dtype, port.shape) for port in each.inputs] for each in (dense, reduced))
     if one != other:  # whatever they are called
         raise BadInput(
-            f"{dense.name} takes {listed(dense.inputs)}, {reduced.name} {listed(reduced.inputs)}: not the same task"
+            f"{dense.name} takes {ports_line(dense.inputs)}, {reduced.name} {ports_line(reduced.inputs)}: not the same "
+            "task"
         )
     for contender in (dense, reduced):
         if contender.static_batch is not None and list(batches) != [contender.static_batch]:

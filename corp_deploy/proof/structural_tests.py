@@ -22,14 +22,19 @@ from perf.parity.structure import StructuralTest
 from perf.parity.tolerance import Choices
 
 from .candidates import Candidate, Run
-from .own_noise import Merges
+from .own_noise import MergeNoise
 
 # Slots of a batch, inputs pushed out of range.
 SLOTS, EXTREME_INPUTS = 8, 4
 
 
 def structural_tests(
-    candidate: Candidate, run: Run, feeds: Feeds, by_batch: Mapping[int, Outputs], bound: float, merges: Merges | None
+    candidate: Candidate,
+    run: Run,
+    feeds: Feeds,
+    by_batch: Mapping[int, Outputs],
+    bound: float,
+    merges: MergeNoise | None,
 ) -> list[StructuralTest]:
     """What holds for some inputs holds for all: the link itself judges every input at the largest batch."""
     largest, label = candidate.batch or max(by_batch), candidate.label

@@ -154,7 +154,7 @@ def _called(folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class ExpectedRelease:
     """Whose signature is asked for, and of which release; None where any is taken."""
 
     verifier: Verifier
@@ -191,7 +191,7 @@ def _changed(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
     return changed
 
 
-def check(folder: Path, expected: Expected | None = None) -> Checked:
+def check_release(folder: Path, expected: ExpectedRelease | None = None) -> Checked:
     """Verify the signature where one is expected, compare every digest, then replay the samples of the graphs that are
     whole. Nothing is read of a release whose signature doesn't hold. A model repository has a signature alone.
 

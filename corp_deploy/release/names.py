@@ -1,9 +1,11 @@
 """How the files of a release are called, relative to its directory. Imports no torch."""
 
+from pathlib import Path
+
 from corp_deploy.store.manifest import MANIFEST
 
 from .recipe import Recipe
-from .targets import SUBJECTS, Target
+from .targets import SUBJECTS, ReleaseTarget
 
 __all__ = ["MANIFEST", "SUBJECTS"]
 
@@ -54,26 +56,24 @@ def graph_name(precision: str) -> str:
 
 
 def graphs_of(recipe: Recipe, subject: str) -> tuple[str, ...]:
-    """The files of a subject's graphs, one a precision."""
     return tuple(f"{subject}/{graph_name(precision)}" for precision in recipe.export.precisions)
 
 
 def answers_name(subject: str, precision: str) -> str:
-    """What a graph answers to the samples."""
     return f"samples/{subject}.{precision}.npy"
 
 
-def plan_name(target: Target, subject: str) -> str:
+def plan_name(target: ReleaseTarget, subject: str) -> str:
     """Where a target's engine stands in a release: beside the graph it was built from, where `package` looks for it."""
     return f"{subject}/model.{target.name}.plan"
 
 
-def artefact_name(target: Target, subject: str) -> str:
+def artefact_name(target: ReleaseTarget, subject: str) -> str:
     """What the target runs: a plan, or the graph itself in ONNX Runtime."""
     return plan_name(target, subject) if target.is_engine else f"{subject}/{graph_name(target.precision)}"
 
 
-def rival_name(target: Target) -> str:
+def rival_name(target: ReleaseTarget) -> str:
     """What a quantised target is measured against: the reduced model in the precision that it rests on."""
     assert target.rest is not None, target
     if target.is_engine:
@@ -81,36 +81,37 @@ def rival_name(target: Target) -> str:
     return f"reduced/{graph_name(target.rest)}"
 
 
-def gain_name(target: Target) -> str:
-    """The measurement of a quantised target against its rival."""
+def gain_name(target: ReleaseTarget) -> str:
     return f"gain.{target.name}.json"
 
 
 def gains_of(recipe: Recipe) -> tuple[str, ...]:
-    """One of each quantised target."""
     return tuple(gain_name(target) for target in recipe.targets if target.rest is not None)
 
 
-def bench_name(recipe: Recipe, target: Target) -> str:
+def bench_name(recipe: Recipe, target: ReleaseTarget) -> str:
     """bench.json of the first target, bench.TARGET.json of the others."""
     return BENCH if target == recipe.targets[0] else f"bench.{target.name}.json"
 
 
-def parity_name(target: Target) -> str:
+def parity_name(target: ReleaseTarget) -> str:
     """parity.json covers ONNX Runtime on the CPU; what needs a GPU has its own record."""
     return PARITY if target.name == "onnxruntime-cpu" else f"parity.{target.name}.json"
 
 
 def outputs_name(parity: str) -> str:
-    """The outputs that a parity record was measured on, beside it."""
     return f"{parity.removesuffix('.json')}.npz"
 
 
 def parities_of(recipe: Recipe) -> tuple[str, ...]:
-    """Every parity record of a release, each once."""
     return tuple(dict.fromkeys((PARITY, *map(parity_name, recipe.targets))))
 
 
-def page_name(target: Target) -> str:
-    """The report of a target that is not the first."""
+def page_name(target: ReleaseTarget) -> str:
     return f"report.{target.name}.html"
+
+
+def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
+    """Those of the first target, by which the recipe's rules are judged, by their kind."""
+    first = recipe.targets[0]
+    return {"bench": root / bench_name(recipe, first), "parity": root / parity_name(first)}

@@ -47,7 +47,6 @@ class Pace:
         self._now: str | None = None
 
     def plan(self, statuses: Sequence[StageStatus]) -> None:
-        """What will be done, before the first one starts."""
         self._open = [each.stage for each in statuses if each.state in ("runs", "follows")]
         self._began = self._clock()
 
@@ -80,7 +79,7 @@ class Pace:
 
 def limited_seconds(recipe: Recipe) -> dict[str, float]:
     """Return how long the stages that measure take at most, by name."""
-    seconds = recipe.bench.time_limit_s * len(recipe.bench.batches)
+    seconds = recipe.bench.time_limit * len(recipe.bench.batches)
     return {f"{kind}.{target.name}": seconds for target in recipe.targets for kind in ("bench", "gain")}
 
 

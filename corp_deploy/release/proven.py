@@ -18,7 +18,7 @@ NO_PARITY = "no parity.json: nothing shows that the model's answers agree with t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class ProofVerdicts:
     """The verdict of every record in a directory, in one line, by the record's name."""
 
     lines: dict[str, str]
@@ -59,6 +59,6 @@ def _lines(directory: Path) -> Iterator[tuple[str, str]]:
         yield GATE, _line_of_gate(load_gate(directory / GATE))
 
 
-def proof_of_directory(directory: Path) -> Proof:
+def proof_of_directory(directory: Path) -> ProofVerdicts:
     """Read parity.json, those of other targets, and gate.json. Raises BadInput for a record that can't be read."""
-    return Proof(lines=dict(_lines(directory)))
+    return ProofVerdicts(lines=dict(_lines(directory)))

@@ -1,7 +1,7 @@
 """What is done with the stages of a recipe: planned, run, run one by one, or written as a script. Imports no torch."""
 
 import fnmatch
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,10 +15,10 @@ from perf.stats.trend import add_release
 from . import calls, incremental
 from .baseline import Baseline
 from .incremental import Outcome, Stage, StageStatus
-from .inputs import require_inputs
-from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS
-from .pipeline import own_records, stages_of
+from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS, own_records
+from .pipeline import stages_of
 from .recipe import Recipe
+from .recipe_checks import require_inputs
 from .recipe_toml import rendered
 from .signature import sums_from_file
 from .signer import Signer, sign
@@ -76,10 +76,10 @@ class Job:
     signer: Signer | None = None
     again: Sequence[str] = ()
 
-    def _stages(self, *, finished: Collection[str] = ()) -> list[Stage]:
-        """Return all stages; those of `again` run although they are done, but for those that just were."""
+    def _stages(self) -> list[Stage]:
+        """Return all stages; those of `again` run although they are done."""
         stages = stages_of(self.recipe, self.root, self.baseline)
-        again = _names_like(self.again, stages, "--again") - {*finished}
+        again = _names_like(self.again, stages, "--again")
         return [replace(stage, again=True) if stage.name in again else stage for stage in stages]
 
     def _required(self, stages: Sequence[Stage]) -> list[StageStatus]:
@@ -101,7 +101,8 @@ class Job:
 
     def release(self) -> Released:
         """Run what is not done, and sign what passes."""
-        self.planned(self._plan_to_write(self._stages()))
+        stages = self._stages()
+        self.planned(self._plan_to_write(stages))
         if self.signer is not None:
             if self.recipe.release.version is None:
                 raise BadInput(
@@ -110,7 +111,7 @@ class Job:
                 )
             self.signer.require()
         self.root.mkdir(parents=True, exist_ok=True)
-        outcome = self._run_all()
+        outcome = self._run_all(stages)
         if outcome.blocked:
             if outcome.finished:
                 _unsign(self.root)
@@ -122,16 +123,14 @@ class Job:
         signature = self._signature(passed=gate.exit_code == 0, changed=bool(outcome.finished))
         return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
 
-    def _run_all(self) -> Outcome:
-        """In two parts: whether the baseline is this very record is known only when the bench stands."""
-        stages = self._stages()
+    def _run_all(self, stages: Sequence[Stage]) -> Outcome:
+        """Run what is measured, then what judges and tells of that, where nothing waits for another machine."""
         gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
-        first = incremental.run(stages[:gate], self.root, starts=self.starts, is_complete=False)
+        first = incremental.run_stages(stages[:gate], self.root, starts=self.starts)
         if first.blocked:
             return first
-        rest = incremental.run(self._stages(finished=first.finished), self.root, starts=self.starts)
-        finished = (*first.finished, *rest.finished)
-        cached = tuple(name for name in rest.cached if name not in finished)
+        rest = incremental.run_stages(stages[gate:], self.root, starts=self.starts, every=stages)
+        finished, cached = (*first.finished, *rest.finished), (*first.cached, *rest.cached)
         return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
 
     def _signature(self, *, passed: bool, changed: bool) -> Signature | None:
@@ -148,7 +147,7 @@ class Job:
         named = _names_like(names, stages, "--only")
         chosen = [stage for stage in stages if stage.name in named]
         self._plan_to_write(chosen)
-        outcome = incremental.run(chosen, self.root, starts=self.starts, is_complete=False)
+        outcome = incremental.run_stages(chosen, self.root, starts=self.starts)
         if outcome.blocked:
             raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
         return outcome
@@ -158,14 +157,17 @@ class Job:
         stages, root = self._stages(), self.root
         self._required(stages)
         root.mkdir(parents=True, exist_ok=True)
-        incremental.run(stages[:1], root, starts=self.starts, is_complete=False)
-        pairs = zip(stages, incremental.plan(stages, root), strict=True)
+        incremental.run_stages(stages[:1], root, starts=self.starts)
+        pairs = zip(stages, incremental.stage_statuses(stages, root), strict=True)
         elsewhere = [each for each in pairs if each[1].state != "cached" and each[0].missing() is not None]
         rows = [
             {
                 "name": stage.name,
                 "why": status.why,
-                "words": (*calls.only(stage.name, self.recipe).argv, *(("--again", stage.name) if stage.again else ())),
+                "words": (
+                    *calls.only_call(stage.name, self.recipe).argv,
+                    *(("--again", stage.name) if stage.again else ()),
+                ),
             }
             for stage, status in elsewhere
         ]

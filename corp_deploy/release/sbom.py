@@ -116,7 +116,7 @@ def _card(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> di
             "architectureFamily": config.family,
             "modelArchitecture": config.architecture_line,
             "datasets": [{"ref": CALIBRATION}, {"ref": HELD_OUT}],
-            "inputs": [{"format": f"{recipe.export.input} images, {shape}"}],
+            "inputs": [{"format": f"{recipe.export.graph_input} images, {shape}"}],
             "outputs": [{"format": parity.compared}],
         },
         "quantitativeAnalysis": {"performanceMetrics": metrics},
@@ -144,7 +144,10 @@ def _model(root: Path, recipe: Recipe, subject: str, config: ModelConfig) -> dic
 def _component(package: Package) -> dict[str, Any]:
     reference = _reference(package)
     named = {"type": "library", "bom-ref": reference, "name": package.name, "version": package.version}
-    return {**named, **_licensed(package.licence), "purl": reference}
+    component = {**named, **_licensed(package.licence), "purl": reference}
+    if package.record_sha256 is not None:  # nothing installed tells the digest of its wheel
+        component["components"] = [{"type": "file", "name": "RECORD", "hashes": _hashes(package.record_sha256)}]
+    return component
 
 
 def _sbom(

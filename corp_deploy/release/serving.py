@@ -27,7 +27,7 @@ from perf.record.runs import Bench, load_bench
 from perf.stats.summary import summarise
 
 from .names import BENCH, MANIFEST, PARITY, SIGNATURE, graph_name
-from .proven import Proof
+from .proven import ProofVerdicts
 from .signature import entries_below
 from .signer import Signer, sign
 
@@ -154,7 +154,7 @@ def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, S
     return fp32, serving, []
 
 
-def package_of_directory(directory: Path, proof: Proof, options: ServingOptions) -> tuple[Package, list[str]]:
+def package_of_directory(directory: Path, proof: ProofVerdicts, options: ServingOptions) -> tuple[Package, list[str]]:
     """Return what a directory of results offers to a server, and notes: what is left out and why, and what its proof
     lacks. The batch to prefer, and the largest one where the options name none, come from what was measured.
 

@@ -118,7 +118,7 @@ def _why(error: Exception) -> str:
     return f"does not hold ({words[:300] or type(error).__name__})"
 
 
-def verify(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], str]) -> Signed:
+def verify_signature(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], str]) -> Signed:
     """What is signed, once the signature holds by `verifier` and covers every file as it is. `who` names the signer
     by the bundle. Nothing but the signature is parsed.
 

@@ -10,7 +10,7 @@ from ground.errors import BadInput, Missing
 from ground.files import sha256_of_text, text_from_file
 
 from .signature import Signed, Unverified, require_library
-from .signature import verify as verify_with
+from .signature import verify_signature as verify_with
 
 if TYPE_CHECKING:
     from cryptography import x509

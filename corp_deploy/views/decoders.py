@@ -45,7 +45,7 @@ def cache_table(caches: Mapping[str, KvCache], *, length: int, batch: int) -> Ta
     return table
 
 
-def parity_table(parity: DecoderParity) -> Table:
+def decoder_parity_table(parity: DecoderParity) -> Table:
     """One row a way of running it."""
     table = Table("graph against transformers", "relative error", "largest", "tokens agreeing", "bound", "")
     for link in parity.links:

@@ -48,24 +48,24 @@ def speed_table(bench: Bench) -> Table:
     return table
 
 
-def figures(value: Interval | None) -> list[float | None] | None:
+def interval_figures(value: Interval | None) -> list[float | None] | None:
     """Value, low, high; bounds are null where there were too few rounds."""
     return None if value is None else list(value.figures)
 
 
 def throughputs(row: SummaryRow) -> dict[str, list[float | None] | None]:
     """What each gives a second, as figures."""
-    return {name: figures(side.throughput) for name, side in row.sides.items()}
+    return {name: interval_figures(side.throughput) for name, side in row.sides.items()}
 
 
 def compared(row: SummaryRow) -> dict[str, Any]:
     """A row's figures for machines; `messages` say why there are none."""
     return {
-        "p50_ms": {name: figures(side.p50_ms) for name, side in row.sides.items()},
+        "p50_ms": {name: interval_figures(side.p50_ms) for name, side in row.sides.items()},
         "status": {name: side.status for name, side in row.sides.items()},
         "messages": {name: side.message for name, side in row.sides.items() if side.message},
-        "speedup": figures(row.speedup),
-        "noise": figures(row.noise),
+        "speedup": interval_figures(row.speedup),
+        "noise": interval_figures(row.noise),
     }
 
 
@@ -78,7 +78,7 @@ def speed_record(bench: Bench) -> dict[str, Any]:
                 "batch": row.batch,
                 **compared(row),
                 "images_per_s": throughputs(row),
-                "repeats": {name: figures(gain) for name, gain in row.repeats.items()},
+                "repeats": {name: interval_figures(gain) for name, gain in row.repeats.items()},
                 "realised_share": row.realised_share,
             }
             for row in summary.rows

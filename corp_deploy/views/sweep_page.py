@@ -85,7 +85,7 @@ def trials_table(points: Sequence[SweepPoint]) -> Table:
     return Table(key="trials", title="All trials", columns=columns, rows=rows)
 
 
-def speed_table(points: Sequence[SweepPoint], batch: int) -> Table:
+def trial_speeds(points: Sequence[SweepPoint], batch: int) -> Table:
     """Each beside the dense model at one batch size."""
     rows = []
     for point in points:
@@ -147,7 +147,7 @@ def sweep_page(
             title="Speed and fidelity",
             remarks=(Remark(text="Time is paired: the front is of speed-ups, each measured beside the dense model."),),
             figures=tuple(figure for batch in batches for figure in _against_latency(points, batch)),
-            tables=tuple(speed_table(points, batch) for batch in batches),
+            tables=tuple(trial_speeds(points, batch) for batch in batches),
         )
     ] * bool(batches)
     sections.append(
