@@ -15,7 +15,7 @@ from corp_deploy.polish.held_out import parted, relative_square, stream_error
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.spec.merging import Merging
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 from tests import tiny

@@ -32,7 +32,7 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from corp_deploy.store.inputs import images_for_model, lineage_of_model
+from corp_deploy.store.input_sets import images_for_model, lineage_of_model
 from corp_deploy.traced.models.sites import calibration_taps
 from ground.files import write_json
 

@@ -26,7 +26,7 @@ from corp_deploy.release import steps
 from corp_deploy.release.incremental import StageDirs
 from corp_deploy.store.checkpoint import CONFIG, WEIGHTS, Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from corp_deploy.store.manifest import write_manifest
 from ground.errors import Missing
@@ -101,12 +101,11 @@ SCALE = DemoScale()
 
 
 def itself(example: Example) -> Invocation:
-    """The demo's own command."""
     return Invocation(command="demo", options={**example.demo_options, "output": "."})
 
 
 def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
-    """Every command of the demo by the files that it makes, all in the demo's directory."""
+    """Return every command of the demo by the files that it makes."""
     held_out = "images/held-out.npz"
     calibrate = {
         "model": "dense",
@@ -151,7 +150,7 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
 
 
 def made_by(example: Example, scale: DemoScale) -> dict[str, str]:
-    """The command that makes each file; what no other command makes the demo does."""
+    """Return the command that makes each file; the demo makes the others."""
     by_calls = {name: str(run) for names, run in invocations(example, scale).items() for name in names}
     return dict.fromkeys((*ONLY_DEMO, *MODEL), str(itself(example))) | by_calls
 
@@ -161,7 +160,6 @@ STEPS = ("images", "calibrate", "reduce", "export", "verify", "bench", "report")
 
 
 def write_images(directory: Path) -> None:
-    """The calibration images without labels, the held-out ones with."""
     from .digits.images import load
 
     train, held_out = load("train"), load("held-out")
@@ -191,7 +189,7 @@ def write_inputs(directory: Path, example: Example = VIT) -> Checkpoint:
 
 
 def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.Module) -> list[dict[str, Any]]:
-    """The same widths by the presets beside and by the demo's own, on the held-out images."""
+    """Compare the presets at the same widths on the held-out images."""
     path = directory / "images" / "held-out.npz"
     held_out = images_for_model(dense.model, path)
     labels, pixels = labels_for(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))
@@ -213,7 +211,6 @@ def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.M
 
 
 def _record(dense: Checkpoint, reduced: Checkpoint, parity: Parity, bench: Bench) -> dict[str, Any]:
-    """What the demo came to, as figures."""
     links = {link.kind: link for link in parity.links}
     models = {"dense": (dense, 1.0), "reduced": (reduced, links["reduced"].measures.agreement)}
     rows = {

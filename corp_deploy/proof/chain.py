@@ -56,7 +56,6 @@ class ChainStep:
 
     @property
     def answers(self) -> Outputs:
-        """Those to all inputs."""
         return self.by_batch[max(self.by_batch)]
 
 
@@ -77,7 +76,7 @@ class Chain:
     def walk(
         self, candidates: Sequence[Candidate], on_progress: Callable[[Sequence[ChainStep]], None]
     ) -> list[ChainStep]:
-        """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
+        """Compare every candidate with its reference: the dense model for torch, else the last FP32 step before it."""
         steps = list[ChainStep]()
         single: ChainStep | None = None
         model = self.dense.model
@@ -143,12 +142,12 @@ class Chain:
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Run]:
-        """With the maps that heads make of its outputs."""
+        """Open a candidate; heads add the maps that they make of its outputs."""
         with candidate.opened([rule.port for rule in self.rules if rule.port not in self.heads.ports]) as backbone:
             yield self.heads.behind(backbone, max(self.batches))
 
     def _by_batch(self, candidate: Candidate, run: Run) -> dict[int, Outputs]:
-        """All inputs at the largest batch size; at every other one a batch of them, and no fewer than EACH_SIZE."""
+        """Run all inputs at the largest batch size, and at the others one batch, of at least EACH_SIZE."""
         if candidate.batch:
             return {candidate.batch: outputs_at(run, self.feeds, candidate.batch)}
         *smaller, largest = sorted(set(self.batches))
@@ -237,7 +236,6 @@ def prove_chain(
 
 
 def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dict[str, NDArray[np.generic]]:
-    """Of each output; named by it where there are several."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for rule in rules:
         name = rule.port.name

@@ -48,7 +48,7 @@ def build_priced(graph: Path, choices: BuildOptions, output: Path, *, library: L
 
 
 def bench_lines(record: EngineRecord, output: Path) -> tuple[str, ...]:
-    """The commands that time the plans for one GPU against the compatible one."""
+    """Return the commands that time the plans for one GPU against the compatible one."""
     assert record.compatibility is not None, record
     lines = []
     for plan in record.compatibility.plans:
@@ -61,7 +61,6 @@ def bench_lines(record: EngineRecord, output: Path) -> tuple[str, ...]:
 def _timed(
     own: EngineRecord, exact: Mapping[str, EngineRecord], output: Path
 ) -> tuple[Sequence[PricedLatency], str | None]:
-    """On the GPU at hand, where there is one that a plan was built for."""
     missing = missing_gpu()
     if missing is not None:
         return (), UNTIMED.format(missing)
@@ -83,7 +82,7 @@ def _runs_here(record: EngineRecord) -> bool:
 
 
 def latencies_of(bench: Bench, target: str) -> tuple[PricedLatency, ...]:
-    """How many times as long the second of the two takes, by batch; the rows that have a figure."""
+    """Return the compatible plan's time relative to the exact one's, by batch."""
     rows = [(row.batch, row.speedup) for row in summarise(bench).rows if row.measure == "compute"]
     return tuple(
         PricedLatency(target=target, batch=batch, ratio=1 / each.value, low=1 / each.high, high=1 / each.low)

@@ -57,7 +57,7 @@ class DecoderLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParity:
-    """What was found on `sequences` of `length` tokens."""
+    """Links of a decoder on `sequences` of `length` tokens."""
 
     model: str
     graph: Mapping[str, Any]
@@ -76,7 +76,7 @@ class DecoderParity:
 
 
 def drawn_ids(vocabulary: int, *, sequences: int, length: int, seed: int) -> NDArray[np.int64]:
-    """Any tokens, [B,N]."""
+    """Draw tokens [B,N]."""
     return np.random.default_rng(seed).integers(0, vocabulary, (sequences, length), dtype=np.int64)
 
 

@@ -33,7 +33,7 @@ Write = Callable[[Path, Sequence[str], Sequence[str]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """Where fusion is broken, and which sites are kept in more bits."""
+    """Fusion breaks, and sites kept in more bits."""
 
     breaks: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ def fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]
 def output_measures(
     ports: Sequence[OutputPort], reference: Outputs, answers: Outputs, bounds: Mapping[str, Tolerance] | None = None
 ) -> dict[str, Measures]:
-    """How far the answers are from the reference, by output; `bounds` know the noise of margins."""
+    """Compare answers with the reference, by output; `bounds` know the noise of margins."""
     return {
         port.name: measures(
             reference[port.name],
@@ -72,7 +72,7 @@ def output_measures(
 
 
 def offered(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Where breaks are tried, in order: the softmax of every attention, and what every part of a block gives."""
+    """Return places for breaks in order: the softmax of every attention, and the output of every part of a block."""
     parts = {site for name in modules_of_graph(proto) if (site := site_of(f"{name}/")) == name}
     parts = {site for site in parts if any(part.isdigit() for part in site.split("."))}
     nodes = [node.name for node in proto.graph.node if node.op_type == "Softmax" and "/" in node.name]
@@ -106,11 +106,11 @@ class Trials:
         return self.measured[key]
 
     def error(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> float:
-        """Of the worst output."""
+        """Return the error of the worst output."""
         return max(each.relative_error for each in self.errors(breaks, kept).values())
 
     def failing(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> str | None:
-        """The name of the first output that doesn't pass; None where all do."""
+        """Return the first output that doesn't pass, None where all do."""
         errors = self.errors(breaks, kept)
         return next((name for name, each in errors.items() if judge(each, self.bounds[name])[0] != "PASS"), None)
 
@@ -135,13 +135,13 @@ def mended(trials: Trials) -> RepairResult:
 
 
 def graph_answers(path: Path, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
-    """What ONNX Runtime says of a graph, rounding as it is typed."""
+    """Run a graph in ONNX Runtime, rounding as it is typed."""
     with candidate_from_path(path).opened(ports) as run:
         return outputs_at(run, feeds, BATCH)
 
 
 def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], command: str) -> Answers:
-    """What engines say to these inputs, built by this backend on this machine. Raises Missing without a GPU."""
+    """Return a function that builds an engine of a graph here and runs it; raise Missing without a GPU."""
     try:
         require_cuda()
     except Missing as error:

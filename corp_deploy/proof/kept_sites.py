@@ -184,7 +184,7 @@ def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str,
 
 
 def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:
-    """By output twice what plain rounding does to the dense model, as `verify` judges it."""
+    """Return by output twice the error of plain rounding in the dense model, as `verify` judges."""
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
 
     def run(model: nn.Module) -> Outputs:

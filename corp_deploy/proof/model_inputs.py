@@ -20,7 +20,7 @@ from corp_deploy.families.timm_images import ImageSpec
 from corp_deploy.invocation.running import FedOptions
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import no_picture, normalising, texts_for_model, unnormalised
+from corp_deploy.store.input_sets import no_picture, normalising, texts_for_model, unnormalised
 from corp_deploy.store.onnx_file import GraphInput, graph_ports
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, random_feeds, rows_of
@@ -39,13 +39,13 @@ from .proof_inputs import (
 
 
 def images_taken(checkpoint: Checkpoint) -> ImageSpec | None:
-    """How images become a model's input; None of a model that takes none."""
+    """Return a model's preprocessing of images, None where it takes none."""
     of_images = traced_model.input_spec(checkpoint.model).medium == "images"
     return image_spec(checkpoint.model) if of_images else None
 
 
 def fed_to_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) -> Feeds:
-    """Feeds of the model as a graph of it takes them. Raises BadInput for images that were not made of pixels."""
+    """Return feeds of the model as a graph of it takes them."""
     spec, ports, where = images_taken(checkpoint), graph_ports(checkpoint, graph_input), f"input {graph_input}"
     require_pixels(feeds, ports, spec, where=where)
     return fed_to_ports(feeds, ports, spec, where=where)
@@ -99,7 +99,7 @@ def _first(source: InputSet, count: int) -> Batch[Inputs]:
 
 
 def _tokenized(text: Path, models: Sequence[Path], count: int) -> ProofInputs:
-    """So many texts of a file, over again where it has fewer, by the tokenizer of the first model that has one."""
+    """Tokenize `count` texts of a file, repeated where it has fewer, by the first model with a tokenizer."""
     directory = next((path for path in models if path.is_dir()), None)
     if directory is None:
         raise BadInput(
@@ -147,7 +147,7 @@ def _of_directory(directory: Path, path: Path) -> Normalise:
 
 
 def feeds_to_time(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
-    """So many inputs for these ports; among `models` is the tokenizer. Raises BadInput for what does not fit."""
+    """Return `count` inputs for these ports; the tokenizer is among `models`."""
     if fed.text is None:
         return _images_or_noise(fed.images, ports, models, count)
     if not all(port.dtype == "int64" for port in ports):

@@ -62,7 +62,7 @@ def merge_noise_of(
     halves: Collection[FloatType],
     heads: ProofHeads,
 ) -> MergeNoise | None:
-    """How near inputs are to other merges, and the own error in types of steps to come; None where none merge."""
+    """Return the margins and the own errors of a model that merges tokens, None for others."""
     if traced_model.merging_of(checkpoint.model) is None:
         return None
     margins = []
@@ -97,7 +97,6 @@ def own_noise(
 
 
 def quantised_word(float_type: FloatType) -> str | None:
-    """How a quantised type is called; None of another."""
     return next((word for word, each in QUANTISED.items() if each is float_type), None)
 
 

@@ -34,14 +34,12 @@ def _share(error: float, energy: float | None) -> str:
 
 
 def _held_out(site: SiteReport) -> str:
-    """Of the part's own output, or after the closed loop of the residual stream."""
     if site.held_out:
         return _share(site.held_out.error, site.held_out.energy)
     return _share(site.loop.error_held_out, site.loop.energy) + " (stream)" if site.loop else "-"
 
 
 def _requested_shares(table: ReduceOptions, *, attention: bool) -> str:
-    """`attention`: whether heads were gone through."""
     budgets = [
         f"{share:.0%} of the {name} may stay"
         for name, share in (("macs", table.macs), ("params", table.params))
@@ -144,7 +142,6 @@ def _agreement(parity: Parity) -> Iterator[str]:
 
 
 def _maps(parity: Parity) -> Iterator[str]:
-    """What heads apart make of the outputs, and what they are."""
     maps = [(link, link.measures) for link in parity.links if isinstance(link.measures, MapMeasures)]
     if not maps:
         return

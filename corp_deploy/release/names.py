@@ -41,17 +41,15 @@ AGAIN = "make the release again with `corp-deploy release`"
 
 
 def snapshots_of(recipe: Recipe) -> tuple[str, ...]:
-    """The moments of the first images, as `calibrate` calls them, ascending."""
     return tuple(f".stages/moments.{count}.safetensors" for count in recipe.calibration.snapshots or ())
 
 
 def has_sample_labels(recipe: Recipe) -> bool:
-    """Whether labels go beside the samples: for measures of the user's own alone."""
+    """Return True where metrics of the user's own read labels beside the samples."""
     return bool(recipe.parity.metric) and recipe.held_out.labels is not None
 
 
 def graph_name(precision: str) -> str:
-    """model.onnx for fp32, model.fp16.onnx for fp16."""
     return "model.onnx" if precision == "fp32" else f"model.{precision}.onnx"
 
 
@@ -64,17 +62,16 @@ def answers_name(subject: str, precision: str) -> str:
 
 
 def plan_name(target: ReleaseTarget, subject: str) -> str:
-    """Where a target's engine stands in a release: beside the graph it was built from, where `package` looks for it."""
+    """Return the path of an engine: beside its graph, where `package` looks for it."""
     return f"{subject}/model.{target.name}.plan"
 
 
 def artefact_name(target: ReleaseTarget, subject: str) -> str:
-    """What the target runs: a plan, or the graph itself in ONNX Runtime."""
     return plan_name(target, subject) if target.is_engine else f"{subject}/{graph_name(target.precision)}"
 
 
 def rival_name(target: ReleaseTarget) -> str:
-    """What a quantised target is measured against: the reduced model in the precision that it rests on."""
+    """Return the reduced model in the precision that a quantised target rests on."""
     assert target.rest is not None, target
     if target.is_engine:
         return f"rivals/model.{target.name}.{target.rest}.plan"
@@ -90,12 +87,11 @@ def gains_of(recipe: Recipe) -> tuple[str, ...]:
 
 
 def bench_name(recipe: Recipe, target: ReleaseTarget) -> str:
-    """bench.json of the first target, bench.TARGET.json of the others."""
     return BENCH if target == recipe.targets[0] else f"bench.{target.name}.json"
 
 
 def parity_name(target: ReleaseTarget) -> str:
-    """parity.json covers ONNX Runtime on the CPU; what needs a GPU has its own record."""
+    """Return parity.json for ONNX Runtime on the CPU, a record of its own for other targets."""
     return PARITY if target.name == "onnxruntime-cpu" else f"parity.{target.name}.json"
 
 

@@ -62,7 +62,6 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
 
 
 def _calibrating(recipe: Recipe, *, grouped: bool = True) -> dict[str, Path | None]:
-    """The images of the calibration, with the file that says which belong together."""
     table = recipe.calibration
     return {"calibration.images": table.images, "calibration.group_labels": table.group_labels if grouped else None}
 
@@ -72,7 +71,7 @@ def _drawn(recipe: Recipe, *keys: str) -> dict[str, Any]:
 
 
 def _reduction(recipe: Recipe) -> dict[str, Any]:
-    """How it is asked for; what the latency tables hold is of this machine and not of the recipe."""
+    """Return the settings of the reduction; measured tables are of this machine and not of the recipe."""
     return settings_of("reduce", recipe.reduce, without=("latency_tables",))
 
 
@@ -210,7 +209,7 @@ def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
 
 
 def _earlier(history: Path, bench: Path) -> list[str]:
-    """The records that the gate judges this one by: a release made later changes no verdict of an older one."""
+    """Return the records before this one: a later release changes no verdict of an older one."""
     if not bench.is_file() or not history.is_dir():
         return []
     own = f"{release_of_file(bench).name}.json"

@@ -55,7 +55,6 @@ def _require_directory(directory: Path, model: ModelTable) -> None:
 
 
 def _require_model(model: ModelTable, mistakes: RecipeProblems) -> None:
-    """A name of a model here with its weights, a directory with a model, or code that may be run."""
     with mistakes.at("model.model"):
         if model.code is not None:
             trusted_code.refuse_untrusted(model.code.name)
@@ -73,7 +72,7 @@ def _require_model(model: ModelTable, mistakes: RecipeProblems) -> None:
 
 
 def _absent(stages: Sequence[Stage]) -> Iterator[str]:
-    """What stages read beyond the release and is not there, or is of another kind."""
+    """Yield a sentence for each input of stages that is absent or of another kind."""
     outside = {label: path for stage in stages if stage.name != OF_OPTIONS for label, path in stage.outside.items()}
     for label, path in outside.items():
         key = KEYS.get(label, label)
@@ -85,7 +84,7 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: RecipeProblems) -> None:
-    """Commands that can be run from the directory of the release, and all that they read told."""
+    """Require commands that run in the directory of the release, and that name all files they read."""
     untold = recipe.parity.untold_files(beside, root)
     for word in untold:
         mistakes.add(

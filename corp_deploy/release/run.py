@@ -49,7 +49,7 @@ def _names_like(patterns: Sequence[str], stages: Sequence[Stage], option: str) -
 
 
 def _unsign(root: Path) -> bool:
-    """Remove a signature, first of all; whether there was one."""
+    """Remove a signature; return True where there was one."""
     there = (root / SIGNATURE).is_file()
     for name in (SIGNATURE, ATTESTATION):
         (root / name).unlink(missing_ok=True)
@@ -86,7 +86,6 @@ class Job:
         return require_inputs(self.recipe, self.root, stages, self.baseline, path=self.path, warn=self.warn)
 
     def plan(self) -> list[StageStatus]:
-        """What `release` would do now; writes nothing."""
         return self._required(self._stages())
 
     def _plan_to_write(self, stages: Sequence[Stage]) -> list[StageStatus]:
@@ -100,7 +99,6 @@ class Job:
         return statuses
 
     def release(self) -> Released:
-        """Run what is not done, and sign what passes."""
         stages = self._stages()
         self.planned(self._plan_to_write(stages))
         if self.signer is not None:
@@ -124,7 +122,7 @@ class Job:
         return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
 
     def _run_all(self, stages: Sequence[Stage]) -> Outcome:
-        """Run what is measured, then what judges and tells of that, where nothing waits for another machine."""
+        """Run the stages that measure, then those that judge, where none waits for another machine."""
         gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
         first = incremental.run_stages(stages[:gate], self.root, starts=self.starts)
         if first.blocked:
@@ -134,7 +132,7 @@ class Job:
         return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
 
     def _signature(self, *, passed: bool, changed: bool) -> Signature | None:
-        """A release that passes its gate is signed where that was asked; a signature never outlives what it is of."""
+        """Sign a release that passes; a signature never outlives its files."""
         if self.signer is not None and passed:
             files = frozenset((*sums_from_file(self.root / SUMS), SUMS))
             return "signed" if sign(self.root, self.signer, files) else "kept"
@@ -142,7 +140,7 @@ class Job:
         return "refused" if self.signer is not None else "removed" if removed else None
 
     def run_only(self, names: Sequence[str]) -> Outcome:
-        """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
+        """Run the named stages alone; raise Missing when this machine can't run one."""
         stages = self._stages()
         named = _names_like(names, stages, "--only")
         chosen = [stage for stage in stages if stage.name in named]
@@ -153,7 +151,7 @@ class Job:
         return outcome
 
     def write_script(self) -> tuple[Path, list[StageStatus]]:
-        """remaining.sh, with the stages that this machine can't run, for one that can; its path, and these stages."""
+        """Write remaining.sh with the stages for another machine; return its path and these stages."""
         stages, root = self._stages(), self.root
         self._required(stages)
         root.mkdir(parents=True, exist_ok=True)

@@ -27,8 +27,6 @@ def settings_of(name: str, table: Record, *, without: Sequence[str] = ()) -> dic
 
 
 def step(name: str, *words: Any) -> Callable[[StageDirs], None]:
-    """What a command, or a release alone, does in a stage; imported when it is called."""
-
     def run(dirs: StageDirs) -> None:
         from . import release_steps, steps
 
@@ -104,7 +102,6 @@ RUNTIMES = {
 
 
 def _with_records(plans: Sequence[str], target: ReleaseTarget) -> tuple[str, ...]:
-    """What a target runs; engines stand beside their records."""
     return (*plans, *(f"{plan}.json" for plan in plans if target.is_engine))
 
 
@@ -143,7 +140,7 @@ def _target_parity_stage(recipe: Recipe, target: ReleaseTarget, reads: Sequence[
 
 
 def measured_by(target: ReleaseTarget) -> dict[str, Any]:
-    """Describe what of this machine decides a target's times."""
+    """Return the facts of this machine that decide a target's times."""
     with nullcontext((None, None)) if target.name in ON_CPU else watching() as (_, gpu):
         here = environment(gpu)
     return {key: here[key] for key in (*OF_MACHINE, *RUNTIMES.get(target.name, ())) if here[key] is not None}

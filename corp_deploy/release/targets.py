@@ -49,7 +49,7 @@ class ReleaseTarget:
 def rules_of(
     where: str, texts: Sequence[str], target: TargetName, batches: Sequence[int], metrics: tuple[str, ...]
 ) -> tuple[Rule, ...]:
-    """`metrics`: names of the user's own measures. Raises BadInput for a figure that the target will not have."""
+    """Parse rules; raise BadInput for a figure that the target will not have. `metrics` are the user's own."""
     with told_at(where):
         rules = tuple(map(rule_from_text, texts))
         for rule in rules:
@@ -105,7 +105,7 @@ def release_target(
 
 
 def _profile(where: str, name: TargetName, table: TargetTable, batches: Sequence[int]) -> BatchProfile:
-    """The batch sizes that a target's engine takes; of a graph, which takes any, those that are measured."""
+    """Return the batch sizes of an engine, or those that are measured of a graph."""
     if name not in ENGINES and (table.batch or table.sm or table.sparse):
         raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
     with told_at(where):
@@ -127,12 +127,11 @@ def _missing_library(target: ReleaseTarget) -> str | None:
 
 
 def missing_to_build(target: ReleaseTarget) -> str | None:
-    """Why this machine can't build the target's engines; TensorRT-RTX needs no GPU for it."""
+    """Return why this machine can't build the engines, None where it can."""
     return _missing_library(target) or (None if target.name == "tensorrt-rtx" else missing_gpu())
 
 
 def missing_to_run(target: ReleaseTarget) -> str | None:
-    """Why this machine can't run the target."""
     if target.is_engine:
         return _missing_library(target) or missing_gpu()
     if target.name == "openvino":
@@ -150,7 +149,7 @@ def missing_to_run(target: ReleaseTarget) -> str | None:
 
 
 def run_options(target: ReleaseTarget, threads: int | None) -> dict[str, Any]:
-    """How `bench` runs the target's artefacts: options of its table and their values."""
+    """Return the options of `bench` for the target's artefacts."""
     options: dict[str, Any] = {
         "onnxruntime-cpu": {"provider": "cpu", "threads": threads},
         "onnxruntime-cuda": {"provider": "cuda", "threads": threads},

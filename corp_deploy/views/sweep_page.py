@@ -24,7 +24,7 @@ Front = Callable[[SweepPoint], bool]
 def _figure(
     points: Sequence[SweepPoint], what: str, across: tuple[str, Across], unit: str, value: Across, filled: Front
 ) -> Figure | None:
-    """Spots of the trials that have both values; none without two of them."""
+    """Draw the trials that have both values; None for fewer than two."""
     clouds: dict[str, list[Spot]] = {}
     name, place = across
     for point in points:
@@ -67,7 +67,6 @@ def _share(value: float | None) -> str:
 
 
 def trials_table(points: Sequence[SweepPoint]) -> Table:
-    """What each costs and how near it is."""
     labelled = any(point.accuracy is not None for point in points)
     columns = ("Model", "Images", "MACs", "Parameters", "Error", "Agreement", *(("Top-1", "Top-5") if labelled else ()))
     rows = tuple(
@@ -86,7 +85,6 @@ def trials_table(points: Sequence[SweepPoint]) -> Table:
 
 
 def trial_speeds(points: Sequence[SweepPoint], batch: int) -> Table:
-    """Each beside the dense model at one batch size."""
     rows = []
     for point in points:
         if (speed := point.speed_at(batch)) is None:
@@ -108,7 +106,6 @@ def trial_speeds(points: Sequence[SweepPoint], batch: int) -> Table:
 
 
 def engines_table(points: Sequence[SweepPoint]) -> Table | None:
-    """Engines built of the trials."""
     built = [(point, point.engine) for point in points if point.engine is not None]
     rows = tuple(
         (
