@@ -109,8 +109,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     "docs/measured/startup.md": {"startup.json": ("Each command", startup_page.startup)},
     "docs/measured/measurement.md": {
         "gate_alarms.json": ("False alarms", measurement_page.gate_alarms),
-        "gate_noise.json": ("A slowdown to be found", measurement_page.gate_noise),
-        "history.json": ("Over releases", decision_page.history),
         "harness_overhead.json": ("What timing adds", measurement_page.harness_overhead),
     },
 }
