@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.harness import Record
 from benchmarks.pages import heads_page
 from benchmarks.pages.accuracy_page import hard_vit as table
 from benchmarks.pages.convnets_page import convnets as convnets_page
@@ -21,7 +22,6 @@ from benchmarks.quality.layer_polish import Subject
 from benchmarks.quality.levers import LEVERS, cells
 from benchmarks.quality.methods_variants import KINDS, VARIANTS, Kind, Variant
 from benchmarks.quality.procedural_images import CLASSES, made
-from benchmarks.real.record import Record
 from corp_deploy.polish import options
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.method import method_from_preset

@@ -7,11 +7,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.harness import Record
 from benchmarks.pages import cost_page
 from benchmarks.pages.accuracy_page import text_encoder as text_encoder_table
 from benchmarks.quality import text_encoder
 from benchmarks.quality.reference_text import opened
-from benchmarks.real.record import Record
 from benchmarks.speed import passes, proof_cost
 from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.family import sites_of

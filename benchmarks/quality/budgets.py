@@ -23,10 +23,10 @@ import click
 import numpy as np
 import torch
 
+from benchmarks.harness import Record
 from benchmarks.quality import polish
 from benchmarks.quality.procedural_images import made
 from benchmarks.quality.procedural_vit import trained
-from benchmarks.real.record import Record
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.machine import versions

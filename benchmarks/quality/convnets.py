@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.real.record import Record
+from benchmarks.harness import Record
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.counting import macs

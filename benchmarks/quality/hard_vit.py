@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from benchmarks.harness import Record, Row
 from benchmarks.quality.hard_training import BANDS, EPOCHS, SEED, TRAIN_IMAGES, labels_by_band, trained
 from benchmarks.quality.methods import logits
 from benchmarks.quality.procedural_images import CLASSES, Labelled, made
-from benchmarks.real.record import Record, Row
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.machine import versions

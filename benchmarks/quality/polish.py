@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import Record
 from benchmarks.quality import text_encoder
 from benchmarks.quality.methods import DIGITS
 from benchmarks.quality.reference_text import opened, pieces
 from benchmarks.real.place import assembled
-from benchmarks.real.record import Record
 from benchmarks.real.weights import ARCHITECTURE
 from calib.groups import group_ids
 from calib.inputs import InputSet

@@ -24,10 +24,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from benchmarks.harness import Record
 from benchmarks.quality.reference_text import opened, pieces
 from benchmarks.quality.text_encoder import PACKAGE, TOKENS
 from benchmarks.real.place import assembled
-from benchmarks.real.record import Record
 from benchmarks.real.subject import WEIGHTS
 from benchmarks.real.weights import ARCHITECTURE
 from calib.inputs import InputSet, run_model

@@ -21,8 +21,8 @@ import click
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import Record
 from benchmarks.quality.reference_text import opened, pieces
-from benchmarks.real.record import Record
 from calib.inputs import run_model
 from calib.texts import Texts
 from corp_deploy.families.counting import macs

@@ -30,11 +30,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import corp_deploy
+from benchmarks.harness import Record
 from benchmarks.quality.reference_text import opened, pieces
 from benchmarks.real import lite0
 from benchmarks.real.place import ROOT, assembled
 from benchmarks.real.real_convnet import renormalised
-from benchmarks.real.record import Record
 from benchmarks.real.weights import ARCHITECTURE
 from calib.inputs import InputSet, as_tuple, run_model, tensors_by_name
 from calib.moments import Moments

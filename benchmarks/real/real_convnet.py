@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import Record
 from benchmarks.real import lite0, photographs
 from benchmarks.real.commands import run
 from benchmarks.real.place import ROOT, assembled
-from benchmarks.real.record import Record
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.machine import versions
 from corp_deploy.reduction.method import method_from_preset
