@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.speed.gate_alarms import document, most_alarms, tally
 from click.testing import CliRunner
 from scipy.stats import binom
 
 from benchmarks.pages.accuracy_page import budgets as table
 from benchmarks.quality import budgets, polish
+from benchmarks.speed.gate_alarms import document, most_alarms, tally
 from benchmarks.speed.long_runs import slope
 from corp_deploy.reduction.method import method_from_preset
 

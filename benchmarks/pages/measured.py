@@ -39,6 +39,7 @@ from benchmarks.real import page as real_page
 from .decoders import decoders
 from .findings import FINDINGS
 from .headline import headline
+from .installed import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -163,6 +164,7 @@ def contents() -> dict[str, str]:
     every[SUPPORT] += f"\n\n## Decoders\n\n{DECODERS}\n\n{decoders()}"
     every |= {page: f"{finding()}\n\n{every[page]}" for page, finding in FINDINGS.items()}
     return every | {
+        "docs/reference/compatibility.md": installed(),
         ON_GPUS: of_gpus(),
         "docs/measured/index.md": headline(RESULTS, ""),
         "README.md": headline(RESULTS, "docs/measured/"),
