@@ -39,15 +39,15 @@ class Record:
 
     def __init__(self, path: Path, kind: str, facts: Mapping[str, Any], *, anew: bool = False) -> None:
         self.path = path
-        self.content: dict[str, Any] = {"kind": kind, "version": 1}
+        self.before: dict[str, Any] = {}
         if path.is_file() and not anew:
-            self.content = record_from_file(path, dict[str, Any], kind=kind, remedy=REMEDY)
+            self.before = record_from_file(path, dict[str, Any], kind=kind, remedy=REMEDY)
+        self.content: dict[str, Any] = {"kind": kind, "version": 1, **self.before}
         self.share(**facts)
 
     def share(self, **facts: Any) -> None:
         """Add what all rows share. Raises BadInput where rows were measured with other facts."""
-        rows = any(isinstance(value, list) and value for value in self.content.values())
-        if rows and (other := [name for name, value in facts.items() if self.content.get(name) != value]):
+        if self.before and (other := [name for name, value in facts.items() if self.before.get(name) != value]):
             raise BadInput(f"{self.path}: its rows were measured with another {', '.join(other)}; {REMEDY}")
         self.content |= facts
 
