@@ -67,7 +67,7 @@ from perf.record.decoders import load_decoder_bench
 from perf.record.runs import load_bench
 from perf.runners.onnx_session import io_of_onnx
 
-GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "0.1"
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "files"
 SLOW_S = 5.0
 WORDS = (b"\0", b"\xff\xff\xff\xff", b"\xff" * 8, b"\x7f\xff\xff\xff", b"-1", b"1e999", b"nan", b"../", b"/etc/passwd",
          b"{", b"[" * 50, b'"', b"\n", b"\x1b[2J", "\u202e".encode(), b"=", b"%s")  # fmt: skip
