@@ -94,9 +94,6 @@ def of_exactness() -> Iterator[str]:
     )
     yield f"{few['fitted_class_error']:.3f} on the crops they were fitted to and {few['class_error']:.3f} on other"
     yield f"{many['fitted_class_error']:.3f} and {many['class_error']:.3f} with 37"
-    pixels = {(row["model"], row["precision"], row["input"]): row["relative_error"] for row in record("pixels")["rows"]}
-    fed, plain = (1e6 * pixels["DINOv2-S, photographs", "fp32", each] for each in ("uint8", "float32"))
-    yield f"{fed:.1f}e-6 against torch when it is fed pixels, {plain:.1f}e-6 when it is fed normalised images"
 
 
 def of_parity() -> Iterator[str]:

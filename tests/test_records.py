@@ -1,5 +1,6 @@
 """Records are typed where they are read: bounded, and refused in one message that names the entry."""
 
+import json
 import math
 import os
 from collections.abc import Mapping

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,9 +80,19 @@ def gram_errors(setting: Setting) -> Row:
     return {"row": "Gram", "shape": list(shape), "errors": errors}
 
 
+def multiply_adds_per_image(shape: Any) -> int:
+    """Return those of a site's statistics, symmetric products counted as half."""
+    from calib.axes import triangle
+    from calib.moments import ChannelMoments
+
+    sizes = shape.sizes
+    if shape.moments is ChannelMoments:
+        return int(shape.tokens * triangle(sizes["F"]))
+    return int(shape.tokens * (2 * sizes["H"] * sizes["D"] ** 2 + triangle(sizes["C"])))
+
+
 def work_flops(model: nn.Module, device: str) -> tuple[int, int]:
     """Of one image: the forward pass, and the sums."""
-    from benchmarks.speed.calibration import multiply_adds_per_image
     from calib.memory import shapes_of_sites
 
     taps = calibration_taps(model, sites_of(model))
