@@ -82,7 +82,8 @@ def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: 
     def run(name: str, done: Any = None) -> bytes:
         state = home / "state.safetensors"
         how = Polishing(state=state, on_progress=done)
-        reduce_checkpoint(dense, home / "m", asked, directory=home / name, images=images, polishing=how)
+        moments, file = load_moments(home / "m"), home / "m"
+        reduce_checkpoint(dense, moments, asked, moments_file=file, directory=home / name, images=images, polishing=how)
         assert not state.exists()
         return (home / name / "model.safetensors").read_bytes()
 

@@ -5,17 +5,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from msgspec import NODEFAULT, inspect, json
+from msgspec import json
 
 import corp_deploy
 from benchmarks.pages.root_pages import led_anew
 from corp_deploy.cli import main
-from corp_deploy.release.recipe import Recipe
+from corp_deploy.invocation.option import NEEDED
+from corp_deploy.release.recipe import SECTIONS
+from corp_deploy.release.recipe_keys import Key, keys_of
+from corp_deploy.release.recipe_tables import TargetTable
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -86,22 +88,10 @@ def test_every_command_and_all_that_is_public_has_a_reference() -> None:
     assert sorted(public) == sorted(corp_deploy.__all__)
 
 
-def sections() -> Iterator[tuple[str, tuple[inspect.Field, ...]]]:
-    """Yield the tables of a recipe and their keys."""
-    whole = inspect.type_info(Recipe)
-    assert isinstance(whole, inspect.StructType), whole
-    for field in whole.fields:
-        is_named = isinstance(field.type, inspect.DictType)
-        kind = field.type.value_type if isinstance(field.type, inspect.DictType) else field.type
-        assert isinstance(kind, inspect.StructType), field
-        yield f"[{field.encode_name}{'.NAME' if is_named else ''}]", kind.fields
-
-
-def default_of(field: inspect.Field) -> str:
-    if field.required:
+def default_of(key: Key) -> str:
+    if key.default is NEEDED:
         return "**needed**"
-    value = field.default_factory() if field.default_factory is not NODEFAULT else field.default
-    return "-" if value in (None, (), {}) else f"`{json.encode(value).decode()}`"
+    return "-" if key.default in (None, (), {}) else f"`{json.encode(key.default).decode()}`"
 
 
 def test_every_key_of_a_recipe_is_explained_with_its_default() -> None:
@@ -110,8 +100,9 @@ def test_every_key_of_a_recipe_is_explained_with_its_default() -> None:
         part.partition("`")[0]: re.findall(r"^\| `(\w+)` \|.*?(?<!\\)\| ([^|]+) \| [^|]+", part, re.MULTILINE)
         for part in parts
     }
-    for heading, fields in sections():
-        assert told[heading] == [(field.encode_name, default_of(field)) for field in fields]
+    for name, record in {**SECTIONS, "targets": TargetTable}.items():
+        heading = f"[{name}.NAME]" if name == "targets" else f"[{name}]"
+        assert told[heading] == [(key.name, default_of(key)) for key in keys_of(record).values()]
 
 
 def test_the_exit_codes_are_those_of_the_help() -> None:

@@ -24,7 +24,7 @@ from calib import store
 from calib.groups import group_ids
 from calib.images import open_images
 from calib.shards import members_of_tar, paths_from_pattern
-from corp_deploy.release.check import check, replay
+from corp_deploy.release.check import check_release, replay
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.weights import read_weights
 from ground.arrays import array_from_file, array_from_npy, array_from_npz, arrays_from_npz
@@ -450,7 +450,7 @@ def test_samples_of_a_release_lie_in_it(tmp_path: Path, name: str) -> None:
 def test_the_list_of_a_release_is_no_link(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "SHA256SUMS").symlink_to("/dev/zero")
-    assert check(tmp_path / "r").differs == ("SHA256SUMS: a link, expected the file itself",)
+    assert check_release(tmp_path / "r").differs == ("SHA256SUMS: a link, expected the file itself",)
 
 
 # From the command line

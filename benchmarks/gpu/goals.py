@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 Verdict = Literal["met", "not met", "undecided", "not measured"]
 Row = Mapping[str, Any]
-SECONDS_WANTED, IMAGES_WANTED, THROUGHPUT_WANTED = 60.0, 4000, 1.64
+THROUGHPUT_WANTED = 1.64
 SIZES = ("DeiT-T", "DeiT-S", "DeiT-B", "DeiT-L", "DeiT-H")
 GEOMETRIES = ("padded", "square", "ragged")
 
@@ -48,26 +48,6 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
     return next((each for each in order if each in verdicts), "met")
 
 
-def calibrated_and_reduced(calibration: Sequence[Row]) -> list[Goal]:
-    """One goal for each precision of the forward pass; the quicker reduction counts, extrapolated or not."""
-    goals = []
-    reductions = done(calibration, row="reduction", model="DeiT-H")
-    quickest = min(reductions, key=lambda row: row["seconds"], default=None)
-    for row in done(calibration, row="calibration", model="DeiT-H", images=IMAGES_WANTED):
-        wanted = f"DeiT-H calibrated on {row['images']} images ({row['forward']} forward) and reduced at 50 % in under "
-        wanted += f"{SECONDS_WANTED:.0f} s"
-        if quickest is None:
-            goals.append(Goal(wanted=wanted, found=f"{row['seconds']:.1f} s calibrated", verdict="not measured"))
-            continue
-        total = row["seconds"] + quickest["seconds"]
-        how = "extrapolated from some blocks" if quickest["extrapolated"] else "measured"
-        found = f"{row['seconds']:.1f} s + {quickest['seconds']:.1f} s on {quickest['where']} ({how}) = {total:.1f} s"
-        goals.append(Goal(wanted=wanted, found=found, verdict="met" if total < SECONDS_WANTED else "not met"))
-    return goals or [
-        Goal(wanted="DeiT-H calibrated and reduced at 50 % in under 60 s", found="-", verdict="not measured")
-    ]
-
-
 def _speedups(latency: Sequence[Row], geometry: str, **wanted: Any) -> dict[str, Any]:
     rows = done(latency, row="latency", mode="graph", sparsity=0.5, **wanted)
     return {row["model"]: row["subjects"][geometry]["speedup"] for row in rows if geometry in row["subjects"]}
@@ -95,8 +75,7 @@ def never_slower(latency: Sequence[Row], geometry: str) -> Goal:
     )
 
 
-def judged(calibration: Sequence[Row], latency: Sequence[Row]) -> list[Goal]:
-    """Every goal; those not measured stay in the list."""
-    goals = calibrated_and_reduced(calibration)
-    goals += [throughput(latency, geometry) for geometry in GEOMETRIES]
+def judged(latency: Sequence[Row]) -> list[Goal]:
+    """Return every goal; those not measured stay in the list."""
+    goals = [throughput(latency, geometry) for geometry in GEOMETRIES]
     return goals + [never_slower(latency, geometry) for geometry in GEOMETRIES]

@@ -67,7 +67,14 @@ def work(checkpoint: Checkpoint, images: Images, batch_size: int, share: float, 
         store.save(calibrate(checkpoint, images, batch_size=batch_size), moments)
 
     def reduced(row: str) -> Work:
-        return lambda: reduce_checkpoint(checkpoint, moments, asked(row, share), directory=scratch / row, images=images)
+        return lambda: reduce_checkpoint(
+            checkpoint,
+            store.load(moments),
+            asked(row, share),
+            moments_file=moments,
+            directory=scratch / row,
+            images=images,
+        )
 
     whole, pieces = (lambda piece=piece: bare(checkpoint, images, batch_size, piece) for piece in (batch_size, PIECE))
     return {BARE[0]: whole, BARE[1]: pieces, "calibrate": calibrated, **{row: reduced(row) for row in ROWS[1:]}}

@@ -11,7 +11,7 @@ from ground.errors import BadInput
 from ground.pixels import PIXEL
 from ground.ports import Port
 
-from .inputs import ProofInputs, of_port, on_disk
+from .proof_inputs import ProofInputs, array_on_disk, of_port
 
 _ROWS = 64  # copied at once
 
@@ -51,7 +51,6 @@ def _shape(port: Port) -> tuple[int, int, int]:
 
 
 def _pixels(port: Port, preprocessing: str | None, path: Path, *, where: str) -> Pixels | None:
-    """What gives what makes images of pixels, asked for once there are any."""
     if port.dtype == PIXEL:
         return lambda: _as_float
     return None if preprocessing is None else partial(_by_note, preprocessing, port, path, where=where)
@@ -68,9 +67,8 @@ def _by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Norma
 
 
 def _read(source: DrawnImages) -> ProofInputs:
-    """All images, in a file without a name instead of memory."""
     rows, start = source.rows(), 0
-    images = on_disk(np.empty((1, *source.array.shape), np.float32), source.count)
+    images = array_on_disk(np.empty((1, *source.array.shape), np.float32), source.count)
     while part := list(islice(rows, _ROWS)):
         images[start : start + len(part)] = part
         start += len(part)

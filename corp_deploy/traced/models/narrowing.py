@@ -112,12 +112,11 @@ def at_widths(model: nn.Module, widths: Mapping[str, int]) -> nn.Module:
     return new
 
 
-def first_groups(site: Site, width: int) -> Index:
-    """The first groups of a site, as many as the width says, the same number of each part."""
+def first_groups(site: Site, width: int, *, parts: int | None = None) -> Index:
+    """The first groups of a site, as many as the width says, the same number of each part, or of the first parts."""
     part_G = np.zeros(site.size, dtype=np.int64) if site.part_G is None else site.part_G
-    return np.sort(
-        np.concatenate([np.flatnonzero(part_G == part)[: width // site.parts] for part in range(site.parts)])
-    )
+    parts = site.parts if parts is None else parts
+    return np.sort(np.concatenate([np.flatnonzero(part_G == part)[: width // parts] for part in range(parts)]))
 
 
 def with_groups(

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def take_pixels(ports: Sequence[Port]) -> bool:
-    """Whether these are the ports of a graph or an engine that takes pixels."""
+    """Return True for the ports of a graph or engine that takes pixels."""
     return len(ports) == 1 and ports[0].dtype == PIXEL
 
 
 def normalisation_of(spec: "ImageSpec | None", where: str) -> Normalisation:
-    """Raises BadInput for a model of no images, and for one that is not known to normalise them."""
+    """Return the normalisation; raise BadInput for a model without images or without a known one."""
     if spec is None:
         raise BadInput(f"{where}: takes uint8 images, the dense model takes none; export it from that model")
     spec.require_normalisation(where=where, instead="take a graph that takes float32")
@@ -35,14 +35,14 @@ def normalisation_of(spec: "ImageSpec | None", where: str) -> Normalisation:
 
 
 def fed_to_ports(feeds: Feeds, ports: Sequence[Port], spec: "ImageSpec | None", *, where: str) -> Feeds:
-    """The feeds for these ports, of images as they are told of: pixels where the ports take those, else as they are."""
+    """Return the feeds for these ports, as pixels where the ports take those."""
     if not take_pixels(ports) or single_array(feeds).dtype == PIXEL:
         return feeds
     return {ports[0].name: normalisation_of(spec, where).pixels(single_array(feeds))}
 
 
 def require_pixels(feeds: Feeds, ports: Sequence[Port], spec: "ImageSpec | None", *, where: str) -> None:
-    """Raises BadInput where ports take pixels and the images were not made of any."""
+    """Raise BadInput where ports take pixels and the images were not made of any."""
     if take_pixels(ports) and single_array(feeds).dtype != PIXEL:
         normalisation_of(spec, where).require_pixels(single_array(feeds), where=where)
 
@@ -66,25 +66,24 @@ class ProofInputs:
 
     @property
     def images(self) -> ImageSet:
-        """As a record says what they are."""
         return ImageSet(count=self.count, digest=self.digest, kind=self.kind)
 
 
 def of_port(inputs: ProofInputs, port: Port, *, where: str) -> ProofInputs:
-    """Images as this port takes them; values 0 to 255 where it takes pixels. Raises BadInput for others there."""
+    """Return images as this port takes them: values 0 to 255 where it takes pixels."""
     if port.dtype != PIXEL:
         return inputs
     return replace(inputs, feeds={port.name: whole_pixels(single_array(inputs.feeds), where=where)})
 
 
-def on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
-    """Room for `count` of what `like` holds some of; the mapping keeps the file until the last array on it is gone."""
+def array_on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
+    """Return an array of `count` rows like those of `like`, in a file that lives as long as the array."""
     with TemporaryFile() as file:
         return np.memmap(file, dtype=like.dtype, mode="w+", shape=(count, *like.shape[1:]))
 
 
 def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
-    """The same for these ports."""
+    """Draw normal noise for these ports."""
     other = [f"{port.name} ({port.dtype})" for port in ports if port.dtype not in ("float32", PIXEL)]
     if other:
         raise BadInput(
@@ -93,5 +92,5 @@ def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
     return ProofInputs(feeds=random_feeds(ports, count, seed=seed), digest=f"random seed {seed}", kind="random")
 
 
-def listed(ports: Sequence[Port]) -> str:
+def ports_line(ports: Sequence[Port]) -> str:
     return ", ".join(f"{port.name} {port.shape}" + f" {port.dtype}" * (port.dtype != "float32") for port in ports)

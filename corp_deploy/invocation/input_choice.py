@@ -129,7 +129,6 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
 
     @property
     def describe(self) -> str:
-        """The option by which they were given, as a command line has it."""
         return f"{spelled(next(iter(self._chosen_paths), 'images'))} {shlex.quote(str(self.path))}"
 
     def open(self, checkpoint: "Checkpoint", note: Callable[[str], None]) -> "InputSet":
@@ -164,7 +163,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
     def class_indices(
         self, inputs: "InputSet", checkpoint: "Checkpoint", note: Callable[[str], None]
     ) -> "NDArray[np.int64] | None":
-        """Those of the opened images [N], where labels are given."""
+        """Return those of the opened images [N]; None without labels."""
         from corp_deploy.store.labels import labels_for
 
         return None if self.labels is None else labels_for(self.labels, inputs, checkpoint.model, note)

@@ -40,7 +40,7 @@ from .calls import range_samples
 from .incremental import Stage
 from .names import MOMENTS, PARITY, parity_name
 from .recipe import Recipe
-from .recipe_record import RecipeProblems
+from .recipe_keys import RecipeProblems
 from .recipe_tables import require_more
 from .serving import class_names
 
@@ -81,12 +81,12 @@ def _read_proof(
     if recipe.held_out.labels is not None:
         with mistakes.at("held_out.labels"):
             labels_for(recipe.held_out.labels, proving, model, warn)
-    limits, ports = ParityLimits.from_options(recipe.parity.options.values), output_ports(model)
+    limits, ports = ParityLimits.from_options(recipe.parity.values), output_ports(model)
     with mistakes.at("[parity]"):
         for port in ports:
             if limits.of_port(port).min_agreement is not None:
                 require_agreement(port, proving.count)
-    with mistakes.at("parity.head"), opened_heads(recipe.parity.head, ports) as heads:
+    with mistakes.at("parity.head"), opened_heads(tuple(map(Path, recipe.parity.heads)), ports) as heads:
         every = [*ports, *heads.ports]
         with mistakes.at("[parity]"):
             limits.require_applied(every)
@@ -132,19 +132,19 @@ def read_inputs(
     names, labels = {stage.name for stage in stages}, {label for stage in stages for label in stage.outside}
     dense: Checkpoint | None = None
     with mistakes.at("[model]"):
-        dense = recipe.model.source.opened() if "dense" in names else load_checkpoint(root / "dense")
+        dense = recipe.model.opened() if "dense" in names else load_checkpoint(root / "dense")
     if dense is None:
         return
     model = dense.model
     require_space(root, _bytes_to_write(recipe, model, names), what="the models and graphs take")
     if "dense" in names:
         with mistakes.at("export.input"):
-            graph_ports(dense, recipe.export.input)
+            graph_ports(dense, recipe.export.graph_input)
     if "reduce" in names:
         with mistakes.at("[reduce]"):
-            refuse_unfit(dense, request_of(recipe.reduce.choice))
+            refuse_unfit(dense, request_of(recipe.reduce))
         tables = recipe.reduce.latency_tables
-        for path in () if tables is None else sorted(tables.glob(f"*{SUFFIX}")):
+        for path in () if tables is None else sorted(Path(tables).glob(f"*{SUFFIX}")):
             with mistakes.at("reduce.latency_tables"):
                 load_table(path)
     if "export.dense" in names:
@@ -164,7 +164,7 @@ def read_inputs(
             proving = recipe.proof_images.proving_images(model, lambda text: warn(f"held_out.images: {text}"))
     if names & PROVING and proving is not None:
         _read_proof(recipe, model, proving, mistakes, warn)
-        for sentence in out_of_reach(recipe, proving.count):
+        for sentence in limits_out_of_reach(recipe, proving.count):
             warn(sentence)
         if calibration is not None:  # of the images that will be fitted to, or were where the calibration is done
             fitted_ids = calibration.fitted.ids
@@ -178,9 +178,9 @@ def read_inputs(
             _read_class_names(recipe.package.labels, model)
 
 
-def out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
+def limits_out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
     """A sentence for each limit that `held_out` images are too few for, however well they agree."""
-    parity, limits = recipe.parity, {f"parity.{name}": least for name, least in recipe.parity.options.shares.items()}
+    parity, limits = recipe.parity, {f"parity.{name}": least for name, least in recipe.parity.shares.items()}
     sentences = unreachable(limits, count=held_out, noun="held-out images", confidence=parity.confidence)
     for target in recipe.targets:
         rules = (*(recipe.rules if target == recipe.targets[0] else ()), *target.rules)

@@ -20,7 +20,7 @@ from .baseline import Baseline
 from .digests import IMAGE_LABELS, files_of
 from .incremental import Stage, StageStatus
 from .recipe import Recipe, trusted_metrics
-from .recipe_record import RecipeProblems
+from .recipe_keys import RecipeProblems
 from .recipe_tables import ModelTable
 
 OF_OPTIONS = "gate"
@@ -50,31 +50,29 @@ def _require_directory(directory: Path, model: ModelTable) -> None:
             kinds = ", ".join(hf_config.KINDS)
             raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}, expected one of {kinds}")
     elif is_ours(config):
-        others = {f"model.{key}": getattr(model, key) for key in model.__struct_fields__}
-        del others["model.model"], others["model.outputs"]
+        others = {f"model.{key}": value for key, value in model.values.items() if key not in ("name", "outputs")}
         refuse_beside_directory(directory, others)
 
 
 def _require_model(model: ModelTable, mistakes: RecipeProblems) -> None:
-    """A name of a model here with its weights, a directory with a model, or code that may be run."""
     with mistakes.at("model.model"):
         if model.code is not None:
             trusted_code.refuse_untrusted(model.code.name)
         elif model.directory is not None:
             _require_directory(model.directory, model)
-        elif model.model.startswith(OF_TORCHVISION):
+        elif model.name.startswith(OF_TORCHVISION):
             from corp_deploy.families import torchvision_models  # which imports torch
 
-            torchvision_models.require_classifier(model.model)
+            torchvision_models.require_classifier(model.name)
         else:
-            require_local_name(model.model)
+            require_local_name(model.name)
     if model.code is None and model.directory is None and model.weights is None:
-        library = "torchvision" if model.model.startswith(OF_TORCHVISION) else "timm"
-        mistakes.add(f"model.weights: the {library} model {model.model!r:.100} needs the weights of a trained model")
+        library = "torchvision" if model.name.startswith(OF_TORCHVISION) else "timm"
+        mistakes.add(f"model.weights: the {library} model {model.name!r:.100} needs the weights of a trained model")
 
 
 def _absent(stages: Sequence[Stage]) -> Iterator[str]:
-    """What stages read beyond the release and is not there, or is of another kind."""
+    """Yield a sentence for each input of stages that is absent or of another kind."""
     outside = {label: path for stage in stages if stage.name != OF_OPTIONS for label, path in stage.outside.items()}
     for label, path in outside.items():
         key = KEYS.get(label, label)
@@ -86,7 +84,7 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: RecipeProblems) -> None:
-    """Commands that can be run from the directory of the release, and all that they read told."""
+    """Require commands that run in the directory of the release, and that name all files they read."""
     untold = recipe.parity.untold_files(beside, root)
     for word in untold:
         mistakes.add(
@@ -108,8 +106,9 @@ def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path
         mistakes.add(words)
     if any(name.startswith("parity") for name in names):
         _require_metrics(recipe, root, path.parent, mistakes)
-    tables, history = recipe.reduce.latency_tables, recipe.gate.history
-    if "reduce" in names and tables is not None:
+    history = recipe.gate.history
+    if "reduce" in names and recipe.reduce.latency_tables is not None:
+        tables = Path(recipe.reduce.latency_tables)
         standing = next(place for place in (tables, *tables.parents) if place.exists())
         if not standing.is_dir():
             words = f"{standing} is a file, expected the folder where measured tables are kept; give another"
@@ -139,10 +138,10 @@ def require_inputs(
     mistakes.refuse()
     if any(stage.name == OF_OPTIONS for stage in stages):
         baseline.require(recipe.rules)
-    statuses = incremental.plan(stages, root)
+    statuses = incremental.stage_statuses(stages, root)
     left = [stage for stage, status in zip(stages, statuses, strict=True) if status.state != "cached"]
     if any(stage.name in FITTING or (stage.outside and stage.name != OF_OPTIONS) for stage in left):
-        from .inputs_read import read_inputs
+        from .recipe_read import read_inputs
 
         read_inputs(recipe, root, left, mistakes, warn)
         mistakes.refuse()
