@@ -19,6 +19,7 @@ from tests.refusals import rejects
 
 NAMES = (
     *fuzz.RECORDS, "snapshot/config.json", "plain.safetensors", "sealed.safetensors", "m/config.json",
+    "report/config.json",
     "w/model.safetensors", "w.safetensors", "w.pth", "recipe.toml", "rule.txt",
     "repository/golden_cpu/config.pbtxt", "g.onnx", "rounded.onnx", "photos/a.png", "photos/a.jpeg", "photos/a.webp",
     "photos/a.bmp", "i.npy", "i.npz", "i.safetensors", "i.tar", "l.npy", "l.npz", "groups.npy", "groups.json", "t.txt",

@@ -39,7 +39,7 @@ from corp_deploy.families.family import input_ports
 from corp_deploy.proof.report_input import reduction_of
 from corp_deploy.release.digests import Stamp
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.store.checkpoint import load_checkpoint
+from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.store.hub_snapshot import config_of_directory, model_of_snapshot
 from corp_deploy.store.inputs import images_for_model
@@ -66,6 +66,7 @@ from perf.parity.rounding import round_file
 from perf.record.decoders import load_decoder_bench
 from perf.record.runs import load_bench
 from perf.runners.onnx_session import io_of_onnx
+from tests import tiny
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "files"
 SLOW_S = 5.0
@@ -200,9 +201,9 @@ def _read_moments(path: Path) -> object:
 
 def _read_model(path: Path) -> object:
     """Read a model directory whose config.json or weights were changed, the weights under their own digest."""
-    for name in ("config.json", "model.safetensors"):
-        if name != path.name:
-            shutil.copyfile(GOLDEN / "models" / "vit-padded" / name, path.with_name(name))
+    content = path.read_bytes()
+    save(tiny.checkpoint(), path.parent)
+    path.write_bytes(content)
     if path.name == "model.safetensors":
         config = json.loads(path.with_name("config.json").read_text())
         config["weights_sha256"] = sha256(path.read_bytes()).hexdigest()
@@ -257,7 +258,6 @@ RECORDS: dict[str, Read] = {
     "records/effort.json": load_effort,
     "records/manifest.json": lambda path: load_manifest(path.parent),
     "release/repository/expected.json": read_expected,
-    "release/reduced/config.json": _config,
     "states/stamp.json": lambda path: record_from_file(path, Stamp),
 }
 """Golden documents, each with its reader."""
@@ -270,13 +270,15 @@ def formats(home: Path) -> dict[str, Format]:
         return [(GOLDEN / name).read_bytes()]
 
     rng, labels = np.random.default_rng(0), np.array([0, 2, 1])
-    model = load_checkpoint(GOLDEN / "models" / "vit").model
+    save(tiny.checkpoint(), home / "model")
+    config, weights = ([(home / "model" / name).read_bytes()] for name in ("config.json", "model.safetensors"))
+    model = load_checkpoint(home / "model").model
     pixels = rng.standard_normal((3, *input_ports(model)[0].shape), dtype=np.float32)
     np.save(home / "three.npy", pixels)
     three = images_for_model(model, home / "three.npy")
     picture = Image.fromarray(rng.integers(0, 255, (20, 24, 3), dtype=np.uint8))
     pictures = {f"a.{form}": saved(picture.save, form) for form in ("png", "jpeg", "webp", "bmp")}
-    state = tensors_from_bytes(golden("models/vit-padded/model.safetensors")[0])
+    state = tensors_from_bytes(weights[0])
 
     def images(path: Path) -> object:
         return list(images_for_model(model, path).batches(1))
@@ -298,9 +300,10 @@ def formats(home: Path) -> dict[str, Format]:
         Format("snapshot/config.json", [json.dumps(SNAPSHOT).encode()], _read_snapshot),
         Format("plain.safetensors", golden("moments/vit.held-out.safetensors"), _read_moments),
         Format("sealed.safetensors", golden("moments/vit.held-out.safetensors"), _read_moments, sealed_moments),
-        Format("m/config.json", golden("models/vit-padded/config.json"), _read_model),
-        Format("w/model.safetensors", golden("models/vit-padded/model.safetensors"), _read_model),
-        Format("w.safetensors", golden("models/vit-padded/model.safetensors"), read_weights),
+        Format("m/config.json", config, _read_model),
+        Format("report/config.json", config, _config),
+        Format("w/model.safetensors", weights, _read_model),
+        Format("w.safetensors", weights, read_weights),
         Format("w.pth", [saved(save_torch, each) for each in (state, {"state_dict": state})], read_weights),
         Format("recipe.toml", golden("release/recipe.toml"), lambda path: load_recipe(path, trust_paths=True)),
         Format("rule.txt", RULES, _read_rule),
