@@ -23,15 +23,15 @@ from benchmarks.quality.reference_text import opened
 from benchmarks.quality.subjects import Subject
 from benchmarks.quality.training import HARD, correlation, train, trained, unevenness
 from benchmarks.real import efforts, real_convnet
-from benchmarks.real.convnet_page import real_convnet as convnet_table
 from benchmarks.real.page import efforts as efforts_table
+from benchmarks.real.page import real_convnet as convnet_table
 from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.text_encoder import EncoderArchitecture
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from examples.digits.images import load
 from ground.errors import Missing
 

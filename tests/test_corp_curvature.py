@@ -40,7 +40,7 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from tests.refusals import rejects
 
 from . import tiny

@@ -15,7 +15,7 @@ from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.store.checkpoint import load_checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from tests import tiny
 from tests.command import invoked
 

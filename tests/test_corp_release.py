@@ -34,7 +34,7 @@ from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import Recipe
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.targets import ReleaseTarget
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.feeds import Feeds
 from ground.files import sha256_of_file, write_json

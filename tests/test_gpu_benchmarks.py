@@ -40,7 +40,7 @@ SMALL = ("--small", "--device", "cpu")
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
-    return Setting(device="cpu", small=True, everything=False, cache=tmp_path / "cache")
+    return Setting(device="cpu", small=True, cache=tmp_path / "cache")
 
 
 def run(folder: Path, part: str, *words: str) -> Row:

@@ -163,11 +163,11 @@ def tasks(setting: Setting, record: Record) -> list[Task]:
 
 @click.command(help=__doc__)
 @click.option("--output", "-o", type=click.Path(path_type=Path, file_okay=False), required=True)
-@click.option("--sm", default="90", show_default=True, help="The GPU's compute capability.")
+@click.option("--sm", default="portable", show_default=True, help="The target, as `build --sm` takes it.")
 @click.option("--small", is_flag=True, help="Tiny models, to see that everything runs.")
 def main(output: Path, sm: str, small: bool) -> None:
     """Build every engine that is not there."""
-    setting = Setting(device="cpu", small=small, everything=False, engines=output)
+    setting = Setting(device="cpu", small=small, engines=output)
     for built in every(setting):
         if not (built.at / FACTS).is_file():
             build(built, sm, setting)

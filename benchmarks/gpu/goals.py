@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from benchmarks.pages.markdown import interval
+
 Verdict = Literal["met", "not met", "undecided", "not measured"]
 Row = Mapping[str, Any]
 THROUGHPUT_WANTED = 1.64
@@ -37,11 +39,6 @@ def at_least(figures: Sequence[float | None] | None, bound: float) -> Verdict:
     return "not met" if high is not None and high < bound else "undecided"
 
 
-def shown(figures: Sequence[float | None]) -> str:
-    value, low, high = ("?" if each is None else f"{each:.2f}" for each in figures)
-    return f"{value} ({low} to {high})"
-
-
 def together(verdicts: Sequence[Verdict]) -> Verdict:
     """Of a goal that has several parts."""
     order: tuple[Verdict, ...] = ("not met", "not measured", "undecided")
@@ -58,7 +55,7 @@ def throughput(latency: Sequence[Row], geometry: str) -> Goal:
     found = _speedups(latency, geometry, model="DeiT-H", batch=16).get("DeiT-H")
     return Goal(
         wanted=f"DeiT-H, batch 16, 50 %, {geometry}: throughput at least {THROUGHPUT_WANTED} times dense",
-        found="-" if found is None else shown(found),
+        found="-" if found is None else interval(found),
         verdict=at_least(found, THROUGHPUT_WANTED),
     )
 
@@ -67,7 +64,7 @@ def never_slower(latency: Sequence[Row], geometry: str) -> Goal:
     """Batch 1: no size's p50 above dense."""
     found = _speedups(latency, geometry, batch=1)
     verdicts = [at_least(found.get(size), 1.0) for size in SIZES]
-    told = [f"{size} {shown(found[size])}" if size in found else f"{size} -" for size in SIZES]
+    told = [f"{size} {interval(found[size])}" if size in found else f"{size} -" for size in SIZES]
     return Goal(
         wanted=f"batch 1, 50 %, {geometry}: p50 never above dense, that is speed-up at least 1 for every size",
         found=", ".join(told),

@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.gpu.goals import GEOMETRIES, done, judged
 from benchmarks.gpu.page_variants import real, variants
-from benchmarks.gpu.tables import machine, ratio
-from benchmarks.pages.markdown import table
+from benchmarks.gpu.tables import machine
+from benchmarks.pages.markdown import interval, table
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -27,7 +27,7 @@ def latency(record: Record, sparsity: float | None = None) -> str:
         dense = subjects["dense"]
         head = [row["model"], row["mode"], f"{row['sparsity']:.0%}", str(row["batch"])]
         told = [f"{dense['p50_ms'][0]:.3f}", f"{dense['images_per_s_compute']:.0f}"]
-        rows.append([*head, *told, *cells, ratio(subjects["dense again"]["speedup"])])
+        rows.append([*head, *told, *cells, interval(subjects["dense again"]["speedup"])])
     head = ["model", "called by", "sparsity", "batch", "dense p50 ms", "images/s", *GEOMETRIES, "A/A noise"]
     precision = record["settings"]["precision"]
     text = (
@@ -60,7 +60,7 @@ def _speed(subject: Row | None, refused: str | None) -> str:
     if subject is None:
         return "refused" if refused else "-"
     share = subject["realised_share"]
-    return ratio(subject["speedup"]) + ("" if share is None else f", {share:.0%}")
+    return interval(subject["speedup"]) + ("" if share is None else f", {share:.0%}")
 
 
 def _kernel(found: Row) -> str:
@@ -75,7 +75,7 @@ def engines(record: Record) -> str:
             p50 = [f"{each['p50_ms'][side][0]:.3f}" for side in ("dense", "reduced")]
             fused = [f"{own['fused_attention']} of {own['attention_sites']}" for own in (row["dense"], row)]
             head = [row["model"], row["variant"], f"{row['macs'] / row['dense']['macs']:.0%}", *fused]
-            rows.append([*head, str(each["batch"]), *p50, ratio(each["speedup"])])
+            rows.append([*head, str(each["batch"]), *p50, interval(each["speedup"])])
     names = [
         "model",
         "variant",

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu.goals import done
-from benchmarks.gpu.tables import machine, ratio
-from benchmarks.pages.markdown import table
+from benchmarks.gpu.tables import machine
+from benchmarks.pages.markdown import interval, table
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -48,7 +48,7 @@ def _line(row: Row, name: str) -> list[str]:
     found = row["subjects"][name]
     share = row["macs"].get(name, row["macs"][DENSE]) / row["macs"][DENSE]
     p50 = f"{found['p50_ms'][0]:.3f}"
-    return [name, f"{share:.0%}", p50, f"{found['images_per_s_compute']:.0f}", ratio(found["speedup"])]
+    return [name, f"{share:.0%}", p50, f"{found['images_per_s_compute']:.0f}", interval(found["speedup"])]
 
 
 def real(record: Record) -> str:

@@ -3,7 +3,6 @@
     python -m benchmarks.gpu.run --output out --only latency,variants --budget-s 480
     python -m benchmarks.gpu.run --output out --only real --budget-s 180
     python -m benchmarks.gpu.run --output out --only engines
-    python -m benchmarks.gpu.run --output out --only latency --everything --budget-s 3600
 
 Writes one JSON record a part, after every row, and gpu.md. A run that was stopped, or whose time was up, goes on from
 the finished rows when it is started again with the same output. What is not installed is a row that says so, what the
@@ -30,7 +29,6 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for everything (default: 540)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models, to see that everything runs")
-    parser.add_argument("--everything", action="store_true", help="every combination and preset, for longer budgets")
     parser.add_argument("--packed", type=Path, default=Path("build/packed"), help="by benchmarks.real.packed")
     parser.add_argument("--engines", type=Path, default=Path("build/engines"), help="by benchmarks.gpu.engines")
     given = parser.parse_args(words)
@@ -62,7 +60,6 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None =
     setting = Setting(
         device=given.device,
         small=given.small,
-        everything=given.everything,
         cache=given.output / "cache",
         packed=given.packed,
         engines=given.engines,

@@ -21,15 +21,14 @@ ALIGN_HIDDEN, ALIGN_HEAD = 64, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a run is on: `everything` adds what nine minutes have no room for; `cache` keeps files of a run; in `packed`
-    lie real weights (see benchmarks/real/packed.py), in `engines` plans (see engines.py).
+    """What a run is on: `cache` keeps files of a run; in `packed` lie real weights (see benchmarks/real/packed.py), in
+    `engines` plans (see engines.py).
 
     Heads are aligned to 8, finer than the tool's default, so that half of a head of 80 is 40.
     """
 
     device: str
     small: bool
-    everything: bool
     cache: Path = Path("build/gpu")
     packed: Path = Path("build/packed")
     engines: Path = Path("build/engines")
@@ -57,8 +56,6 @@ class Setting:
         return "fp16" if self.device == "cuda" else "fp32"
 
     def as_json(self) -> dict[str, Any]:
-        """What rows of one record must have in common. Asking for everything only adds rows."""
-        told = {
-            key: value for key, value in asdict(self).items() if key not in ("cache", "everything", "packed", "engines")
-        }
+        """What rows of one record must have in common."""
+        told = {key: value for key, value in asdict(self).items() if key not in ("cache", "packed", "engines")}
         return told | {"align_hidden": self.align_hidden, "align_head": ALIGN_HEAD, "precision": self.precision}

@@ -29,7 +29,6 @@ from benchmarks.pages import (
     sparsity_page,
     startup_page,
 )
-from benchmarks.real import convnet_page
 from benchmarks.real import page as real_page
 
 from .installed import installed
@@ -51,7 +50,7 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),
         "efforts.json": ("Efforts on three models", real_page.efforts),
         "real_vit_engines.json": ("Its speed and its engines", real_page.real_vit_engines),
-        "real_convnet.json": ("EfficientNet-Lite0 on photographs", convnet_page.real_convnet),
+        "real_convnet.json": ("EfficientNet-Lite0 on photographs", real_page.real_convnet),
     },
     "docs/measured/methods.md": {
         "methods.json": ("Two ViTs with much to spare", accuracy_page.methods),

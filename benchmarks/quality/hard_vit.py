@@ -35,7 +35,7 @@ from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import images_for_model, model_digest
+from corp_deploy.store.input_sets import images_for_model, model_digest
 from perf.parity.labels import accuracy, mcnemar
 
 SPARSITIES = (0.3, 0.5)

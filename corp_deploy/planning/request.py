@@ -29,7 +29,7 @@ from corp_deploy.spec.widths import Widths, is_empty
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.class_names import CLASS_NAMES
 from corp_deploy.store.fitted import fitted_of_lineage
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 from corp_deploy.store.model_config import FITTED
 from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput

@@ -17,7 +17,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
 from corp_deploy.spec.widths import Width, Widths
 from corp_deploy.traced.models.module import device, replaced
-from corp_deploy.traced.models.narrowing import narrowed, provable
+from corp_deploy.traced.models.narrowed_model import narrowed, provable
 from corp_deploy.traced.models.sites import Site, Sites
 from ground.effort import Stopwatch, measured
 

@@ -40,7 +40,7 @@ from corp_deploy.proof.speed import measure
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.moments import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from export.triton.repository import write_repository
 from ground.arrays import array_from_npy

@@ -12,6 +12,11 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # exists inside the server only
 
+# Tensors of numpy 2 go in and out by DLPack: a backend built before it misreads its strides and sizes in as_numpy() and
+# Tensor(name, array), and answers wrongly without a word. Those of numpy 1 don't: the backend gives their capsules a
+# name that numpy 1 doesn't know, and the server crashes.
+BY_DLPACK = int(np.__version__.split(".")[0]) >= 2
+
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
@@ -32,10 +37,8 @@ class TritonPythonModel:
         self.session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        # Tensors go in and out by DLPack: a backend built before numpy 2 misreads the strides and sizes of numpy 2 in
-        # as_numpy() and Tensor(name, array), and answers wrongly without a word.
         feeds = [
-            {name: np.from_dlpack(pb_utils.get_input_tensor_by_name(request, name)) for name in self.inputs}
+            {name: _array(pb_utils.get_input_tensor_by_name(request, name)) for name in self.inputs}
             for request in requests
         ]
         answers = self._run_together(feeds) if self.batched else [self._run(feed) for feed in feeds]
@@ -56,4 +59,12 @@ class TritonPythonModel:
 
     def _tensors(self, answer: list[Any]) -> list[Any]:
         named = zip(self.outputs, answer, strict=True)
-        return [pb_utils.Tensor.from_dlpack(name, np.ascontiguousarray(output)) for name, output in named]
+        return [_tensor(name, np.ascontiguousarray(output)) for name, output in named]
+
+
+def _array(tensor: Any) -> Any:
+    return np.from_dlpack(tensor) if BY_DLPACK else tensor.as_numpy()
+
+
+def _tensor(name: str, values: Any) -> Any:
+    return pb_utils.Tensor.from_dlpack(name, values) if BY_DLPACK else pb_utils.Tensor(name, values)

@@ -1,13 +1,16 @@
 #!/bin/sh
 # Builds the plan of golden, version 1, from the ONNX beside this script.
-# On the machine with the GPU:  IMAGE=REGISTRY/tritonserver:26.07-py3 sh golden_onnx/1/build_plan.sh   (starts the server image by docker)
-# Inside such a container:      sh golden_onnx/1/build_plan.sh inside
+# On the machine with the GPU:  sh golden_onnx/1/build_plan.sh
+# Inside the server's container: sh golden_onnx/1/build_plan.sh inside
+# The first starts nvcr.io/nvidia/tritonserver:26.07-py3 by docker: take the image of the server that
+# will load the plan, since another version of TensorRT cannot read it. IMAGE=... in front names another image, such as
+# a copy in a registry of your own; `package --server` writes another release here.
 set -eu
 name=golden
 version=1
 script=golden_onnx/1/build_plan.sh
-onnx_sha256=9a3ad65ebaf90ccd45a72fa9c2e7b3eeb65ebc2e702fb3a843ae4bfcbc4caa41
-default=tritonserver:26.07-py3
+onnx_sha256=ef0ba5e61fbb4ad5857f390d7a7c9cf331e056c81bd815149f84c6c5b28a029f
+default=nvcr.io/nvidia/tritonserver:26.07-py3
 image=${IMAGE:-$default}
 here=$(cd "$(dirname "$0")" && pwd)
 models=$(cd "$here/../.." && pwd)

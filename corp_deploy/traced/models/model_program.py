@@ -10,7 +10,7 @@ from corp_deploy.spec.merging import Merging
 from corp_deploy.traced.finding.product import macs
 from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.sites import Found, find
-from corp_deploy.traced.narrowing.narrow import Narrowed
+from corp_deploy.traced.narrowing.proof import Narrowed
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, without_sites
 from corp_deploy.traced.programs.attention_masks import unread_queries
 from corp_deploy.traced.programs.program import Program
@@ -18,7 +18,7 @@ from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard,
 
 from .mergeable import Mergeable, mergeable
 from .merged_program import MergedProgram
-from .segments import CutOutputs, Segment, given_at_cuts, segments
+from .segments import CutOutputs, ProgramSegment, given_at_cuts, segments
 from .sites import Sites
 
 
@@ -77,7 +77,7 @@ class Tracing:
         return find(self.program)
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[ProgramSegment, ...]:
         return segments(self.analysis, self.merged)
 
     @cached_property
@@ -107,7 +107,7 @@ class Tracing:
         return listening(self.running, readers, projections, dict(self._read(readers)))
 
     def _read(self, readers: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Of layers behind attentions some of whose rows go nowhere which others do."""
+        """Yield layers behind attentions with the rows that are read, where others are not."""
         behind = {span.reader for site in self.analysis.sites if site.kind == "values" for span in site.listening}
         for name in sorted(behind & readers):
             node = self.by_node[name]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from corp_deploy.traced.finding.site import Index, Site, Span
-from corp_deploy.traced.narrowing.narrow import Narrowed, narrow, prove
+from corp_deploy.traced.finding.site_groups import Index, SiteGroups, Span
+from corp_deploy.traced.narrowing.proof import Narrowed, narrow, prove
 from corp_deploy.traced.programs.exported import made_on_
 from corp_deploy.traced.programs.readers import vocabularies, without_biases_
 from corp_deploy.traced.programs.steady import NotFinite, require_steady
@@ -21,7 +21,7 @@ from ground.errors import BadInput
 from .array_inputs import random_batch
 from .module import (
     EXAMPLES,
-    Cut,
+    KeptGroups,
     TracedModule,
     Tracing,
     device,
@@ -112,7 +112,7 @@ def at_widths(model: nn.Module, widths: Mapping[str, int]) -> nn.Module:
     return new
 
 
-def first_groups(site: Site, width: int, *, parts: int | None = None) -> Index:
+def first_groups(site: SiteGroups, width: int, *, parts: int | None = None) -> Index:
     """The first groups of a site, as many as the width says, the same number of each part, or of the first parts."""
     part_G = np.zeros(site.size, dtype=np.int64) if site.part_G is None else site.part_G
     parts = site.parts if parts is None else parts
@@ -154,14 +154,13 @@ def _module(model: nn.Module, graph: fx.GraphModule, kept: Mapping[str, Index], 
     return (new if state.merging is None else merging_module(new, state.merging)).eval().requires_grad_(False)
 
 
-def _joined(model: nn.Module, kept: Mapping[str, Index], biases: tuple[str, ...]) -> Cut:
-    """What is kept of the dense program, after what was kept of it before."""
+def _joined(model: nn.Module, kept: Mapping[str, Index], biases: tuple[str, ...]) -> KeptGroups:
     own, before = tracing(model), traced_state(model).cut
     groups = names_of(own)
     if before is None:
         sizes = {name: each.size for name, each in groups.items()}
         digest, any_batch = digest_of(own), own.program.any_batch
-        return Cut(sizes=sizes, kept=dict(kept), biases=biases, digest=digest, any_batch=any_batch)
+        return KeptGroups(sizes=sizes, kept=dict(kept), biases=biases, digest=digest, any_batch=any_batch)
     before_groups = {name: before.kept.get(name, np.arange(size)) for name, size in before.sizes.items()}
     left = {name: each for name, each in before_groups.items() if len(each)}
     if any(name not in groups or groups[name].size != len(each) for name, each in left.items()):

@@ -140,9 +140,7 @@ class _Narrowing:
         self.copy(node)
 
     def part(self, node: fx.Node) -> None:
-        """A part of what an uneven tensor is made of, taken by itself and moved as it was among the others. Raises
-        Uneven for what is no part yet.
-        """
+        """Move a part of an uneven tensor by itself. Raises Uneven for what is no part yet."""
         source, *moves = way = way_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
         value = self.flow.values[source]
         if not is_move(node) or not isinstance(value, LabelTensor) or value.labels is None or len(value.dims) != 1:

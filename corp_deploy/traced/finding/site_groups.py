@@ -24,7 +24,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Site:
+class SiteGroups:
     """What can be removed group by group: `writers` lose rows, `readers` columns, `between` what stands channelwise.
 
     `listening`: the tensors that are summed over, both sides for queries and keys. `part_G`: the head, or another

@@ -73,9 +73,7 @@ def left_out(path: Path, images: InputSet) -> str:
 def pictures_for_port(
     port: Port, preprocessing: str, path: Path, *, where: str, samples: int | None, seed: int
 ) -> Images:
-    """Open a folder or tar shards without a model, by the preprocessing that a graph carries; for a port of uint8 the
-    pixels themselves, as float32. Raises BadInput as images_for_model does.
-    """
+    """Open pictures without a model, by a graph's preprocessing; raw pixels as float32 for a port of uint8."""
     channels, height, width = port.shape
     prepared = image_spec_of_note(preprocessing, (channels, height, width), where=where)
     transform = _transform_of_folder(prepared, path)
@@ -109,7 +107,6 @@ def _transform_of_folder(spec: ImageSpec, path: Path) -> Callable[[Any], Tensor]
 
 
 def _pixels_of_picture(prepared: ImageSpec, transform: Callable[[Any], Tensor], picture: Any) -> Tensor:
-    """What the transform normalises, as values 0 to 255."""
     return torch.from_numpy(_as_float(prepared.normalisation.pixels(transform(picture).numpy())))
 
 

@@ -16,7 +16,7 @@ from corp_deploy.traced.programs.steady import require_steady
 from corp_deploy.traced.programs.threads import one_thread
 from corp_deploy.traced.programs.tracing import Inputs
 
-from .narrowing import Parts, Refused, part_of, without
+from .rewriter import Parts, Refused, part_of, without
 
 Mask = tuple[fx.Node, tuple[int, ...], Tensor]
 """Of what a node gives, the axes that elements are removed along, and which stay."""
@@ -57,9 +57,7 @@ def zeroed(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
 
 
 def difference(analysis: Found, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
-    """The largest of any output between a narrowed program and the dense one with the same elements zeroed, relative
-    to the largest value of that output; infinite where the narrowed one doesn't run.
-    """
+    """Return the largest relative difference from the dense program with zeros; infinite where it doesn't run."""
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     with torch.no_grad():
         dense = tree_leaves(Masked(analysis, gone).run(*args, *kwargs.values()))
@@ -104,9 +102,7 @@ class Narrowed:
 
 @one_thread()
 def narrow(analysis: Found, kept: Kept) -> Narrowed:
-    """The narrower program, by its labels alone; a site that can't be narrowed so is kept whole. Raises BadInput for a
-    choice that can't be.
-    """
+    """Return the narrower program by its labels alone; sites that can't be narrowed are kept whole."""
     chosen, unreduced = dict(kept), dict[str, str]()
     while True:
         try:
@@ -121,7 +117,6 @@ def narrow(analysis: Found, kept: Kept) -> Narrowed:
 
 
 def _at(analysis: Found, node: fx.Node, chosen: Kept) -> list[str]:
-    """The sites of which elements go at a node; all that are left to go where none is known."""
     flow = analysis.flow
     every = tree_leaves([flow.values.get(each) for each in (node, *node.all_input_nodes)])
     marks = [each for each in every if isinstance(each, LabelTensor)]
@@ -156,7 +151,7 @@ def _compared(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
 
 
 def _wrong(analysis: Found, kept: Kept, inputs: Inputs) -> list[str]:
-    """The sites that differ by themselves, looked for by halves; all where only some together do."""
+    """Find sites that differ by themselves, by halves; all where only some together do."""
     wrong: list[str] = []
     every = together(analysis, kept)
     for units in (front := [every]):
