@@ -29,15 +29,15 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors
 from ground.errors import BadInput
 
+from .change import Change, Mapped, TracedReduced, site_report, tensors_of
+from .choice import without_patches
 from .kinds import kind_of
 from .method import Method
+from .reader_kind import TracedKind
+from .reader_stats import ReaderStats
 from .report import HeldOut
-from .traced_change import Change, Mapped, TracedReduced, site_report, tensors_of
-from .traced_choice import without_patches
-from .traced_kind import TracedKind
-from .traced_reads import ReaderStats
-from .traced_streams import Values, run
-from .traced_values_kind import TracedValuesKind, beside_heads
+from .stream_walk import Values, run
+from .values_kind import TracedValuesKind, beside_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

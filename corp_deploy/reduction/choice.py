@@ -1,6 +1,6 @@
 """Which groups of a traced site stay, by the layers that read it; what those become, and how far from what they were.
 
-Legend: as in traced_reads.
+Legend: as in reader_stats.
 """
 
 import math
@@ -22,8 +22,8 @@ from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.algebra.swap import swap
 from ground.errors import BadInput
 
-from .traced_change import Change
-from .traced_reads import ReaderStats, of_places
+from .change import Change
+from .reader_stats import ReaderStats, of_places
 
 _SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = {
     "energy": lambda read: scores.energy(read.second_U, read.columns),

@@ -19,10 +19,10 @@ from corp_deploy.traced.narrowing.proof import narrow
 from corp_deploy.traced.programs.readers import layers
 from ground.errors import BadInput
 
+from .change import TracedReduced, left_of
 from .kinds import kind_of
 from .method import Method
-from .traced_change import TracedReduced, left_of
-from .traced_values_kind import TracedValuesKind, beside_heads
+from .values_kind import TracedValuesKind, beside_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

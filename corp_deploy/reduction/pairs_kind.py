@@ -18,10 +18,10 @@ from corp_deploy.algebra.rotation import rotated_maps
 from corp_deploy.spec.widths import aligned_width, aligned_widths
 from corp_deploy.traced.models.pairs import Side, TracedPairs
 
+from .change import Mapped, TracedReduced, mapped_layer
 from .heads import qk_report, recovered_qk
 from .method import Method
-from .traced_change import Mapped, TracedReduced, mapped_layer
-from .traced_reads import lacking
+from .reader_stats import lacking
 
 
 class TracedPairsKind:

@@ -19,8 +19,8 @@ from corp_deploy.traced.models.pairs import Side
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Called
 
+from .reader_stats import ReaderStats
 from .report import HeldOut, SiteReport
-from .traced_reads import ReaderStats
 
 
 def site_report(

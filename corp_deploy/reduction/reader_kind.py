@@ -17,12 +17,12 @@ from corp_deploy.spec.widths import aligned_width, aligned_widths, finer_step, n
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.folding import is_mean
 
+from .change import Change, TracedReduced
+from .choice import changed, elimination, error_of, mean_of_kept, ranked, swapped
 from .heads import ridge_by_halves
 from .method import Method
+from .reader_stats import ReaderStats, of_places, reads_of, rest_of
 from .report import HeldOut, SiteReport
-from .traced_change import Change, TracedReduced
-from .traced_choice import changed, elimination, error_of, mean_of_kept, ranked, swapped
-from .traced_reads import ReaderStats, of_places, reads_of, rest_of
 
 OfSite = TypeVar("OfSite", bound=Site)
 Reads = tuple[ReaderStats, ...]

@@ -15,7 +15,7 @@ from corp_deploy.algebra.norm_behind import NormBehind
 from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, operation
 from corp_deploy.traced.programs.readers import LINEAR
 
-from .traced_streams import Values, called
+from .stream_walk import Values, called
 
 _SUMS = frozenset(("add", "add_"))
 _EITHER, _FIRST = _SUMS | {"mul", "mul_"}, frozenset(("div", "batch_norm"))

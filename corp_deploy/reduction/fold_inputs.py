@@ -19,11 +19,11 @@ from corp_deploy.traced.models.module import Tracing, device
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
+from .change import TracedReduced
+from .folded_site import TracedFold, folded, merges
 from .method import Method
-from .traced_change import TracedReduced
-from .traced_fold import TracedFold, folded, merges
-from .traced_reads import reads_of
-from .traced_streams import run, tensors_of_inputs
+from .reader_stats import reads_of
+from .stream_walk import run, tensors_of_inputs
 
 BATCH_SIZE = 32
 

@@ -21,12 +21,12 @@ from corp_deploy.traced.finding.site_groups import Index
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
+from .change import Change, Mapped, TracedReduced, mapped_layer, site_report
 from .heads import HeadOutputs, kept_groups, projected, recovered_values
 from .method import Method
+from .reader_kind import Reads, TracedKind
+from .reader_stats import ReaderStats
 from .report import SiteReport
-from .traced_change import Change, Mapped, TracedReduced, mapped_layer, site_report
-from .traced_kind import Reads, TracedKind
-from .traced_reads import ReaderStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

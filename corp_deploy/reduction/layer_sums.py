@@ -22,9 +22,9 @@ from corp_deploy.algebra.regression import Gram, RegressionSums
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.readers import Called, Layer, as_module
 
+from .layer_targets import Target, TargetResidual, rows_of
+from .stream_walk import Piece, Segment, Values
 from .streams import StreamEnergy, refuse_nonfinite
-from .traced_streams import Piece, Segment, Values
-from .traced_targets import Target, TargetResidual, rows_of
 
 SplitStatistics = list[SiteMoments]
 """Statistics of one kind over the inputs of a fit, and over those held out where there are any of both."""

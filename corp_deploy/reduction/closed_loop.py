@@ -29,21 +29,21 @@ from corp_deploy.traced.programs.folding import is_mean
 from corp_deploy.traced.programs.readers import Called, layers
 from ground.errors import BadInput
 
+from .change import TracedReduced, left_of, tensors_of
 from .correct import Grouped, fit_, grouped
 from .coverage import coverage
+from .folded_site import folded, merges
 from .kinds import kind_of
+from .layer_sums import LayerSums, SplitStatistics, combined, head_moments, layer_sums
+from .layer_targets import Target, target_of
 from .loop import Loop
 from .method import RESCALED, Method
 from .model import Reduction, notes_on, uniform_widths
+from .order import Step, irreducible_sites, refuse_shared_readers, steps_of
 from .read_tokens import counts_all, places_read
 from .report import LoopFit, SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescale_
-from .traced_change import TracedReduced, left_of, tensors_of
-from .traced_fold import folded, merges
-from .traced_layer_sums import LayerSums, SplitStatistics, combined, head_moments, layer_sums
-from .traced_order import Step, irreducible_sites, refuse_shared_readers, steps_of
-from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
-from .traced_targets import Target, target_of
+from .stream_walk import Piece, Segment, Student, pieces_of, segments_of
 
 Done = Callable[[int, int], None] | None
 
