@@ -31,7 +31,7 @@ from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from examples.digits.images import load
 from ground.errors import Missing
 

@@ -28,7 +28,7 @@ from corp_deploy.proof.proof_inputs import ProofInputs
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.steps import Merge, StreamState
 from corp_deploy.traced.models.token_merging import TokenMerge

@@ -25,17 +25,17 @@ from corp_deploy.planning.probe import Probe
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import tokens_to_fit
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.outputs import Outputs, outputs_from_text
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import images_for_model, model_digest
+from corp_deploy.store.input_sets import images_for_model, model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput
@@ -251,8 +251,8 @@ def test_a_probe_weighs_all_outputs_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "loop", "asked"),
     [
-        ("class,patches,block1", Loop(), PolishOptions(how="model", steps=12, batch_size=8)),
-        ("class,patches,block1_map", None, PolishOptions(how="layer")),
+        ("class,patches,block1", Loop(), PolishOptions(steps=1)),
+        ("class,patches,block1_map", None, PolishOptions()),
     ],
 )
 def test_loops_and_polishes_lower_the_errors_of_all_outputs(

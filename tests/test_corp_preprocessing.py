@@ -31,7 +31,7 @@ from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store import checkpoint as directories
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.module_model import checkpoint_from_module
 from corp_deploy.store.onnx_file import metadata_of_checkpoint
 from ground.feeds import single_array

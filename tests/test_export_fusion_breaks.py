@@ -18,7 +18,7 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.store.onnx_file import export_checkpoint
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from export.engine.audit import Audit
 from export.engine.fusion import Kernel, fusion_of, kernels_from_inspector, kernels_from_log
 from export.engine.record import EngineRecord

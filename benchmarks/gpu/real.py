@@ -27,7 +27,7 @@ from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint, on_device
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from ground.effort import Stopwatch
 from perf.runners.protocol import stopwatch
 

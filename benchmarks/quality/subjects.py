@@ -28,7 +28,7 @@ from calib.moments import Moments
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from examples.digits.images import load
 from ground.errors import Missing

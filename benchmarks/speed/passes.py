@@ -30,7 +30,7 @@ from corp_deploy.planning.request import ReductionRequest, request_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from ground.files import write_json
 from perf.timing.watch import cpu_name
 

@@ -24,7 +24,7 @@ from corp_deploy.invocation.source import ModelSource
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import inputs_for_model, left_out
+from corp_deploy.store.input_sets import inputs_for_model, left_out
 from corp_deploy.store.module_model import checkpoint_from_module
 from ground.errors import BadInput
 from ground.ports import Role

@@ -96,6 +96,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
                 what = f"{reference} holds the inputs that its answers are to"
                 raise click.UsageError(f"{what}; leave {inputs.describe} out")
             golden = read_golden(reference)
+            limits.require_applied(golden.outputs)
             elsewhere = "compare it in an environment that loads it, with the same golden directory"
         else:
             inputs.require()

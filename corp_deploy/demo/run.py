@@ -26,7 +26,7 @@ from corp_deploy.release import steps
 from corp_deploy.release.incremental import StageDirs
 from corp_deploy.store.checkpoint import CONFIG, WEIGHTS, Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from corp_deploy.store.manifest import write_manifest
 from ground.errors import Missing

@@ -135,7 +135,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         """The inputs as the model takes them; `note` is told of files that were left out. Raises BadInput for a model
         that takes the other kind.
         """
-        from corp_deploy.store.inputs import arrays_for_model, ids_for_model, texts_for_model
+        from corp_deploy.store.input_sets import arrays_for_model, ids_for_model, texts_for_model
 
         if self.text is not None:
             return texts_for_model(checkpoint.model, self.text, **self.drawn)
@@ -146,7 +146,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         return self._open_images(checkpoint.model, note, **self.decoded)
 
     def _open_images(self, model: "nn.Module", note: Callable[[str], None], **decoded: Any) -> "Images":
-        from corp_deploy.store.inputs import images_for_model, left_out
+        from corp_deploy.store.input_sets import images_for_model, left_out
 
         assert self.images is not None, self
         images = images_for_model(model, self.images, **self.drawn, **decoded)

@@ -23,7 +23,7 @@ from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.fitted import fitted_inputs
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 from ground.effort import Stopwatch, measured
 from ground.files import sha256_of_file
 from perf.record.runs import FittedInputs

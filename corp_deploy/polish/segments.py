@@ -18,11 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from corp_deploy.algebra.gauss_newton import Residuals, Tangent, with_one
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.reduction.traced_streams import Values, run
-from corp_deploy.reduction.traced_targets import rows_of
+from corp_deploy.reduction.layer_targets import rows_of
+from corp_deploy.reduction.stream_walk import Values, run
 from corp_deploy.traced.finding.cuts import needed
 from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.models.segments import Segment, TokenRows
+from corp_deploy.traced.models.segments import ProgramSegment, TokenRows
 from corp_deploy.traced.models.sites import Site, TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.programs.attention_masks import unread_queries
@@ -31,13 +31,13 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layers
 
 from .matrices import Matrix
-from .newton import Step, Sublayer, counts
+from .newton import LayerGroup, Sublayer, counts
 from .walk import StreamPair
 
 _CACHED_BYTES = 2**30
 
 
-def in_rows(model: nn.Module, sites: Sequence[str]) -> list[str]:
+def spatial_sites(model: nn.Module, sites: Sequence[str]) -> list[str]:
     """Those of a traced model's sites that convolutions of several places write or read."""
     own, by_name = tracing(model), sites_of(model).by_name
     of_places = {each.weight for each in layers(own.program, in_groups=True) if not _is_linear(own.program, each)}
@@ -61,16 +61,16 @@ def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
         is_own = isinstance(weight, nn.Parameter) and not is_mean(layer.weight)
         if is_own and weight.numel() > 0 and _is_linear(program, layer):
             together.setdefault((layer.node.all_input_nodes[0], layer.bias in own.added), []).append(layer)
-    read, steps = _read(own, segment, step.module), list[Step]()
+    read, groups = _read(own, segment, step.module), list[LayerGroup]()
     for (_, is_biasless), called in together.items():
         way = _Way(
             program=program, nodes=tuple(nodes), segment=segment, read_X=read, step=step.module, called=tuple(called)
         )
         alone = [Called(node=each.node, weight=each.weight, bias="") if is_biasless else each for each in called]
-        matrices = (Matrix(name=each.name, layer=as_module(program, each), scale=1.0) for each in alone)
+        matrices = (Matrix(name=each.name, layer=as_module(program, each)) for each in alone)
         look = partial(_lacking, way, is_biasless)
-        steps.append(Step(matrices=tuple(matrices), linearised=partial(_Linearised, look)))
-    return Sublayer(step=step, read=read, steps=tuple(steps))
+        groups.append(LayerGroup(matrices=tuple(matrices), linearised=partial(_Linearised, look)))
+    return Sublayer(step=step, read=read, groups=tuple(groups))
 
 
 def _touched(site: Site) -> set[str]:
@@ -86,7 +86,7 @@ def _is_linear(program: Program, layer: Called) -> bool:
     return module.kernel_size == module.stride == (1, 1) and module.padding == (0, 0)
 
 
-def _read(own: Tracing, segment: Segment, module: TokenRows) -> Tensor | None:
+def _read(own: Tracing, segment: ProgramSegment, module: TokenRows) -> Tensor | None:
     """The tokens behind the segment that go anywhere, None for all."""
     gone = unread_queries(own.program, segment.cut) if module.leaving.axis == len(module.leaving.sizes) else None
     read_N = None if gone is None else ~gone.flatten()
@@ -101,7 +101,7 @@ class _Way:
 
     program: Program
     nodes: tuple[fx.Node, ...]
-    segment: Segment
+    segment: ProgramSegment
     read_X: Tensor | None
     step: TokenRows
     called: tuple[Called, ...]

@@ -10,7 +10,7 @@ from torch import nn
 from corp_deploy.families.counting import counted
 from corp_deploy.families.family import output_ports
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, FloatType

@@ -20,7 +20,7 @@ from corp_deploy.families.timm_images import ImageSpec
 from corp_deploy.invocation.running import FedOptions
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import no_picture, normalising, texts_for_model, unnormalised
+from corp_deploy.store.input_sets import no_picture, normalising, texts_for_model, unnormalised
 from corp_deploy.store.onnx_file import GraphInput, graph_ports
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, random_feeds, rows_of

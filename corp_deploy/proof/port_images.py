@@ -36,7 +36,7 @@ def images_of_port(
         opened = ImageArray.from_path(path, shape=_shape(port), pixels=_pixels(port, preprocessing, path, where=where))
         read = _read(draw_images(opened, samples=samples, seed=seed))
     else:
-        from corp_deploy.store.inputs import pictures_for_port
+        from corp_deploy.store.input_sets import pictures_for_port
 
         from .model_inputs import inputs_from_set
 
@@ -61,7 +61,7 @@ def _as_float(pixels: np.ndarray) -> np.ndarray:
 
 
 def _by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Normalise:
-    from corp_deploy.store.inputs import normalising_by_note
+    from corp_deploy.store.input_sets import normalising_by_note
 
     return normalising_by_note(preprocessing, port, path, where=where)
 

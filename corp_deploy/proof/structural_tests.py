@@ -12,7 +12,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import listened, sites_of, token_weights
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import merging_of_moments
+from corp_deploy.store.input_sets import merging_of_moments
 from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_size, input_noun, rows_of, single_array

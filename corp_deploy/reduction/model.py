@@ -17,12 +17,14 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
 from corp_deploy.spec.widths import Width, Widths
 from corp_deploy.traced.models.module import device, replaced
-from corp_deploy.traced.models.narrowing import narrowed, provable
+from corp_deploy.traced.models.narrowed_model import narrowed, provable
 from corp_deploy.traced.models.sites import Site, Sites
 from ground.effort import Stopwatch, measured
 
 from . import pool
+from .change import TracedReduced, left_of, tensors_of
 from .coverage import Coverage, coverage
+from .fold_inputs import merged_sites
 from .kinds import kind_of
 from .method import Method
 from .moments import require_apart, require_same_model, site_moments, splits_at, without_held_out
@@ -30,8 +32,6 @@ from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescaled
 from .sparse_places import SparsityReport
-from .traced_change import TracedReduced, left_of, tensors_of
-from .traced_folds import merged_sites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class Reduction:
     """A reduced model with the report of every site that the method went through, how many of those it was asked for
     became smaller, and the notes on those that did not.
 
-    `decisions`: a sentence on each thing that was decided on the way. `polish`: what gradients did to the model after
-    the method, as plain JSON values; None without any. `sparsity`: which weights were set to zero after that. `gap`:
+    `decisions`: a sentence on each thing that was decided on the way. `polish`: what a further fit did to the model,
+    as plain JSON values; None without any. `sparsity`: which weights were set to zero after that. `gap`:
     what sites lose on images that they are not fitted to, where groups of images tell it.
     """
 

@@ -17,15 +17,15 @@ from calib.inputs import InputSet
 from corp_deploy.algebra.patches import rescaled_outputs
 from corp_deploy.families.family import CONVOLUTIONS, kinds_of
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.finding.site_groups import Index
 from corp_deploy.traced.models.module import Tracing, device
 from corp_deploy.traced.models.offered import names_of
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, Called, every_layer
 from ground.errors import BadInput
 
+from .stream_walk import Piece, Segment, Student, Values, pieces_of, segments_of
 from .streams import refuse_nonfinite
-from .traced_streams import Piece, Segment, Student, Values, pieces_of, segments_of
 
 SAID = "every convolution rescaled to the dense one's means and variances, channel by channel"
 

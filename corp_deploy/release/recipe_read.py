@@ -21,7 +21,7 @@ from corp_deploy.proof.heads import opened_heads
 from corp_deploy.proof.limits import ParityLimits, unreachable
 from corp_deploy.reduction.steady_inputs import require_steady_on
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.inputs import images_for_model, left_out
+from corp_deploy.store.input_sets import images_for_model, left_out
 from corp_deploy.store.labels import labels_for
 from corp_deploy.store.onnx_file import graph_ports
 from export.graph.precision import kept_modules

@@ -28,7 +28,7 @@ from corp_deploy.proof.model_inputs import inputs_from_set
 from corp_deploy.proof.outcome import save_proof
 from corp_deploy.proof.report_input import json_of_file, record_of_directory, shown_lineage
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, entry_of, input_of_graphs, rows_of_efforts
 from corp_deploy.store.model_config import load_model_config
 from export.engine.build import build_engine, write_engine

@@ -105,7 +105,7 @@ def again(recipe: Recipe, root: Path) -> Invocation:
 def _new(request: ToShip, root: Path) -> Recipe:
     from corp_deploy.families import traced_model
     from corp_deploy.families.family import output_ports
-    from corp_deploy.store.inputs import images_for_model
+    from corp_deploy.store.input_sets import images_for_model
 
     limit, held_out = request.budget.limit, request.options.held_out
     if limit is not None and held_out is None:

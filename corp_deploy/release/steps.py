@@ -40,7 +40,7 @@ from corp_deploy.proof.speed import measure
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.moments import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from export.triton.repository import write_repository
 from ground.arrays import array_from_npy
@@ -108,7 +108,7 @@ def write_reduced(dirs: StageDirs, run: Invocation, choice: ReduceOptions) -> No
     reduce_checkpoint(
         dense,
         load_moments(dirs.root / run["moments"]),
-        request_of(choice, seed=seed),
+        request_of(choice),
         moments_file=dirs.root / run["moments"],
         directory=dirs.into / run["output"],
         images=images,

@@ -106,7 +106,6 @@ def model_of_directory(directory: Path) -> Checkpoint:
 
 
 def _with_class_names(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint with the names that its library's configuration has for its classes."""
     names = class_names_in(config, traced_model.classes(checkpoint.model))
     return replace(checkpoint, lineage={**checkpoint.lineage, CLASS_NAMES: names}) if names else checkpoint
 
@@ -169,7 +168,6 @@ def comes_with_weights(model: str) -> bool:
 def _architecture_of_transformers(
     directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing
 ) -> Architecture:
-    """Of a configuration alone."""
     config = config_of_transformers(directory)
     kind = config.get("model_type")
     if kind in hf_config.KINDS:

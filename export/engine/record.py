@@ -49,7 +49,6 @@ def memory_from_log(text: str, profiles: int) -> EngineMemory:
 VERSION = 1
 KIND = "engine"
 AGAIN = "build it again with `corp-deploy build`"
-UNRECORDED = "the record is older than this figure; build it again"
 WITHOUT_MEMORY = "ONNX Runtime tells no memory of a graph"
 
 
@@ -126,7 +125,7 @@ class EngineRecord:
     fusion_breaks: tuple[GraphPort, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     compatibility: CompatibilityPrice | None = None
-    memory: EngineMemory = field(default_factory=lambda: EngineMemory(reason=UNRECORDED))
+    memory: EngineMemory
 
     def __post_init__(self) -> None:
         for profile in self.profiles:

@@ -1,0 +1,295 @@
+"""A traced model and the one that is being made of it, run side by side from cut to cut.
+
+Nothing is narrowed on the way: what is removed is 0 wherever it would be summed over, as the proof of a narrowing has
+it, and weights change in place in the student's own copies of them.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx, nn
+
+from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
+from corp_deploy.traced.finding.choice import Kept, gone
+from corp_deploy.traced.finding.cuts import along, cuts, needed
+from corp_deploy.traced.models.mergeable import Mergeable
+from corp_deploy.traced.models.merged_program import MergedProgram
+from corp_deploy.traced.models.module import Tracing
+from corp_deploy.traced.narrowing.proof import Mask, masks, zeroed
+from corp_deploy.traced.programs.program import Program, number_of, operation
+from corp_deploy.traced.programs.readers import every_layer, with_tensors
+from corp_deploy.traced.programs.sizes import changes_in_place
+from ground.errors import BadInput
+
+from .streams import mean_of_sources
+
+Values = dict[fx.Node, Any]
+
+
+def run(
+    program: Program,
+    nodes: Sequence[fx.Node],
+    entering: Mapping[fx.Node, Tensor],
+    *,
+    masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
+) -> Values:
+    """What these nodes give. `masks`: by reader which elements of what it hears are 0."""
+    values: Values = dict(entering)
+    batch = len(next(iter(entering.values())))
+    for node in nodes:
+        if node in entering:
+            continue
+        if node.op == "get_attr":
+            values[node] = program.tensor(str(node.target))
+        elif operation(node) == "sym_size" and node.args[0] not in values:
+            count = number_of(node)
+            assert count is not None, node
+            values[node] = batch * count
+        else:
+            here = values if masks is None or node not in masks else values | _masked(values, masks[node])
+            module = program.graph.get_submodule(str(node.target)) if node.op == "call_module" else None
+            values[node] = called(node, here, module)
+    return values
+
+
+def called(node: fx.Node, values: Values, module: nn.Module | None = None) -> Any:
+    """What a node, or the module that it calls, gives for what enters it, which stays as it is."""
+    entering: Any = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+    args, kwargs = entering
+    if module is not None:
+        return module(*args, **kwargs)
+    assert callable(node.target), node
+    if changes_in_place(node):
+        args = (args[0].clone(), *args[1:])
+    return node.target(*args, **kwargs)
+
+
+def _masked(values: Values, masks: Sequence[Mask]) -> Values:
+    masked: Values = {}
+    for source, axes, keep in masks:
+        masked[source] = zeroed((values | masked)[source], axes, keep)
+    return masked
+
+
+def _behind(program: Program, entering: Collection[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
+    """What has to run for these ends, in order, where some nodes are known; for sizes nothing has to."""
+    found, front = set(ends), list(ends)
+    while front:
+        node = front.pop()
+        others = [] if node in entering or operation(node) == "sym_size" else node.all_input_nodes
+        front += [each for each in others if each not in found]
+        found.update(others)
+    return [node for node in program.nodes if node in found]
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """What a few inputs are at a cut, in the dense program and in the student. Those `held_out` choose how far to trust
+    a fit to the others. `weights_BN`: 0 for tokens that are padding, None where all count. `merged`: the sizes and
+    sources of the student's tokens, by the nodes that gave them. `ahead`: what the dense program gives at the next cut,
+    where that was run.
+    """
+
+    dense: tuple[Tensor, ...]
+    student: tuple[Tensor, ...]
+    held_out: bool
+    weights_BN: Tensor | None = None
+    merged: Mapping[fx.Node, Tensor] = field(default_factory=dict)
+    ahead: Tensor | None = None
+
+
+def pieces_of(
+    inputs: InputSet,
+    where: torch.device,
+    batch_size: int,
+    *,
+    weights: Callable[[Inputs], Tensor | None],
+    half_ids: Tensor | None,
+    held_out_every: int | None,
+) -> Iterator[Piece]:
+    """All inputs, those with `half_ids` or each `held_out_every`-th held out; `weights` of their tokens. Raises
+    BadInput for too few.
+    """
+    start, every = 0, held_out_every or inputs.count + 1
+    for batch in inputs.read(batch_size):
+        if not len(batch.ids):
+            continue
+        here = to_device(batch.inputs, where)
+        tensors, weights_BN = tensors_of_inputs(here), weights(here)
+        places_B = torch.arange(start, start + len(tensors[0]))
+        held_B = places_B % every == every - 1
+        if half_ids is not None:
+            held_B = torch.isin(batch.ids, half_ids)
+        start += len(places_B)
+        for is_held, chosen_B in ((False, ~held_B), (True, held_B)):
+            if bool(chosen_B.any()):
+                own = tuple(each[chosen_B.to(where)] for each in tensors)
+                of_tokens = None if weights_BN is None else weights_BN[chosen_B.to(where)]
+                yield Piece(dense=own, student=own, held_out=is_held, weights_BN=of_tokens)
+    if held_out_every is not None and start < held_out_every:
+        raise BadInput(
+            f"closed loop: got {start} images, expected at least {held_out_every}, "
+            "because one in so many is held out to choose how far to trust the fit"
+        )
+
+
+def tensors_of_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
+    """In the order of the model's ports."""
+    return (inputs,) if isinstance(inputs, Tensor) else tuple(tensors_by_name(inputs).values())
+
+
+@dataclass(slots=True, kw_only=True)
+class Student:
+    """`tracing`: the dense program with weights and biases of its own in its layers, `owned`. `gone` [labels]: what is
+    removed by now. `fewer`: what runs where tokens are merged, which are followed.
+    """
+
+    tracing: Tracing
+    fewer: MergedProgram | None
+    owned: frozenset[str]
+    gone: Tensor
+    is_changed: bool = False
+    masks: Mapping[fx.Node, Sequence[Mask]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, dense: Tracing) -> Self:
+        """The dense model itself, as yet."""
+        owned = frozenset(name for layer in every_layer(dense.program) for name in (layer.weight, layer.bias))
+        program = with_tensors(dense.program, {name: dense.program.tensor(name).detach().clone() for name in owned})
+        tracing = replace(dense, program=program)
+        vars(tracing).update(found=replace(dense.analysis, program=program), shares=dense.shares)
+        gone, found, fewer = torch.zeros(dense.analysis.flow.groups.count, dtype=torch.bool), dense.mergeable, None
+        if dense.merging is not None:
+            assert isinstance(found, Mergeable), found
+            fewer = found.merged(program, dense.merging, follows=True)
+        return cls(tracing=tracing, owned=owned, gone=gone, fewer=fewer)
+
+    @property
+    def program(self) -> Program:
+        return self.tracing.program
+
+    @property
+    def where(self) -> torch.device:
+        return next(self.program.tensor(name).device for name in self.owned)
+
+    def set_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Weights and biases of layers."""
+        foreign = sorted(set(tensors) - self.owned)
+        assert not foreign, foreign
+        for name, tensor in tensors.items():
+            self.program.tensor(name).copy_(tensor)
+        self.is_changed = True
+
+    def keep_(self, kept: Kept) -> None:
+        """These groups of sites alone."""
+        found = self.tracing.analysis
+        self.gone |= gone(found, kept)
+        self.is_changed = True
+        self.masks = masks(found, self.gone)
+
+    def changed(self, dense: Program) -> dict[str, Tensor]:
+        """Its tensors that differ from the dense ones."""
+        tensors = {name: self.program.tensor(name) for name in sorted(self.owned)}
+        return {name: tensor for name, tensor in tensors.items() if not torch.equal(tensor, dense.tensor(name))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The program between two cuts, None for the inputs and the outputs. `beside`: inputs that go on to every cut."""
+
+    dense: Tracing
+    student: Student
+    before: fx.Node | None
+    after: fx.Node | None
+    beside: tuple[fx.Node, ...]
+
+    def up_to(self, ends: Collection[fx.Node]) -> list[fx.Node]:
+        """What has to run for these nodes."""
+        return needed(self.dense.program, self.before, ends)
+
+    def _entering(self, tensors: tuple[Tensor, ...]) -> dict[fx.Node, Tensor]:
+        inputs = [node for node in self.dense.program.nodes if node.op == "placeholder"]
+        nodes = inputs if self.before is None else [self.before, *self.beside]
+        return dict(zip(nodes, tensors, strict=True))
+
+    def run_dense(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
+        values = run(self.dense.program, nodes, self._entering(piece.dense))
+        if self.after in values:
+            piece.ahead = values[self.after]
+        return values
+
+    def run_student(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
+        """Where tokens are merged, what stands there for each of the nodes, and all that the merges gave."""
+        student, fewer = self.student, self.student.fewer
+        entering = self._entering(piece.student)
+        if fewer is None:
+            return run(student.program, nodes, entering, masks=student.masks)
+        stands = fewer.stands
+        here = {stands[node.name]: each for node, each in entering.items()} | dict(piece.merged)
+        ends = [stands[node.name] for node in nodes]
+        ends += [
+            by_name[node.name]
+            for node in nodes
+            for by_name in (fewer.sizes_at, fewer.sources_at)
+            if node.name in by_name
+        ]
+        masks = {
+            stands[node.name]: [(stands[source.name], axes, keep) for source, axes, keep in each]
+            for node, each in student.masks.items()
+        }
+        values = run(fewer.program, _behind(fewer.program, here, ends), here, masks=masks)
+        return values | {node: values[stands[node.name]] for node in (*nodes, *entering)}
+
+    def weights_at(self, piece: Piece, values: Values, node: fx.Node) -> Tensor | None:
+        """How many tokens stand in each of those that the student's node gives, or which of them count [B,N]; None for
+        all alike.
+        """
+        fewer = self.student.fewer
+        is_merged = fewer is not None and node.name in fewer.sizes_at
+        return values[fewer.sizes_at[node.name]] if fewer is not None and is_merged else piece.weights_BN
+
+    def as_merged(self, dense: Values, student: Values, node: fx.Node, ends: Sequence[fx.Node]) -> Values:
+        """Values of the dense model at these ends with the mean of those tokens that stand in one of the student's
+        where this node is.
+        """
+        fewer = self.student.fewer
+        if fewer is None or node.name not in fewer.sources_at:
+            return dense
+        sources_BM, count = student[fewer.sources_at[node.name]], student[node].shape[1]
+        return dense | {end: mean_of_sources(dense[end], sources_BM, count) for end in ends}
+
+    def read_of(self, node: fx.Node, read_P: Tensor | None) -> Tensor | None:
+        """Places that outputs read of what a node gives where tokens are merged: all where any of those may be."""
+        fewer = self.student.fewer
+        if fewer is None or node.name not in fewer.merge_at:
+            return read_P
+        return fewer.read_of(fewer.stands[node.name], read_P)
+
+    def advance_(self, pieces: Sequence[Piece], *, with_dense: bool) -> None:
+        """To the cut behind it; as long as the student has not changed both are one."""
+        if self.after is None:
+            return
+        nodes = self.up_to([self.after])
+        fewer, name = self.student.fewer, self.after.name
+        extra = [] if fewer is None else [each[name] for each in (fewer.sizes_at, fewer.sources_at) if name in each]
+        others = slice(1, 1 + len(self.beside))
+        for piece in pieces:
+            values = self.run_student(piece, nodes)
+            piece.merged = {node: values[node] for node in extra}
+            piece.student = (values[self.after], *piece.student[others])
+            if not self.student.is_changed and not extra:
+                piece.dense = piece.student
+            elif with_dense:
+                ahead = self.run_dense(piece, nodes)[self.after] if piece.ahead is None else piece.ahead
+                piece.dense = (ahead, *piece.dense[others])
+            piece.ahead = None
+
+
+def segments_of(dense: Tracing, student: Student) -> Iterator[Segment]:
+    """From the inputs to the outputs, cut by cut."""
+    beside = along(dense.program)
+    for before, after in pairwise([None, *(cut.node for cut in cuts(dense.analysis, beside_outputs=True)), None]):
+        yield Segment(dense=dense, student=student, before=before, after=after, beside=beside)
