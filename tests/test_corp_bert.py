@@ -18,7 +18,7 @@ from corp_deploy.families.bert import MODEL_TYPES, EncoderArguments, architectur
 from corp_deploy.families.family import dense_model
 from corp_deploy.families.sentence_files import PooledBy, TextLength, pooled_by, text_length
 from corp_deploy.families.text_encoder import EncoderArchitecture, TextEncoder
-from corp_deploy.families.text_names import state_from_transformers
+from corp_deploy.families.decoder_names import state_from_transformers
 from corp_deploy.families.tokenizer import TextSpec, Tokenization, content_of_tokenizer
 from corp_deploy.families.traced_model import exportable
 from corp_deploy.traced.models.narrowing import at_widths

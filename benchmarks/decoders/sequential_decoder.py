@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.speed.long_runs import own_mib
-from corp_deploy.families.decoder import architecture_from_transformers
-from corp_deploy.families.text_decoder import DecoderArchitecture, DecoderBlock, TextDecoder
-from corp_deploy.families.text_names import state_to_transformers
+from corp_deploy.families.decoder_config import architecture_from_transformers
+from corp_deploy.families.decoder_model import DecoderArchitecture, DecoderBlock, TextDecoder
+from corp_deploy.families.decoder_names import state_to_transformers
 from corp_deploy.machine import versions
 from ground.files import write_json
 from perf.timing.watch import environment

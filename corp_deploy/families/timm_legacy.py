@@ -26,8 +26,8 @@ from corp_deploy.traced.models.offered import names_of
 from ground.errors import BadInput
 
 from .decoder import arguments_of
+from .decoder_model import DecoderArchitecture
 from .head_attention import SequenceRotary
-from .text_decoder import DecoderArchitecture
 from .traced_model import tracing
 
 State = Mapping[str, Tensor]
