@@ -21,7 +21,7 @@ ALIKE = 4
 """Bits in which two hashes of one picture differ at most. Of photographs saved again as JPEG of quality 75 nine in ten
 stay within; different photographs differ in 36 or more. Drawings may be as near and yet be others: 2 of 500 digits of
 8 x 8 pixels are. So this is a hint, never a proof.
-Measured by benchmarks/quality/perceptual.py.
+docs/measured/tried.md has the figures.
 """
 _TIE = 1e-6  # of the largest frequency: what rounding may leave of one that is zero
 _ROWS = 1024

@@ -1,9 +1,9 @@
 """Images inside webdataset tar shards, read at random positions without unpacking.
 
-Headers are read one after the other, and no link is followed. Every step goes forward and ends within the file, so that
-reading ends too.
+No link is followed, and every member has to lie within the file, so that reading ends.
 """
 
+import io
 import itertools
 import os
 import re
@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from ground.errors import BadInput
 from ground.file_kinds import refuse_stand_in_file
@@ -21,15 +21,7 @@ from ground.pictures import Skips, select_pictures
 from .image_arrays import ImageShape
 from .sources import EXPECTED, Pictures, Transform, refuse_large
 
-BLOCK = tarfile.BLOCKSIZE
-LONGEST_NOTE = 2**20
-_LONG_NAME, _LONG_LINK, _NOTE, _NOTE_FOR_ALL = (
-    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE
-)  # fmt: skip
-_NOTES = (_LONG_NAME, _LONG_LINK, _NOTE, _NOTE_FOR_ALL, tarfile.SOLARIS_XHDTYPE)
-_FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-_RECORD = re.compile(rb"([0-9]{1,7}) ([^=\n]+)=")
-_NUMBER = re.compile(r"[0-9]{1,19}")
+LONGEST_HEADER = 2**20
 
 
 class Member(NamedTuple):
@@ -49,79 +41,53 @@ def _bad_tar(path: Path, why: str) -> BadInput:
     return BadInput(f"{path}: not a valid uncompressed tar file ({why})")
 
 
-def _header(path: Path, file: IO[bytes]) -> tarfile.TarInfo | None:
-    """The next header, None at the end."""
-    block = file.read(BLOCK)
-    if len(block) == BLOCK and not any(block):
-        return None
-    if len(block) < BLOCK:
-        raise _bad_tar(path, "it is cut short")
-    try:
-        return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    except (tarfile.HeaderError, ValueError) as error:
-        raise _bad_tar(path, str(error)[:100]) from None
+class _Headers(io.FileIO):
+    """A shard of which nothing but headers is read."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= LONGEST_HEADER:
+            raise tarfile.HeaderError(f"a header of {size} bytes, expected {LONGEST_HEADER} at most")
+        return super().read(size)
 
 
-def _pax_records(path: Path, content: bytes) -> dict[str, str]:
-    """The records of an extended header: each begins with its own length."""
-    records, at = dict[str, str](), 0
-    while at < len(content) and content[at]:
-        record = _RECORD.match(content, at)
-        end = at + int(record[1]) if record else 0
-        if record is None or not record.end() < end <= len(content):
-            raise _bad_tar(path, "an extended header is broken")
-        records[record[2].decode("utf-8", "replace")] = content[record.end() : end - 1].decode(
-            "utf-8", "surrogateescape"
-        )
-        at = end
-    return records
-
-
-def _extension_records(path: Path, file: IO[bytes], info: tarfile.TarInfo) -> dict[str, str]:
-    """What a header says of the next member."""
-    if info.size > LONGEST_NOTE:
-        raise _bad_tar(path, f"a header of {info.size} bytes, expected {LONGEST_NOTE} at most")
-    content = file.read(info.size)
-    if info.type == _LONG_NAME:
-        return {"path": content.rstrip(b"\0").decode("utf-8", "surrogateescape")}
-    return _pax_records(path, content) if info.type in (_NOTE, tarfile.SOLARIS_XHDTYPE) else {}
-
-
-def _size(path: Path, info: tarfile.TarInfo, records: dict[str, str], remaining: int) -> int:
-    """Of a member that has so many bytes of the file behind its header."""
-    text = records.get("size", str(info.size))
-    if not _NUMBER.fullmatch(text) or int(text) > remaining:
-        raise _bad_tar(path, f"{info.name[:100]!r} has {text[:25]} bytes, and {remaining} are left of the file")
-    return int(text)
-
-
-def _require_regular_member(path: Path, info: tarfile.TarInfo, name: str, records: dict[str, str]) -> None:
+def _require_regular_member(path: Path, info: tarfile.TarInfo) -> None:
     """Raise BadInput for links, devices, files with holes, and names that lead out of the archive."""
-    if info.type not in (*_FILES, tarfile.DIRTYPE) or any(key.startswith("GNU.sparse") for key in records):
-        raise BadInput(f"{path}: its member {name[:100]!r} is a link, a device or sparse; expected regular files alone")
-    if escapes_directory(name):
-        raise BadInput(f"{path}: its member {name[:100]!r} has a path that leaves the archive")
+    is_sparse = info.issparse() or any(key.startswith("GNU.sparse") for key in info.pax_headers)
+    if is_sparse or not (info.isreg() or info.isdir()):
+        raise BadInput(
+            f"{path}: its member {info.name[:100]!r} is a link, a device or sparse; expected regular files alone"
+        )
+    if escapes_directory(info.name):
+        raise BadInput(f"{path}: its member {info.name[:100]!r} has a path that leaves the archive")
 
 
 def members_of_tar(path: Path) -> Iterator[Member]:
-    """The regular files in their order. Raises BadInput for a file that is no whole tar, and as
-    _require_regular_member does."""
+    """Yield the regular files in their order.
+
+    Raises BadInput for a file that is no whole tar, and as _require_regular_member does.
+    """
     refuse_stand_in_file(path)
     file_size = regular_file(path).stat().st_size
-    records = dict[str, str]()
-    with path.open("rb") as file:
-        while (info := _header(path, file)) is not None:
-            at = file.tell()
-            size = _size(path, info, records if info.type not in _NOTES else {}, file_size - at)
-            if info.type in _NOTES:
-                records |= _extension_records(path, file, info)
-            else:
-                name = records.get("path", info.name)
-                _require_regular_member(path, info, name, records)
-                if info.type in _FILES:
-                    yield Member(path, name, at, size)
-                records = {}
-            file.seek(at + -(-size // BLOCK) * BLOCK)
+    with _Headers(path) as file:
+        try:
+            tar = tarfile.TarFile(fileobj=file, encoding="utf-8")
+            while (info := tar.next()) is not None:
+                remaining = file_size - info.offset_data
+                if not 0 <= info.size <= remaining:
+                    raise _bad_tar(
+                        path, f"{info.name[:100]!r} has {info.size} bytes, and {remaining} are left of the file"
+                    )
+                _require_regular_member(path, info)
+                if info.isreg():
+                    yield Member(path, info.name, info.offset_data, info.size)
+            file.seek(tar.offset)
+            block = file.read(tarfile.BLOCKSIZE)
+        except BadInput:
+            raise
+        except (tarfile.TarError, ValueError, RecursionError) as error:
+            raise _bad_tar(path, str(error)[:100]) from None
+        if len(block) < tarfile.BLOCKSIZE or any(block):  # tarfile ends without a word at a damaged header
+            raise _bad_tar(path, "it is cut short" if len(block) < tarfile.BLOCKSIZE else "a header is damaged")
 
 
 MOST_SHARDS = 100_000

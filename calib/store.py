@@ -25,7 +25,6 @@ from .tensor_file import Entry, entries_of_file, write
 
 KIND = "calib.moments"
 VERSION = 2
-OLDEST = 1  # read as well: all sums whole
 HEADER = "calib"
 IMAGE_IDS, IMAGE_HASHES, GROUP_IDS = "image_ids", "image_hashes", "group_ids"
 HALF = "half:"  # before the names of the tensors that are of one half of the images
@@ -151,9 +150,7 @@ def _opened(path: Path) -> Any:
 def _read_header(path: Path, remedy: str = _REMEDY) -> _Header:
     with _opened(path) as file:
         text = (file.metadata() or {}).get(HEADER, "{}")
-    header = record_from_text(
-        text, dict[str, Any], where=str(path), kind=KIND, version=VERSION, oldest=OLDEST, remedy=remedy
-    )
+    header = record_from_text(text, dict[str, Any], where=str(path), kind=KIND, version=VERSION, remedy=remedy)
     if _signed({name: value for name, value in header.items() if name != "header_sha256"}) != text:
         raise BadInput(f"{path}: its header does not match its checksum; the file is damaged: {_REMEDY}")
     return record_from_value(header, _Header, where=f"{path}: its header", remedy=_REMEDY)

@@ -1,7 +1,6 @@
 """The command group and the contract of its exit codes. Heavy imports stay inside the commands' bodies."""
 
 import errno
-import re
 import traceback
 from typing import Any
 
@@ -86,29 +85,6 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
 }
 """The commands by what they are of. Those of two words belong to the one of the first, whose help tells of them."""
 
-RENAMED = {
-    "merge-moments": "calibrate --merge",
-    "completion": "doctor completion",
-    "redundancy": "inspect redundancy",
-    "compare": "bench compare",
-    "lint-repo": "package lint",
-    "serve-version": "package serve",
-    "bench-decoder": "bench --batch 1,4,16",
-    "verify-decoder": "verify --random 2",
-}
-"""Names of 0.1 that go with 0.4, and what they are now."""
-
-
-def _renamed(ctx: click.Context, args: list[str]) -> list[str]:
-    name, *words = args
-    if name not in RENAMED:
-        return args
-    if not ctx.resilient_parsing:
-        click.echo(f"warning: {name} is deprecated since 0.2 and goes with 0.4; use {RENAMED[name]}", err=True)
-    if name == "verify-decoder":
-        words = [re.sub("^--batch", "--random", word) for word in words]
-    return [*RENAMED[name].split(), *words]
-
 
 class Commands(click.Group):
     """A group that turns what the rooms raise into one message and the exit code for it."""
@@ -127,7 +103,7 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """A command of two words goes ahead of that of the first alone, a flag among them wherever it stands."""
-        name, *words = _renamed(ctx, args)
+        name, *words = args
         for place, word in enumerate(words):
             if f"{name} {word}" in self.commands and (not place or word.startswith("-")):
                 name, words = f"{name} {word}", words[:place] + words[place + 1 :]

@@ -2,11 +2,16 @@
 
 import importlib.metadata
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from .files import sha256_of_text
 
 # What packages say in their own words, or by classifier, as SPDX calls it.
 _SPDX: Mapping[str, str] = MappingProxyType(
@@ -33,25 +38,21 @@ _SPDX: Mapping[str, str] = MappingProxyType(
     }
 )
 _EXPRESSION = re.compile(r"[A-Za-z0-9.+-]+(?: (?:AND|OR|WITH) [A-Za-z0-9.+-]+)*")
-_WORD = re.compile(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*")
 _CLASSIFIER = "License :: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
     """A distribution: `name` with '-' between its words and in small letters, `licence` an SPDX expression or empty,
-    `requires` the names of what it can't do without, extras left out.
+    `requires` the names of what it can't do without, extras left out, `record_sha256` the digest of its RECORD, the
+    list of its files with their digests.
     """
 
     name: str
     version: str
     licence: str
     requires: tuple[str, ...]
-
-
-def normalised(name: str) -> str:
-    """A package's name as indices compare it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    record_sha256: str | None = None
 
 
 def normalised_licence(expression: str) -> str | None:
@@ -80,25 +81,27 @@ def _licence(metadata: importlib.metadata.PackageMetadata) -> str:
     return " AND ".join(sorted(classified))
 
 
-def _required(requirement: str) -> str | None:
-    """The name in a requirement, None in one of an extra."""
-    match = _WORD.match(requirement)
-    if match is None or re.search(r";.*\bextra\s*==", requirement):
-        return None
-    return normalised(match[0])
+def _required(requirements: Iterable[str]) -> Iterator[str]:
+    """Yield the names of requirements that need no extra, whatever their platform; old metadata has broken ones."""
+    for text in requirements:
+        with suppress(InvalidRequirement):
+            requirement = Requirement(text)
+            if "extra" not in str(requirement.marker):
+                yield canonicalize_name(requirement.name)
 
 
 def installed() -> tuple[Package, ...]:
     """By name, each once: the one that is imported."""
     packages: dict[str, Package] = {}
     for found in importlib.metadata.distributions():
-        name = normalised(_field(found.metadata, "Name"))
-        requires = {_required(each) for each in found.requires or ()} - {None, name}
+        name = canonicalize_name(_field(found.metadata, "Name"))
+        record = found.read_text("RECORD")
         package = Package(
             name=name,
             version=found.version,
             licence=_licence(found.metadata),
-            requires=tuple(sorted(each for each in requires if each is not None)),
+            requires=tuple(sorted({*_required(found.requires or ())} - {name})),
+            record_sha256=None if record is None else sha256_of_text(record),
         )
         if name:
             packages.setdefault(name, package)

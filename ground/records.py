@@ -213,29 +213,23 @@ def _read(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
 def _refuse_kind(head: Head, where: str, how: "How") -> None:
     """A version is a whole number: nothing is guessed from a record without one."""
     kind, version, remedy = how["kind"], how.get("version", 1), how.get("remedy", MAKE_AGAIN)
-    oldest = how.get("oldest", version)
     if head.kind != kind:
         article = "an" if kind[0] in "aeiou" else "a"
         what = "a file that says no kind" if head.kind is None else repr(str(head.kind)[:100])
         raise BadInput(f"{where}: expected {article} {kind} record, got {what}")
-    if type(head.version) is int and oldest <= head.version <= version:
+    if type(head.version) is int and head.version == version:
         return
     newer = type(head.version) is int and head.version > version
     written = f"{kind} record of version {str(head.version)[:100]}{', written by a newer corp-deploy' if newer else ''}"
     mend = f"install that one, or {remedy}" if newer else remedy
-    versions = [str(each) for each in range(oldest, version + 1)]
-    read = " and ".join(filter(None, (", ".join(versions[:-1]), versions[-1])))
-    raise BadInput(f"{where}: {written}; this tool reads version{'s' * (oldest < version)} {read}: {mend}")
+    raise BadInput(f"{where}: {written}; this tool reads version {version}: {mend}")
 
 
 class How(TypedDict, total=False):
-    """Of which kind and version a record is to be, any where no kind is given; of `oldest` and those up to `version`
-    where both are; and what to do about one that isn't.
-    """
+    """The kind and version that a record must have, any where no kind is given, and what to do about another."""
 
     kind: str
     version: int
-    oldest: int
     remedy: str
 
 

@@ -1,55 +1,15 @@
-"""The benchmark of budgets, on a model that takes seconds: rows by both curves, kept and shown;
-the bound on the gate's false alarms, and the slope of memory in long runs.
-"""
+"""The bound on the gate's false alarms, and the slope of memory in long runs."""
 
-import json
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from click.testing import CliRunner
 from scipy.stats import binom
 
-from benchmarks.pages.accuracy_page import budgets as table
-from benchmarks.quality import budgets, polish
 from benchmarks.speed.long_runs import slope
 from benchmarks.trust.gate_alarms import document, most_alarms, tally
-from corp_deploy.reduction.method import method_from_preset
-
-from . import tiny
 
 pytestmark = pytest.mark.nightly
-
-
-def subject(scratch: Path) -> polish.Subject:
-    dense = tiny.checkpoint()
-    dense.model.requires_grad_(False)
-    judged = torch.from_numpy(tiny.images(16, seed=3))
-    return polish.Subject(
-        name="tiny", dense=dense, inputs=tiny.opened(scratch / "images.npy", tiny.images(32), dense.model),
-        groups_B=None, method=method_from_preset("best", align_hidden=16, align_head=8), closed_loop=False,
-        error=partial(polish.error, polish.outputs(dense.model, judged), judged),
-    )  # fmt: skip
-
-
-@pytest.mark.slow("models")
-def test_rows_are_made_by_both_curves_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "SUBJECTS", {"tiny": subject})
-    output = tmp_path / "budgets.json"
-    for shares in ("0.7", "0.7,0.5"):
-        words = ["--output", str(output), "--models", "tiny", "--shares", shares]
-        done = CliRunner().invoke(budgets.main, words, catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-    record = json.loads(output.read_text())
-    assert [row["share"] for row in record["rows"]] == [0.7, 0.5]
-    for row in record["rows"]:
-        assert min(row[way] for way in budgets.WAYS) > 0.0
-        tried = {name: error for name, error in row["ways"].items() if name.startswith("by site")}
-        assert row["taken_is"] == min(tried, key=tried.__getitem__)
-    assert f"| tiny | 0.7 | {record['rows'][0]['before']:.4f} |" in table(record)
 
 
 def one(verdict: str, *, low: float | None = 0.99, processes: int = 1) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from PIL import Image
 from scipy.fft import dctn
 from torch import Tensor
 
-from benchmarks.quality import perceptual
 from calib.combination import difference, merge
 from calib.fingerprints import ALIKE, BITS, Fingerprints, are_alike, perceptual_hashes
 from calib.fingerprints_text import FingerprintsText
@@ -116,12 +115,3 @@ def test_merged_and_parted_moments_keep_whose_hash_is_whose() -> None:
     assert not len(merge(marked[0], other).image_hashes)
     left = difference(whole, marked[1])
     assert (left.image_ids.tolist(), left.image_hashes[:, 1].tolist()) == ([3, 8], [3, 8])
-
-
-def test_the_benchmark_tells_copies_from_others() -> None:
-    images = (photographs(6) - perceptual.MEAN) / perceptual.STD
-    found = perceptual.measured(images[:2], images[2:], (images[:1], images[1:]))
-    assert (found["photographs"]["images"], found["photographs"]["others"], found["photographs"]["alike"]) == (2, 4, 0)
-    assert found["photographs"]["least"] > 4 * ALIKE
-    assert found["copies"][0]["alike"] == 1.0
-    assert perceptual.distances(torch.tensor([[0, 7]]), torch.tensor([[-1, 7], [0, 6]])).tolist() == [[64.0, 1.0]]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from inspect import signature
@@ -16,7 +15,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 import corp_deploy
-from corp_deploy.cli import GROUPS, RENAMED, main
+from corp_deploy.cli import GROUPS, main
 from corp_deploy.commands.help import Command
 from corp_deploy.store.checkpoint import save
 from tests import tiny
@@ -167,7 +166,7 @@ def test_a_bug_of_ours_is_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch
 # What a reader sees first: the commands by what they are of, the options used first, and all of them when asked.
 
 LONG = {name: command for name, command in main.commands.items() if isinstance(command, Command) and command.first}
-MOMENTS = ROOT / "tests" / "golden" / "0.1" / "moments"
+MOMENTS = ROOT / "tests" / "golden" / "files" / "moments"
 
 
 def shown(*words: str, code: int = 0) -> str:
@@ -237,38 +236,12 @@ def test_help_all_has_headings() -> None:
     assert len(set(headings)) == len(headings)
 
 
-@pytest.mark.parametrize("old", RENAMED)
-def test_an_old_name_leads_to_the_new_one_and_says_so(old: str) -> None:
-    done = CliRunner().invoke(main, [old, "--help"])
-    name, _ = re.subn(" --(batch|random) .*", "", RENAMED[old])
-    assert (done.exit_code, done.stdout.startswith(f"Usage: main {name} ")) == (0, True)
-    assert done.stderr == f"warning: {old} is deprecated since 0.2 and goes with 0.4; use {RENAMED[old]}\n"
-    assert f" {old} " not in shown("--help")
-
-
-def test_an_old_name_works(tmp_path: Path) -> None:
-    """As the new one does, with the flag wherever it stands; what follows is all its own."""
+def test_calibrate_takes_merge_wherever_it_stands(tmp_path: Path) -> None:
     parts = [str(MOMENTS / name) for name in ("vit.safetensors", "vit.held-out.safetensors")]
-    runs = [["merge-moments", *parts], ["calibrate", "--merge", *parts], ["calibrate", *parts, "--merge"]]
-    written = []
-    for number, words in enumerate(runs):
-        done = invoked(*words, "-o", tmp_path / f"{number}.safetensors")
-        assert done.stderr.count("deprecated") == (number == 0)
-        written.append((tmp_path / f"{number}.safetensors").read_bytes())
-    assert written[0] == written[1] == written[2]
-    alone = CliRunner().invoke(main, ["merge-moments", parts[0], "-o", str(tmp_path / "no")])
-    assert (alone.exit_code, "one file is nothing to merge" in alone.stderr) == (2, True)
-    assert CliRunner().invoke(main, ["redundancy", "--moments", parts[0], "--json"]).stdout.startswith("{")
-
-
-def test_batches_of_an_old_proof_are_its_random_sequences(tmp_path: Path) -> None:
-    (tmp_path / "genai_config.json").write_text("{}")
-    shutil.copytree(tmp_path, tmp_path.with_name("model"))
-    words = ["verify-decoder", str(tmp_path.with_name("model")), str(tmp_path), "-o", str(tmp_path / "p.json")]
-    done = CliRunner().invoke(main, [*words, "--batch=0"])
-    assert (done.exit_code, "'--random'" in done.stderr) == (2, True)
-    done = CliRunner().invoke(main, [*words, "--batch", "3", "--seed", "1"])
-    assert (done.exit_code, "genai_config.json" in done.stderr) == (2, True)
+    for number, words in enumerate([["--merge", *parts], [*parts, "--merge"]]):
+        invoked("calibrate", *words, "-o", tmp_path / f"{number}.safetensors")
+    assert (tmp_path / "0.safetensors").read_bytes() == (tmp_path / "1.safetensors").read_bytes()
+    refuses("one file is nothing to merge", "calibrate", "--merge", parts[0], "-o", tmp_path / "no")
 
 
 def test_a_command_that_is_none_is_told() -> None:

@@ -17,13 +17,12 @@ from corp_deploy import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.decoder_config import architecture_from_transformers, traced_decoder
-from corp_deploy.families.family import listened, sequence_spec, sites_of
 from corp_deploy.families.decoder_model import TextDecoder
+from corp_deploy.families.family import listened, sequence_spec, sites_of
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.invocation.method_choice import ALIGN, MethodChoice
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import texts_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
@@ -31,7 +30,6 @@ from tests import decoders
 from tests.command import invoked
 from tests.refusals import rejects
 
-GOLDEN = Path(__file__).with_name("golden") / "decoders"
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
 
 
@@ -220,17 +218,6 @@ def test_norms_of_queries_and_keys_are_told_where_these_are_to_go(home: Path) ->
     assert "blocks.0.attn.v: queries and keys stay: rms_norm in blocks.0.attn.q_norm (RmsNorm) mixes it" in said
     result = reduced(home, "qwen3", "partly", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
     assert "blocks.1.attn.v kept as it is: queries and keys stay" in " ".join(result.stderr.split())
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
-def test_directories_of_version_0_1_say_what_they_said(name: str, tmp_path: Path) -> None:
-    """Each head with planes of its own, fewer groups, an attention of which a constant is left; written today too."""
-    checkpoint, ids = load_checkpoint(GOLDEN / name), decoders.ids(1, 24)
-    expected = torch.tensor(json.loads((GOLDEN / name / "expected.json").read_text()))
-    got = logits_of(checkpoint.model, ids)
-    torch.testing.assert_close(got.flatten()[::97], expected, rtol=1e-4, atol=1e-5)
-    save(checkpoint, tmp_path)
-    torch.testing.assert_close(logits_of(load(tmp_path), ids), got, rtol=1e-5, atol=1e-5)
 
 
 def test_sequences_begin_with_the_marks_of_the_tokenizer(home: Path, tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_what_a_configuration_cannot_say_is_refused_before_any_work(
 
 def test_ragged_widths_and_other_models_are_refused(tmp_path: Path) -> None:
     from corp_deploy.families.hf_config import vision_model
+
     from corp_deploy.families.hf_saved import refuse_unsayable
     from corp_deploy.store.transformers_saved import origin_of
 

@@ -51,13 +51,6 @@ def sparse(model: str, method: str) -> float:
     return mean("sparsity", "error", model=model, method=method)
 
 
-def rotated(model: str, width: int) -> str:
-    before, after = (
-        100 * mean("rotation", "int8_logits", model=model, width=width, rotates=turned) for turned in (False, True)
-    )
-    return f"{before:.2f} % to {after:.2f} %"
-
-
 def speedup(measured: list[dict[str, Any]], batch: int = 1, **where: Any) -> str:
     [one] = [each for each in measured if all(each[key] == value for key, value in where.items())]
     own = one.get("latency", one)["rows"]
@@ -159,19 +152,6 @@ def of_levers() -> Iterator[str]:
     yield f"MiniLM {two:.3f} and {widths:.3f}, in a closed loop {loop:.3f}"
     masked, refitted = (sparse("digits", f"2:4, largest weights, {each}") for each in ("mask only", "refit"))
     yield f"{masked:.3f} for the largest weights without refit, {refitted:.4f} refitted"
-    for model, digits, words in (("digits", 4, "layer: {} to {} on digits"), ("MiniLM", 3, "(MiniLM {} to {})")):
-        ends = (
-            mean("layer_polish", "error", model=model, how=how) for how in ("closed loop", "Gauss-Newton, 2 sweeps")
-        )
-        yield words.format(*(f"{end:.{digits}f}" for end in ends))
-    before, block, model_polish = (
-        mean("polish", "error_before", model="minilm", polish="block"),
-        mean("polish", "error", model="minilm", polish="block"),
-        mean("polish", "error", model="minilm", polish="model"),
-    )
-    yield f"{before:.3f} to {block:.3f} and {model_polish:.3f} on MiniLM"
-    yield f"{dinov2('thorough, all its steps')} at 0.8 of the MACs"
-    yield f"has {dinov2('best, by site, grouped, closed loop')} for 15"
     yield f"{convnet('best')} to {convnet('best, closed loop')} (`real_convnet`)"
     yield f"MACs {convnet('grail')} to {convnet('grail, REPAIR')}"
     yield f"has {of_corp('best, closed loop')} of CORP's error with it, {of_corp('best')} without"
@@ -180,7 +160,6 @@ def of_levers() -> Iterator[str]:
     yield f"{typed('DINOv2-S/14', 'mixed'):.4f} DINOv2-S, two blocks in FP32"
     yield f"{quantised('int8'):.3f} on digits (`quantised`)"
     yield f"{quantised('fp8'):.3f} on digits (`quantised`)"
-    yield f"{rotated('digits', 16)} of the logits of digits, {rotated('DINOv2-S', 32)} of DINOv2-S"
 
 
 def of_speed() -> Iterator[str]:

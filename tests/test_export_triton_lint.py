@@ -229,13 +229,13 @@ def test_a_finding_reads_like_a_compilers() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "told"),
     [
-        ("a {\n b: 1\n", 3, "or '}', opened on line 2"),
+        ("a {\n b: 1\n", 3, "or '}', opened on line 1"),
         ("a: 1\n}", 2, "expected a field name, got '}'"),
         ("a: [1 2]", 1, "expected ',' or ']'"),
         ("\n\na 5", 3, "expected ':' or '{' after a"),
         ("a: ]", 1, "expected a value of a"),
-        ('a: "open\n', 1, "is not understood"),
-        ("a: 12abc", 1, "is not understood"),
+        ('a: "open\n', 1, "missing ending quote"),
+        ("a: 12abc", 1, "expected a value of a, got '12abc'"),
         ("a:", 1, "got 'the end of the file'"),
     ],
 )

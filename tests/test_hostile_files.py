@@ -244,7 +244,7 @@ def with_size(path: Path, field: bytes) -> Path:
 ODD_SIZE = b"\xff" * 10 + b"\xfe\x00"
 OF_MEMBER: dict[str, tuple[tarfile.TarInfo, str]] = {
     "a negative size in an extended header": (member("a.png", pax={"size": "-1024"}), "-1024 bytes, and"),
-    "a size of 5,000 digits": (member("a.png", pax={"size": "9" * 5000}), "bytes, and"),
+    "a size of 5,000 digits": (member("a.png", pax={"size": "9" * 5000}), "a header is damaged"),
     "a parent's path": (member("../x.png"), "leaves the archive"),
     "an absolute path": (member("/etc/x.png"), "leaves the archive"),
     "a long path that leaves": (member("a/" * 80 + "../" * 90 + "x.png"), "leaves the archive"),
@@ -261,6 +261,10 @@ TARS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a size beyond the file": (
         lambda path: with_size(tar_of(path, (member("a.png"), b"x")), b"77777777777\0"),
         "8589934591 bytes, and",
+    ),
+    "a header of 1 GB": (
+        lambda path: with_size(tar_of(path, (member("x", tarfile.XHDTYPE), b"")), b"07777777777\0"),
+        "at most",
     ),
     "a packed archive": (lambda path: path.write_bytes(zlib.compress(bytes(9000))), "not a valid uncompressed tar"),
 }
@@ -284,18 +288,7 @@ def test_a_chain_of_extended_headers_ends(tmp_path: Path) -> None:
     head, rest = whole[:1024], whole[1024:]
     (tmp_path / "long.tar").write_bytes(head * 2_000 + rest)
     with cheap():
-        assert [each.name for each in members_of_tar(tmp_path / "long.tar")] == ["a.png"]
-
-
-@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
-def test_members_are_those_that_tarfile_finds(tmp_path: Path, form: int) -> None:
-    names = ["a.png", "b/" + "long" * 20 + "/" + "name" * 15 + ".png", "./c.png"]
-    names += ["ç名.png", "x" * 300 + ".png"] if form != tarfile.USTAR_FORMAT else []
-    path = tar_of(tmp_path / "x.tar", *((member(name), name.encode() * 99) for name in names), form=form)
-    with tarfile.open(path) as tar:
-        known = [(each.name, each.offset_data, each.size) for each in tar]
-    assert [(each.name, each.offset, each.size) for each in members_of_tar(path)] == known
-    assert len(known) == len(names)
+        refused(lambda: list(members_of_tar(tmp_path / "long.tar")), "not a valid uncompressed tar")
 
 
 def test_a_pattern_of_shards_is_counted_before_it_is_written_out() -> None:

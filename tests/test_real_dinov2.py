@@ -14,12 +14,11 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 
-from benchmarks.real import lite0, photographs, real_convnet, weights
+from benchmarks.real import lite0, photographs, weights
 from benchmarks.real.head import load_head
 from benchmarks.real.place import ROOT, assembled, wheels
 from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import Missing
-from tests.command import invoked
 
 pytestmark = pytest.mark.nightly
 
@@ -89,7 +88,7 @@ def test_crops_are_parts_of_their_own_photograph_as_the_model_wants_them(tmp_pat
         photographs.crops(("red.png", "lost.png", "gone.png"), 3, seed=0, root=tmp_path)
 
 
-# EfficientNet-Lite0's weights say of photographs what is on them, and its benchmark asks what reduce takes.
+# EfficientNet-Lite0's weights say of photographs what is on them.
 
 
 @pytest.fixture(scope="module")
@@ -112,14 +111,3 @@ def test_it_says_what_photographs_show(state: dict[str, torch.Tensor], picture: 
     with torch.inference_mode():
         best = int(model(transform(Image.open(files[0]).convert("RGB"))[None]).argmax())
     assert said in ImageNetInfo().index_to_description(best)
-
-
-def test_every_row_is_one_that_reduce_takes(tmp_path: Path) -> None:
-    """The command gets as far as to the model that isn't there."""
-    for row in real_convnet.ROWS:
-        widths = ["--macs", "0.5"] if row.budget else ["--conv", "0.5"]
-        images = ["--images", __file__] if real_convnet.looks_at_images(row) else []
-        words = ["reduce", "--model", str(tmp_path / "none"), "--moments", __file__, *images]
-        said = invoked(*words, *row.said.split(), *widths, "--align", "conv=8", "-o", tmp_path, code=2)
-        assert "none" in said.output
-        assert "Usage" not in said.output

@@ -1,6 +1,5 @@
 """Records are typed where they are read: bounded, and refused in one message that names the entry."""
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 
 from benchmarks.trust.fuzz.changes import VALUES, paths_of, replaced
 from benchmarks.trust.fuzz.valid import Record, valid_records
-from corp_deploy.store.model_config import load_model_config
 from ground.errors import BadInput
 from ground.records import (
     DEEPEST,
@@ -104,8 +102,6 @@ def test_kind_and_version_are_judged_before_anything_else() -> None:
         '"version": 1': "expected a whole record, got a file that says no kind",
     }.items():
         rejects(said, record_from_text, "{" + head + ', "first": "wrong"}', Whole, where="r.json", kind="whole")
-    newest, said = b'{"kind": "whole", "version": 5}', "of version 5, .*; this tool reads versions 2, 3 and 4: install"
-    rejects(said, record_from_bytes, newest, Whole, where="r.json", kind="whole", version=4, oldest=2)
     text = '{"kind": "whole", "version": 3, "first": {}}'
     assert record_from_text(text, Whole, where="r.json", kind="whole", version=3).first == Part()
     rejects("got a list of 1, expected a JSON object", record_from_text, "[1]", Whole, where="r.json", kind="whole")
@@ -203,11 +199,3 @@ def test_a_report_of_one_value_of_another_type(kind: str, data: st.DataObject, r
     changed = replaced(document, path, data.draw(VALUES | st.sampled_from([1e308, 1e-308, []])))
     with suppress(BadInput):
         assert html({"title": "changed", kind: changed})
-
-
-def test_what_was_written_before_still_loads() -> None:
-    digits = load_model_config(ROOT / "examples/digits/model")
-    assert (digits.built.name, digits.family, len(digits.sites)) == ("vit_tiny_patch16_224", "timm", 12)
-    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
-        text = json.loads(path.read_text())
-        assert record_from_file(path, type(text)) == text, path

@@ -1,5 +1,6 @@
 """What is installed: by digest, under licences that may be, told in a bill of materials."""
 
+import hashlib
 import json
 from importlib.metadata import distribution, version
 from pathlib import Path
@@ -89,6 +90,9 @@ def test_the_bill_of_this_environment_is_cyclonedx(packages: tuple[Package, ...]
     bill = bill_of_environment(packages)
     assert bill == bill_of_environment(packages), "nothing in it is of the time"
     assert {each["name"] for each in bill["components"]} == {each.name for each in packages} - {"corp-deploy"}
+    digest = hashlib.sha256((distribution("torch").read_text("RECORD") or "").encode()).hexdigest()
+    (torch,) = (each for each in bill["components"] if each["name"] == "torch")
+    assert torch["components"][0]["hashes"] == [{"alg": "SHA-256", "content": digest}]
     needs = {each["ref"]: each["dependsOn"] for each in bill["dependencies"]}
     assert f"pkg:pypi/torch@{version('torch')}" in needs["corp-deploy"]
     assert f"pkg:pypi/markupsafe@{version('markupsafe')}" in needs[f"pkg:pypi/jinja2@{version('jinja2')}"]

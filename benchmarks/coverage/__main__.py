@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.real.record import Record
+from benchmarks.harness import Record
 from corp_deploy.machine import versions
 
 from .chain import row_of

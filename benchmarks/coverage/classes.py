@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from benchmarks.real.record import Record
+from benchmarks.harness import Record
 from corp_deploy.families.traced_model import sites_of, traced, tracing
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import Statistics, calibrate

@@ -1,4 +1,4 @@
-"""What methods lose, by the records of the digits, of a ViT that is hard to prune, a text encoder, and budgets."""
+"""What methods lose, by the records of the digits, of a ViT that is hard to prune, and a text encoder."""
 
 from collections.abc import Sequence
 from statistics import mean
@@ -70,7 +70,7 @@ def hard_vit(record: dict[str, Any]) -> str:
         "hidden channels, queries and keys held equally strong and uncorrelated in training) on "
         f"{record['classes']} classes of the procedural images, dense {record['dense_accuracy']:.1%} ({low:.1%} to "
         f"{high:.1%}) of {record['held_out_images']:,} held-out images. Reduced from {record['calibration_images']} "
-        "images; labels are used only to judge; `by site` and `thorough` keep the MACs of uniform widths. Relative "
+        "images; labels are used only to judge; `by site` keeps the MACs of uniform widths. Relative "
         "logit error, accuracy and its change in points with a paired interval:"
     )
     return "\n\n".join([text, table(["method", *head], lines), *record.get("remarks", [])])
@@ -96,15 +96,3 @@ def text_encoder(record: dict[str, Any]) -> str:
     text += "text by preset corp, and the others' as shares of it (uniform widths but by site; means of the seeds):"
     whole = table(["removed from", "share", "calibration tokens", "corp", *names], lines)
     return "\n\n".join([text, whole, *record.get("remarks", [])])
-
-
-def budgets(record: dict[str, Any]) -> str:
-    """What the same share of the MACs loses by the curves of before and of now."""
-    text = (
-        "Relative output error on held-out inputs, of widths that a budget of MACs chose in one pass: from one run of "
-        "each site at half its width (`before`), from squared gradients on separate inputs, with values beside queries "
-        "and keys (`now`), and the better one of that and a second allocation on the probe's inputs (`taken`):"
-    )
-    ways = ("before", "now", "taken")
-    rows = [[row["model"], f"{row['share']:g}", *(f"{row[way]:.4f}" for way in ways)] for row in record["rows"]]
-    return text + "\n\n" + table(["model", "share of the MACs", *ways], rows)

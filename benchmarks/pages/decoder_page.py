@@ -1,7 +1,6 @@
-"""What is said of decoders, from the records of benchmarks/decoders/trained_decoder.py and sequential_decoder.py."""
+"""What is said of decoders, from the record of benchmarks/decoders/trained_decoder.py."""
 
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
 from benchmarks.pages.markdown import table
@@ -23,16 +22,3 @@ def trained_decoder(record: Mapping[str, Any]) -> str:
     )
     rows = [[part, sparsity, *(own.get(each, "-") for each in methods)] for (part, sparsity), own in cells.items()]
     return text + "\n\n" + table(["removed", "share", *methods], rows)
-
-
-def sequential_decoder(record: Mapping[str, Any]) -> str:
-    """What a large decoder takes, block by block."""
-    said = [
-        f"{row['model']}: {row['peak_mib'] / 1024:.1f} GiB at most, {median(row['seconds_by_block']):.0f} s a block, "
-        f"moments of {row['moments_mib'] / 1024:.1f} GiB"
-        for row in record["rows"]
-    ]
-    return (
-        f"`calibrate --sequential` of {record['sequences']} sequences of {record['tokens']} tokens, random weights of "
-        f"real shapes, on two busy cores: {'; '.join(said)}."
-    )

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.pages.markdown import table
-from corp_deploy.families.decoder_config import MODEL_TYPES, architecture_from_transformers
 from corp_deploy.families.decoder_builder import CLASSES
-from corp_deploy.families.decoder_saved import refuse_unsayable
+from corp_deploy.families.decoder_config import MODEL_TYPES, architecture_from_transformers
 from corp_deploy.families.decoder_model import DecoderArchitecture
 from corp_deploy.families.decoder_names import hidden_entry
+from corp_deploy.families.decoder_saved import refuse_unsayable
 from ground.errors import BadInput
 
 NAMES = {"opt": "OPT", "gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}

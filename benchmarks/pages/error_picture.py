@@ -11,7 +11,7 @@ from perf.stats.stats import Interval, exact
 
 NAMES = (
     {"none": "no repair", "corp": "corp", "best": "best", "best, closed loop": "closed loop"},
-    {"best, by site": "by site", "thorough, all its steps": "thorough", "merging, growing": "merged tokens"},
+    {"best, by site": "by site", "merging, growing": "merged tokens"},
 )
 """What the record calls a method, and what a line of the legend does."""
 TONES = ("hue6", "hue1", "hue0", "hue3", "hue2", "hue5", "hue4")

@@ -31,14 +31,14 @@ def _falling(*values: float) -> None:
 
 
 def real_models() -> str:
-    methods = ("none", "corp", "best", "best, by site", "thorough, all its steps", "merging, growing")
+    methods = ("none", "corp", "best", "best, by site", "merging, growing")
     errors = [_mean("real_vit", "class_error", method=each, share=0.8) for each in methods]
     _falling(*errors)
-    none, corp, best, site, thorough, merged = (f"{error:.3f}" for error in errors)
+    none, corp, best, site, merged = (f"{error:.3f}" for error in errors)
     return (
         f"At 0.8 of DINOv2-S's multiply-adds the class token of photographs errs by {none} where nothing is repaired, "
-        f"{corp} by preset `corp`, {best} by `best`, {site} with widths by site, {thorough} behind the longest polish "
-        f"by gradients, and {merged} where tokens are merged in place of narrower layers."
+        f"{corp} by preset `corp`, {best} by `best`, {site} with widths by site, and {merged} where tokens are merged "
+        "in place of narrower layers."
     )
 
 
@@ -68,21 +68,6 @@ def convnets() -> str:
         f"Without half of its multiply-adds the digits' ResNet errs by {best:.3f} with preset `best` and by "
         f"{grail:.3f} with `grail`; a ResNet-50 at {resnet['macs_share']:.2f} of its multiply-adds is {speed:.2f} "
         "times as fast at batch 1."
-    )
-
-
-def budgets_and_polish() -> str:
-    before, now = (_mean("budgets", way, model="digits", share=0.5) for way in ("before", "taken"))
-    loop, newton, adam = (
-        _mean("layer_polish", "error", model="MiniLM", how=how)
-        for how in ("closed loop", "Gauss-Newton, 2 sweeps", "Adam, 120 steps a sublayer")
-    )
-    _falling(before, now)
-    _falling(loop, adam, newton)
-    return (
-        f"Widths for half of the digits ViT's multiply-adds err by {now:.4f} when squared gradients price them, by "
-        f"{before:.4f} when one look at half its widths does; behind a closed loop a polish of layers takes MiniLM "
-        f"from {loop:.3f} to {newton:.3f}, where Adam on the same layers ends at {adam:.3f}."
     )
 
 
@@ -204,7 +189,6 @@ FINDINGS: Mapping[str, Callable[[], str]] = {
     "docs/measured/real-models.md": real_models,
     "docs/measured/methods.md": methods,
     "docs/measured/convnets.md": convnets,
-    "docs/measured/budgets-and-polish.md": budgets_and_polish,
     "docs/measured/sparsity.md": sparsity,
     "docs/measured/engines.md": engines,
     "docs/measured/precision.md": precision,

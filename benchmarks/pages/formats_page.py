@@ -122,16 +122,13 @@ def formats() -> list[Found]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """What formats.toml says of a kind: `older` tells by version what each before the present one lacked; `golden` is
-    its file in the golden folders, `no_golden` why it has none.
-    """
+    """An entry of formats.toml: `golden` is the kind's file in tests/golden/files, `no_golden` why it has none."""
 
     about: str
     file: str
     written: str
     read: str
     other: str
-    older: Mapping[str, str]
     golden: str = ""
     no_golden: str = ""
 
@@ -139,22 +136,20 @@ class Format:
 def words() -> tuple[dict[str, Format], list[dict[str, str]]]:
     """Of every kind, and of files that have none."""
     content = tomllib.loads(WORDS.read_text(encoding="utf-8"))
-    own = {kind: Format(**{"older": {}, **entry}) for kind, entry in content["kinds"].items()}
+    own = {kind: Format(**entry) for kind, entry in content["kinds"].items()}
     return own, content["others"]
 
 
 def wrong(found: Sequence[Found], told: Mapping[str, Format]) -> list[str]:
-    """Kinds that formats.toml lacks or that are no more, and older versions that it is silent about."""
+    """Complain of kinds that formats.toml lacks, that are no more, or that have two versions or no golden file."""
     versions = {each.kind: each.version for each in found}
     new = [f"{kind}: say in {WORDS.name} what it is" for kind in sorted(versions.keys() - told.keys())]
     gone = [f"{kind}: it is no more; take it out" for kind in sorted(told.keys() - versions.keys())]
     split = [f"{each.kind}: version {each.version} in {each.file}, {versions[each.kind]} elsewhere"
              for each in found if each.version != versions[each.kind]]  # fmt: skip
-    silent = [f"{kind}: say what versions before {version} lacked" for kind, version in versions.items()
-              if kind in told and list(told[kind].older) != [str(each) for each in range(1, version)]]  # fmt: skip
     unkept = [f"{kind}: name its golden file, or say why it has none" for kind, each in told.items()
               if bool(each.golden) == bool(each.no_golden)]  # fmt: skip
-    return [*new, *gone, *split, *silent, *unkept]
+    return [*new, *gone, *split, *unkept]
 
 
 HEAD = """# Files and their versions
@@ -171,30 +166,17 @@ or a version is missing.
   *closed*, so there any new entry raises the version.
 * **Kind and version are checked before anything else** in a file. Another kind is refused, and so is a version that
   is not a valid number.
-* **A newer file in an older tool** is refused with exit code 2, before anything is written: `bench.json: bench record
-  of version 2, written by a newer corp-deploy; this tool reads version 1: install that one, or make the record again
-  with ...`.
-* **An older file in a newer tool** is converted where the table says so. Otherwise it is refused, with the command
-  that writes it again. Nothing is guessed about an older record.
-* **Moments and model directories** take long to make and are shipped: those of 0.1 are read by every 0.x and 1.x,
-  whatever their versions become. Directories of 0.1 whose models are traced now are converted to programs when they
-  are read. Two kinds are refused, because 0.1 saved only the results of a network or a table: MaxViTs and CoAtNets
-  with `rmlp` in their names, and models with one table of positions for all blocks (`vit_srelpos_*`) whose blocks
-  lost different heads. Reduce the dense model again. Moments of timm's ViTs and of decoders are read; those of other
-  models that are traced now are refused as moments of another model.
+* **A file has one version**: any other is refused with exit code 2, before anything is written, with the command that
+  writes it again: `bench.json: bench record of version 2, written by a newer corp-deploy; this tool reads version 1:
+  install that one, or make the record again with ...`. No file is converted, and nothing is guessed about one.
 * Files that the tool keeps only for itself (**state** in the table) are treated as missing if they have another
   version and can be recreated automatically. If they contain hours of work, they are refused, and the message says
   which file to remove.
 
-`tests/golden/` keeps files of each version; every later version is tested to read them with the same content, or to
-refuse them as stated. [Compatibility](compatibility.md) says what holds for commands, options, exit codes and Python.
+`tests/golden/files` has a file of each kind, which is tested to read as it did when it was written, so that no format
+changes without its version. [Compatibility](compatibility.md) says what holds for commands, options, exit codes and
+Python.
 """
-
-
-def _versions(each: Format, version: int) -> str:
-    """The present one, and what older ones lacked."""
-    older = "; ".join(f"{number} {lack}" for number, lack in each.older.items())
-    return f"version {version} ({older})" if older else f"version {version}"
 
 
 def page(found: Sequence[Found], told: Mapping[str, Format], others: Sequence[Mapping[str, str]]) -> str:
@@ -202,7 +184,7 @@ def page(found: Sequence[Found], told: Mapping[str, Format], others: Sequence[Ma
     versions = {each.kind: each.version for each in found}
     rows = [
         (
-            f"`{kind}`, {_versions(each, versions[kind])}",
+            f"`{kind}`, version {versions[kind]}",
             f"{each.file}: {each.about}",
             f"written by {each.written}; read by {each.read}",
             each.other,

@@ -1,29 +1,9 @@
-"""The texts on heads, from the records of benchmarks/quality/rotation.py and whole_heads.py."""
+"""The table of whole heads, from the record of benchmarks/quality/whole_heads.py."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.pages.markdown import table
-
-
-def rotation(record: Mapping[str, Any]) -> str:
-    """What the rotation of reduced heads changes."""
-    pairs: dict[tuple[str, int], dict[bool, Mapping[str, Any]]] = {}
-    for row in record["rows"]:
-        pairs.setdefault((row["model"], row["width"]), {})[row["rotates"]] = row
-    figures = [
-        f"{model}, heads of {width}: logits {plain['int8_logits']:.2%} to {turned['int8_logits']:.2%}, outputs "
-        f"{plain['int8_qk']:.2%} to {turned['int8_qk']:.2%} by queries and keys, {plain['int8_v']:.2%} to "
-        f"{turned['int8_v']:.2%} by values and what enters the projection; FP16 {plain['fp16']:.2%} to "
-        f"{turned['fp16']:.2%}"
-        for (model, width), by_way in pairs.items()
-        for plain, turned in [(by_way[False], by_way[True])]
-    ]
-    worst = max(row["fp32"] for row in record["rows"])
-    return (
-        "Error of simulated INT8 (one scale for each tensor) against FP32, without and with rotated heads (`--rotate`);"
-        f" the rotation itself changes FP32 outputs by at most {worst:.0e}: {'; '.join(figures)}."
-    )
 
 
 def _engine(engine: Mapping[str, Any] | None) -> list[str]:

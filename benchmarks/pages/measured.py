@@ -28,7 +28,6 @@ from benchmarks.pages import (
     measurement_page,
     openvino_page,
     pixels_page,
-    polish_page,
     quantised_page,
     sparsity_page,
     startup_page,
@@ -56,7 +55,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     "docs/measured/real-models.md": {
         "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),
         "efforts.json": ("Efforts on three models", real_page.efforts),
-        "tried.json": ("What was tried and left out", real_page.tried),
         "real_vit_engines.json": ("Its speed and its engines", real_page.real_vit_engines),
         "dense_features.json": ("Patch tokens under dense heads", real_page.dense_features),
         "real_convnet.json": ("EfficientNet-Lite0 on photographs", convnet_page.real_convnet),
@@ -68,11 +66,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "whole_heads.json": ("Whole heads or narrower ones", heads_page.whole_heads),
     },
     "docs/measured/convnets.md": {"convnets.json": ("What methods lose", convnets_page.convnets)},
-    "docs/measured/budgets-and-polish.md": {
-        "budgets.json": ("Budgets", accuracy_page.budgets),
-        "polish.json": ("Blocks and models polished", polish_page.polish),
-        "layer_polish.json": ("Layers polished", polish_page.layer_polish),
-    },
     "docs/measured/sparsity.md": {
         "sparsity.json": ("What it loses", sparsity_page.sparsity),
         "sparse_engines.json": ("What engines make of it", sparsity_page.sparse_engines),
@@ -84,7 +77,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     "docs/measured/precision.md": {
         "bf16.json": ("Sixteen bits", bf16_page.bf16),
         "quantised.json": ("INT8 and FP8", quantised_page.quantised),
-        "rotation.json": ("Rotated heads", heads_page.rotation),
         "pixels.json": ("Pixels as input", pixels_page.pixels),
     },
     "docs/measured/latency.md": {
@@ -94,7 +86,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     "docs/measured/decoders.md": {
         "trained_decoder.json": ("Perplexity", decoder_page.trained_decoder),
         "decoder_onnx.json": ("Prefill and decoding", decoder_onnx_page.decoder_onnx),
-        "sequential_decoder.json": ("Memory and time of large ones", decoder_page.sequential_decoder),
     },
     "docs/measured/costs.md": {
         "passes.json": ("Each command in forward passes", cost_page.passes),
@@ -103,7 +94,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "busy.json": ("Next to other programs", cost_page.busy),
         "proof_cost.json": ("Proving", cost_page.proof_cost),
         "sweep_cost.json": ("Sweeping", cost_page.sweep_cost),
-        "sweep_trials.json": ("Sweeping with measurements", decision_page.sweep_trials),
         "long_runs.json": ("Memory in long runs", cost_page.long_runs),
     },
     "docs/measured/startup.md": {"startup.json": ("Each command", startup_page.startup)},

@@ -1,32 +1,29 @@
 """Convolutional networks: what methods lose on a trained ResNet at equal widths, and how much faster half the MACs are.
 
     python -m benchmarks.quality.convnets --output benchmarks/results/convnets.json
-    python -m benchmarks.quality.convnets --output benchmarks/results/convnets.json --part latency
 
 The first is the digits' ResNet, uniform widths, the same for every method, whose MACs have the share
 that comes nearest to what was asked for; all numbers are on held-out images. The second is of shapes alone: random
-weights, ONNX Runtime on the CPU, dense and reduced interleaved in one process. A run that was stopped goes on from its
-last row.
+weights, ONNX Runtime on the CPU, dense and reduced interleaved in one process.
 """
 
 import tempfile
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.real.record import Record
+from benchmarks.harness import Bench, measures
+from benchmarks.quality.methods import logits
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.running import RunOptions
-from corp_deploy.machine import versions
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
@@ -44,8 +41,6 @@ from corp_deploy.views.speed import speed_record
 from examples.digits.images import load
 from perf.timing.laps import Plan
 
-Part = Literal["methods", "latency"]
-KIND = "benchmarks/convnets"
 DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "resnet"
 REMOVED = (0.3, 0.5, 0.7)
 SEEDS = (0, 1, 2)
@@ -89,11 +84,6 @@ def nearest(model: nn.Module, asked: float, align: int) -> tuple[Widths, float]:
     return evenly(model, percent / 100, align), removed(percent)
 
 
-def logits(model: nn.Module, images: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return torch.cat([model(piece) for piece in images.split(50)]).double()
-
-
 def reduced(model: nn.Module, way: Way, widths: Widths, images: Images, moments: Moments) -> nn.Module:
     """By one way, at these widths."""
     method = method_from_preset(way.preset, align_conv=ALIGN)
@@ -104,32 +94,32 @@ def reduced(model: nn.Module, way: Way, widths: Widths, images: Images, moments:
     return reduce(model, moments, method, widths=widths).model
 
 
-def add_methods(record: Record, dense: Checkpoint, shares: tuple[float, ...], count: int) -> None:
-    """Every way at every share and seed; rows that are there are not made again."""
-    held_out, model = load("held-out"), dense.model
+def row_of(dense: Checkpoint, way: Way, widths: Widths, images: Images, moments: Moments) -> dict[str, float]:
+    """Reduce by one way and judge on the held-out images."""
+    held_out = load("held-out")
     pixels = torch.from_numpy(held_out.images)
-    exact = logits(model, pixels)
+    exact, answers = logits(dense.model, pixels), logits(reduced(dense.model, way, widths, images, moments), pixels)
+    top = answers.argmax(dim=1)
+    return {
+        "relative_error": float((answers - exact).norm() / exact.norm()),
+        "agreement": float((top == exact.argmax(dim=1)).double().mean()),
+        "accuracy": float((top.numpy() == held_out.labels).mean()),
+    }
+
+
+def add_methods(bench: Bench, dense: Checkpoint, shares: tuple[float, ...], count: int) -> None:
+    """Make the rows of every way at every share and seed."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "calibration.npy"
         np.save(path, load("train").images)
         for seed in SEEDS:
-            images = images_for_model(model, path, samples=count, seed=seed)
+            images = images_for_model(dense.model, path, samples=count, seed=seed)
             moments = calibrate(dense, images, batch_size=32)
             for share in shares:
-                widths, removed = nearest(model, share, ALIGN)
+                widths, removed = nearest(dense.model, share, ALIGN)
                 for way in WAYS:
-                    key = {"asked": share, "way": way.name, "seed": seed}
-                    if record.has("rows", key):
-                        continue
-                    answers = logits(reduced(model, way, widths, images, moments), pixels)
-                    top = answers.argmax(dim=1)
-                    figures = {
-                        "removed_of_model": removed,
-                        "relative_error": float((answers - exact).norm() / exact.norm()),
-                        "agreement": float((top == exact.argmax(dim=1)).double().mean()),
-                        "accuracy": float((top.numpy() == held_out.labels).mean()),
-                    }
-                    record.put("rows", {**key, **figures}, tuple(key))
+                    key = {"asked": share, "way": way.name, "seed": seed, "removed_of_model": removed}
+                    bench.row(key, row_of, dense, way, widths, images, moments)
 
 
 def compared(name: str, asked: float, batches: tuple[int, ...], plan: Plan) -> dict[str, Any]:
@@ -145,31 +135,21 @@ def compared(name: str, asked: float, batches: tuple[int, ...], plan: Plan) -> d
             export_checkpoint(checkpoint, path, precision="fp32")
         bench = measure(*graphs, batches=batches, plan=plan, running=RunOptions(threads=2))
     share = macs(narrower.model) / macs(dense.model)
-    return {"model": name, "macs_share": share, **speed_record(bench), "environment": bench.environment}
+    return {"macs_share": share, **speed_record(bench), "environment": bench.environment}
 
 
-def setting() -> Mapping[str, Any]:
-    """What all rows share."""
-    return {"versions": versions(), "calibration_images": CALIBRATION_IMAGES, "align": ALIGN}
-
-
-@click.command()
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@click.option("--part", type=click.Choice(["methods", "latency"]), default="methods", show_default=True)
+@measures("benchmarks/convnets")
 @click.option("--batches", default="1,8,32", show_default=True)
 @click.option("--time-limit", type=float, default=60.0, show_default=True, help="Seconds per batch size.")
 @click.option("--rounds", type=int, default=6, show_default=True, help="Least rounds per batch size.")
-def main(output: Path, part: Part, batches: str, time_limit: float, rounds: int) -> None:
-    """Measure one part into the record."""
-    record = Record(output, KIND, setting())
-    if part == "methods":
-        add_methods(record, model_of_directory(DIGITS), REMOVED, CALIBRATION_IMAGES)
-        return
+def main(bench: Bench, batches: str, time_limit: float, rounds: int) -> None:
+    """Measure both parts."""
+    bench.share(calibration_images=CALIBRATION_IMAGES, align=ALIGN)
+    add_methods(bench, model_of_directory(DIGITS), REMOVED, CALIBRATION_IMAGES)
     plan = Plan(time_limit_s=time_limit, min_rounds=rounds, noise_rounds=rounds)
     sizes = tuple(int(size) for size in batches.split(","))
     for name in SHAPES:
-        if not record.has("latency", {"model": name}):
-            record.put("latency", compared(name, 0.5, sizes, plan), ("model",))
+        bench.row({"model": name}, compared, name, 0.5, sizes, plan, part="latency")
 
 
 if __name__ == "__main__":

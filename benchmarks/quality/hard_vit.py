@@ -2,14 +2,12 @@
 
     python -m benchmarks.quality.hard_vit --output benchmarks/results/hard_vit.json
 
-The model of benchmarks/quality/hard_training.py, trained first where its weights are not in the cache. Methods see
+The model `HARD` of benchmarks/quality/training.py, trained first where its weights are not in the cache. Methods see
 calibration images alone, labels of held-out ones judge. Uniform rows remove the same share of every MLP's hidden
-channels and of every head's queries and keys; rows by site keep the MACs of those. The record is written after every
-row, and a run goes on where another stopped.
+channels and of every head's queries and keys; rows by site keep the MACs of those.
 """
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -22,27 +20,25 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from benchmarks.quality.hard_training import BANDS, EPOCHS, SEED, TRAIN_IMAGES, labels_by_band, trained
+from benchmarks.harness import Bench, measures
 from benchmarks.quality.methods import logits
-from benchmarks.quality.procedural_images import CLASSES, Labelled, made
-from benchmarks.real.record import Record, Row
+from benchmarks.quality.procedural_images import Labelled, made
+from benchmarks.quality.training import HARD, SEED, labels_by_band, trained
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.machine import versions
 from corp_deploy.planning.plan import plan
 from corp_deploy.planning.request import request_of
-from corp_deploy.polish.options import PolishName, PolishOptions
+from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model, model_digest
 from perf.parity.labels import accuracy, mcnemar
 
-KIND, KEY = "benchmarks/hard-vit", ("method", "sparsity")
 SPARSITIES = (0.3, 0.5)
 CALIBRATION_IMAGES, HELD_OUT_IMAGES, BATCH, ALIGN = 512, 2000, 32, 2
 
@@ -55,7 +51,7 @@ class Way:
     preset: str = "best"
     by_site: bool = False
     closed_loop: bool = False
-    polish: PolishName = "none"
+    polished: bool = False
 
     def method(self, sparsity: float) -> Method:
         """Presets that keep queries and keys reduce MLPs alone."""
@@ -75,8 +71,7 @@ WAYS = (
     Way("best, closed loop", closed_loop=True),
     Way("best, by site", by_site=True),
     Way("best, by site, closed loop", by_site=True, closed_loop=True),
-    Way("best, by site, closed loop, layers polished", by_site=True, closed_loop=True, polish="layer"),
-    Way("thorough", by_site=True, closed_loop=True, polish="model"),
+    Way("best, by site, closed loop, layers polished", by_site=True, closed_loop=True, polished=True),
 )
 
 
@@ -106,18 +101,13 @@ class Subject:
             reduced = reduce_traced(model, self.images, method, widths=widths, loop=Loop()).model
         else:
             reduced = reduce(model, self.moments, method, widths=widths, images=self.images).model
-        if way.polish == "none":
-            return reduced
-        return polished(model, reduced, self.images, PolishOptions(how=way.polish)).model
+        return polished(model, reduced, self.images, PolishOptions()).model if way.polished else reduced
 
-    def row(self, way: Way, sparsity: float) -> Row:
+    def row(self, way: Way, sparsity: float) -> dict[str, Any]:
         """One reduced model on the held-out images."""
         reduced = self.reduced(way, sparsity)
-        outputs = self.outputs(reduced)
         share = macs(reduced) / macs(self.dense.model)
-        return {"method": way.name, "sparsity": sparsity, "macs_share": share} | figures(
-            self.logits, outputs, self.labels
-        )
+        return {"macs_share": share} | figures(self.logits, self.outputs(reduced), self.labels)
 
 
 def figures(
@@ -142,47 +132,38 @@ def figures(
     }
 
 
-def setting(subject: Subject) -> dict[str, Any]:
-    """What all rows share; rows of another training or other images never stand in the same record."""
+def facts(subject: Subject) -> dict[str, Any]:
+    """Return what all rows share: the model, its training and the images."""
     dense = accuracy("dense", subject.logits, subject.labels)
     return {
         "model": dict(subject.dense.architecture.kwargs),
-        "training": {"images": TRAIN_IMAGES, "epochs": EPOCHS, "seed": SEED},
+        "training": {"images": HARD.images, "epochs": HARD.epochs, "seed": SEED},
         "weights": model_digest(subject.dense.model),
-        "classes": len(CLASSES) * BANDS,
+        "classes": HARD.classes,
         "calibration_images": subject.images.count,
         "held_out_images": dense.images,
         "dense_macs": macs(subject.dense.model),
         "dense_accuracy": dense.accuracy,
         "dense_accuracy_interval": [dense.low, dense.high],
-        "versions": versions(),
     }
 
 
-def measure(subject: Subject, record: Record, ways: Sequence[Way] = WAYS) -> None:
-    """Every row that the record lacks, in the table's order."""
+def measure(bench: Bench, subject: Subject) -> None:
+    """Make every row, in the table's order."""
+    bench.share(**facts(subject))
     for sparsity in SPARSITIES:
-        for way in ways:
-            if record.has("rows", {"method": way.name, "sparsity": sparsity}):
-                continue
-            row = subject.row(way, sparsity)
-            record.put("rows", row, KEY)
-            click.echo(
-                f"{sparsity:g} {way.name}: {row['macs_share']:.3f} of the MACs, error {row['relative_error']:.3f}, "
-                f"accuracy {row['accuracy']:.1%} ({row['points'][0]:+.1f} points)"
-            )
+        for way in WAYS:
+            bench.row({"method": way.name, "sparsity": sparsity}, subject.row, way, sparsity)
 
 
-@click.command(help=__doc__)
-@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@measures("benchmarks/hard-vit")
 @click.option("--cache", type=click.Path(path_type=Path, file_okay=False), default=Path("build/methods/hard"))
-def main(output: Path, cache: Path) -> None:
+def main(bench: Bench, cache: Path) -> None:
+    """Measure and write the record."""
     torch.set_num_threads(1)
-    dense = load_checkpoint(cache) if (cache / "config.json").is_file() else trained(cache)
     calibration, held_out = made("train", CALIBRATION_IMAGES), made("held-out", HELD_OUT_IMAGES)
     with tempfile.TemporaryDirectory() as scratch:
-        subject = Subject(dense, calibration, held_out, Path(scratch))
-        measure(subject, Record(output, KIND, setting(subject)))
+        measure(bench, Subject(trained(cache, HARD), calibration, held_out, Path(scratch)))
 
 
 if __name__ == "__main__":

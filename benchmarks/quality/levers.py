@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import corp_deploy
+from benchmarks.harness import Bench, measures
 from corp_deploy.families.given_module import architecture_of
-from corp_deploy.machine import versions
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.spec.trusted_code import Code, trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from ground.errors import BadInput
-from ground.files import write_json
 
 SIDE, CLASSES, COUNT = 32, 7, 96
 _VIT: dict[str, Any] = {"img_size": SIDE, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -127,8 +125,6 @@ LEVERS: Mapping[str, Lever] = {
     "`--hold-out`": lambda room: room.reduced({room.kind.share: 0.5}, {"hold_out": 32}, {"hold_out": 32}),
     "`--groups`": lambda room: room.reduced({room.kind.share: 0.5}, {"groups": "image"}),
     "`--polish layer`": _asking(polish="layer"),
-    "`--polish block`": _asking(polish="block", polish_steps=8),
-    "`--polish model`": _asking(polish="model", polish_steps=8),
     "`--rescale`": _asking(rescale=True),
     "`--sparse 2:4`": _asking(sparse="2:4"),
     "`--merge-tokens`": _asking(merge_tokens=3),
@@ -236,16 +232,14 @@ def cells(kind: str, levers: Mapping[str, Lever] = LEVERS) -> Iterator[dict[str,
                 yield {**cell, "reason": str(error)}
 
 
-@click.command()
-@click.option("--output", type=click.Path(path_type=Path), required=True)
-@click.option("--only", type=click.Choice(list(KINDS)), multiple=True)
-def main(output: Path, only: tuple[str, ...]) -> None:
+@measures("benchmarks/levers")
+def main(bench: Bench) -> None:
     """Write all cells."""
-    rows = []
-    for row in chain.from_iterable(map(cells, only or KINDS)):
-        rows.append(row)
-        click.echo(json.dumps(row))
-    write_json(output, {"versions": versions(), "rows": rows})
+    for kind in KINDS:
+        wanted = {name: lever for name, lever in LEVERS.items() if bench.wanted({"kind": kind, "lever": name})}
+        for row in cells(kind, wanted) if wanted else ():
+            bench.record.put("rows", row, ("kind", "lever"))
+            click.echo(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ of the outputs for held-out images. FP16 graphs become TensorRT-RTX plans where 
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,12 @@ import click
 import torch
 from torch import nn
 
-from benchmarks.quality.layer_polish import BATCH, SUBJECTS, Subject, outputs
-from benchmarks.quality.rotation import NAMES, relative
+from benchmarks.harness import Bench, measures
+from benchmarks.quality.subjects import SUBJECTS, Subject, outputs, relative_errors
 from benchmarks.quality.timm_sites import attentions, graph_macs
-from calib.moments import Moments
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.machine import versions
-from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.architecture import Architecture
@@ -37,7 +35,6 @@ from corp_deploy.traced.models.narrowing import at_widths
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import Missing
-from ground.files import write_json
 
 STEP = 8
 PROFILE = BatchProfile(smallest=1, tuned=8, largest=64)
@@ -49,6 +46,7 @@ class Variant:
 
     name: str
     method: Method
+    size: int | None = None
     widths: Widths | None = None
 
 
@@ -79,12 +77,12 @@ def variants(model: nn.Module, left: int) -> Iterator[Variant]:
     exact = below * first.heads == first.qk * left
     for size in (below,) if exact else (below, below + STEP):
         if size:
-            yield Variant(name="square", method=square, widths=everywhere(model, qk=size, v=size))
+            yield Variant(name="square", method=square, size=size, widths=everywhere(model, qk=size, v=size))
     saved = site_costs(model, "macs").saved(sites_of(model).every, everywhere(model, heads=left))
     aimed = macs(model) - saved
     nearest = min(range(STEP, first.qk, STEP), key=lambda size: abs(padded_macs(model, size) - aimed))
     padded = method_from_preset("best", attention_sparsity=0.0, align_head=STEP)
-    yield Variant(name="padded Q/K", method=padded, widths=everywhere(model, qk=nearest))
+    yield Variant(name="padded Q/K", method=padded, size=nearest, widths=everywhere(model, qk=nearest))
 
 
 def engine(model: nn.Module, scratch: Path) -> dict[str, Any] | None:
@@ -101,52 +99,42 @@ def engine(model: nn.Module, scratch: Path) -> dict[str, Any] | None:
     return own | {"attention_sites": len(built.attention_sites), "library_version": built.library_version}
 
 
-def row_of(subject: Subject, moments: Moments, variant: Variant, left: int, scratch: Path) -> dict[str, Any]:
-    """One model: made, judged, built."""
-    model = reduce(subject.dense, moments, variant.method, widths=variant.widths).model
+def row_of(subject: Callable[[], Subject], variant: Variant, scratch: Path) -> dict[str, Any]:
+    """Make, judge and build one model."""
+    own = subject()
+    dense = own.dense.model
+    model = reduce(dense, own.moments, variant.method, widths=variant.widths).model
     first = attentions(model)[0]
     return {
-        "model": subject.name,
-        "left": left,
-        "way": variant.name,
         "heads": first.heads,
         "qk": first.qk,
         "v": first.v,
-        "attention_macs": attention_macs(model) / attention_macs(subject.dense),
-        "macs": macs(model) / macs(subject.dense),
-        "error": relative(outputs(model, subject.judging), outputs(subject.dense, subject.judging)),
+        "attention_macs": attention_macs(model) / attention_macs(dense),
+        "macs": macs(model) / macs(dense),
+        "error": relative_errors(outputs(model, own.held_out), own.answers)[0],
         "engine": None if variant.name == "whole heads, grail" else engine(model, scratch),
     }
 
 
-@click.command()
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@click.option("--model", "names", type=click.Choice(NAMES), multiple=True, default=NAMES)
+@measures("benchmarks/whole-heads")
 @click.option("--crops", type=click.IntRange(min=16), default=128, show_default=True, help="Of photographs.")
-def main(output: Path, names: Sequence[str], crops: int) -> None:
+def main(bench: Bench, crops: int) -> None:
     """Measure and write the record, again after each row."""
     torch.set_num_threads(1)
-    record = {"kind": "benchmarks/whole-heads", "version": 1, "versions": versions(), "crops": crops}
-    rows, absent = list[dict[str, Any]](), dict[str, str]()
-    for name in names:
+    bench.share(crops=crops)
+    for name, sizes in (("digits", (1297, 500)), ("DINOv2-S", (crops, max(crops // 4, 32)))):
         with tempfile.TemporaryDirectory() as scratch:
+            subject = cache(partial(SUBJECTS[name], Path(scratch), *sizes))
             try:
-                subject = SUBJECTS[name](Path(scratch), crops)
+                model = subject().dense.model
             except Missing as reason:
-                absent[name] = str(reason)
+                click.echo(f"{name}: skipped, {reason}", err=True)
                 continue
-            dense = subject.dense.requires_grad_(False)
-            checkpoint = Checkpoint(model=dense, architecture=Architecture(name=name, kwargs={}), lineage={})
-            moments = calibrate(checkpoint, subject.inputs, batch_size=BATCH)
-            heads = attentions(dense)[0].heads
+            heads = attentions(model)[0].heads
             for left in sorted({round(heads * 2 / 3), round(heads / 2 - 0.1)}, reverse=True):
-                for variant in variants(dense, left):
-                    rows.append(row_of(subject, moments, variant, left, Path(scratch)))
-                    click.echo(str(rows[-1]))
-                    write_json(output, record | {"absent": absent, "rows": rows})
-            plan = {"model": subject.name, "heads": heads, "engine": engine(dense, Path(scratch))}
-            record[f"dense_{name}"] = plan
-            write_json(output, record | {"absent": absent, "rows": rows})
+                for variant in variants(model, left):
+                    key = {"model": name, "left": left, "way": variant.name, "asked": variant.size}
+                    bench.row(key, row_of, subject, variant, Path(scratch))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from benchmarks.harness import Record
 from ground.errors import Missing
 
 from .place import ROOT, assembled
-from .record import Record
 from .setting import setting
 from .subject import Calibration, Subject
 

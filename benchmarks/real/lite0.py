@@ -6,10 +6,13 @@ espresso, tiger cat, moped and missile, and is surer of them than any other.
 
 from pathlib import Path
 
+import numpy as np
 import timm
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.real import photographs
 from benchmarks.real.place import ROOT, assembled, wheels
 from corp_deploy.spec.architecture import Architecture
 from ground.errors import Missing
@@ -45,3 +48,10 @@ def weights(root: Path = ROOT) -> Path:
     if not path.is_file():
         raise Missing(f"no {path}; run make real")
     return path
+
+
+def renormalised(crops: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return crops [N,3,H,W] as this model takes them."""
+    pictures = crops * photographs.STD[:, None, None] + photographs.MEAN[:, None, None]
+    taken: NDArray[np.float32] = ((pictures - MEAN) / STD).astype(np.float32)
+    return taken

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.pages.markdown import interval, table
+from benchmarks.pages.markdown import Column, interval, table, table_of
 
 SHOWN_SHARE = 0.8
 Row = Mapping[str, Any]
@@ -173,115 +173,27 @@ def dense_features(record: Mapping[str, Any]) -> str:
     return "\n\n".join([text, table(names, lines), *record.get("remarks", [])])
 
 
-def tried(record: Mapping[str, Any]) -> str:
-    """What was tried before anything was built, and what it would bring."""
-
-    def both(row: Row, what: str) -> str:
-        return f"{row[f'fitted_{what}_error']:.3f} / {row[f'held_out_{what}_error']:.3f}"
-
-    halves = [[row["way"], both(row, "class"), both(row, "patch")] for row in record["halves"]]
-    ranks = sorted({row["rank"] for row in record["beside"]})
-    lost = {(row["block"], row["width"], row["rank"]): row for row in record["beside"]}
-    places = dict.fromkeys((row["block"], row["width"]) for row in record["beside"])
-    beside = [
-        [
-            f"block {block}, as cheap as {width} channels",
-            *(f"{(row := lost[block, width, rank])['fitted']:.3f} / {row['held_out']:.3f}" for rank in ranks),
-        ]
-        for block, width in places
-    ]
-    merges = [
-        [
-            f"{row['share']:g}: {row['way']}",
-            *(f"{row[f'{what}_{how}']:.3f}" for what in ("class", "patch") for how in ("error", "median")),
-        ]
-        for row in record.get("merging", ())
-    ]
-    merging = [
-        "Tokens merged in other ways, as many in the same places, nothing repaired: errors on held-out crops, of all "
-        "and of the median crop, at 0.78, 0.7 and 0.6 of the MACs. The class token's attention is built "
-        "(`--merge-metric attended`); gradients' energy, which needs numbers of its own for each block, and patches "
-        "given back apart, which takes one more stream through all cuts, are not:",
-        table(["tokens", "class token", "median", "patch tokens", "median"], merges),
-    ]
-    streams = [[str(row["keep"]), both(row, "class"), both(row, "patch")] for row in record["streams"]]
-    polished = [
-        [
-            row["way"],
-            str(row["steps"]),
-            f"{row['judged']:.3f}" if "judged" in row else "-",
-            *(f"{row[f'held_out_{what}_error']:.4f}" for what in ("class", "patch")),
-        ]
-        for row in record.get("polishes", ())
-    ]
-    polishes = [
-        "The encoder that `--effort standard` makes at 0.8 of the MACs, polished by gradients on views of the same "
-        "crops and stopped by photographs that no step is fitted to, though the loop before was: what is judged "
-        "there, and errors on crops of other photographs. All matrices are what `--polish model` changes:",
-        table(["polished", "steps", "judged by", "class token", "patch tokens"], polished),
-    ]
-    return "\n\n".join(
-        [
-            "Half of every MLP's channels taken from the DINOv2 encoder above, all else dense, chosen and repaired in "
-            "other ways: errors on crops of the fit / on held-out ones. The outputs' metric is what budgets choose by; "
-            "no ridge closes the gap between the two:",
-            table(["half of the MLPs", "class token", "patch tokens"], halves),
-            "A linear map beside the channels that stay, as many channels fewer as its rank: the share of the MLP's "
-            "output lost. It gains little where half stays, and isn't built:",
-            table(["", *(f"rank {rank}" for rank in ranks)], beside),
-            "A narrower residual stream: all of it in so many of 384 principal directions, before any layer is "
-            "repaired. Widths at the same MACs lose half as much, so it isn't built:",
-            table(["directions", "class token", "patch tokens"], streams),
-            *(merging if merges else ()),
-            *(polishes if polished else ()),
-            *record.get("remarks", []),
-        ]
-    )
-
-
 def efforts(record: Mapping[str, Any]) -> str:
-    """What each effort loses on inputs that nothing is fitted to, and what it costs; what ridges and types alone do."""
-
-    def figures(row: Row) -> list[str]:
-        return [f"{row[name]:.3f}" if name in row else "-" for name in ("error", "median_error", "fitted_error")]
-
-    lines = []
-    for row in record["rows"]:
-        said = [f"{stage['name']} {stage['error']:.3f}" for stage in row["stages"]]
-        if row["polish"] is not None:
-            said.append(f"polish {row['polish']['error_before']:.3f} to {row['polish']['error']:.3f}")
-        named = [row["model"], row["asked"], row["effort"]]
-        lines.append([*named, *figures(row), ", ".join(said) or "-", f"{row['passes']:.1f}"])
-    ridges = [
-        [
-            *(row[name] for name in ("model", "asked", "effort")),
-            "halves" if row["ridge"] is None else f"{row['ridge']:g}",
-            *figures(row)[:2],
-            f"{row['passes']:.1f}",
-        ]
-        for row in record.get("ridges", ())
-    ]
-    precisions = [[row["model"], row["precision"], *figures(row)[:2]] for row in record.get("precisions", ())]
-    names = ["model", "asked", "effort"]
-    parts = [
+    """What each effort loses on inputs that nothing is fitted to, and what it costs."""
+    text = (
         f"`reduce --effort` with preset `best`, fitted to {record['crops']} crops (MiniLM: 312 texts) and judged on "
         f"{record['held_out']} others: relative error of the outputs, of all and of the median one, and on the very "
         "inputs of the fit, the errors by which `standard` chose, on inputs that it set apart from its own, and CPU "
-        "seconds in bare forward passes over what is fitted to:",
-        table([*names, "error", "median", "on the fit's own", "stages", "passes"], lines),
-        *record.get("remarks", []),
-    ]
-    if ridges:
-        parts += [
-            "Strengths of the ridge, said outright or chosen for each site by two halves of single inputs, of which "
-            "one judges what is fitted to the other (`calibrate --groups image`):",
-            table([*names, "ridge", "error", "median", "passes"], ridges),
-            *record.get("remarks_on_ridges", []),
-        ]
-    if precisions:
-        parts += [
-            "For comparison, the dense models as graphs of fewer bits in ONNX Runtime without its fusions, judged on "
-            "the same inputs (INT8: scales of every eighth input of the fit):",
-            table(["model", "type", "error", "median"], precisions),
-        ]
-    return "\n\n".join(parts)
+        "seconds in bare forward passes over what is fitted to:"
+    )
+    rows = [{"median_error": None, "fitted_error": None, **row, "said": _stages(row)} for row in record["rows"]]
+    columns: dict[str, Column] = {
+        "model": "{model}",
+        "asked": "{asked}",
+        "effort": "{effort}",
+        "error": "{error:.3f}",
+        "median": "{median_error:.3f}",
+        "on the fit's own": "{fitted_error:.3f}",
+        "stages": "{said}",
+        "passes": "{passes:.1f}",
+    }
+    return "\n\n".join([text, table_of(rows, columns), *record.get("remarks", [])])
+
+
+def _stages(row: Row) -> str | None:
+    return ", ".join(f"{stage['name']} {stage['error']:.3f}" for stage in row["stages"]) or None

@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
+from benchmarks.harness import Record
 from benchmarks.real.bench import Bench, with_bench
-from benchmarks.real.record import Record
 from benchmarks.real.rows import METHODS, OVERFITTING, PHOTOGRAPHS, SHARES, Method
 from benchmarks.real.subject import Calibration, Subject
 

@@ -31,7 +31,6 @@ LOOP = "--closed-loop asymmetric"
 GROUPED = "--groups {groups}"
 MERGING = "--preset best --merge-tokens"
 OVERFITTING_SHARE = 0.8
-STEPS = 64  # of the polish: a quarter of the preset's own, which take an hour a row
 MOST_MERGED = 256
 PHOTOGRAPHS = (5, 10, 20, 37)
 
@@ -66,12 +65,6 @@ METHODS = (
         images=True,
         shares=OF_WIDTHS,
     ),
-    Method(
-        name="best, by site, grouped, closed loop, blocks polished",
-        reduce=f"{BY_SITE} {LOOP} --polish block",
-        calibrate=GROUPED,
-        images=True,
-    ),
     Method(name="merging", reduce=f"{MERGING} {{each}}"),
     Method(name="merging, growing", reduce=f"{MERGING} {{grow}}"),
     Method(name="merging, by cosines", reduce=f"{MERGING} {{each}} --merge-metric stream"),
@@ -87,26 +80,6 @@ METHODS = (
     Method(
         name="merging and widths, closed loop",
         reduce=f"{MERGING} auto --macs {{share}} {LOOP}",
-        calibrate=GROUPED,
-        images=True,
-    ),
-    Method(
-        name="thorough",
-        reduce=f"--preset thorough --macs {{share}} --polish-steps {STEPS}",
-        calibrate=GROUPED,
-        images=True,
-        shares=OF_WIDTHS,
-    ),
-    Method(
-        name="thorough, all its steps",
-        reduce="--preset thorough --macs {share}",
-        calibrate=GROUPED,
-        images=True,
-        shares=OF_WIDTHS,
-    ),
-    Method(
-        name="thorough, merging and widths",
-        reduce=f"--preset thorough --merge-tokens auto --macs {{share}} --polish-steps {STEPS}",
         calibrate=GROUPED,
         images=True,
     ),

@@ -9,9 +9,9 @@ from email.parser import BytesParser
 
 import click
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks.release.licences import ROOT, pinned
-from ground.installed import normalised
 
 # Who uses the package installs none of these.
 DEVELOPING = {"dev", "docs"}
@@ -40,7 +40,7 @@ def floors(asked: Iterable[Requirement]) -> dict[str, str]:
     """The lowest version of each. Raises ClickException for what is not one lower bound, or has two."""
     lowest: dict[str, str] = {}
     for each in asked:
-        name, clauses = normalised(each.name), list(each.specifier)
+        name, clauses = canonicalize_name(each.name), list(each.specifier)
         if [clause.operator for clause in clauses] != [">="]:
             raise click.ClickException(f"{each.name}: expected one lower bound, got {str(each.specifier)!r}")
         if lowest.setdefault(name, clauses[0].version) != clauses[0].version:
@@ -56,12 +56,12 @@ def _building() -> list[Requirement]:
 def testing(core_metadata: bytes) -> list[Requirement]:
     """What the tests need beside the package, with which they build its wheel."""
     dev = [each for each in requirements(core_metadata, *DEVELOPING) if each.marker is not None]
-    return [*(each for each in dev if normalised(each.name) not in LINTERS), *_building()]
+    return [*(each for each in dev if canonicalize_name(each.name) not in LINTERS), *_building()]
 
 
 def constraints(core_metadata: bytes) -> str:
     """Every direct requirement at its floor; the tests' own tools as constraints.txt has them."""
     lowest = floors([*requirements(core_metadata, *extras(core_metadata) - DEVELOPING), *_building()])
-    tools = {normalised(each.name) for each in testing(core_metadata)}
+    tools = {canonicalize_name(each.name) for each in testing(core_metadata)}
     held = {name: version for name, version in pinned().items() if name in tools} | lowest
     return "".join(f"{name}=={version}\n" for name, version in sorted(held.items()))

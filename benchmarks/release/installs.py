@@ -20,12 +20,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import click
+from packaging.utils import canonicalize_name
 
 from benchmarks.release.floors import constraints, testing
 from benchmarks.release.licences import ROOT
 from benchmarks.release.sdist import metadata
 from ground.files import write_json, write_text
-from ground.installed import normalised
 
 RECORD = Path(__file__).parents[1] / "results" / "dist.json"
 KIND = "corp-deploy/dist"
@@ -116,7 +116,7 @@ def environment(python: Path) -> dict[str, Any]:
         "python": _printed(python, "-c", "import platform; print(platform.python_version())"),
         "machine": f"{platform.system()} {platform.machine()}",
         "extras": list(EXTRAS),
-        "packages": {normalised(each["name"]): each["version"] for each in listed},
+        "packages": {canonicalize_name(each["name"]): each["version"] for each in listed},
     }
 
 

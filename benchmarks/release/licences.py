@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from packaging.utils import canonicalize_name
 
 from benchmarks.pages.markdown import table
-from ground.installed import Package, installed, normalised
+from ground.installed import Package, installed
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS, PAGE, PINNED = (
@@ -51,7 +52,7 @@ def pinned() -> dict[str, str]:
     """The versions of constraints.txt."""
     lines = (line.strip() for line in PINNED.read_text(encoding="utf-8").splitlines())
     pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
-    return {normalised(name): version for name, version in pairs}
+    return {canonicalize_name(name): version for name, version in pairs}
 
 
 def refused(packages: Sequence[Package], by: Policy) -> list[str]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from packaging.utils import canonicalize_name
 
 from benchmarks.release.licences import PINNED, ROOT, pinned
 from ground.files import write_text
-from ground.installed import normalised
 
 LOCK = ROOT / "requirements.lock"
 EXTRAS = ("cpu", "hf", "genai", "rtx", "openvino", "interop", "sign", "dev", "docs")
@@ -35,7 +35,7 @@ def digests_from_text(text: str) -> dict[tuple[str, str], set[str]]:
     of_last: set[str] = set()
     for line in text.splitlines():
         if pin := _PIN.match(line):
-            of_last = found.setdefault((normalised(pin["name"]), pin["version"]), set())
+            of_last = found.setdefault((canonicalize_name(pin["name"]), pin["version"]), set())
         of_last.update(_HASH.findall(line))
     return found
 
@@ -55,7 +55,7 @@ def foreign(report: Mapping[str, Any], locked: Mapping[tuple[str, str], set[str]
     """Files of pip's report (pip install --report) that the lock has no digest of."""
     wrong = []
     for each in report["install"]:
-        name, version = normalised(each["metadata"]["name"]), each["metadata"]["version"]
+        name, version = canonicalize_name(each["metadata"]["name"]), each["metadata"]["version"]
         digest = each["download_info"].get("archive_info", {}).get("hashes", {}).get("sha256")
         if digest not in locked.get((name, version), ()):
             wrong.append(f"{name}=={version}: sha256 {digest}, in no line of {LOCK.name}")

@@ -14,10 +14,10 @@ from pathlib import Path
 import click
 import numpy as np
 
-from benchmarks.quality import procedural_images, procedural_vit
+from benchmarks.quality import procedural_images
+from benchmarks.quality.training import PLAIN, trained
 from corp_deploy.demo.run import EXAMPLE, write_images
 from corp_deploy.machine import versions
-from corp_deploy.store.checkpoint import save
 from ground.files import write_json, write_text
 from perf.timing.watch import environment
 
@@ -37,8 +37,7 @@ def _digits(home: Path) -> Subject:
 
 def _procedural(home: Path) -> Subject:
     home.mkdir(parents=True, exist_ok=True)
-    if not (home / "model").is_dir():
-        save(procedural_vit.trained(home / "training"), home / "model")
+    trained(home / "model", PLAIN)
     for part, count, name in (("train", 600, "calibration"), ("held-out", 600, "held-out")):
         labelled = procedural_images.made(part, count)
         np.savez(home / f"{name}.npz", images=labelled.images, labels=labelled.labels)

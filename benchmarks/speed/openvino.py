@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.coverage.instances import INSTANCES, Instance
 from benchmarks.coverage.models import dense, inputs
-from benchmarks.real.record import Record
+from benchmarks.harness import Record
 from benchmarks.speed.cpu_latency import halved
 from calib.inputs import chunks, tensors_by_name
 from corp_deploy.families.counting import macs

@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from ground.errors import BadInput
 
-from .head_attention import Rope
 from .decoder_model import ACTIVATIONS, DecoderArchitecture, Eps, Heads, Layers, Rows, Width
+from .head_attention import Rope
 
 
 class _Decoder(msgspec.Struct, frozen=True, kw_only=True):

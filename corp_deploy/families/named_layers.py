@@ -1,17 +1,17 @@
 """Sites by the layers that their user names: of all that are found in a module's program those between these alone."""
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
-from corp_deploy.traced.models.module import TracedModule, Tracing, facts_of, traced_module, traced_state, tracing
+from corp_deploy.traced.models.module import TracedModule, Tracing, traced_module, traced_state, tracing
 from corp_deploy.traced.models.offered import names_of, traced_sites
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Sites
@@ -142,23 +142,3 @@ def _scale(site: TracedPairs) -> float | None:
     if by_product is None or not scales or any(not torch.allclose(each, each[:1]) for each in scales):
         return None
     return by_product * math.prod(float(each[0]) for each in scales)
-
-
-def by_layers(model: TracedModule, sites: Container[str], state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Weights of version 0.1 by the names of the model's own layers: in place of named attentions, which are among
-    these sites, stood modules with `qkv` and `proj` there.
-    """
-    renamed = dict[str, str]()
-    if facts_of(model).sites is None:
-        return state
-    for name, groups in names_of(tracing(model)).items():
-        path = name.removesuffix(".v")
-        if groups.kind == "values" and path in sites:
-            own = {"qkv": groups.writers[0].name, "proj": groups.readers[0].name}
-            renamed |= {f"{path}.{part}": weight.rpartition(".")[0] for part, weight in own.items()}
-
-    def name_of(name: str) -> str:
-        layer, _, leaf = name.rpartition(".")
-        return f"{renamed[layer]}.{leaf}" if layer in renamed else name
-
-    return {name_of(name): tensor for name, tensor in state.items()}

@@ -103,9 +103,7 @@ def _shown(values: Sequence[float]) -> str:
 
 
 def image_spec_of_note(text: str, shape: tuple[int, int, int], *, where: str) -> ImageSpec:
-    """What `as_json` wrote, as the text that a graph carries; of older graphs with a mean of other channels. Raises
-    BadInput for another.
-    """
+    """Return the spec that `as_json` wrote as the text that a graph carries. Raises BadInput for another text."""
     again = "export the model again"
     settings = record_from_text(text, dict[str, Any], where=f"{where}: its preprocessing", remedy=again)
     overrides = {name: value for name, value in settings.items() if name != "input_size"}

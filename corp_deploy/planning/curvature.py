@@ -181,7 +181,7 @@ def output_metrics(model: nn.Module, inputs: Inputs, weights: Collection[str]) -
     """By the name of a layer's weight the M [O,O], float64 and positive definite, of which d' M d is what a change d of
     an output of the layer does to the model's outputs, on average over its places: E[g g'] of their gradients g
     (the Gauss-Newton matrix), with its mean diagonal added: what large cuts do is not first order, and half of a metric
-    that has all outputs alike loses less then (benchmarks/real/tried.py). Layers that no output hangs on, and those of
+    that has all outputs alike loses less then (docs/measured/tried.md). Layers that no output hangs on, and those of
     more than MOST_OUTPUTS outputs, have none.
     """
     sums, program = dict[str, Tensor](), tracing(model).running

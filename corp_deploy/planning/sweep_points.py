@@ -13,7 +13,7 @@ from perf.record.runs import FittedInputs
 from perf.stats.stats import Interval
 from perf.stats.summary import SummaryRow
 
-KIND, VERSION = "corp-deploy/sweep", 3  # version 1 had no speeds and no dense model, version 2 seconds alone
+KIND, VERSION = "corp-deploy/sweep", 3
 ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 

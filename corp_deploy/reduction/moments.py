@@ -10,7 +10,7 @@ from torch import nn
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
-from corp_deploy.store.inputs import MERGING, fitting_text, merging_text, model_digest, preprocessing_text
+from corp_deploy.store.inputs import MERGING, merging_text, model_digest, preprocessing_text
 from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput
 from ground.files import sha256_of_file
@@ -75,7 +75,7 @@ def require_same_model(model: nn.Module, moments: Moments) -> None:
             f"{digest[:16]}...); calibrate this model, or give the weights the moments were taken with"
         )
     here, there = preprocessing_text(model), moments.lineage.get("preprocessing", "none")
-    if here not in (there, fitting_text(there)):
+    if here != there:
         raise BadInput(
             f"the moments were taken with another preprocessing: theirs is {there}, this model's is {here}; calibrate "
             "again, or give the same name, --mean, --std, --crop-pct, --interpolation and --crop-mode as for calibrate"

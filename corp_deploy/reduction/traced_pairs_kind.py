@@ -30,8 +30,7 @@ class TracedPairsKind:
     eliminates: ClassVar[bool] = False
 
     def moments_at(self, site: TracedPairs, moments: Moments, device: torch.device) -> HeadMoments:
-        # Version 0.1 had one name for all of an attention.
-        statistics = moments.sites.get(site.name) or moments.sites.get(site.name.removesuffix(".qk"))
+        statistics = moments.sites.get(site.name)
         if not isinstance(statistics, HeadMoments):
             raise lacking(site.name)
         return on_device(statistics, device)

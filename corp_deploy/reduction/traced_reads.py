@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calib.active import ACTIVE_EPS
 from calib.combination import added
-from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments, on_device
+from calib.moments import ChannelMoments, Moments, on_device
 from calib.patch_moments import PatchMoments
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.patches import PatchStatistics, columns
@@ -117,27 +116,13 @@ def lacking(site: str, of: str = "this site") -> BadInput:
     return BadInput(f"{site}: the moments hold no statistics of {of}; calibrate again without leaving it out")
 
 
-def _statistics_before(site: str, layer: str, moments: Moments) -> SiteMoments | None:
-    """Of what a layer reads; of one that alone reads a site version 0.1 had them by the names of sites."""
-    older = None if layer in moments.sites else moments.sites.get(site.removesuffix(".v"))
-    if not isinstance(older, HeadMoments):
-        return older or moments.sites.get(layer)
-    return ChannelMoments(
-        tokens=older.tokens,
-        eps=ACTIVE_EPS,
-        sum_F=older.z_sum_C,
-        gram_FF=older.zz_CC,
-        active_F=torch.zeros_like(older.z_sum_C),
-    )
-
-
 def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderStats, ...]:
     """Of every layer that reads the site, all its uses as one, each group of a convolution by itself. Raises BadInput
     where the moments were taken without one.
     """
     first, moments_of = dict[str, SiteReader](), dict[str, Moment]()
     for reading in site.readings:
-        own = _statistics_before(site.name, reading.name, moments)
+        own = moments.sites.get(reading.name)
         if not isinstance(own, ChannelMoments | PatchMoments):
             raise lacking(site.name, f"{reading.name}, which reads it")
         before = moments_of.get(first.setdefault(reading.weight, reading).weight)

@@ -144,7 +144,10 @@ def _model(root: Path, recipe: Recipe, subject: str, config: ModelConfig) -> dic
 def _component(package: Package) -> dict[str, Any]:
     reference = _reference(package)
     named = {"type": "library", "bom-ref": reference, "name": package.name, "version": package.version}
-    return {**named, **_licensed(package.licence), "purl": reference}
+    component = {**named, **_licensed(package.licence), "purl": reference}
+    if package.record_sha256 is not None:  # nothing installed tells the digest of its wheel
+        component["components"] = [{"type": "file", "name": "RECORD", "hashes": _hashes(package.record_sha256)}]
+    return component
 
 
 def _sbom(

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.decoder import NAME as DECODER
 from corp_deploy.families.family import dense_model, outputs_of, with_outputs
-from corp_deploy.families.named_layers import by_layers
 from corp_deploy.families.shared_programs import share_program_
-from corp_deploy.families.timm_eva_legacy import as_timms, as_timms_eva, is_eva, is_hierarchy
-from corp_deploy.families.timm_legacy import as_decoders, as_program, is_of_widths
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.module import TracedModule, replaced
 from corp_deploy.traced.models.module import device as device_of
@@ -37,7 +32,7 @@ from ground.transaction import replacing_files, roll_back_interrupted
 
 from .model_config import CONFIG as CONFIG
 from .model_config import KIND as KIND
-from .model_config import REMEDY, ModelConfig, load_model_config
+from .model_config import REMEDY, load_model_config
 from .weight_file import State, first_names
 from .weight_fit import require_fit, require_sparse
 from .weights import state_as_named
@@ -168,26 +163,6 @@ def _recorded_at(where: str) -> Iterator[None]:
         raise BadInput(f"{where}: {error}; {REMEDY}") from None
 
 
-def _of_widths(
-    model: TracedModule, architecture: Architecture, config: ModelConfig, state: State, where: str
-) -> tuple[nn.Module, State]:
-    """The program that version 0.1 had no word for, and its weights."""
-    library, state = partial(dense_from_architecture, architecture), by_layers(model, config.sites, state)
-    if architecture.family == DECODER:
-        state, left = as_decoders(model, architecture, config.sites, state, where=where)
-        return as_program(model, config.sites, state, library, where=where, known_groups=left)
-    if is_eva(model):
-        state, left = as_timms_eva(model, config.sites, state, library, where=where)
-        return as_program(model, config.sites, state, library, where=where, known_groups=left)
-    if not is_hierarchy(model):
-        return as_program(model, config.sites, state, library, where=where)
-    with _recorded_at(where):
-        dense = with_outputs(dense_from_architecture(architecture), config.named_outputs)
-    assert isinstance(dense, TracedModule), type(dense)
-    sites, state = as_timms(dense, config.sites, state, where=where)
-    return as_program(dense, sites, state, library, where=where)
-
-
 def _fill_tables_(model: nn.Module, architecture: Architecture) -> None:
     """Give a model what no file has and it was built without: tables that its library makes of its sizes."""
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
@@ -216,21 +191,16 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     architecture = Architecture(name=built.name, kwargs=built.kwargs, preprocessing=recorded, family=config.family)
     with torch.device("meta"):
         model = dense_from_architecture(architecture)
-    state = state_as_named(weights)
     with _recorded_at(where):
         model = with_outputs(model, config.named_outputs)
     if config.program is not None:  # weights are not set yet
         assert isinstance(model, TracedModule), type(model)
         share_program_(model, architecture)
-        model = as_recorded(model, config.sites, asdict(config.program), where=where)
-    shapes, stored = ({name: each.shape for name, each in every.items()} for every in (model.state_dict(), state))
-    if is_of_widths(config.sites) and shapes != stored:
-        assert isinstance(model, TracedModule), type(model)
-        model, state = _of_widths(model, architecture, config, state, where)
+        model = as_recorded(model, config.sizes, config.kept, asdict(config.program), where=where)
     if config.merging is not None:
         with _recorded_at(f"{where}: merging"):
             model = traced_model.with_merging(model, config.merging.merging)
-    load_weights(model, state, where=weights)
+    load_weights(model, state_as_named(weights), where=weights)
     _fill_tables_(model, architecture)
     traced_model.load_extra_files_(model, directory)
     require_sparse(model, config.sparsity, where)

@@ -21,14 +21,14 @@ from calib.rows import SUFFIX, Rows, Sequences, open_arrays, open_ids, sequences
 from calib.texts import Texts, open_texts
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
-from corp_deploy.families.timm_images import ImageSpec, fitting, image_spec_of_note
+from corp_deploy.families.timm_images import ImageSpec, image_spec_of_note
 from corp_deploy.spec.merging import Merging
 from corp_deploy.traced.models.module import assumes_size
 from ground.errors import BadInput
 from ground.files import text_from_file
 from ground.pixels import PIXEL
 from ground.ports import Port
-from ground.records import record_from_bytes, record_from_text
+from ground.records import record_from_bytes
 
 from .checkpoint import Checkpoint
 from .model_config import MergingEntry
@@ -175,17 +175,6 @@ def inputs_for_model(
 def preprocessing_text(model: nn.Module) -> str:
     """The evaluation preprocessing of this model as one text, to be kept, compared and shown."""
     return json.dumps(traced_model.input_spec(model).as_json(), sort_keys=True)
-
-
-def fitting_text(text: str) -> str:
-    """The same as it is written now: of older records without a mean and a std of other channels than the model's."""
-    try:
-        settings = record_from_text(text, dict[str, Any], where="a preprocessing")
-    except BadInput:
-        return text  # which is compared as it is
-    size = settings.get("input_size")
-    channels = size[0] if isinstance(size, list) and size else None
-    return json.dumps(fitting(settings, channels), sort_keys=True)
 
 
 def model_digest(model: nn.Module) -> str:

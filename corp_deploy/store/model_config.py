@@ -8,48 +8,18 @@ from msgspec import UNSET, Meta, UnsetType
 
 from corp_deploy.spec.merging import MOST_TOKENS, How, Merging, Metric
 from corp_deploy.spec.outputs import Outputs
-from corp_deploy.spec.widths import HeadGeometry
 from ground.errors import BadInput
-from ground.records import Sha256, record_from_file, record_from_value
+from ground.records import Sha256, record_from_file
 
 CONFIG, KIND = "config.json", "corp-deploy/model"
 FITTED = "fitted"  # entry of a lineage: what identifies the inputs that the model was fitted to
 REMEDY = "write the model again, such as with `corp-deploy reduce`"
 _Pattern = Annotated[str, Meta(pattern="^[1-9]:[1-9]$")]
-_Width = Annotated[int, Meta(ge=0, le=2**20)]  # of 0 a constant stays
 
 
-class _Channels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    hidden: _Width
-    output_bias: bool
-    input_bias: bool | UnsetType = UNSET
+class SiteEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The groups of a site in the dense model, and those that are kept where not all are."""
 
-
-class _Heads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    heads: Annotated[int, Meta(ge=1, le=2**20)]
-    qk: _Width
-    v: _Width
-    scale: Annotated[float, Meta(gt=0.0, le=1e6)]
-    geometry: HeadGeometry
-    proj_bias: bool
-    qkv_bias: bool | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        if self.geometry == "square" and self.qk != self.v:
-            raise BadInput(f"it is square, but qk is {self.qk} and v is {self.v}")
-        if (self.qk == 0) != (self.v == 0):
-            raise BadInput(f"qk is {self.qk} and v is {self.v}; expected both or none to be 0")
-
-
-class _Convolutions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    channels: Annotated[tuple[Annotated[int, Meta(ge=1, le=2**20)], ...], Meta(min_length=1, max_length=64)]
-
-
-class _Coupled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    coupled: Annotated[int, Meta(ge=1, le=2**20)]
-
-
-class _Traced(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     groups: Annotated[int, Meta(ge=1, le=2**20)]
     kept: tuple[Annotated[int, Meta(ge=0, le=2**20)], ...] | UnsetType = UNSET
 
@@ -109,7 +79,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     family: str = "timm"
     timm: Built | None = None
     architecture: Built | None = None
-    sites: dict[str, dict[str, Any]]
+    sites: dict[str, SiteEntry]
     merging: MergingEntry | None = None
     outputs: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
     program: TracedProgram | None = None
@@ -122,6 +92,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         _ = self.named_outputs
         if (self.timm if self.family == "timm" else self.architecture) is None:
             raise BadInput(f"the key {'timm' if self.family == 'timm' else 'architecture'!r} is missing")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many groups each site of the dense model has."""
+        return {name: site.groups for name, site in self.sites.items()}
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """The groups that are kept of each site that is reduced."""
+        return {name: site.kept for name, site in self.sites.items() if site.kept is not UNSET}
 
     @property
     def named_outputs(self) -> Outputs | None:
@@ -143,21 +123,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return built
 
 
-_ENTRIES: dict[str, type[_Channels | _Convolutions | _Coupled | _Heads | _Traced]] = {
-    "coupled": _Coupled,
-    "groups": _Traced,
-    "hidden": _Channels,
-    "channels": _Convolutions,
-    "heads": _Heads,
-}
-"""Of a site, by a key that no other kind has."""
-
-
 def load_model_config(directory: Path) -> ModelConfig:
     """Raises BadInput, naming the entry, for one that is missing, of another type or impossible."""
     path = directory / CONFIG
-    config = record_from_file(path, ModelConfig, kind=KIND, remedy=REMEDY)
-    for name, site in config.sites.items():
-        entries = next((kind for key, kind in _ENTRIES.items() if key in site), _Heads)
-        record_from_value(site, entries, where=f"{path}: sites: {name[:100]}", remedy=REMEDY)
-    return config
+    return record_from_file(path, ModelConfig, kind=KIND, remedy=REMEDY)

@@ -112,11 +112,12 @@ def at_widths(model: nn.Module, widths: Mapping[str, int]) -> nn.Module:
     return new
 
 
-def first_groups(site: Site, width: int, *, parts: int | None = None) -> Index:
-    """The first groups of a site, as many as the width says, the same number of each part, or of the first parts."""
+def first_groups(site: Site, width: int) -> Index:
+    """The first groups of a site, as many as the width says, the same number of each part."""
     part_G = np.zeros(site.size, dtype=np.int64) if site.part_G is None else site.part_G
-    parts = site.parts if parts is None else parts
-    return np.sort(np.concatenate([np.flatnonzero(part_G == part)[: width // parts] for part in range(parts)]))
+    return np.sort(
+        np.concatenate([np.flatnonzero(part_G == part)[: width // site.parts] for part in range(site.parts)])
+    )
 
 
 def with_groups(
@@ -204,7 +205,12 @@ def sites_record(model: TracedModule) -> dict[str, Any]:
 
 
 def as_recorded(
-    model: TracedModule, sites: Mapping[str, Mapping[str, Any]], program: Mapping[str, Any], *, where: str
+    model: TracedModule,
+    written_sizes: Mapping[str, int],
+    written_kept: Mapping[str, Sequence[int]],
+    program: Mapping[str, Any],
+    *,
+    where: str,
 ) -> nn.Module:
     """The dense model narrowed as it was written, its weights yet to be set. Raises BadInput where it traces otherwise,
     or where what is kept can't be.
@@ -226,9 +232,9 @@ def as_recorded(
         raise BadInput(
             f"{where}: the model {reason}, so the kept channels can't be found; {remedy}, or reduce it again"
         )
-    kept = {name: np.array(entry["kept"], dtype=np.int64) for name, entry in sites.items() if "kept" in entry}
+    kept = {name: np.array(each, dtype=np.int64) for name, each in written_kept.items()}
     sizes = {name: groups.size for name, groups in names_of(own).items()}
-    if unknown := [name for name, entry in sites.items() if sizes.get(name) != entry.get("groups")]:
+    if unknown := [name for name, size in written_sizes.items() if sizes.get(name) != size]:
         raise BadInput(f"{where}: no site {unknown[0]!r:.100} of so many groups; the file was edited, write it again")
     if odd := [name for name, each in kept.items() if not (np.diff(each, prepend=-1, append=sizes[name]) > 0).all()]:
         raise BadInput(

