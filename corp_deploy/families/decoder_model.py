@@ -4,6 +4,9 @@ OPT, GPT-2, Llama, Mistral, Qwen2 and Qwen3 differ in their norms, in how places
 planes), in groups of queries that share keys and values, in gates and biases; here they are one model, with the q, k
 and v of a layer in one fused projection. Sequences are full: none is padded.
 
+Encoders are transformers' own classes. Decoders are written here because `calibrate --sequential` builds and fills one
+block at a time, and `export-decoder` checks a directory's tensors against them before another package reads it.
+
 Legend: B sequences, N tokens, C channels, V words.
 """
 

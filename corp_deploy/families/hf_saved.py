@@ -241,6 +241,5 @@ def _require_same(model: nn.Module, theirs: nn.Module) -> None:
     first = next(each for each in got.values() if isinstance(each, Tensor))
     apart = float((first - ours).norm() / ours.norm())
     if not apart <= _MOST_APART:
-        raise refused(
-            f"{type(theirs).__name__} of transformers gives other outputs of these widths (relative error {apart:.2g})"
-        )
+        name = type(theirs).__name__
+        raise refused(f"{name} of transformers gives other outputs of these widths (relative error {apart:.2g})")
