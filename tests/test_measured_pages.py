@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.pages import decoders, findings
 from benchmarks.pages.measured import ON_GPUS, PAGES, SUPPORT, contents
-from corp_deploy.families.decoder import MODEL_TYPES
+from corp_deploy.families.decoder_config import MODEL_TYPES
 from tests import decoders as small_decoders
 from tests.pages import DOCS, ROOT
 
