@@ -1,6 +1,4 @@
-"""What a field of moments is by its name: the suffix of a sum has a letter for each axis, and numbers have bounds.
-
-Symmetric sums are stored as what stands on and above their diagonals: half the bytes, the same bits when read.
+"""Fields of moments by name: a sum's suffix has a letter for each axis. Symmetric sums are stored as upper triangles.
 
 Shapes: D rows and columns, T = D (D + 1) / 2 entries of a triangle, row by row.
 """
@@ -29,27 +27,23 @@ _BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 
 def sums_of(kind: Any) -> list[str]:
-    """The sums that moments of a kind always have."""
     return [each.name for each in fields(kind) if each.type is Tensor]
 
 
 def axes_of(name: str) -> str:
-    """`gram_FF` -> `FF`."""
     return name.rpartition("_")[2]
 
 
 def shape_of(name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a sum by the sizes of its axes."""
     return tuple(sizes[axis] for axis in axes_of(name))
 
 
 def triangle(width: int) -> int:
-    """Entries on and above the diagonal of a matrix."""
     return width * (width + 1) // 2
 
 
 def refuse_impossible(moments: Any, sizes: Mapping[str, int]) -> None:
-    """Raises BadInput for a number beyond its bounds and for a sum that isn't float64 of its axes, the field named."""
+    """Raise BadInput for a number beyond its bounds and for a sum that isn't float64 of its axes."""
     owner = type(moments).__name__
     for name in [each.name for each in fields(moments)]:
         value = getattr(moments, name)
@@ -69,9 +63,7 @@ UPPER = ":upper"  # behind the name of a sum that is stored as a triangle
 
 
 def stored_name(name: str, value: Tensor) -> str:
-    """The name that a sum `site/field` is stored by: with UPPER if nothing is lost by that, to the bit, so that 0.0 is
-    not -0.0.
-    """
+    """Return the stored name of a sum `site/field`: with UPPER if it is symmetric to the bit."""
     if name.rpartition("/")[2] not in SYMMETRIC:
         return name
     bits_DD = value.view(torch.int64)
@@ -79,7 +71,6 @@ def stored_name(name: str, value: Tensor) -> str:
 
 
 def stored(name: str, value: Tensor) -> Tensor:
-    """The form in which `value` is stored by its stored name."""
     return (upper_triangle(value) if name.endswith(UPPER) else value).contiguous()
 
 
@@ -99,9 +90,7 @@ def _square(upper_T: Tensor, where: str, remedy: str) -> Tensor:
 
 
 def unpacked(tensors: Mapping[str, Tensor], where: str, remedy: str) -> dict[str, Tensor]:
-    """The sums of one site whole and by their fields, from those stored. What is a triangle of no symmetric sum, or of
-    one that is there whole, keeps its stored name. Raises BadInput for a triangle of no matrix.
-    """
+    """Return one site's sums by field, triangles made whole. Raises BadInput for a triangle of no matrix."""
     sums = dict[str, Tensor]()
     for name, value in tensors.items():
         field = name.removesuffix(UPPER)

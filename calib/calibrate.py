@@ -1,7 +1,4 @@
-"""A whole calibration: inputs to moments, by one process or several; its state on disk, from which an interrupted one
-goes on where it was and ends with the same bits; and the moments of the first inputs, at several numbers of them, from
-the pass that takes those of all.
-"""
+"""A whole calibration, by one process or several, resumable to the same bits, with snapshots of the first inputs."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +27,6 @@ _REMEDY = "remove the file to start afresh"
 
 
 def refuse_other_run(where: str, saved: Mapping[str, str], run: Mapping[str, str]) -> None:
-    """Raises BadInput, beginning with `where`, for a state that another run than this one has saved."""
     for key in sorted({*run, *saved}):
         if run.get(key) != saved.get(key):
             raise BadInput(
@@ -40,9 +36,7 @@ def refuse_other_run(where: str, saved: Mapping[str, str], run: Mapping[str, str
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a calibration came: the next position of the images, the images that could not be read, and the kernel
-    whose rounding the rest is to have; `run` holds all that must be equal to go on.
-    """
+    """How far a calibration came, the unreadable images, the kernel for the rest, and what must be equal to go on."""
 
     position: int
     bad: tuple[str, ...]
@@ -52,7 +46,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFile:
-    """Saved to `path` after every `every` images; with several processes each has its own file beside it."""
+    """A file saved after every `every` images; each process has its own."""
 
     path: Path
     every: int
@@ -68,16 +62,13 @@ class ResumeFile:
         return replace(self, path=self.path.with_name(name))
 
     def due(self, before: int, now: int) -> bool:
-        """Whether a multiple of `every` images was passed."""
         return before // self.every < now // self.every
 
     def save(self, moments: Moments, progress: Progress) -> None:
-        """Replaces the file in one step."""
         state = json.dumps({"kind": STATE, "version": VERSION, **msgspec.to_builtins(progress)}, sort_keys=True)
         save(replace(moments, lineage={STATE: state}), self.path)
 
     def load(self, run: Mapping[str, str]) -> tuple[Moments, Progress] | None:
-        """What was saved, or None without a file. Raises BadInput for the state of another run."""
         if not self.path.exists():
             return None
         moments = load(self.path, remedy=_REMEDY)
@@ -95,17 +86,14 @@ class ResumeFile:
         return moments, state
 
     def clear(self) -> None:
-        """Removes the file, once its run's moments are safe."""
         self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshots:
-    """`write` is given the moments of the first n inputs for every n of `counts`, ascending: those that a calibration
-    on these alone gives, bit by bit on a CPU. They may share memory with the running sums, so it must keep a copy.
+    """Moments of the first n inputs for every n of `counts`, given to `write`, which must copy them.
 
-    `written` tells a run that goes on after an interruption whether an earlier one is still there. Raises BadInput for
-    counts that don't ascend from 1.
+    `written` tells a resumed run whether one is still there. Raises BadInput for counts that don't ascend from 1.
     """
 
     counts: tuple[int, ...]
@@ -116,12 +104,10 @@ class Snapshots:
         refuse_counts(self.counts)
 
     def changed(self, change: Callable[[int, Moments], Moments]) -> "Snapshots":
-        """The same, with moments changed before they are written."""
         return replace(self, write=lambda count, moments: self.write(count, change(count, moments)))
 
 
 def refuse_counts(counts: tuple[int, ...]) -> None:
-    """Raises BadInput unless they ascend from 1 or more."""
     if not counts or counts[0] < 1 or any(one >= other for one, other in pairwise(counts)):
         raise BadInput(f"snapshots: got {', '.join(map(str, counts)) or 'none'}, expected ascending counts from 1")
 
@@ -130,8 +116,6 @@ ALONE = Ranks()
 
 
 class _Share:
-    """One rank's part of a calibration: its position, its ids and bad inputs, its checkpoints."""
-
     def __init__(
         self,
         collector: Collector,
@@ -177,7 +161,7 @@ class _Share:
         return self.collector.moments({}).with_fingerprints(fingerprints.sorted())
 
     def take_snapshots(self, end: int, batch_size: int) -> None:
-        """Those inside the next batch, up to `end`: of its first inputs as the last batch of a smaller set has them."""
+        """Take the snapshots inside the next batch, from a copy of the sums."""
         if not self.snapshots:
             return
         for count in [count for count in self.snapshots.counts if self.position < count < end]:
@@ -212,7 +196,6 @@ def _refuse_memory(
 
 
 def _sum_over_ranks(collector: Collector, ranks: Ranks) -> None:
-    """Makes every rank's sums and counts those of all ranks."""
     for sums in collector.sums.values():
         ranks.all_reduce([sums.totals[name] for name in sorted(sums.totals)])
     gathered = ranks.all_gather((collector.images, [sums.counts for sums in collector.sums.values()]))
@@ -222,7 +205,6 @@ def _sum_over_ranks(collector: Collector, ranks: Ranks) -> None:
 
 
 def _raise_on_all_ranks(share: _Share, ranks: Ranks, problem: str) -> None:
-    """Raises BadInput on every rank alike, so that none waits for one that has given up."""
     if not problem and not share.collector.images and ranks.size > 1:
         problem = f"none of its {len(share.span)} {share.inputs.noun} is readable; use fewer processes"
     ranks.raise_first_problem(problem)
@@ -243,13 +225,11 @@ def calibrate(
     snapshots: Snapshots | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Moments:
-    """The moments of `sites` over `inputs`; every rank gets those of all of them and one should write.
+    """Return the moments of `sites` over `inputs`, on every rank; one should write them.
 
-    With `checkpoint`, a run that was interrupted goes on from its last checkpoint and gives the same bits as one that
-    was not; the file stays until `checkpoint.of_rank(ranks).clear()`. `snapshots` of the first inputs are for one
-    process; where one falls inside a batch, the sums are copied for it. `progress` hears how many of this rank's inputs
-    are done. Raises BadInput, on every rank alike, for bad inputs and activations and for sums that don't fit into
-    memory; RankLost when another rank has gone.
+    A run with `checkpoint` resumes to the same bits; the file stays until `checkpoint.of_rank(ranks).clear()`.
+    `snapshots` are for one process. Raises BadInput on every rank for bad inputs and activations and for sums beyond
+    the memory; RankLost when a rank has gone.
     """
     lineage = {**lineage, "dtype": options.precision}
     run = {**lineage, "data": inputs.digest, "batch_size": str(batch_size), "options": options.as_text(),

@@ -1,13 +1,10 @@
-"""Sums over pairs of attentions. Of a causal one a query sees the keys up to its own place, and no other pair counts;
-keys are centred over the tokens of their own input, since softmax can't tell those from keys as they are.
+"""Sums over pairs of attentions; of a causal one a query sees the keys up to its own place.
 
-Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries. Sums over queries or keys alone count each
-by its pairs, times 2 / (n + 1), so that an input's weights sum to n as where every pair counts. Keys are centred among
-those that their own query sees: its softmax can't tell. Everything is float64 here. Where all pairs count, products are
-taken of c = k - mean, then shifted back in float64: no cancellation either way.
+Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries; sums over one side count each by its
+pairs, times 2 / (n + 1). Keys are centred among those that a query sees, as softmax can't tell, without cancellation.
 
-Shapes: B inputs, H heads, N tokens of one input that are there, n of a block, D dims, K kept ones, P the others, T
-pairs of dims; of queries and keys that positions turn P planes, X = 2 P.
+Shapes: B inputs, H heads, N present tokens, n of a block, D dims, K kept ones, P the others, T pairs of dims; of q and
+k that positions turn, X = 2 P planes.
 """
 
 from collections.abc import Iterator
@@ -23,9 +20,9 @@ from .products import Weights, grams_of_heads, upper_triangle, weighted, weighte
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CentredKeys:
-    """Each input's Gram of c, the mean, the sum of c, which is only near zero, and the sum of k; float64.
+    """Each input's Gram of c, mean, sum of c (near zero) and sum of k; float64.
 
-    `rest_HDD` is the sum over inputs of (sum of c)(sum of c)' / n: what a second moment about the true mean lacks.
+    `rest_HDD` is the sum over inputs of (sum of c)(sum of c)' / n, which a moment about the true mean lacks.
     """
 
     gram_BHDD: Tensor
@@ -46,7 +43,6 @@ class CentredKeys:
 
 
 def centred_keys(k_BHND: Tensor) -> CentredKeys:
-    """Every token counts once."""
     count = k_BHND.shape[2]
     mean_BH1D = k_BHND.float().mean(2, keepdim=True)
     c_BHND = torch.sub(k_BHND, mean_BH1D, out=torch.empty(k_BHND.shape, device=k_BHND.device))
@@ -61,7 +57,7 @@ def centred_keys(k_BHND: Tensor) -> CentredKeys:
 
 
 def weighted_keys(k_BHND: Tensor, weights: Weights) -> CentredKeys:
-    """Every token counts by its weight, in the mean too; an input whose weights are all zero adds nothing."""
+    """Count every token by its weight, in the mean too."""
     count_B11 = weights.weight_BN.double().sum(1)[:, None, None]
     divisor_B11 = torch.where(count_B11 > 0, count_B11, 1.0)
     mean_BH1D = weighted(k_BHND, weights).sum(2, keepdim=True) / divisor_B11.float()[..., None]
@@ -81,7 +77,7 @@ PLANE_QUERIES = 64  # of an input, whose attention is looked at
 
 
 def inputs_apart(q_BHND: Tensor, k_BHND: Tensor, weights: Weights | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Queries and keys [H,N,D] of each input, of tokens that are there, float64; an input without any is left out.
+    """Yield queries and keys [H,N,D] of each input's present tokens, float64.
 
     Raises BadInput for weights other than 0 and 1, and for keys of other tokens than the queries.
     """
@@ -101,7 +97,6 @@ def inputs_apart(q_BHND: Tensor, k_BHND: Tensor, weights: Weights | None) -> Ite
 
 
 def sums_of_pairs(q_HND: Tensor, k_HND: Tensor) -> dict[str, Tensor]:
-    """What one input adds, by the fields of HeadMoments."""
     count = q_HND.shape[1]
     seen_N = torch.arange(1, count + 1, dtype=torch.float64, device=q_HND.device)
     scale = 2.0 / (count + 1)
@@ -155,11 +150,10 @@ def plane_features(q: Tensor, k: Tensor) -> Tensor:
 
 
 def gram_of_planes(q_HND: Tensor, k_HND: Tensor, scale: float) -> Tensor:
-    """By how much attention moves where planes go or are multiplied by factors [H,2P,2P]: the sum over queries of
-    scale^2 / 2 Cov_p(f), f the `plane_features` of a query with the keys that it sees, p its attention to them. For the
-    change x of all factors x' G x is, to second order, KL of the attention in nats.
+    """Return how attention moves where planes go or are scaled [H,2P,2P]: sum over queries of scale^2 / 2 Cov_p(f).
 
-    Of more than PLANE_QUERIES queries as many count, evenly over the input, each for its share.
+    f: the `plane_features` of a query with its keys, p: its attention. x' G x is KL in nats to second order, x the
+    change of factors. At most PLANE_QUERIES queries count, evenly spread.
     """
     heads, count, dims = q_HND.shape
     chosen = sorted({(at + 1) * count // PLANE_QUERIES - 1 for at in range(PLANE_QUERIES)} - {-1})

@@ -35,10 +35,9 @@ SiteSums = ChannelSums | HeadSums | PatchSums
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Options:
-    """What shapes the statistics. `precision` is the forward pass's; they are always float32 products of a few images,
-    float64 sums. `attention_system` also keeps system_HTT; `kept` (site name -> kept_HK, sorted dims per head)
-    restricts it to those dims. A channel is active where |x| > `eps`. `token_weights` gives every batch's weights
-    [B,N]: each token then counts by its own in all statistics.
+    """The statistics to keep. `precision` is the forward pass's; `attention_system` keeps system_HTT, for `kept` dims.
+
+    A channel is active where |x| > `eps`. `token_weights` gives a batch's weights [B,N] in all statistics.
     """
 
     attention_system: bool = False
@@ -48,7 +47,6 @@ class Options:
     token_weights: TokenWeights | None = None
 
     def as_text(self) -> str:
-        """One line that differs when any option does; of token weights it knows whether there are any."""
         kept = {name: kept_HK.tolist() for name, kept_HK in sorted((self.kept or {}).items())}
         digest = hashlib.sha256(repr(kept).encode()).hexdigest()
         weights = "" if self.token_weights is None else " token weights"
@@ -63,16 +61,13 @@ class _AllCollected(Exception):
 
 
 class Collector:
-    """A context that listens at `sites` while `add` runs batches through `model`; leaving it removes every hook.
+    """A context that sums activations at `sites` while `add` runs batches through `model`; leaving it removes all
+    hooks.
 
-    Where tokens are merged before a site, each counts there as often as tokens stand in it; maps have no weights.
-    On a CPU every batch is cut into pieces of 8 inputs and the last one is filled up with repeats that are not
-    counted, so that no kernel sees a shape that depends on the batch size; that is also faster than large batches.
-    Elsewhere a forward pass takes a whole batch. The inputs of a piece share their float32 products: the same pieces
-    in any order, or added up from several collectors, give the same sums to float64 rounding; inputs that are grouped
-    otherwise move the Grams of MLPs, of z and of patches by float32 rounding, about 1e-7 of their scale. `kernel` makes
-    those products on a CPU; the faster one is found on entering.
-    The first pass runs to its end, which shows that every site runs once; later ones stop when all sites were heard.
+    On a CPU batches are cut into pieces of 8 inputs, the last one padded, so that no kernel sees a shape that depends
+    on the batch size. Inputs of a piece share float32 products: other pieces move wide Grams by about 1e-7 of their
+    scale. Merged tokens count as often as they stand for others. The first pass runs to its end, later ones stop when
+    all sites were heard.
     """
 
     def __init__(
@@ -124,7 +119,6 @@ class Collector:
         self._stack.close()
 
     def outputs_of(self, inputs: Inputs) -> Tensor:
-        """As `add`, every pass to the model's end: its one output [B,...]."""
         self._to_the_end, self._outputs = True, []
         try:
             self.add(inputs)
@@ -133,7 +127,6 @@ class Collector:
             self._to_the_end, self._outputs = False, []
 
     def add(self, inputs: Inputs) -> None:
-        """Runs inputs, the batch in front, through the model."""
         refuse_dtypes(inputs)
         count = batch_size(inputs)
         size = self._forward_size or count
@@ -149,7 +142,6 @@ class Collector:
 
     @contextmanager
     def in_copy(self) -> Iterator[None]:
-        """What is added inside goes into a copy of the sums, which is dropped on leaving."""
         sums, images = self.sums, self.images
         self.sums = {name: each.copied() for name, each in sums.items()}
         try:
@@ -158,10 +150,6 @@ class Collector:
             self.sums, self.images = sums, images
 
     def refuse_nonfinite(self) -> None:
-        """Raises BadInput that names the first site, in the order the model runs them, with a NaN or Inf.
-
-        Waits for the device, so outside a CPU it is asked only where the loop stops anyway.
-        """
         collected = list(dict.fromkeys(name for name, _ in self._collected))
         flags = torch.stack([self.sums[name].finite() for name in collected]).tolist() if collected else []
         for name, finite in zip(collected, flags, strict=True):
@@ -173,7 +161,7 @@ class Collector:
                 )
 
     def moments(self, lineage: Mapping[str, str]) -> Moments:
-        """The moments so far, on the CPU; there they share memory with the sums, so `add` goes on changing them."""
+        """Return the moments so far, on the CPU, where they share memory with the sums."""
         if not self.images:
             raise BadInput("inputs to calibrate on: got none, expected at least one")
         self.refuse_nonfinite()
@@ -186,7 +174,6 @@ class Collector:
         return Moments(sites=sites, lineage=dict(lineage), images=self.images)
 
     def resume_from(self, moments: Moments, kernel: Kernel) -> None:
-        """Sets the sums to those of `moments`, which the same sites and options must have given, made by `kernel`."""
         self.kernel = kernel
         for name, sums in self.sums.items():
             sums.load(moments.sites[name], self.device)
@@ -238,7 +225,6 @@ class Collector:
         self._merged[merge] = None if sizes_BN is None else weights_of(sizes_BN[: self._real_inputs], self.device)
 
     def _weights_at(self, name: str, role: Role, tokens: int) -> Weights | None:
-        """Those of the merge before a site, else those of its tokens as they entered the model."""
         if name in self._merges:
             return self._merged[self._merges[name]]
         if self._is_partial and self._weights is not None:
@@ -281,11 +267,10 @@ def collect(
     options: Options = PLAIN,
     lineage: Mapping[str, str] | None = None,
 ) -> Moments:
-    """The moments of `sites` over `batches` of inputs, the batch in front, from one forward pass each.
+    """Return the moments of `sites` over `batches`, from one forward pass each.
 
-    `model` must be on `device`; its weights and modes are left as they were. Raises BadInput for inputs that are empty,
-    disagree in their batch or are of another precision than float32, for none at all, for weights that don't fit, and
-    for the first site with NaN or Inf activations.
+    Raises BadInput for inputs that are empty, disagree in their batch or aren't float32, for weights that don't fit,
+    and for NaN or Inf activations, naming the first site.
     """
     with Collector(model, sites, device=device, options=options) as collector:
         for inputs in batches:

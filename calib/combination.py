@@ -17,7 +17,7 @@ NOT_SUMS = ("eps", "kept_HK", "taps", "channels_GR")
 
 
 def _merge_lineage(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
-    """Equal values stay; `MUST_MATCH` refuses; other differing values become the sorted union `x+y`."""
+    """Keep equal values, refuse differing ones of `MUST_MATCH`, join others as `x+y`."""
     for key in MUST_MATCH:
         if a.get(key) != b.get(key):
             raise BadInput(
@@ -41,7 +41,6 @@ def _merge_images(a: Moments, b: Moments) -> Fingerprints:
 
 
 def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments | None]:
-    """Groups in the order of the merged ids, and both halves as one."""
     if a.half is None and b.half is None:
         return no_ids(), None
     if a.half is None or b.half is None:
@@ -59,7 +58,7 @@ def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments 
 
 
 def added(name: str, a: OneKind, b: OneKind) -> OneKind:
-    """The statistics of the images of both; what is not a sum (eps, the kept dims and channels) must agree."""
+    """Add the statistics of two image sets. Raises BadInput where what is no sum (eps, kept dims) differs."""
     if type(a) is not type(b):
         raise BadInput(f"{name}: moments to merge are {type(a).__name__} and {type(b).__name__}")
     merged: dict[str, Any] = {}
@@ -82,9 +81,9 @@ def added(name: str, a: OneKind, b: OneKind) -> OneKind:
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-    """The moments of both image sets together.
+    """Return the moments of both image sets.
 
-    Raises BadInput for different sites, models, preprocessing or forward dtypes, and for images that are in both.
+    Raises BadInput for different sites, models, preprocessing or dtypes, and for common images.
     """
     if set(a.sites) != set(b.sites):
         unmatched = sorted(set(a.sites) ^ set(b.sites))
@@ -97,7 +96,6 @@ def merge(a: Moments, b: Moments) -> Moments:
 
 
 def subtracted(site: OneKind, half: OneKind) -> OneKind:
-    """The statistics of the images that `half`, of some of the same ones, is not of."""
     values: dict[str, Any] = {each.name: getattr(site, each.name) for each in fields(site)}
     differences = {
         name: value - getattr(half, name)
@@ -108,7 +106,7 @@ def subtracted(site: OneKind, half: OneKind) -> OneKind:
 
 
 def difference(total: Moments, part: Moments) -> Moments:
-    """The moments of the images of `total` that are not in `part`: without a half, and without per-image systems.
+    """Return the moments of the images of `total` not in `part`, without half and per-image systems.
 
     Raises BadInput unless all images of `part` are in `total`, and not all of `total` in `part`.
     """

@@ -1,7 +1,6 @@
-"""Calibration by several processes: each takes its share of the images, then all hold the sums of all.
+"""Calibration by several processes of torchrun: each takes its share of the images, then all hold all sums.
 
-Processes are started by torchrun, which tells each its rank through the environment; gloo adds on CPUs, NCCL on GPUs.
-torchrun keeps its store when it starts them again, with the addresses of the dead in it: those are passed over.
+torchrun keeps its store over restarts, with dead processes' addresses in it.
 """
 
 import os
@@ -25,10 +24,10 @@ POLL_S = 0.02
 
 
 def fresh_store(store: Store, *, rank: int, size: int, timeout_s: float) -> PrefixStore:
-    """A part of the store that these processes alone use, all the same one. Raises TimeoutError when one stays away.
+    """Return a part of the store for these processes alone. Raises TimeoutError when one stays away.
 
-    Rank 0 names the part. It answers every process until each has confirmed that name; a process takes only an answer
-    that repeats its own fresh word, which none but a living rank 0 can have read.
+    Rank 0 names it and answers until each has confirmed; an answer repeats a process's fresh word, so that it is from a
+    living rank 0.
     """
     own, until = uuid.uuid4().hex, time.monotonic() + timeout_s
     name = _publish_name(store, own, size, until) if rank == 0 else _receive_name(store, own, rank, until)
@@ -83,11 +82,9 @@ class Ranks:
             raise BadInput(f"rank: got {self.rank} of {self.size}, expected 0 to {self.size - 1}")
 
     def share(self, count: int) -> range:
-        """This process's positions among `count`: consecutive, sizes differing by at most one."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def all_gather(self, value: T) -> list[T]:
-        """What every rank gave, in rank order."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -95,12 +92,10 @@ class Ranks:
         return [value for value in values if value is not None]
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by its sum over the ranks, in place."""
         if self.size > 1:
             self._collective(lambda: [dist.all_reduce(tensor) for tensor in tensors])
 
     def raise_first_problem(self, problem: str) -> None:
-        """Raises the first rank's BadInput on every rank, so that none waits for one that has given up."""
         problems = self.all_gather(problem)
         for rank, text in enumerate(problems):
             if text:
@@ -117,13 +112,12 @@ class Ranks:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
 @contextmanager
 def join_ranks(device: torch.device | str, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
-    """Meets the other processes that torchrun started; waiting for one longer than `timeout_s` counts as losing it."""
+    """Meet the other processes of torchrun; waiting longer than `timeout_s` counts as losing one."""
     on_gpu = torch.device(device).type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     if on_gpu:

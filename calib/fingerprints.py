@@ -1,7 +1,6 @@
-"""What tells inputs apart and finds them again: a digest of each one's content, and of images a perceptual hash.
+"""Digests of inputs' contents, and perceptual hashes of images.
 
-Images that look alike have hashes that differ in few of 128 bits, which say which of the lowest frequencies of the grey
-image (discrete cosine transform, the mean left out) exceed their median: contrast and brightness don't count.
+A hash says which of 128 low frequencies (DCT of the grey image, mean left out) exceed their median.
 """
 
 import base64
@@ -28,7 +27,6 @@ _ROWS = 1024
 
 
 def perceptual_hashes(images_BCHW: Tensor) -> Tensor:
-    """int64 [B,2] of images, preprocessed or not."""
     grey_BSS = adaptive_avg_pool2d(images_BCHW.double().mean(1, keepdim=True), SIDE)[:, 0]
     places = torch.arange(SIDE, dtype=torch.float64)[:, None] + 0.5
     cosines_SF = torch.cos(math.pi / SIDE * places * torch.arange(FREQUENCIES, dtype=torch.float64))
@@ -39,13 +37,11 @@ def perceptual_hashes(images_BCHW: Tensor) -> Tensor:
 
 
 def _signs(hashes_N2: Tensor) -> Tensor:
-    """1 and -1 of every bit [N,128], float32."""
     bits = (hashes_N2[:, :, None] >> torch.arange(64)) & 1
     return bits.flatten(1).float() * 2 - 1
 
 
 def are_alike(hashes_N2: Tensor, others_M2: Tensor) -> Tensor:
-    """Which of the images looks like one of the others, bool [N]."""
     others_MK = _signs(others_M2)
     nearest = [(_signs(rows_R2) @ others_MK.T).amax(1) for rows_R2 in hashes_N2.split(_ROWS) if len(others_M2)]
     return torch.cat(nearest) >= BITS - 2 * ALIKE if nearest else torch.zeros(len(hashes_N2), dtype=torch.bool)
@@ -65,7 +61,7 @@ def _text(numbers: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fingerprints:
-    """`ids` [N] int64 are digests of contents; `hashes_M2` [M,2] int64 are of what the first M of them look like."""
+    """Digests of contents (`ids` [N]) and perceptual hashes [M,2] of the first M of them; int64."""
 
     ids: Tensor = field(default_factory=no_ids)
     hashes_M2: Tensor = field(default_factory=no_hashes)
@@ -79,13 +75,11 @@ class Fingerprints:
 
     @classmethod
     def of(cls, ids: Tensor, inputs: object) -> Self:
-        """Of inputs with these ids: images [N,C,H,W] are looked at, others are not."""
         is_image = isinstance(inputs, Tensor) and inputs.ndim == 4 and len(ids) > 0
         return cls(ids=ids, hashes_M2=perceptual_hashes(inputs)) if is_image else cls(ids=ids)  # type: ignore[arg-type]
 
     @classmethod
     def concatenated(cls, parts: "Sequence[Fingerprints]") -> Self:
-        """Of all; those with hashes stand first."""
         hashed = [part for part in parts if len(part) == len(part.hashes_M2)]
         ordered = [*hashed, *(part for part in parts if len(part) != len(part.hashes_M2))]
         if not ordered:
@@ -94,20 +88,16 @@ class Fingerprints:
         return cls(ids=torch.cat([part.ids for part in ordered]), hashes_M2=torch.cat(hashes))
 
     def select(self, places: Tensor) -> "Fingerprints":
-        """Those at these places, or where these are true; with hashes where all have one."""
         hashed = len(self.hashes_M2) == len(self.ids)
         return Fingerprints(ids=self.ids[places], hashes_M2=self.hashes_M2[places] if hashed else no_hashes())
 
     def sorted(self) -> "Fingerprints":
-        """In the order of the ids."""
         return self.select(self.ids.argsort(stable=True))
 
     def overlap(self, others: "Fingerprints") -> tuple[int, int]:
-        """How many of these are among the others, and how many more look like one of them."""
         same_N = torch.isin(self.ids, others.ids)
         unseen_K2 = self.hashes_M2[~same_N[: len(self.hashes_M2)]]
         return int(same_N.sum()), int(are_alike(unseen_K2, others.hashes_M2).sum())
 
     def as_json(self) -> dict[str, str]:
-        """As FingerprintsText has them."""
         return {"ids": _text(self.ids)} | ({"hashes": _text(self.hashes_M2)} if len(self.hashes_M2) else {})

@@ -19,16 +19,13 @@ def _numbers(text: str) -> NDArray[np.int64]:
 
 
 class FingerprintsText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of both as base64 of little-endian 64-bit integers, by the alphabet without a slash: a text with one
-    passes for a path of the machine.
-    """
+    """Ids and hashes as URL-safe base64 of little-endian int64: a text with a slash would pass for a path."""
 
     ids: str
     hashes: str = ""
 
     @property
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids [N] and the perceptual hashes [M,2]. Raises BadInput for a text that encodes neither."""
         try:
             return _numbers(self.ids), _numbers(self.hashes).reshape(-1, 2)
         except ValueError as error:
@@ -36,7 +33,6 @@ class FingerprintsText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def fingerprints(self) -> "Fingerprints":
-        """Decode the text into tensors. Raises BadInput as `arrays` does."""
         import torch
 
         from .fingerprints import Fingerprints

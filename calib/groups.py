@@ -1,8 +1,4 @@
-"""Which inputs belong together (crops of one photograph, frames of one film), and parts of the inputs: those that are
-fitted to and those that are held out, or two halves that split no such group.
-
-Inputs of a group are alike: a fit that is judged on others of its own group looks better than it is.
-"""
+"""Groups of alike inputs (crops of one photograph, frames of one film), and splits that keep them together."""
 
 import hashlib
 from collections.abc import Iterable
@@ -27,13 +23,11 @@ NAMES_OF_LABELS = " or ".join(LABELS)
 
 
 def _file(name: str) -> str:
-    """The tar shard that the input lies in, or its own file."""
     shard, tar, _ = name.partition(".tar/")
     return shard + tar
 
 
 def _labels_in(path: Path) -> list[str]:
-    """One label an input, in the order of the file that they belong to."""
     remedy = "expected a list of texts or whole numbers, one label an input"
     if not path.exists():
         raise BadInput(f"{path}: no such file, expected labels of groups ({NAMES_OF_LABELS})")
@@ -48,7 +42,7 @@ def _labels_in(path: Path) -> list[str]:
 
 
 def _are_letters(texts: NDArray[np.str_]) -> bool:
-    """NumPy takes any four bytes for a letter, Python ends at those that are none, and no UTF-8 has half a pair."""
+    """Return whether all are Unicode scalar values: NumPy takes any four bytes for a letter."""
     if not texts.dtype.itemsize:
         return True
     codes = np.ascontiguousarray(texts).view(np.dtype("u4").newbyteorder(texts.dtype.byteorder))
@@ -79,7 +73,6 @@ def _labels(inputs: InputSet, by: str) -> list[str]:
 
 
 def merged_labels(labels: Iterable[int], ids: Iterable[int]) -> list[int]:
-    """The label of each input, where labels that share a content are one: the least of them."""
     labels, parent = list(labels), dict[int, int]()
 
     def root(label: int) -> int:
@@ -96,11 +89,10 @@ def merged_labels(labels: Iterable[int], ids: Iterable[int]) -> list[int]:
 
 
 def group_ids(inputs: InputSet, by: str) -> Tensor:
-    """The group of each input, int64 [count], by `image` (each its own), by `folder` that it lies in, by `file` (a tar
-    shard is one), or by the labels in a file (.json, .npy), one for each input of the whole set.
+    """Return each input's group, int64 [count], by `image`, `folder`, `file` (a tar shard is one) or a label file.
 
     Copies of an input are of one group, and so are groups that share one. Raises BadInput where inputs have no such
-    groups and for a file that doesn't fit.
+    groups.
     """
     digests = (hashlib.sha256(label.encode()).digest()[:8] for label in _labels(inputs, by))
     labels = (int.from_bytes(digest, "little", signed=True) for digest in digests)
@@ -108,7 +100,7 @@ def group_ids(inputs: InputSet, by: str) -> Tensor:
 
 
 def second_half_mask(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Tensor:
-    """Which inputs are in the second of two halves, bool [count]: whole groups, dealt to the half that has fewer.
+    """Return which inputs are in the second half, bool [count]: whole groups, dealt to the smaller half.
 
     Raises BadInput for fewer than two groups.
     """
@@ -126,10 +118,7 @@ def second_half_mask(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Te
 
 
 def held_out_groups(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int) -> tuple[SomeSet, SomeSet, Tensor]:
-    """Groups drawn by `seed` until they have `count` inputs are held out; first the rest, last the rest's groups.
-
-    Raises BadInput unless both have a group.
-    """
+    """Hold out groups drawn by `seed` until they have `count` inputs. Raises BadInput unless both sides have one."""
     groups, sizes = groups_B.unique(return_counts=True)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))
     before = sizes[order].cumsum(0) - sizes[order]
@@ -143,14 +132,13 @@ def held_out_groups(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int)
 
 
 def split_by_mask(inputs: SomeSet, second_B: Tensor) -> tuple[SomeSet, SomeSet]:
-    """The inputs where the mask is false, and those where it is true."""
     first, second = ((second_B == side).nonzero().squeeze(1).tolist() for side in (False, True))
     return inputs.subset(first), inputs.subset(second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split(Generic[SomeSet]):
-    """The inputs that are fitted to with the group of each, if any, and those held out."""
+    """Fitted inputs with their groups, if any, and held-out ones."""
 
     fitted: SomeSet
     groups_B: Tensor | None = None
@@ -158,8 +146,8 @@ class Split(Generic[SomeSet]):
 
 
 def split_of(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed: int) -> Split[SomeSet]:
-    """`hold_out` of the inputs, drawn by `seed`, are held out; with `groups` (see group_ids) whole groups are, until
-    they have as many. Raises BadInput where nothing is left on a side, and for groups that the inputs don't have.
+    """Split by `hold_out` inputs drawn by `seed`, whole `groups` if given (see group_ids). Raises BadInput for no
+    split.
     """
     groups_B = None if groups is None else group_ids(inputs, groups)
     if hold_out is None:

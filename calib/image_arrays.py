@@ -1,6 +1,4 @@
-"""Images that lie in an array, preprocessed or as pixels; identified and drawn as those of a folder are. Imports no
-torch.
-"""
+"""Images in an array, preprocessed or as pixels. Imports no torch."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -25,9 +23,7 @@ ImageShape = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageArray:
-    """Rows of images_N3HW, already preprocessed, or pixels that are not normalised yet; memory-mapped where the file
-    allows it.
-    """
+    """Rows of images_N3HW, preprocessed or as pixels; memory-mapped where the file allows it."""
 
     skipped: ClassVar[str] = ""
 
@@ -38,8 +34,9 @@ class ImageArray:
 
     @classmethod
     def from_path(cls, path: Path, *, shape: ImageShape, pixels: Pixels | None = None) -> Self:
-        """[N,3,H,W] float32, or uint8 where `pixels` gives what makes images of those, from .npy (memory-mapped), or
-        from key `images` of .npz or .safetensors. Raises BadInput for others and for none.
+        """Open [N,3,H,W] float32, or uint8 with `pixels`, from .npy, or key `images` of .npz or .safetensors.
+
+        Raises BadInput for others and for none.
         """
         if not path.is_file():
             raise BadInput(f"{path}: no such file, expected images in {', '.join(ARRAYS)}")
@@ -64,12 +61,10 @@ class ImageArray:
         return str(position)
 
     def content(self, position: int) -> bytes:
-        """Return the digest that identifies the image."""
         content: bytes = self.images_N3HW[position].tobytes()
         return content
 
     def row(self, position: int) -> NDArray[np.float32]:
-        """One image as the model takes it. Raises BadInput for NaN and Inf."""
         row: NDArray[Any] = np.array(self.images_N3HW[position])
         if row.dtype == np.uint8:
             assert self.pixels is not None, self.path
@@ -81,8 +76,6 @@ class ImageArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnImages:
-    """Those at `places` of an array; `digest` covers names and contents, as that of opened inputs does."""
-
     noun: ClassVar[str] = "images"
 
     array: ImageArray
@@ -98,7 +91,6 @@ class DrawnImages:
         return tuple(map(self.array.name, self.places))
 
     def rows(self) -> Iterator[NDArray[np.float32]]:
-        """Each image [3,H,W] in order."""
         return map(self.array.row, self.places)
 
 

@@ -21,8 +21,6 @@ from .sources import Array, Source, Transform, folder_from_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows(Dataset[tuple[int, Tensor | str]]):
-    """The chosen images; one that can't be read is its reason instead."""
-
     source: Source
     chosen: tuple[int, ...]
 
@@ -37,7 +35,7 @@ class _Rows(Dataset[tuple[int, Tensor | str]]):
 
 
 class _Loaded(NamedTuple):
-    """What a decode worker hands over: good images [B,3,H,W] with their positions, reasons of bad ones, the end."""
+    """A decode worker's result: images [B,3,H,W], their positions, reasons of bad ones, the end."""
 
     images: Tensor
     positions: list[int]
@@ -57,8 +55,6 @@ def _loaded_from_rows(rows: list[tuple[int, Tensor | str]]) -> _Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Images(OpenedInputs[Tensor]):
-    """Images of a source, decoded by so many `workers`."""
-
     noun: ClassVar[str] = "images"
 
     source: Source
@@ -70,7 +66,6 @@ class Images(OpenedInputs[Tensor]):
         return self.source.skipped
 
     def example(self) -> Tensor:
-        """One black image."""
         return torch.zeros(1, *self.shape)
 
     def _name(self, place: int) -> str:
@@ -81,7 +76,6 @@ class Images(OpenedInputs[Tensor]):
             return list(pool.map(self._content_sha256, places))
 
     def _content_sha256(self, place: int) -> bytes:
-        """Of the image's bytes; an unreadable file counts as empty here and is reported when it is decoded."""
         try:
             return hashlib.sha256(self.source.content(place)).digest()
         except BadInput:
@@ -123,16 +117,12 @@ def open_images(
     workers: int = 0,
     max_bad: int = 0,
 ) -> Images:
-    """The images at `path`: a folder (recursive, sorted, see ground.pictures), tar shards (`x-{000..099}.tar`, in the
-    order written), or an array of preprocessed images [N,3,H,W] float32 (.npy memory-mapped; .npz and .safetensors
-    under key `images`).
+    """Open a folder (recursive, sorted), tar shards (`x-{000..099}.tar`) or an array [N,3,H,W] (.npy, .npz,
+    .safetensors).
 
-    `transform` turns a PIL image of a folder or shard into [3,H,W] float32; arrays of those are taken as they are, and
-    those of uint8 as what `pixels` gives makes images of them, which is asked for once there are any; None refuses
-    those. `samples` of them are drawn by `seed` and read
-    in order. `workers` processes decode. Up to `max_bad` unreadable ones are skipped. Reads every image's bytes once to
-    identify it. Raises BadInput where there are no images, for a file that is damaged or of another shape or dtype, and
-    for too few images.
+    `transform` turns a PIL image into [3,H,W] float32; `pixels` gives what makes images of uint8 arrays. `samples` are
+    drawn by `seed`. Up to `max_bad` unreadable ones are skipped. Every image's bytes are read once to identify it.
+    Raises BadInput for no images, damaged files, other shapes, and too few images.
     """
     source = _source(str(path), image_shape, transform, pixels)
     if not len(source):

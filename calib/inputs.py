@@ -1,6 +1,4 @@
-"""What a model is run on, one tensor or several named ones with the batch in front; and what a calibration runs over:
-inputs that are counted, identified by content, and read in order.
-"""
+"""A model's inputs, with the batch in front, and sets of them that are identified by content and read in order."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,34 +18,28 @@ Inputs = Tensor | Mapping[str, Tensor]
 
 
 def tensors_by_name(inputs: Inputs) -> Mapping[str, Tensor]:
-    """The tensors by name; one that has none goes as `input`."""
     return {"input": inputs} if isinstance(inputs, Tensor) else inputs
 
 
 def map_tensors(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """The same form with every tensor changed."""
     if isinstance(inputs, Tensor):
         return change(inputs)
     return {name: change(tensor) for name, tensor in inputs.items()}
 
 
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
-    """What the model gives: named inputs are handed over by their order."""
     return model(*tensors_by_name(inputs).values())
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:
-    """What a model gave: one output bare, or several."""
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
 def to_device(inputs: Inputs, device: torch.device | str) -> Inputs:
-    """On that device; out of page-locked memory without waiting."""
     return map_tensors(inputs, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def batch_size(inputs: Inputs) -> int:
-    """How many inputs there are. Raises BadInput for none and where the tensors disagree."""
     sizes = {name: len(tensor) if tensor.ndim else 0 for name, tensor in tensors_by_name(inputs).items()}
     if len(set(sizes.values())) != 1 or not all(sizes.values()):
         shapes = ", ".join(_shown(name, tensor) for name, tensor in tensors_by_name(inputs).items()) or "no tensor"
@@ -56,14 +48,12 @@ def batch_size(inputs: Inputs) -> int:
 
 
 def refuse_dtypes(inputs: Inputs) -> None:
-    """Raises BadInput for numbers of another precision than the model's: float32 and whole numbers are taken."""
     for name, tensor in tensors_by_name(inputs).items():
         if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype != torch.float32):
             raise BadInput(f"inputs: got {_shown(name, tensor)}; expected float32, whole numbers or booleans")
 
 
 def concatenated(parts: Sequence[Inputs]) -> Inputs:
-    """Parts of one form as one batch."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([tensors_by_name(part)["input"] for part in parts])
@@ -71,13 +61,11 @@ def concatenated(parts: Sequence[Inputs]) -> Inputs:
 
 
 def chunks(inputs: Inputs, size: int) -> Iterator[Inputs]:
-    """In parts of `size`; the last one may be smaller."""
     for start in range(0, batch_size(inputs), size):
         yield map_tensors(inputs, lambda tensor, start=start: tensor[start : start + size])  # type: ignore[misc]
 
 
 def padded_to(inputs: Inputs, size: int) -> Inputs:
-    """Made up to `size` with repeats of the last one."""
     repeats = size - batch_size(inputs)
     if not repeats:
         return inputs
@@ -93,10 +81,7 @@ InputsT_co = TypeVar("InputsT_co", bound=Tensor | Mapping[str, Tensor], covarian
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch(Generic[InputsT_co]):
-    """inputs [B,...], their content hashes [B]; `end` is the position after the last one, bad ones included.
-
-    Where all were bad, `ids` is empty and `inputs` says nothing.
-    """
+    """inputs [B,...] with content hashes [B]; `end` is the position after the last one, bad ones included."""
 
     inputs: InputsT_co
     ids: Tensor
@@ -105,15 +90,15 @@ class Batch(Generic[InputsT_co]):
 
 
 def ids_from_hashes(hashes: Iterable[bytes]) -> Tensor:
-    """What identifies inputs by the SHA-256 of each one's content [count] int64."""
     ids = np.frombuffer(b"".join(content[:8] for content in hashes), dtype="<i8")
     return torch.from_numpy(ids.astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenedInputs(Generic[InputsT_co]):
-    """Those at `places` of the `available` inputs: `ids` [count] int64 are hashes of each one's content, `digest`
-    covers names and contents; up to `max_bad` that can't be read are skipped. `noun`: their plural.
+    """Inputs at `places` of the `available`; `ids` [count] hash contents, `digest` covers names too.
+
+    Up to `max_bad` unreadable ones are skipped. `noun`: their plural.
     """
 
     noun: ClassVar[str]
@@ -125,11 +110,9 @@ class OpenedInputs(Generic[InputsT_co]):
     max_bad: int = 0
 
     def example(self) -> InputsT_co:
-        """One input of the shape and dtype of all, to learn from what a model makes of it."""
         raise NotImplementedError
 
     def _hashes(self, places: Sequence[int]) -> Sequence[bytes]:
-        """The SHA-256 of each one's content."""
         raise NotImplementedError
 
     def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[Batch[InputsT_co]]:
@@ -151,16 +134,12 @@ class OpenedInputs(Generic[InputsT_co]):
         return self._name(self.places[position])
 
     def batches(self, batch_size: int) -> Iterator[InputsT_co]:
-        """All in order; the last batch may be smaller. Raises BadInput beyond `max_bad` unreadable ones."""
         return (batch.inputs for batch in self.read(batch_size) if len(batch.ids))
 
     def read(
         self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
     ) -> Iterator[Batch[InputsT_co]]:
-        """Positions `first` to `stop` with what identifies them; `bad` are the ones met before `first`.
-
-        `pin` puts them into page-locked memory, from which a copy to a GPU doesn't wait.
-        """
+        """Yield positions `first` to `stop`; `bad` are those met before. `pin` uses page-locked memory."""
         if batch_size < 1:
             raise BadInput(f"batch size: got {batch_size}, expected at least 1")
         met = list(bad)
@@ -170,7 +149,6 @@ class OpenedInputs(Generic[InputsT_co]):
             yield batch
 
     def refuse_bad(self, bad: Sequence[str]) -> None:
-        """Raises BadInput with the reasons of the first ones when `bad` are more than `max_bad`."""
         if len(bad) > self.max_bad:
             more = f"\nand {len(bad) - NAMED} more" if len(bad) > NAMED else ""
             reasons = "\n".join(bad[:NAMED]) + more
@@ -183,11 +161,9 @@ class OpenedInputs(Generic[InputsT_co]):
         return replace(self, places=places, ids=ids_from_hashes(hashes), digest=digest)
 
     def subset(self, positions: Sequence[int]) -> Self:
-        """Those at these positions alone."""
         return self._at(tuple(self.places[position] for position in positions))
 
     def sampled(self, samples: int | None, seed: int, *, where: object) -> Self:
-        """`samples` of all available ones drawn by `seed`, in their order, or all. Raises BadInput for fewer."""
         return self._at(drawn_places(self.available, samples, seed, noun=self.noun, where=where))
 
 
@@ -196,10 +172,9 @@ InputSet = OpenedInputs[Inputs]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IndexedInputs(OpenedInputs[Mapping[str, Tensor]]):
-    """What gives the tensors at any places; what can't be read is met on opening."""
+    """Inputs whose tensors are read at any places."""
 
     def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
-        """Those at some positions, by name."""
         raise NotImplementedError
 
     def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[Batch[Mapping[str, Tensor]]]:
@@ -215,11 +190,7 @@ SomeSet = TypeVar("SomeSet", bound=InputSet)
 
 
 def held_out_split(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, SomeSet]:
-    """`count` of the inputs drawn by `seed` to be held out, and first the rest; each in the order they had.
-
-    Copies of an input go where it goes, beyond the count, so that no content is in both. Raises BadInput unless both
-    have an input.
-    """
+    """Hold out `count` inputs drawn by `seed`; copies go with them. Raises BadInput unless both sides have an input."""
     distinct = inputs.ids.unique()
     if not 1 <= count < len(distinct):
         got = f"hold out: got {count} of {inputs.count} {inputs.noun}"
@@ -238,5 +209,4 @@ def held_out_split(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, 
 
 
 def shuffled(inputs: SomeSet, *, seed: int) -> SomeSet:
-    """The same inputs in an order drawn by `seed`, so that the first ones are a draw of their own."""
     return inputs.subset(np.random.default_rng(seed).permutation(inputs.count).tolist())

@@ -29,9 +29,7 @@ ObservedShapes = Callable[[Role], torch.Size]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What the sums of a site are of: the sizes of their axes by letter (see axes), and the `names` of those that its
-    moments don't always have. `tokens`: of an input; of a convolution the places that it gives.
-    """
+    """The axes of a site's sums by letter, optional sums by `names`, and tokens (or places) of an input."""
 
     moments: type[SiteMoments]
     tokens: int
@@ -39,13 +37,10 @@ class Shape:
     names: tuple[str, ...] = ()
 
     def bytes_of_moments(self) -> int:
-        """Float64 sums of one site, the attention system aside."""
         return _bytes_of((*sums_of(self.moments), *self.names), self.sizes)
 
     def bytes_of_system(self, *, kept: int | None = None) -> int:
-        """Float64 sums of CORP's per-image system of one site, for all dims or for `kept` dims per head; channels and
-        convolutions have none.
-        """
+        """Return float64 bytes of CORP's per-image system, for all dims or `kept` per head; 0 for other kinds."""
         if self.moments is not HeadMoments:
             return 0
         width = self.sizes["D"] if kept is None else kept
@@ -53,7 +48,6 @@ class Shape:
         return _bytes_of(("system_HTT", *restricted), {"H": self.sizes["H"], "K": width, "T": triangle(width)})
 
     def with_patches_of(self, channels: int) -> "Shape":
-        """Of a convolution, with patches of so many channels of each group."""
         sizes = {**self.sizes, "R": channels, "U": channels * self.sizes["T"]}
         return replace(self, sizes=sizes, names=("cross_GPU",))
 
@@ -90,7 +84,7 @@ _SHAPES: Mapping[SiteKind, Callable[[Any, ObservedShapes], Shape]] = {
 def shapes_of_sites(
     model: nn.Module, sites: Sequence[Site], *, example: Inputs, device: torch.device | str
 ) -> dict[str, Shape]:
-    """Runs example inputs through `model`, which is on `device` (`meta` costs nothing), to learn what sites are fed."""
+    """Run an example (on `meta` at no cost) to learn what sites are fed."""
     observed: dict[tuple[str, Role], torch.Size] = {}
 
     def on_activation(name: str, role: Role, activation: Tensor) -> None:
@@ -111,7 +105,7 @@ def shapes_of_sites(
 def bytes_needed(
     shapes: Mapping[str, Shape], *, attention_system: bool = False, kept: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Bytes each site's sums take during and after a calibration with these options; `kept`: dims kept per head."""
+    """Return the bytes of each site's sums; `kept`: dims kept per head."""
     kept = kept or {}
     return {
         name: shape.bytes_of_moments()
@@ -123,11 +117,11 @@ def bytes_needed(
 def patch_channels_that_fit(
     shapes: Mapping[str, Shape], available: int, *, free: Collection[str] | None = None
 ) -> Mapping[str, int]:
-    """How many channels a group convolutions may keep in patches, so that all sums take `available` bytes at most.
+    """Return channels a group that convolutions may keep in patches, so that sums fit `available` bytes; empty if all
+    fit.
 
-    As few sites as possible are named, those with the largest sums, and of these the larger ones give up channels
-    first; none keeps fewer than LEAST_CHANNELS. `free`: those that may be named, all by default. Empty where everything
-    fits. Raises BadInput where even that doesn't.
+    As few sites as possible are named, the largest first, none with fewer than LEAST_CHANNELS; `free`: those that may
+    be. Raises BadInput where nothing fits.
     """
     total = sum(bytes_needed(shapes).values())
     named = _to_restrict(shapes, total, available, shapes if free is None else free)
@@ -140,7 +134,6 @@ def patch_channels_that_fit(
 
 
 def _to_restrict(shapes: Mapping[str, Shape], total: int, available: int, free: Collection[str]) -> dict[str, Shape]:
-    """The largest convolutions, as few as bring the total of bytes down with patches of the fewest channels."""
     wide = {name: shape for name, shape in shapes.items() if shape.moments is PatchMoments and name in free}
     narrow = {name: shape.with_patches_of(LEAST_CHANNELS) for name, shape in wide.items()}
     saved = {name: wide[name].bytes_of_moments() - narrow[name].bytes_of_moments() for name in wide}
@@ -160,7 +153,6 @@ def _to_restrict(shapes: Mapping[str, Shape], total: int, available: int, free: 
 
 
 def bytes_available(device: torch.device | str) -> int:
-    """Free memory of the GPU, or what this machine and the control group of the process leave."""
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -175,7 +167,6 @@ def bytes_available(device: torch.device | str) -> int:
 
 
 def refuse_too_large(needed: Mapping[str, int], available: int) -> None:
-    """Raises BadInput when the sums won't fit, with the figures and the ways out."""
     total = sum(needed.values())
     if total > available:
         largest = max(needed, key=lambda name: needed[name])

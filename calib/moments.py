@@ -22,9 +22,9 @@ from .sites import SiteKind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChannelMoments:
-    """Sums over all tokens of x, the input of an MLP's last linear layer; `active_F` counts |x| > eps.
+    """Sums over tokens of x, the input of an MLP's last linear layer; `active_F` counts |x| > eps.
 
-    Each token counts by its weight, once unless weights were given; `tokens` is the sum of the weights.
+    Each token counts by its weight; `tokens` is the sum of weights.
     """
 
     kind: ClassVar[SiteKind] = "mlp"
@@ -39,12 +39,10 @@ class ChannelMoments:
 
     @property
     def entering(self) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of what enters the site's last linear layer."""
         return self.mean_F, self.covariance_FF
 
     @property
     def system_width(self) -> int | None:
-        """Channels have no per-image system."""
         return None
 
     @property
@@ -69,20 +67,14 @@ class ChannelMoments:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadMoments:
-    """Sums over images and tokens of q and k as they enter the dot product (before its scale), and of z.
+    """Sums over images and tokens of q and k before the dot product's scale, and of z; tokens count by their weights.
 
-    qq_HDD = sum of q q^T; kk_centred_HDD has k centred within each image first; energy_HD = sum over images of
-    ||q_j||^2 ||k_j||^2, the norms taken over one image's tokens. Where tokens have weights, each counts by its own: in
-    every sum, in every norm, and in the mean that k is centred by; `tokens` is the sum of the weights. Where tokens
-    see those of their window alone, or of a part of it, that counts as an image in all that is kept of q and k per
-    image. Where they see none behind them, sums of q and k are over the pairs that see each other (see causal.py), the
-    energy of the logits of those pairs, and in the systems below K'K stands for the keys that each query sees.
+    qq_HDD = sum of q q^T; kk_centred_HDD centres k within each image; energy_HD = sum over images of ||q_j||^2
+    ||k_j||^2. A window counts as an image; causal attention sums over visible pairs (see causal.py).
 
-    system_HTT = sum over images of upper(K'K) upper(Q'Q)^T gives CORP's exact per-image system (eq. 15) for every kept
-    set. With `kept_HK` (sorted dims per head) it is restricted to those dims, and two sums over images stand in for
-    what was left out: target_HKK = (Q_S'Q_P)(K_P'K_S), the right-hand side, and target_energy_H = <Q_P'Q_P, K_P'K_P>,
-    the squared norm of the logits that the removed dims P contributed. plane_gram_HXX [H,D,D]: of causal attentions
-    whose q and k positions turn by planes, see gram_of_planes: how attention moves.
+    system_HTT = sum over images of upper(K'K) upper(Q'Q)^T gives CORP's per-image system (eq. 15). With `kept_HK`
+    (sorted dims per head) it is of those dims, and target_HKK = (Q_S'Q_P)(K_P'K_S) and target_energy_H = <Q_P'Q_P,
+    K_P'K_P> stand for the removed dims P. plane_gram_HXX: see gram_of_planes.
     """
 
     kind: ClassVar[SiteKind] = "attention"
@@ -117,12 +109,10 @@ class HeadMoments:
 
     @property
     def entering(self) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of what enters the site's last linear layer."""
         return self.z_mean_C, self.z_covariance_CC
 
     @property
     def system_width(self) -> int | None:
-        """Dims per head that the per-image system covers, None without one."""
         if self.system_HTT is None:
             return None
         return self.energy_HD.shape[1] if self.kept_HK is None else self.kept_HK.shape[1]
@@ -158,7 +148,6 @@ OneKind = TypeVar("OneKind", bound=SiteMoments)
 
 
 def on_device(moments: OneKind, device: torch.device | str) -> OneKind:
-    """The same sums on another device; no copy where they are there already."""
     values = ((each.name, getattr(moments, each.name)) for each in fields(moments))
     tensors: dict[str, Any] = {name: value.to(device) for name, value in values if isinstance(value, Tensor)}
     return replace(moments, **tensors)
@@ -166,14 +155,12 @@ def on_device(moments: OneKind, device: torch.device | str) -> OneKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
-    """What one calibration leaves: statistics by site name, where they come from, and which images were seen.
+    """A calibration's result: statistics by site, their lineage, and the images seen.
 
-    `lineage` holds the caller's digests; `model`, `preprocessing` and `dtype` must agree to merge. `image_ids` [images]
-    int64 are sorted content hashes, or empty when unknown, `image_hashes` [images,2] int64 in that order of what images
-    look like, empty where that is unknown too. Where images were told to belong together, `group_ids` has
-    the group of each, in that order, and `half` the moments of half of the groups, so that a fit to either half can be
-    judged on the other. `metrics`: by the name of a layer's weight what a change of its outputs does to the model's,
-    [O,O], where a plan has learned it of the model; never stored.
+    `model`, `preprocessing` and `dtype` of `lineage` must agree to merge. `image_ids` [images] are sorted content
+    hashes, `image_hashes` [images,2] perceptual ones in that order; empty when unknown. `group_ids` are the images'
+    groups, `half` the moments of half of them. `metrics`: by weight what a change of a layer's outputs does to the
+    model's, [O,O]; never stored.
     """
 
     sites: Mapping[str, SiteMoments]
@@ -199,11 +186,9 @@ class Moments:
 
     @property
     def fingerprints(self) -> Fingerprints:
-        """Of the images that were seen; none when unknown."""
         return Fingerprints(ids=self.image_ids, hashes_M2=self.image_hashes)
 
     def with_fingerprints(self, fingerprints: Fingerprints) -> "Moments":
-        """The same statistics, said to be of these images."""
         return replace(self, image_ids=fingerprints.ids, image_hashes=fingerprints.hashes_M2)
 
     def _refuse_half(self, half: "Moments") -> None:

@@ -18,11 +18,10 @@ from .sites import SiteKind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchMoments:
-    """Sums of patches u and outputs y (bias included) over the `tokens` places that a convolution gives, and of the map
-    x that enters it over its `map_tokens` places; `taps` is T, `active_GC` counts |x| > eps.
+    """Sums of patches u and outputs y over `tokens` places, and of the entering map x over `map_tokens` places.
 
-    With `channels_GR` (sorted channels of each group) patches are of these channels alone, and cross_GPU, the sum of
-    y u^T, stands in for the others: with all channels it follows from the weights.
+    `taps` is T, `active_GC` counts |x| > eps. With `channels_GR` patches are of these channels, and cross_GPU, the sum
+    of y u^T, stands for the others.
     """
 
     kind: ClassVar[SiteKind] = "convolution"
@@ -55,12 +54,10 @@ class PatchMoments:
 
     @property
     def entering(self) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of the channels that enter the convolution; none between its groups."""
         return self.map_mean_GC.flatten(), torch.block_diag(*self.map_covariance_GCC)
 
     @property
     def system_width(self) -> int | None:
-        """Channels have no per-image system."""
         return None
 
     @property

@@ -1,9 +1,8 @@
-"""The running float64 sums of what one convolution reads and gives, on the device that computes them: its patches
-(im2col), in the order of its weights, made for a few images, or a few rows of one, at a time.
+"""Running float64 sums of one convolution's patches (im2col) and outputs, made for a few images or rows at a time.
 
-Shapes: B images, C all channels of the map, H rows, W columns, O outputs; N places of the output, row by row, G groups,
-R channels of a group, T places of the kernel, U = R T columns of a patch: by channel, then by place, as
-conv.weight.flatten(1); P outputs of a group, n places of several images.
+Shapes: B images, C channels, H rows, W columns, O outputs; N places of the output, G groups, R channels of a group, T
+places of the kernel, U = R T columns of a patch as conv.weight.flatten(1); P outputs of a group, n places of several
+images.
 """
 
 import math
@@ -24,7 +23,7 @@ from .sums import RunningSums
 
 
 def _edges(conv: nn.Conv2d) -> tuple[int, int, int, int]:
-    """Zeros that it puts left, right, above and below the map. Raises BadInput where it puts anything else."""
+    """Return the zeros put left, right, above and below the map. Raises BadInput for other padding."""
     if conv.padding_mode != "zeros":
         raise BadInput(f"a convolution pads by {conv.padding_mode!r}; only zero padding is supported")
     if conv.padding == "valid":
@@ -37,13 +36,11 @@ def _edges(conv: nn.Conv2d) -> tuple[int, int, int, int]:
 
 
 def padded(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
-    """The map with the zeros around it, float32, float64 where it was."""
     edges, x_BCHW = _edges(conv), x_BCHW if x_BCHW.dtype == torch.float64 else x_BCHW.float()
     return functional.pad(x_BCHW, edges).contiguous()
 
 
 def grid_of(x_BCHW: Tensor, conv: nn.Conv2d) -> tuple[int, int]:
-    """Rows and columns of what it gives for a padded map."""
     spans = (step * (size - 1) for step, size in zip(conv.dilation, conv.kernel_size, strict=True))
     rows, columns = (
         (length - span - 1) // stride + 1
@@ -53,10 +50,7 @@ def grid_of(x_BCHW: Tensor, conv: nn.Conv2d) -> tuple[int, int]:
 
 
 def patches_of_rows(x_BCHW: Tensor, conv: nn.Conv2d, rows: range) -> Tensor:
-    """Patches [B,N,G,U] of some rows of the output, from a padded map of all or of some channels of each group.
-
-    They lie in memory by [G,U,B,N], as products over B and N want them.
-    """
+    """Return patches [B,N,G,U] of some rows of the output, laid out by [G,U,B,N] as products over B and N want them."""
     (kernel_h, kernel_w), (stride_h, stride_w), (dilation_h, dilation_w) = conv.kernel_size, conv.stride, conv.dilation
     image, channel, row, column = x_BCHW.stride()
     of_group, columns = x_BCHW.shape[1] // conv.groups, grid_of(x_BCHW, conv)[1]
@@ -76,9 +70,8 @@ def patches_of_rows(x_BCHW: Tensor, conv: nn.Conv2d, rows: range) -> Tensor:
 
 
 def patches(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
-    """Patches [B,N,G,U] as `conv` reads them.
-
-    patches @ conv.weight of the group, plus the bias, is what it gives. Raises BadInput unless it pads by zeros.
+    """Return patches [B,N,G,U]; times the group's weight, plus bias, they are the output. Raises BadInput for other
+    padding.
     """
     x_BCHW = padded(x_BCHW, conv)
     return patches_of_rows(x_BCHW, conv, range(grid_of(x_BCHW, conv)[0]))
@@ -89,7 +82,6 @@ FLOAT32_BYTES = 4
 
 
 def _add_grams_(total_GUU: Tensor, u_BNGU: Tensor, kernel: Kernel) -> None:
-    """Of each group: narrow ones all at once, others as wide activations are."""
     groups, width = total_GUU.shape[:2]
     if groups == 1 or width > CPU_ROWS:
         for group in range(groups):
@@ -104,7 +96,7 @@ def _per_channel(x_BCHW: Tensor) -> Tensor:
 
 
 def _portions(images: int, rows: int, most: int) -> Iterator[tuple[slice, range]]:
-    """Images of which at most `most` rows of output are taken at a time, or rows of one image: equal parts."""
+    """Yield equal parts: images of which at most `most` rows of output are taken at a time, or rows of one image."""
     if rows > most:
         parts = math.ceil(rows / most)
         spans = [range(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]

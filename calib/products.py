@@ -1,15 +1,8 @@
-"""Sums over tokens: float32 products of a few images at a time, float64 sums of products; and how much each token
-counts, by an attention mask, or by how many tokens stand merged in one.
+"""Float32 products of a few images' tokens, summed in float64, each token by its weight.
 
-A Gram of wide activations is one product over all tokens of a forward pass, cut so that no float32 sum is longer than
-TERMS terms: that leaves it good to 2e-6 of its scale where all terms have one sign, and to 1e-7 elsewhere. What is kept
-per image (q and k) is a product of its own for each image, of at most CHUNK terms. So sums over parts add up exactly;
-which images shared a product, and which kernel made it, moves a wide Gram by float32 rounding, all else by float64's.
-On a GPU a part has CHUNK terms; activations of a bfloat16 forward pass stay bfloat16 there, whose products are exact in
-float32, in parts of TERMS terms: sums of those were good to 5e-6 of their scale on an H100.
-
-A token of weight 0 contributes nothing, whatever its values. What has one vector for each input (a pooled one) counts
-it once, where any of the input's tokens counts.
+A wide Gram is one product over a pass, in parts of TERMS terms: good to 2e-6 of its scale where all terms have one
+sign, 1e-7 elsewhere; q and k have products of at most CHUNK terms for each image. On a GPU a part has CHUNK terms, or
+TERMS for bfloat16, whose products are exact (5e-6 on an H100).
 
 Shapes: B images, N tokens, n tokens of a chunk, F channels, R rows of a block, H heads, D dims.
 """
@@ -32,7 +25,7 @@ from .inputs import Inputs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialTokenWeights:
-    """Weights [B,N] for whatever has N tokens; all else, another input's tokens and maps say, counts alike."""
+    """Weights [B,N] for whatever has N tokens; all else counts alike."""
 
     weight_BN: Tensor
 
@@ -43,25 +36,23 @@ TokenWeights = Callable[[Inputs], Tensor | PartialTokenWeights | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """weight_BN float32 of one forward pass; `total` is their sum, a whole number where it is one."""
+    """weight_BN float32 of one forward pass and their sum."""
 
     weight_BN: Tensor
     total: float
 
     def along(self, x: Tensor) -> Tensor:
-        """The weights as they multiply x [B,...,N,F]."""
         return self.weight_BN.view(len(x), *[1] * (x.ndim - 3), -1, 1)
 
 
 def weights_of(weight_BN: Tensor, device: torch.device) -> Weights:
-    """Weights [B,N] that are known to be good, for sums on that device."""
     total = float(weight_BN.double().sum())
     device_weight_BN = weight_BN.float().to(device, non_blocking=True)
     return Weights(weight_BN=device_weight_BN, total=int(total) if total.is_integer() else total)
 
 
 def weights_by_tokens(weight_BN: Tensor, count: int, device: torch.device) -> Mapping[int, Weights]:
-    """The weights of `count` inputs for activations of N tokens, and for those of one vector an input.
+    """Return the weights for activations of N tokens, and for one vector an input.
 
     Raises BadInput unless they are [count,N], finite and not negative.
     """
@@ -81,17 +72,15 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def weighted(x: Tensor, weights: Weights | None) -> Tensor:
-    """x [B,...,N,F] times the weight of its token, float32; x itself without weights."""
     return x if weights is None else _scaled(x, weights.along(x))
 
 
 def weighted_by_root(x: Tensor, weights: Weights | None) -> Tensor:
-    """x [B,...,N,F] times the root of its token's weight, so that products are weighted; x itself without weights."""
+    """Multiply x [B,...,N,F] by the root of its token's weight, so that products are weighted."""
     return x if weights is None else _scaled(x, weights.along(x).sqrt())
 
 
 def token_count(x_BNF: Tensor, weights: Weights | None) -> float:
-    """How many tokens there are, each counted by its weight."""
     return x_BNF.shape[0] * x_BNF.shape[1] if weights is None else weights.total
 
 
@@ -118,12 +107,11 @@ def matmul_precision(name: str) -> Iterator[None]:
 
 
 def _parts(x_nF: Tensor) -> tuple[Tensor, ...]:
-    """Tokens [n,F] in the fewest equal parts of at most TERMS."""
     return x_nF.chunk(math.ceil(len(x_nF) / TERMS))
 
 
 def _product_by_onednn(x_Fn: Tensor, start: int) -> Tensor:
-    """Its kernels want both operands transposed; torch sends float32 there only by this operator."""
+    """Multiply by oneDNN, which wants both operands transposed and gets float32 by this operator alone."""
     left_Rn, right_Fn = x_Fn[start : start + CPU_ROWS], x_Fn[start:]
     product_RF: Tensor = torch.ops.mkldnn._linear_pointwise(left_Rn, right_Fn, None, "none", [], "")
     return product_RF
@@ -140,10 +128,10 @@ def _add_gram_on_cpu_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel) -> None:
 
 
 def faster_kernel(clock: Callable[[], float]) -> Kernel:
-    """The faster way to take wide Grams on this CPU, timed here and now: 35 ms.
+    """Return the faster kernel for wide Grams on this CPU, timed in 35 ms.
 
-    MKL halves its speed on AMD, where oneDNN doesn't; on Intel MKL is a fifth faster. Noise is not to choose, so that
-    the bits stay the same from run to run: the least of several turns counts, and oneDNN has to need a tenth less.
+    MKL halves its speed on AMD; on Intel it is a fifth faster. The least of several turns counts, and oneDNN has to
+    need a tenth less, so that noise doesn't choose.
     """
     x_BNF, total_FF = torch.ones(TRIAL_SHAPE), torch.zeros(TRIAL_SHAPE[-1], TRIAL_SHAPE[-1], dtype=torch.float64)
     took: dict[Kernel, list[float]] = {"blas": [], "onednn": []}
@@ -157,12 +145,10 @@ def faster_kernel(clock: Callable[[], float]) -> Kernel:
 
 @cache
 def kernel_of_this_cpu() -> Kernel:
-    """Timed once a process, in CPU seconds: what else the machine does counts little."""
     return faster_kernel(time.process_time)
 
 
 def kernel_for(width: int) -> Kernel:
-    """What takes Grams of this width on this CPU; narrow ones aren't worth timing."""
     timed = width >= TRIAL_SHAPE[-1] and torch.backends.mkldnn.is_available()
     return kernel_of_this_cpu() if timed else "blas"
 
@@ -179,10 +165,9 @@ def _add_gram_on_gpu_(total_FF: Tensor, x_BNF: Tensor) -> None:
 
 
 def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> None:
-    """Adds the sum of x x^T to the blocks of total_FF on and above its diagonal; `mirror_` makes the rest.
+    """Add the sum of x x^T to the blocks on and above the diagonal; `mirror_` makes the rest.
 
-    Block row i starts at its diagonal block, which saves almost half the multiplications of the whole product.
-    `kernel` is the CPU's, the faster one unless given; a GPU has one of its own.
+    Block row i starts at its diagonal block, which saves almost half the multiplications.
     """
     if x_BNF.device.type == "cpu":
         _add_gram_on_cpu_(total_FF, x_BNF, kernel or kernel_for(len(total_FF)))
@@ -191,7 +176,7 @@ def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> 
 
 
 def mirror_(total_FF: Tensor) -> None:
-    """Copies what lies above the diagonal of the last two dims below it, in place: kernels round both sides apart."""
+    """Copy what lies above the diagonal below it, in place, as kernels round both sides apart."""
     rows = CPU_ROWS if total_FF.device.type == "cpu" else GPU_ROWS
     for start in range(0, total_FF.shape[-1], rows):
         stop = start + rows
@@ -201,7 +186,6 @@ def mirror_(total_FF: Tensor) -> None:
 
 
 def add_sum_(total_F: Tensor, x_BNF: Tensor) -> None:
-    """Adds the sum over images and tokens."""
     total_F.add_(x_BNF.float().sum(1).double().sum(0))
 
 

@@ -17,8 +17,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelRedundancy:
-    """One row of Table 9. `k95`: principal directions that hold 95 % of the variance of x; `activation_sparsity`:
-    share of entries with |x| <= eps. `spectrum`: shares of variance, largest first."""
+    """One row of Table 9. `k95`: directions that hold 95 % of the variance; `spectrum`: shares, largest first."""
 
     kind: ClassVar[SiteKind] = "mlp"
     ratios: ClassVar = ("k95_ratio", "effective_rank_ratio")
@@ -41,8 +40,7 @@ class ChannelRedundancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRedundancy:
-    """Q/K of one site: `k95` and `k99` per head are the dims that hold 95 % and 99 % of the logit energy, the squared
-    singular values of S_q^1/2 S_k^1/2 (k centred per image, which softmax cannot tell from k as it is)."""
+    """Q/K of one site: dims per head that hold 95 and 99 % of the energy of S_q^1/2 S_k^1/2 (k centred per image)."""
 
     kind: ClassVar[SiteKind] = "attention"
     ratios: ClassVar = ("k95_ratio", "k99_ratio")
@@ -66,8 +64,6 @@ class HeadRedundancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchRedundancy(ChannelRedundancy):
-    """The same of the channels that enter a convolution, over all places of their map; none between its groups."""
-
     kind: ClassVar[SiteKind] = "convolution"
 
 
@@ -75,30 +71,24 @@ Redundancy = ChannelRedundancy | HeadRedundancy
 
 
 def shares_from_energies(energy_D: Tensor) -> Tensor:
-    """Non-negative shares that sum to 1, largest first; rounding below zero counts as zero."""
     sorted_D = energy_D.clamp(min=0).sort(descending=True).values
     total = sorted_D.sum()
     return sorted_D / total if total > 0 else sorted_D
 
 
 def effective_rank(share_D: Tensor) -> float:
-    """exp of the entropy of the shares (Roy and Vetterli 2007), 0 where nothing varies.
-
-    CORP's Table 9 takes it over a sample of 500 tokens, which bounds it by 500; here it is over all tokens.
-    """
+    """Return exp of the entropy of the shares (Roy and Vetterli 2007), over all tokens; 0 where nothing varies."""
     positive = share_D[share_D > 0]
     return float(torch.exp(-(positive * positive.log()).sum())) if len(positive) else 0.0
 
 
 def count_holding(share_D: Tensor, part: float) -> int:
-    """How many of the largest shares hold at least `part` of the whole."""
     if not share_D.sum() > 0:
         return 0
     return min(int((share_D.cumsum(0) < part - 1e-12).sum()) + 1, len(share_D))
 
 
 def _root(second_HDD: Tensor) -> Tensor:
-    """Symmetric square root of a positive semidefinite matrix per head."""
     value_HD, vector_HDD = torch.linalg.eigh(second_HDD)
     root_HDD: Tensor = vector_HDD * value_HD.clamp(min=0).sqrt()[:, None, :] @ vector_HDD.mT
     return root_HDD
@@ -107,7 +97,6 @@ def _root(second_HDD: Tensor) -> Tensor:
 def _of_channels(
     kind: type[ChannelRedundancy], site: str, eps: float, covariance: Tensor, active_share: Tensor
 ) -> ChannelRedundancy:
-    """Spectrum of the covariance of x, or of the covariances of all groups together."""
     share_F = shares_from_energies(torch.linalg.eigvalsh(covariance).flatten())
     return kind(
         site=site,
@@ -129,7 +118,6 @@ def of_convolution(site: str, moments: PatchMoments) -> ChannelRedundancy:
 
 
 def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
-    """Spectrum of S_q^1/2 S_k^1/2 per head."""
     product_HDD = _root(moments.q_second_HDD) @ _root(moments.k_centred_HDD)
     shares = [shares_from_energies(singular_D**2) for singular_D in torch.linalg.svdvals(product_HDD)]
     return HeadRedundancy(
@@ -150,12 +138,10 @@ _OF_KIND: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {
 
 
 def redundancy(moments: Moments) -> list[Redundancy]:
-    """One entry per site, in the moments' order; reads one site at a time."""
     return [_OF_KIND[site.kind](name, site) for name, site in moments.sites.items()]
 
 
 def record_from_redundancy(entries: list[Redundancy], lineage: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON record."""
     sites = [
         {"type": entry.kind, **asdict(entry), **{name: getattr(entry, name) for name in entry.ratios}}
         for entry in entries

@@ -1,5 +1,4 @@
-"""Rows of named arrays, in memory or mapped, as a model's inputs: opened once, identified by content, read in order; of
-a file with an array for each of a model's ports, and of sequences of token ids, all of one length.
+"""Rows of named arrays as a model's inputs: an array for each port, or sequences of token ids.
 
 Shapes: S sequences, N tokens of each.
 """
@@ -35,7 +34,6 @@ class Rows(IndexedInputs):
     arrays: Arrays
 
     def example(self) -> Mapping[str, Tensor]:
-        """The first row."""
         return self._rows(range(1))
 
     def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
@@ -49,7 +47,6 @@ class Rows(IndexedInputs):
         return rows.astype(np.int64) if self.as_int64 else rows
 
     def _hashes(self, places: Sequence[int]) -> list[bytes]:
-        """By each row's bytes as they are given, little-endian, array by array."""
 
         def content(place: int) -> bytes:
             rows = (self._as_given(array[place]) for array in self.arrays.values())
@@ -64,8 +61,6 @@ _ROWS = 1024  # read at once where values are checked
 
 
 class Sequences(Rows):
-    """Rows of ids, [B,N] int64 under `input_ids`, whatever type they are kept in."""
-
     __slots__ = ()
     noun: ClassVar[str] = "sequences"
     as_int64: ClassVar[bool] = True
@@ -77,7 +72,6 @@ def sequences_of(ids_SN: NDArray[Any], *, where: str, samples: int | None = None
 
 
 def in_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:
-    """A stream of ids as whole rows [S,N]; what is left over at its end is dropped. Raises BadInput for no row."""
     count = len(ids_n) // length
     if not count:
         raise BadInput(
@@ -88,9 +82,9 @@ def in_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:
 
 
 def open_ids(path: Path, *, length: int, vocabulary: int, samples: int | None = None, seed: int = 0) -> Sequences:
-    """Token ids of a .npy, whole numbers [S, length], or one stream [n] that is cut into such rows; memory-mapped.
+    """Open token ids of a .npy: whole numbers [S, length], or one stream [n]; memory-mapped.
 
-    Raises BadInput for a file that is missing or damaged, for other numbers, and for ids that the model doesn't know.
+    Raises BadInput for a missing or damaged file, other numbers, and ids beyond the vocabulary.
     """
     if not path.exists():
         raise BadInput(f"{path}: no such file, expected token ids ({SUFFIX})")
@@ -117,11 +111,10 @@ SUFFIXES = (".npz", ".safetensors", ".npy")
 def open_arrays(
     path: Path, ports: Sequence[Port], *, id_counts: Mapping[str, int], samples: int | None = None, seed: int = 0
 ) -> Rows:
-    """An array [N, *shape] for each port, under its name in .npz or .safetensors; of a model with one port a .npy too,
-    memory-mapped. `id_counts`: of ports of ids how many there are. `samples` of the rows are drawn by `seed`.
+    """Open an array [N, *shape] for each port by name (.npz, .safetensors), or a .npy for one port.
 
-    Raises BadInput for a file that is missing or damaged, for an array that is missing, of no port or of another type
-    or shape than its port's, for NaN and Inf, and for ids that the model doesn't know.
+    `id_counts`: of ports of ids how many there are. Raises BadInput for arrays that are missing or don't fit, for NaN
+    and Inf, and for unknown ids.
     """
     arrays = checked_feeds(feeds_of_ports(_arrays(path, ports), ports), ports, where=str(path))
     for name, array in arrays.items():

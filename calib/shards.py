@@ -25,8 +25,6 @@ LONGEST_HEADER = 2**20
 
 
 class Member(NamedTuple):
-    """A regular file inside a shard: `size` bytes at `offset`."""
-
     shard: Path
     name: str
     offset: int
@@ -96,8 +94,6 @@ _RANGE = re.compile(r"\{([0-9]{1,12})\.\.([0-9]{1,12})\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards(Pictures):
-    """The image members of tar files, shard after shard, in the order they were written."""
-
     members: tuple[Member, ...]
 
     def __len__(self) -> int:

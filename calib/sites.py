@@ -1,9 +1,7 @@
-"""Where to listen: the modules of a model whose inputs or outputs are statistics' raw material, and forward hooks there
-that are gone when the context closes.
+"""The modules at which statistics listen, and hooks there that are gone when the context closes.
 
-Shapes: B inputs, W windows of an input, H heads, N tokens, D dims, F and C channels. The batch is in front of every
-activation, whatever a model does inside: windows are an axis of their own. Of a convolution's maps: C channels in, O
-out, H rows, W columns, G groups, R channels of a group.
+Shapes: B inputs, W windows, H heads, N tokens, D dims, F and C channels, batch in front; of convolutions C channels in,
+O out, H rows, W columns, G groups, R channels of a group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +31,7 @@ def _heads(site: str, x: Tensor) -> Tensor:
 
 
 def _tokens_into(module: nn.Module, site: str, x: Tensor) -> Tensor:
-    """[B,F], [B,N,F], or [B,...,F] into a linear layer -> [B,N,F]: what lies between batch and channels is tokens."""
+    """Return [B,N,F] of a linear layer's input: axes between batch and channels are tokens."""
     if isinstance(module, CONVOLUTIONS) or (x.ndim > 3 and not isinstance(module, nn.Linear)):
         raise BadInput(
             f"{site}: {type(module).__name__} takes {list(x.shape)}, a feature map [batch, channels, ...]; only "
@@ -54,9 +52,7 @@ def _map_of(channels: int, site: str, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tap:
-    """`take` turns what `module` gives, or what enters it (`of_input`), into an activation; `checked` refuses those of
-    another form, by default than [B,H,N,D], or [B,W,H,N,D] where tokens see those of their window alone.
-    """
+    """A module's output, or its input (`of_input`), made an activation by `take` and `checked` for its form."""
 
     module: nn.Module
     take: Callable[[Tensor], Tensor] = lambda x: x
@@ -73,7 +69,6 @@ class Tap:
 
 
 def _entering(module: nn.Module) -> Tap:
-    """What enters it, as [B,N,F]."""
     return Tap(module=module, checked=partial(_tokens_into, module), of_input=True)
 
 
@@ -89,12 +84,10 @@ class ChannelTaps:
 
     @property
     def summed_width(self) -> int:
-        """Channels of x, whose products are summed in one piece."""
         return self.output.in_features
 
     @property
     def taps(self) -> Mapping[Role, Tap]:
-        """What one forward pass must bring, each exactly once."""
         return {"x": _entering(self.output)}
 
 
@@ -102,11 +95,10 @@ class ChannelTaps:
 class HeadTaps:
     """q and k as they enter the dot product, before its scale; z [B,N,C] is the input of `output`.
 
-    `merge`: a module that merged tokens before they came here; the second of its outputs [B,N] is how many stand in
-    each, by which they are weighted, or None. `slots_WN`: 1 for what of q and k in windows [B,W,H,N,D] is there, 0 for
-    what isn't; None for all. `causal`: a query sees the keys up to its own place, and no other pair of them counts.
-    `plane_scale`: what scores are multiplied by, of q and k that positions turn by planes (dimensions p and p + D/2).
-    Where queries share keys in groups, q and k are of all heads, keys of a group for each of its heads again.
+    `merge`: a module whose second output [B,N] counts the tokens merged into each, or is None. `slots_WN`: 1 for
+    present q and k of windows [B,W,H,N,D]; None for all. `causal`: a query sees keys up to its place. `plane_scale`:
+    the scores' factor where positions turn q and k by planes (dimensions p and p + D/2). Shared keys are repeated for
+    each head.
     """
 
     kind: ClassVar[SiteKind] = "attention"
@@ -122,20 +114,18 @@ class HeadTaps:
 
     @property
     def summed_width(self) -> int:
-        """There is no x."""
         return 0
 
     @property
     def taps(self) -> Mapping[Role, Tap]:
-        """What one forward pass must bring, each exactly once."""
         return {"q": self.queries, "k": self.keys, "z": _entering(self.output)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchTaps:
-    """x is the map [B,C,H,W] that enters `output`, a convolution, and y [B,O,H',W'] the map that it gives.
+    """x is the map [B,C,H,W] that enters the convolution `output`, y [B,O,H',W'] its output.
 
-    `channels_GR`: int64, sorted, those of each group whose patches are summed; None for all.
+    `channels_GR`: int64, sorted, each group's summed channels; None for all.
     """
 
     kind: ClassVar[SiteKind] = "convolution"
@@ -165,35 +155,29 @@ class PatchTaps:
 
     @property
     def group_width(self) -> int:
-        """Channels of a group."""
         return self.output.in_channels // self.output.groups
 
     @property
     def chosen(self) -> int:
-        """Channels of a group whose patches are summed."""
         return self.group_width if self.channels_GR is None else self.channels_GR.shape[1]
 
     @property
     def places(self) -> int:
-        """Places of the kernel."""
         rows, columns = self.output.kernel_size
         return rows * columns
 
     @property
     def summed_width(self) -> int:
-        """Columns of a patch, whose products are summed in one piece."""
         return self.chosen * self.places
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the axes of its sums, see PatchMoments."""
         conv, width, chosen, places = self.output, self.group_width, self.chosen, self.places
         sizes = {"G": conv.groups, "C": width, "R": chosen, "T": places, "U": chosen * places}
         return sizes | {"O": conv.out_channels, "P": conv.out_channels // conv.groups}
 
     @property
     def taps(self) -> Mapping[Role, Tap]:
-        """What one forward pass must bring, each exactly once."""
         conv = self.output
         entering = Tap(module=conv, checked=partial(_map_of, conv.in_channels), of_input=True)
         return {"x": entering, "y": Tap(module=conv, checked=partial(_map_of, conv.out_channels))}
@@ -206,8 +190,7 @@ Hear = Callable[[str, Role, Tensor], None]
 
 @contextmanager
 def listening(sites: Sequence[Site], on_activation: Hear) -> Iterator[None]:
-    """Calls hear(site name, role, activation) during forward passes: x and z [B,N,...], q and k [B,H,N,D] or in
-    windows [B,W,H,N,D]; of a convolution the maps x [B,C,H,W] and y [B,O,H,W]."""
+    """Call `on_activation` with x and z [B,N,...], q and k [B,H,N,D] (or by window), and maps x and y [B,C,H,W]."""
     with ExitStack() as stack:
         for site in sites:
             for role, tap in site.taps.items():
@@ -217,7 +200,7 @@ def listening(sites: Sequence[Site], on_activation: Hear) -> Iterator[None]:
 
 @contextmanager
 def listening_to_merges(sites: Sequence[Site], on_merge: Callable[[nn.Module, Tensor | None], None]) -> Iterator[None]:
-    """Calls hear(merge, sizes [B,N] of the tokens it gives, or None) when a merge before one of the sites has run."""
+    """Call `on_merge` with the sizes [B,N] of merged tokens, or None, when a merge before a site has run."""
 
     def hook(merge: nn.Module, _: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
         on_merge(merge, outputs[1])
@@ -230,7 +213,6 @@ def listening_to_merges(sites: Sequence[Site], on_merge: Callable[[nn.Module, Te
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and every submodule's own mode again afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -25,9 +25,7 @@ Transform = Callable[[Image.Image], Tensor]
 
 
 class Source(Protocol):
-    """Images by position; `content` is what identifies one, `image` raises BadInput if it can't be read. `skipped` says
-    what was left out.
-    """
+    """Images by position, read by content; `image` raises BadInput if it can't be read."""
 
     @property
     def skipped(self) -> str: ...
@@ -42,7 +40,6 @@ class Source(Protocol):
 
 
 def checked_image(image: Tensor, name: str, shape: ImageShape) -> Tensor:
-    """`image` if it is finite float32 of `shape`."""
     if image.dtype != torch.float32 or tuple(image.shape) != shape:
         raise BadInput(f"{name}: got {image.dtype} {list(image.shape)}, the model takes torch.float32 {list(shape)}")
     if not torch.isfinite(image).all():
@@ -51,15 +48,12 @@ def checked_image(image: Tensor, name: str, shape: ImageShape) -> Tensor:
 
 
 def refuse_large(size_bytes: int, name: str) -> None:
-    """Raise BadInput for a file that no picture is as large as."""
     if size_bytes > MOST_BYTES:
         raise BadInput(f"{name}: {size_bytes} bytes, larger than any picture; {MOST_BYTES} at most are read")
 
 
 def image_from_bytes(content: bytes, name: str, shape: ImageShape, transform: Transform) -> Tensor:
-    """Decodes to RGB and transforms to [3,H,W]. A picture of more pixels than Pillow takes for safe is none; of several
-    frames or pages the first one is taken.
-    """
+    """Decode the first frame to RGB and transform it to [3,H,W]; pictures beyond Pillow's safe size are refused."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of notes beside the pixels, and of a transparency
@@ -86,8 +80,6 @@ def _with_eight_bits(opened: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
-    """Encoded pictures, which `transform` makes images of this shape of."""
-
     shape: ImageShape
     transform: Transform
     skipped: str = ""
@@ -106,8 +98,6 @@ class Pictures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder(Pictures):
-    """Image files below `root` by relative name, sorted."""
-
     root: Path
     names: tuple[str, ...]
 
@@ -130,7 +120,6 @@ class Folder(Pictures):
 
 
 def folder_from_path(root: Path, *, shape: ImageShape, transform: Transform) -> Folder:
-    """Every picture below `root`; see ground.pictures for what is left out."""
     names, skips = pictures_below(root)
     if not names:
         left_out = f" ({skips.line})" if skips.line else ""
@@ -139,8 +128,6 @@ def folder_from_path(root: Path, *, shape: ImageShape, transform: Transform) -> 
 
 
 class Array(ImageArray):
-    """The rows of an array as tensors."""
-
     __slots__ = ()
 
     def image(self, position: int) -> Tensor:

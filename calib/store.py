@@ -37,7 +37,6 @@ def _sha256(tensor: Tensor) -> str:
 
 
 def _flat(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by the names that they are stored by, and what is no tensor."""
     tensors = {prefix + IMAGE_IDS: moments.image_ids}
     if len(moments.image_hashes):
         tensors[prefix + IMAGE_HASHES] = moments.image_hashes
@@ -54,13 +53,13 @@ def _flat(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[s
 
 
 def _signed(header: dict[str, Any]) -> str:
-    """One JSON text: safetensors keeps no order among several entries, and equal moments are to give equal bytes."""
+    """Return the header as one sorted JSON text with its digest, so that equal moments give equal bytes."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
     return json.dumps(header | {"header_sha256": digest}, sort_keys=True)
 
 
 def _entry(name: str, value: Tensor) -> tuple[Entry, str]:
-    """Of a tensor, and its digest; its stored form is made again when it is written, so that no two are held."""
+    """Return a tensor's entry and digest; its stored form is made again when it is written."""
     form = stored(name, value)
     entry = Entry(
         dtype=_DTYPES[form.dtype],
@@ -72,7 +71,6 @@ def _entry(name: str, value: Tensor) -> tuple[Entry, str]:
 
 
 def save(moments: Moments, path: Path) -> None:
-    """Writes `path`, whole or not at all; the same moments give the same bytes."""
     tensors, header = _flat(moments)
     if moments.half is not None:
         of_half, header["half"] = _flat(moments.half, HALF)
@@ -88,8 +86,6 @@ def save(moments: Moments, path: Path) -> None:
 
 
 class _Numbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    """What is no tensor of moments of a kind."""
-
     tokens: int | float
 
 
@@ -112,8 +108,6 @@ _MOMENTS: dict[type, type[SiteMoments]] = {_Channels: ChannelMoments, _Heads: He
 
 
 class _Sites(msgspec.Struct, frozen=True, kw_only=True):
-    """What is no tensor of the moments of some images."""
-
     images: int
     order: tuple[str, ...]
     sites: dict[str, _Entry]
@@ -193,7 +187,6 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
         return kind(**numbers, **sums)
 
     def rows_and_widths(self) -> dict[str, tuple[float, int]]:
-        """Return by site how many rows were summed and how wide it is, without reading its sums."""
         found = dict[str, tuple[float, int]]()
         with _opened(self._path) as file:
             for site, own in self._own.sites.items():
@@ -215,7 +208,6 @@ ROWS_AND_WIDTH: Mapping[type[SiteMoments], tuple[str, str]] = {
 
 
 def rows_and_widths(moments: Moments) -> dict[str, tuple[float, int]]:
-    """Return by site how many rows were summed and how wide it is; of a file its sums aren't read."""
     if isinstance(moments.sites, _SitesOfFile):
         return moments.sites.rows_and_widths()
     names = {site: ROWS_AND_WIDTH[type(own)] for site, own in moments.sites.items()}
@@ -226,7 +218,6 @@ def rows_and_widths(moments: Moments) -> dict[str, tuple[float, int]]:
 
 
 def _int64_tensor(path: Path, name: str, digests: Mapping[str, str], trailing: tuple[int, ...] = ()) -> Tensor:
-    """int64 [images, *behind]."""
     with _opened(path) as file:
         numbers = _read_tensor(path, file, name, digests[name])
     if numbers.dtype != torch.int64 or numbers.ndim != 1 + len(trailing) or numbers.shape[1:] != trailing:
@@ -247,10 +238,9 @@ def _moments(path: Path, header: _Header, own: _Sites, *, prefix: str = "") -> M
 
 
 def load(path: Path, *, remedy: str = _REMEDY) -> Moments:
-    """The moments in `path`; each access to a site reads that site from the file and checks it.
+    """Return the moments in `path`; each site is read and checked when it is asked for.
 
-    `remedy`: what to do about one of another version. Raises BadInput for a file that is missing, truncated, foreign,
-    of another version, or damaged.
+    Raises BadInput, with the `remedy`, for a file that is missing, truncated, foreign, of another version, or damaged.
     """
     header = _read_header(path, remedy)
     moments = _moments(path, header, header)
@@ -261,7 +251,6 @@ def load(path: Path, *, remedy: str = _REMEDY) -> Moments:
 
 
 def _joined_header(parts: Sequence[Path]) -> dict[str, Any]:
-    """The header of all parts' sites, in the order of the parts."""
     first, *others = [_read_header(path) for path in parts]
     sites, order, digests = dict(first.sites), [*first.order], dict(first.sha256)
     for path, other in zip(parts[1:], others, strict=True):
@@ -281,9 +270,7 @@ def _joined_header(parts: Sequence[Path]) -> dict[str, Any]:
 
 
 def join(parts: Sequence[Path], path: Path) -> None:
-    """One file of moments of several, each of other sites over the same images, whole or not at all. Bytes are copied,
-    no tensor is held. Raises BadInput for a part that is damaged, or of other images.
-    """
+    """Join moments of other sites over the same images in one file; copying bytes. Raises BadInput for other parts."""
     header = _joined_header(parts)
     entries = dict[str, Entry]()
     for part in parts:

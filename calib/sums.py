@@ -1,4 +1,4 @@
-"""The running float64 sums of one site, on the device that computes them; tokens count by their weights, if any.
+"""The running float64 sums of one site, tokens by their weights.
 
 Shapes: B images, W windows of an image, N tokens, F MLP channels, H heads, D query/key dims, K kept dims, C channels of
 z, T = D (D + 1) / 2.
@@ -33,10 +33,9 @@ from .sites import Role
 
 
 class RunningSums(Generic[OneKind]):
-    """`totals` become the fields of moments of one kind, and so do the `counts` of what was summed.
+    """Running `totals` and `counts` of one kind's moments.
 
-    `names` of the sums, beside those that the kind always has; `telling`: those that a NaN or an infinity stays in, of
-    which symmetric ones tell by their diagonals.
+    `names`: optional sums; `telling`: sums in which a NaN or Inf stays.
     """
 
     def __init__(self, kind: type[OneKind], counts: Iterable[str], telling: Iterable[str], *names: str) -> None:
@@ -50,26 +49,22 @@ class RunningSums(Generic[OneKind]):
         return self.counts["tokens"]
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> None:
-        """Sums that have axes of known sizes alone, with nothing summed yet."""
         for name in self._names:
             if name not in self.totals and sizes.keys() >= set(axes_of(name)):
                 self.totals[name] = torch.zeros(shape_of(name, sizes), dtype=torch.float64, device=device)
 
     def add(self, role: Role, activation: Tensor, weights: Weights | None = None) -> None:
-        """Takes in what a forward pass brought; tokens count by their weights, if any."""
         raise NotImplementedError
 
     def flush(self) -> None:
         """Takes in what is held back."""
 
     def finite(self) -> Tensor:
-        """Whether nothing infinite or NaN has entered."""
         totals = [(name, self.totals[name]) for name in self._telling]
         small = [each.diagonal(dim1=-2, dim2=-1) if name in SYMMETRIC else each for name, each in totals]
         return torch.stack([torch.isfinite(each).all() for each in small]).all()
 
     def load(self, moments: SiteMoments, device: torch.device) -> None:
-        """Goes on from these, as copies on `device`."""
         assert isinstance(moments, self._kind), moments
         self.counts = {name: getattr(moments, name) for name in self.counts}
         values = {field.name: getattr(moments, field.name) for field in fields(moments)}
@@ -80,16 +75,13 @@ class RunningSums(Generic[OneKind]):
         }
 
     def beside(self) -> dict[str, Any]:
-        """The fields of moments that are neither sums nor counts."""
         return {}
 
     def moments(self) -> OneKind:
-        """Those so far, on the CPU; there they share memory with the sums."""
         values: dict[str, Any] = {**self.beside(), **self.counts, **on_host(self.totals)}
         return self._kind(**values)
 
     def copied(self) -> Self:
-        """The same sums of their own, between two batches."""
         other = copy(self)
         other.totals = {name: total.clone() for name, total in self.totals.items()}
         other.counts = dict(self.counts)
@@ -97,21 +89,19 @@ class RunningSums(Generic[OneKind]):
 
 
 def on_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same on the CPU, symmetric ones mirrored in place; what is there already is not copied."""
+    """Move sums to the CPU, symmetric ones mirrored in place."""
     for name in SYMMETRIC & totals.keys():
         mirror_(totals[name])
     return {name: _from_gpu(total) if total.is_cuda else total.cpu() for name, total in totals.items()}
 
 
 def _from_gpu(total: Tensor) -> Tensor:
-    """By page-locked memory, which torch uses again for the next: three times as fast as into fresh pages."""
+    """Copy by page-locked memory, which torch reuses: three times as fast as into fresh pages."""
     return torch.empty(total.shape, dtype=total.dtype, pin_memory=True).copy_(total).clone()
 
 
 def _by_window(x: Tensor, weights: Weights | None, slots: Weights | None) -> tuple[Tensor, Weights | None]:
-    """[B,H,N,D] as it is, [B,W,H,N,D] with a row for each window, of which what is there counts; `slots`: of one
-    input's windows.
-    """
+    """Return [B,H,N,D], with a row for each window of [B,W,H,N,D], and the weights of present slots."""
     if x.ndim == 4:
         return x, weights
     assert weights is None, x.shape
@@ -124,8 +114,6 @@ def _by_window(x: Tensor, weights: Weights | None, slots: Weights | None) -> tup
 
 
 class ChannelSums(RunningSums[ChannelMoments]):
-    """Sums of x [B,N,F]."""
-
     def __init__(self, *, eps: float) -> None:
         super().__init__(ChannelMoments, ["tokens"], ["sum_F", "gram_FF"])
         self.eps = eps
@@ -143,10 +131,9 @@ class ChannelSums(RunningSums[ChannelMoments]):
 
 
 class HeadSums(RunningSums[HeadMoments]):
-    """Sums of q and k [B,H,N,D] and z [B,N,C]; with `system`, of the products of their per-image Grams.
+    """Sums of q and k [B,H,N,D] and z [B,N,C]; with `system`, of products of per-image Grams.
 
-    Where q and k come in windows [B,W,H,N,D], which are dot products of their own, each window is an image to them.
-    What q and k leave per image is held until both are in; the system takes a whole batch in one product at `flush`.
+    Each window [B,W,H,N,D] is an image. q and k are held until both are in; the system takes a whole batch at `flush`.
     """
 
     def __init__(
@@ -158,7 +145,6 @@ class HeadSums(RunningSums[HeadMoments]):
         causal: bool = False,
         plane_scale: float | None = None,
     ) -> None:
-        """`slots_WN`, `causal` and `plane_scale`: see HeadTaps."""
         self.plane_scale = plane_scale if causal else None
         names = [] if self.plane_scale is None else ["plane_gram_HXX"]
         names += ["system_HTT"] if system else []
@@ -184,7 +170,6 @@ class HeadSums(RunningSums[HeadMoments]):
                 self._join(self._grams.pop("q"), self._grams.pop("k"))
 
     def _add_causal(self, role: Role, x_BHND: Tensor, weights: Weights | None) -> None:
-        """Once queries and keys of the same inputs are in."""
         self._allocate_heads(x_BHND)
         self._waiting[role] = x_BHND
         if len(self._waiting) < 2:
@@ -240,10 +225,7 @@ class HeadSums(RunningSums[HeadMoments]):
             self._triangles += ((upper_triangle(kk_BHDD), upper_triangle(qq_BHDD)),)
 
     def _restrict(self, kept_HK: Tensor, qq_BHDD: Tensor, kk_BHDD: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds what only the whole Grams tell about the removed dims, returns the Grams of the kept ones.
-
-        sum_P (Q_S'Q_P)(K_P'K_S) is the product over all dims less the one over S; likewise the energy of P.
-        """
+        """Add the sums of the removed dims P, all less those of S, and return the Grams of the kept dims S."""
         heads = torch.arange(len(kept_HK), device=kept_HK.device)[:, None]
         removed_HD = torch.ones_like(qq_BHDD[0, :, 0]).scatter_(1, kept_HK, 0.0)
         q_rows_BHKD = qq_BHDD[:, heads, kept_HK] * removed_HD[:, None]
@@ -255,7 +237,6 @@ class HeadSums(RunningSums[HeadMoments]):
         return qq_BHDD[:, heads[..., None], *kept_HKK], kk_BHDD[:, heads[..., None], *kept_HKK]
 
     def flush(self) -> None:
-        """Adds upper(K'K) upper(Q'Q)^T of the inputs held, their upper triangles, per head, in float64."""
         if self._triangles:
             k_BHT, q_BHT = (torch.cat(parts) for parts in zip(*self._triangles, strict=True))
             self._triangles = ()

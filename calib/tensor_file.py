@@ -18,7 +18,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A tensor as it is to stand in a file; `pieces` gives its `size` bytes."""
+    """A tensor of a file; `pieces` gives its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,7 +38,6 @@ def _pieces_of_file(path: Path, start: int, size: int) -> Iterator[bytes]:
 
 
 def entries_of_file(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file that has been opened before, to be copied from it."""
     with path.open("rb") as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         layout: dict[str, Any] = json.loads(file.read(length))
@@ -52,7 +51,6 @@ def entries_of_file(path: Path) -> dict[str, Entry]:
 
 
 def write(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
-    """Writes `path`, whole or not at all."""
     layout: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for name, entry in entries.items():

@@ -23,15 +23,13 @@ Encode = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 class Line(NamedTuple):
-    """Where the bytes of a document lie."""
-
     offset: int
     size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Texts(IndexedInputs):
-    """Documents, all `lines` that hold one; `first` is one encoded."""
+    """Documents, one a line; `first` is one encoded."""
 
     noun: ClassVar[str] = "documents"
 
@@ -68,7 +66,7 @@ class Texts(IndexedInputs):
 
 
 def _forms(inputs: Mapping[str, Tensor], size: int | None) -> str:
-    """Name, dtype and shape of every tensor in order, or as they would be for a batch of another size."""
+    """Return name, dtype and shape of every tensor, for a batch of another size if given."""
     shapes = ((name, tensor.dtype, list(tensor.shape)) for name, tensor in inputs.items())
     return ", ".join(f"{name} {dtype} {shape if size is None else [size, *shape[1:]]}" for name, dtype, shape in shapes)
 
@@ -78,7 +76,6 @@ def _sha256(content: bytes) -> bytes:
 
 
 def _read(path: Path) -> Iterator[tuple[Line, str]]:
-    """Every line, without its end and a byte-order mark."""
     with regular_file(path).open("rb") as file:
         offset = number = 0
         while whole := file.readline(MOST_LINE_BYTES + 2):
@@ -103,7 +100,6 @@ def _read(path: Path) -> Iterator[tuple[Line, str]]:
 
 
 def _lines(path: Path) -> tuple[Line, ...]:
-    """Those that hold a document."""
     try:
         every = [(line, bool(text.strip())) for line, text in _read(path)]
     except FileNotFoundError:
@@ -118,10 +114,10 @@ def _lines(path: Path) -> tuple[Line, ...]:
 
 
 def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: int = 0) -> Texts:
-    """The documents in `path`, a line each; blank lines are skipped. `samples` are drawn by `seed` and read in order.
+    """Open the documents in `path`, a line each, without blank ones; `samples` are drawn by `seed`.
 
-    Raises BadInput for a file that is missing, no regular one, empty, not UTF-8 or with a line beyond MOST_LINE_BYTES,
-    for fewer documents than samples, and where `encode` gives no tensors with the batch in front.
+    Raises BadInput for a file that is missing, no regular one, empty, not UTF-8 or with too long lines, for too few
+    documents, and for tensors without a batch.
     """
     lines = _lines(path)
     opened = Texts(available=len(lines), path=path, lines=lines, encode=encode, first={})

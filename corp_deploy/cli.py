@@ -20,17 +20,17 @@ from ground.errors import (
 from ground.signals import ending, raising_on_signals
 from ground.text import message_line
 
-from .commands.calibrate import calibrate, inspect, merge_moments, redundancy
+from .commands.calibrate import calibrate_command, inspect, merge_moments, redundancy_command
 from .commands.decoder import export_decoder_command, perplexity
 from .commands.doctor import completion, demo, doctor, print_versions
-from .commands.export import audit, build, export_command
-from .commands.gate import gate, report
-from .commands.package import lint_repo, package, serve_version
+from .commands.export import audit, build_command, export_command
+from .commands.gate import gate_command, report_command
+from .commands.package import lint_repo, package_command, serve_version_command
 from .commands.reduce import latency_table, reduce_command
-from .commands.release import check, release
+from .commands.release import check_command, release
 from .commands.ship import ship
 from .commands.sweep import sweep_command
-from .commands.verify import bench, compare, verify
+from .commands.verify import bench_command, compare_command, verify_command
 
 
 class Failure(click.ClickException):
@@ -75,11 +75,11 @@ def _unforeseen(error: Exception) -> Failure:
 
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
-    "Model": (inspect, redundancy, calibrate, merge_moments),
+    "Model": (inspect, redundancy_command, calibrate_command, merge_moments),
     "Reduce": (reduce_command, sweep_command, latency_table),
-    "Graph": (export_command, build, audit),
-    "Proof": (verify, bench, compare, gate, report),
-    "Release": (ship, release, check, package, lint_repo, serve_version),
+    "Graph": (export_command, build_command, audit),
+    "Proof": (verify_command, bench_command, compare_command, gate_command, report_command),
+    "Release": (ship, release, check_command, package_command, lint_repo, serve_version_command),
     "Decoder": (perplexity, export_decoder_command),
     "Machine": (doctor, completion, demo),
 }

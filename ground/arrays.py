@@ -83,7 +83,6 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
 
 @contextmanager
 def _as_damage(where: str, kind: str) -> Iterator[None]:
-    """What numpy, zipfile and zlib raise, each in its own way, as one BadInput."""
     try:
         yield
     except (BadInput, MemoryError, FileNotFoundError):
@@ -135,9 +134,7 @@ def _require_key(path: Path, key: str, names: Iterable[str]) -> None:
 
 
 def arrays_from_npz(path: Path, *, key: str | None = None) -> dict[str, NDArray[Any]]:
-    """Every array of a .npz file by its name, or the one of this name alone. Raises BadInput as array_from_npy does,
-    and where no array has the name.
-    """
+    """Return every array of a .npz file by name, or the named one. Raises BadInput as array_from_npy does."""
     refuse_stand_in_file(path)
     with _as_damage(str(path), ".npz"), zipfile.ZipFile(_nonempty(path, ".npz")) as archive:
         members = _members(archive, path)
@@ -152,9 +149,7 @@ def array_from_npz(path: Path, key: str) -> NDArray[Any]:
 
 
 def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, NDArray[Any]]:
-    """Every array of a .safetensors file by its name, or the one of this name alone. Raises BadInput for a damaged file
-    and for types that numpy has not, and where no array has the name.
-    """
+    """Return every array of a .safetensors file by name, or the named one. Raises BadInput for damage."""
     refuse_stand_in_file(path)
     with _as_damage(str(path), ".safetensors"), safe_open(_nonempty(path, ".safetensors"), framework="np") as file:
         names = list(file.keys())

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from collections.abc import Callable
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE = 1, 2, 3
 EXIT_MISSING, EXIT_NOT_COMPARABLE, EXIT_BUG, EXIT_INTERRUPTED = 4, 5, 70, 130
@@ -15,6 +16,26 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{6,}\b")
 def cleaned(message: object) -> str:
     """Return a message without what libraries leave in theirs: addresses of objects, and a reason that is empty."""
     return _ADDRESS.sub("", str(message)).replace(" ()", "")
+
+
+_NAMED = re.compile(r"(?:\b([a-z]+) )?--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?: ('[^']*'|\w(?:[\w.:=-]*\w)?))?")
+
+
+def respelled(message: str, spell: Callable[[str, str, str], str | None]) -> str:
+    """Return a message with the options that it names, `--hold-out 8`, as another interface than commands spells them.
+
+    `spell` is given the word before an option, its name with underscores and the word behind it, both may be empty;
+    None leaves the option as it stands.
+    """
+
+    def option(found: re.Match[str]) -> str:
+        word, name, value = found[1] or "", found[2].replace("-", "_"), found[3] or ""
+        if (whole := spell(word, name, value)) is not None and word:
+            return whole
+        own = spell("", name, value)
+        return found[0] if own is None else f"{word} {own}" if word else own
+
+    return _NAMED.sub(option, message)
 
 
 class BadInput(ValueError):

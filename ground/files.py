@@ -58,9 +58,7 @@ def beside(path: Path) -> Path:
 
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """An empty file beside `path`, gone afterwards. Raises BadInput where something else than a regular file stands: a
-    device is never replaced.
-    """
+    """Yield an empty file beside `path`, removed afterwards. Raises BadInput for a path that is no regular file."""
     regular_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = beside(path)
@@ -91,9 +89,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def text_from_file(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """A whole text file without a byte-order mark. Raises BadInput for what is no regular file, too large or not UTF-8,
-    and OSError as open.
-    """
+    """Return a text file without a byte-order mark. Raises BadInput for one irregular, too large or not UTF-8."""
     size = regular_file(path).stat().st_size
     if size > most_bytes:
         raise BadInput(f"{path}: {size} bytes, at most {most_bytes} are read of such a file")

@@ -68,7 +68,6 @@ def _field(metadata: importlib.metadata.PackageMetadata, name: str) -> str:
 
 
 def _licence(metadata: importlib.metadata.PackageMetadata) -> str:
-    """By the field for SPDX, then the older free one if it is a known word, then the classifiers."""
     if expression := _field(metadata, "License-Expression"):
         return expression
     licence = _field(metadata, "License")

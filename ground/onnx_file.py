@@ -60,9 +60,7 @@ _NO_TEXT = "it is not valid, and names what is no text in UTF-8"
 
 
 def checker_error(graph: "ModelProto | Path", *, full: bool = False) -> str:
-    """What onnx.checker has against a graph, or one in a file that was read before, of its types and shapes too where
-    `full`; empty for a valid one.
-    """
+    """Return what onnx.checker has against a graph, of types and shapes too where `full`; empty for a valid one."""
     import onnx
 
     try:
@@ -130,7 +128,6 @@ def _values(proto: "ModelProto") -> "Iterator[ValueInfoProto]":
 
 
 def _nodes(nodes: "Iterable[NodeProto]") -> "Iterator[NodeProto]":
-    """All of them, those of the graphs inside too. Protocol buffers nest a hundred deep at most."""
     for node in nodes:
         yield node
         for graph in _inner(node):
@@ -254,7 +251,6 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
 
 
 def _bytes_outside(tensor: "TensorProto", path: Path, where: str) -> int:
-    """How many bytes the other file holds for it."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     if unknown := [key for key in entries if key not in _KEYS]:
         raise BadInput(f"{where} lies outside with the key {unknown[0][:100]!r}; known are {', '.join(_KEYS)}")

@@ -25,7 +25,6 @@ def bits_of(number: int) -> int | None:
 
 @cache
 def _names() -> Mapping[int, str]:
-    """Of every type that the installed ONNX has, by its number."""
     from onnx import TensorProto
 
     names = {number: name.lower() for name, number in TensorProto.DataType.items()}

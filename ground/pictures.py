@@ -87,9 +87,7 @@ def _key(name: str) -> str:
 
 
 def select_pictures(names: Iterable[str], skips: Skips) -> list[str]:
-    """Return the names of pictures in their order, and count the others; folders are parts of the names. Files that
-    stand beside a picture under its name, such as annotations, aren't counted.
-    """
+    """Return the names of pictures in order, and count other files but those that annotate a picture."""
     suffixes, chosen, others = picture_suffixes(), [], []
     for name in names:
         *folders, own = (part for part in name.split("/") if part != ".")

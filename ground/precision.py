@@ -69,9 +69,7 @@ MIXED = tuple(each.name for each in _EVERY if each.mixed)
 
 
 def type_by_name(name: str) -> FloatType:
-    """What matrices are held in by that word for them; a graph of no known word, such as one without weights, is
-    computed in float32.
-    """
+    """Return the type of matrices by its word; float32 for a graph of no known word."""
     if name in QUANTISED:
         return QUANTISED[name]
     return PRECISIONS[name].type if name in PRECISIONS else FLOAT32

@@ -61,7 +61,6 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 
 
 def _inner(info: inspect.Type, step: str) -> Iterator[inspect.Type]:
-    """The types of what a value of this type holds at a field, an index or, for `...`, any key."""
     match info:
         case inspect.UnionType():
             for each in info.types:
@@ -131,7 +130,6 @@ def _reason(problem: str, types: list[inspect.Type], value: Any) -> str:
 
 
 def _refusal(error: msgspec.ValidationError, record: Any, raw: Any, *, where: str) -> str:
-    """Where, at which entry, and what is wrong with it. `raw` is the document without types, UNSET where unknown."""
     problem, _, place = str(error).rpartition(" - at ")
     if not problem:
         problem, place = place, ""
@@ -164,9 +162,7 @@ def _figure(kind: type, value: Any) -> Any:
 
 
 def _refuse_depth(data: bytes, where: str) -> None:
-    """Takes away texts and all that is no bracket, then the innermost pairs of brackets, level by level. What can't be
-    JSON has no depth.
-    """
+    """Refuse JSON that is nested too deep, by its brackets alone."""
     if not data.lstrip().startswith((b"{", b"[")):
         return
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_SQUARE, _NO_BRACKET).replace(b'""', b"")
@@ -181,7 +177,6 @@ def _refuse_depth(data: bytes, where: str) -> None:
 
 
 def _decoded(data: bytes, kind: Any) -> Any:
-    """A file name that is no UTF-8 stands in JSON as half a surrogate pair, which Python's reader alone takes."""
     try:
         return msgspec.json.decode(data, type=kind, dec_hook=_figure)
     except msgspec.ValidationError:
@@ -193,7 +188,6 @@ def _decoded(data: bytes, kind: Any) -> Any:
 
 
 def _untyped(data: bytes) -> Any:
-    """The JSON values, UNSET for a text too long for that or broken further on."""
     try:
         return msgspec.UNSET if len(data) > _MOST_QUOTED_BYTES else _decoded(data, Any)
     except ValueError:
@@ -211,7 +205,6 @@ def _read(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
 
 
 def _refuse_kind(head: Head, where: str, how: "How") -> None:
-    """A version is a whole number: nothing is guessed from a record without one."""
     kind, version, remedy = how["kind"], how.get("version", 1), how.get("remedy", MAKE_AGAIN)
     if head.kind != kind:
         article = "an" if kind[0] in "aeiou" else "a"

@@ -6,9 +6,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def templates_of(package: str, *, is_html: bool = False, **more: Any) -> Environment:
-    """The templates in the folder `templates` of a package: words of HTML are escaped, of other texts they go through
-    filters. A name that is not given is an error.
-    """
+    """Return the templates in a package's folder `templates`; HTML is escaped, missing names are errors."""
     return Environment(
         loader=PackageLoader(package),
         autoescape=is_html,

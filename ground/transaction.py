@@ -70,9 +70,7 @@ def roll_back_interrupted(directory: Path) -> None:
 
 @contextmanager
 def exclusive_access(directory: Path) -> Iterator[None]:
-    """Others who ask for the same directory wait until the body or this process ends; where the file system knows no
-    locks, nobody does.
-    """
+    """Make others who ask for the same directory wait, where the file system has locks."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -101,7 +99,6 @@ def _install(directory: Path, moves: Mapping[str, Path], removed: Sequence[str])
 
 
 def _write_journal(journal: Path, directory: Path, names: Sequence[str]) -> None:
-    """What stands under the names, as links where there are such, and which of them stand for nothing."""
     journal.mkdir()
     absent = [_first_absent(directory, name) for name in names if not (directory / name).exists()]
     (journal / _ABSENT).write_text(json.dumps(absent), encoding="utf-8")
@@ -116,7 +113,6 @@ def _write_journal(journal: Path, directory: Path, names: Sequence[str]) -> None
 
 
 def _first_absent(directory: Path, name: str) -> str:
-    """Of a place that is not there: the outermost folder of it that isn't either, which goes with it."""
     steps = [PurePosixPath(name), *PurePosixPath(name).parents]
     return str(next(step for step in reversed(steps) if not (directory / step).exists()))
 

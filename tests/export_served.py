@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from export.engine.record import EngineRecord, record_path, sha256_of
+from export.engine.record import EngineMemory, EngineRecord, record_path, sha256_of
 from export.graph.ports import GraphPort
 from export.triton.pbtxt import Message, parse
 from ground.built_engines import record_built_engine
@@ -85,6 +85,7 @@ def engine_record(plan: bytes = b"plan", graph: bytes = b"graph", **changes: Any
         "half_weight_share": 1.0, "half_kernel_share": None, "targets": ("86",), "gpu": None, "profiles": ("1:4:16",),
         "inputs": (port,), "outputs": (replace(port, name="logits", shape=("batch", CLASSES)),), "kernels": None,
         "kernel_kinds": {}, "attention_sites": (), "fused_attention_sites": None, "build_seconds": 1.0, "options": {},
+        "memory": EngineMemory(),
     }  # fmt: skip
     return EngineRecord(**facts | changes)
 

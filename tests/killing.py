@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from corp_deploy.release.incremental import STATE, Stage, StageDirs, locked, run
+from corp_deploy.release.incremental import STATE, Stage, StageDirs, locked_release, run_stages
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.chmod", "mid-file")
 
@@ -83,8 +83,9 @@ def fake_stages(outside: Path) -> list[Stage]:
 
 
 def run_fake(root: Path, outside: Path) -> None:
-    with locked(root):
-        run(fake_stages(outside), root, starts=lambda stage, why: None)
+    with locked_release(root):
+        stages = fake_stages(outside)
+        run_stages(stages, root, starts=lambda stage, why: None, every=stages)
 
 
 def kill_everywhere(home: Path) -> Iterator[tuple[int, bool]]:
@@ -128,7 +129,7 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     job = Job(recipe=load_recipe(recipe_path), path=recipe_path, root=root, baseline=Baseline())
 
     def make() -> None:
-        with locked(root):
+        with locked_release(root):
             job.release()
 
     for point in points:

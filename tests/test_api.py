@@ -22,10 +22,10 @@ from corp_deploy.api.in_python import in_python
 from corp_deploy.api.models import opened_inputs
 from corp_deploy.cli import main
 from corp_deploy.families.counting import parameters
-from corp_deploy.invocation.inputs import KINDS
+from corp_deploy.invocation.input_choice import KINDS
 from corp_deploy.invocation.option import options_of
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.invocation.source import Source
+from corp_deploy.invocation.source import ModelSource
 from corp_deploy.store.checkpoint import load_weights
 from corp_deploy.store.graph_facts import facts_of_onnx
 from ground.errors import BadInput
@@ -45,7 +45,7 @@ OF_COMMANDS = {
     | {"length", "provider"},
     "bench": {"lengths", "cached"},
 }
-OF_SOURCES = {*options_of(Source), *KINDS, "model", "trust_code"}
+OF_SOURCES = {*options_of(ModelSource), *KINDS, "model", "trust_code"}
 """What commands take beside a model's name and its inputs, which Python has as values."""
 PLAIN = {"model", "reference", "dense", "reduced", "inputs", "output", "trust_code", "trust_engine"}
 """Names that say it themselves, or mean what the command's option of the name does."""
@@ -224,7 +224,7 @@ def test_images_and_texts_at_once_are_refused_before_anything_is_timed(home: Pat
     ("options", "said"),
     [
         ({"precision": "fp12"}, "`precision`: 'fp12': expected one of fp32"),
-        ({"precision": "mixed"}, "mixed needs `keep_fp32=PATTERN`, `auto=True`, or both"),
+        ({"precision": "mixed"}, "mixed needs `keep_fp32=PATTERN`, such as blocks.7.attn, or `auto=True`, or both"),
         ({"precision": "int8"}, "computes its ranges from real inputs; give `inputs`"),
         (
             {"precision": "mixed", "auto": True},
@@ -463,17 +463,16 @@ def test_no_message_of_python_speaks_of_options(home: Path, tmp_path: Path, thir
         assert not re.search(r"--[a-z]", str(refused.value)), (name, options, str(refused.value))
 
 
-def test_options_in_a_message_become_what_python_has() -> None:
-    said = "give --macs 0.6, --heads auto, --select heads=fold, --allow-partial; --within 'error 0.05' or --polish"
-    assert in_python(said, ReduceOptions) == (
-        "give `macs=0.6`, `heads='auto'`, `select='heads=fold'`, `allow_partial=True`; `within='error 0.05'` "
-        "or `polish`"
-    )
-    for message, words in (
-        ("calibrate --attention-system --attn 0.5 first", "`calibrate(attention_system=True, attn=0.5)` first"),
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("give --macs 0.6, --heads auto, --allow-partial;", "give `macs=0.6`, `heads='auto'`, `allow_partial=True`;"),
+        ("--within 'error 0.05' or --polish", "`within='error 0.05'` or `polish`"),
+        ("calibrate --attention-system first", "`calibrate(attention_system=True)` first"),
         ("give --images, or --text for a text encoder", "give `inputs` for a text encoder"),
-        ("take --model NAME --weights FILE or --no-ema", "take `Source(NAME, weights=FILE)` or `Source(ema=False)`"),
-        ("take --workers 2", "take the commands' option 'workers' 2"),
-    ):
-        assert in_python(message) == words
-    assert in_python("--trust-code", parameters=("trust_code",)) == "`trust_code=True`"
+        ("give --weights FILE or --no-ema", "give `Source(weights=FILE)` or `Source(ema=False)`"),
+        ("take --workers 2, --trust-code", "take the commands' option 'workers' 2, `trust_code=True`"),
+    ],
+)
+def test_options_in_a_message_become_parameters(message: str, words: str) -> None:
+    assert in_python(message, ReduceOptions, parameters=("trust_code",)) == words

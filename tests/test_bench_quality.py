@@ -14,24 +14,24 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.harness import Bench, Record
-from benchmarks.pages import accuracy_page, convnets_page, heads_page, sparsity_page
+from benchmarks.pages import accuracy_page, convnets_page, sparsity_page
 from benchmarks.pages.levers_page import levers
-from benchmarks.quality import convnets, hard_vit, methods, sparsity, subjects, text_encoder, whole_heads
+from benchmarks.quality import convnets, hard_vit, methods, sparsity, subjects, text_encoder
 from benchmarks.quality import levers as of_levers
 from benchmarks.quality.procedural_images import CLASSES, made
 from benchmarks.quality.reference_text import opened
 from benchmarks.quality.subjects import Subject
 from benchmarks.quality.training import HARD, correlation, train, trained, unevenness
 from benchmarks.real import efforts, real_convnet
-from benchmarks.real.convnet_page import real_convnet as convnet_table
 from benchmarks.real.page import efforts as efforts_table
+from benchmarks.real.page import real_convnet as convnet_table
 from corp_deploy.families.hf_encoders import Arguments, architecture_of
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from examples.digits.images import load
 from ground.errors import Missing
 
@@ -82,7 +82,7 @@ def absent(*_: object) -> Subject:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     small: dict[str, Callable[..., Subject]] = {"digits": small_vit, "MiniLM": small_text}
     small |= dict.fromkeys(("DINOv2-S", "EfficientNet-Lite0"), absent)
-    for module in (sparsity, whole_heads, efforts):
+    for module in (sparsity, efforts):
         monkeypatch.setattr(module, "SUBJECTS", small)
     monkeypatch.setattr(subjects, "BATCH", 4)
     monkeypatch.setattr(text_encoder, "minilm", small_text)
@@ -181,7 +181,7 @@ def test_a_hard_model_is_trained_goes_on_and_is_reduced(tmp_path: Path, monkeypa
     assert state["epochs"] == 1
     dense = trained(tmp_path / "one", short)
     assert trained(tmp_path / "one", short).architecture.kwargs == dense.architecture.kwargs  # from the folder
-    subject = hard_vit.Subject(dense, made("train", 32), made("held-out", 12), tmp_path)
+    subject = hard_vit.subject_of(dense, made("train", 32), made("held-out", 12), tmp_path)
     record = Record(tmp_path / "record.json", "benchmarks/hard-vit", {})
     hard_vit.measure(Bench(record), subject)
     rows = {row["method"]: row for row in record["rows"]}
@@ -199,7 +199,6 @@ def test_a_hard_model_is_trained_goes_on_and_is_reduced(tmp_path: Path, monkeypa
         (text_encoder.main, ("--only", "joint"), accuracy_page.text_encoder, "| joint | 50% | 39,936 |"),
         (sparsity.main, ("--only", "digits"), sparsity_page.sparsity, "| 2:4, inputs reordered |"),
         (efforts.main, ("--only", "half*"), efforts_table, "| MiniLM | half of all | standard |"),
-        (whole_heads.main, ("--only", "square"), heads_page.whole_heads, "| digits | square |"),
     ],
 )
 def test_a_benchmark_has_its_rows_and_its_table(

@@ -69,17 +69,6 @@ def test_how_many_rows_are_taken_at_a_time_changes_nothing(patch_bytes: int, mon
     assert_equal(collected(images_of(9, whole_numbers=True), 9, whole_numbers=True), whole, 0.0)
 
 
-@settings(max_examples=50, deadline=None)
-@given(images=st.integers(1, 9), rows=st.integers(1, 30), most=st.integers(1, 50))
-def test_portions_cover_every_row_of_every_image_once(images: int, rows: int, most: int) -> None:
-    seen = list[tuple[int, int]]()
-    for some, span in patch_sums._portions(images, rows, most):
-        taken = [(image, row) for image in range(images)[some] for row in span]
-        assert 0 < len(taken) <= most
-        seen += taken
-    assert sorted(seen) == [(image, row) for image in range(images) for row in range(rows)]
-
-
 def test_derived_moments_are_per_place() -> None:
     images = images_of(8)
     moments, model = collected(images, 8), tiny_maps()

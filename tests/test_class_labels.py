@@ -14,7 +14,7 @@ from torch import nn
 from calib.images import Images
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.judging import judges_from_choice, top_k
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from perf.parity.labels import accuracy
 from tests import tiny

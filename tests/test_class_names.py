@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from corp_deploy.proof.report_input import lineage_of_model
+from corp_deploy.proof.report_input import shown_lineage
 from corp_deploy.release.recipe_tables import ModelTable
 from corp_deploy.store.class_names import class_names_in, class_names_of_lineage
 from corp_deploy.store.model_config import Built, ModelConfig, ModelInput
@@ -88,10 +88,10 @@ def test_names_of_another_number_of_classes_are_left_out(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("model", "shown"),
     [
-        ({"model": "hf:/models/pets"}, "hf:pets"),
-        ({"model": "/models/pets"}, "pets"),
-        ({"model": "vit_tiny_patch16_224", "weights": Path("/w.safetensors")}, "vit_tiny_patch16_224"),
-        ({"model": "module:/code/net.py:make"}, "module:net.py:make"),
+        ({"name": "hf:/models/pets"}, "hf:pets"),
+        ({"name": "/models/pets"}, "pets"),
+        ({"name": "vit_tiny_patch16_224", "weights": Path("/w.safetensors")}, "vit_tiny_patch16_224"),
+        ({"name": "module:/code/net.py:make"}, "module:net.py:make"),
     ],
 )
 def test_model_is_shown_as_its_user_named_it(model: dict[str, Any], shown: str) -> None:
@@ -114,4 +114,4 @@ def test_architecture_is_the_class_of_the_models_own_library_with_its_sizes() ->
 
 def test_lineage_in_reports_leaves_out_names_of_classes_and_copied_configurations() -> None:
     config = config_of_model({"weights": "model.safetensors", "transformers": {"config": {"id2label": BY_INDEX}}})
-    assert lineage_of_model(config) == {"source": {"weights": "model.safetensors"}}
+    assert shown_lineage(config) == {"source": {"weights": "model.safetensors"}}

@@ -26,7 +26,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from examples.digits.images import load
 from tests.command import invoked
 from tests.refusals import rejects
@@ -152,16 +152,6 @@ def test_of_trained_weights_it_errs_least_by_far() -> None:
     ours = error(reduce_traced(own.model, source, best, loop=Loop()).model, own.model, unseen)
     assert ours < 0.8 * error(reduce(own.model, taken, best).model, own.model, unseen)
     assert ours < 0.3 * error(reduce_traced(own.model, source, grail).model, own.model, unseen)
-
-
-def test_groups_keep_as_many_each() -> None:
-    """Of a grouped convolution that reads or writes a site."""
-    reduced = reduce(checkpoint("resnext50_32x4d").model, moments("resnext50_32x4d"), method("best", 0.5)).model
-    grouped = [site for site in conv_sites(reduced) if site.groups.part_G is not None]
-    assert grouped
-    for site in grouped:
-        part_G = torch.as_tensor(site.groups.part_G)
-        assert len(set(part_G.bincount().tolist())) == 1
 
 
 @pytest.mark.parametrize("name", ["resnet50d", "regnetx_002", "regnety_002", "regnetz_005", "small_efficientnet"])
@@ -300,13 +290,3 @@ def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
     assert [link["status"] for link in links] == ["PASS"] * 4
     invoked("package", home, "--name", "digits", "-o", home / "repository")
     invoked("package", "lint", home / "repository")
-
-
-@pytest.mark.slow("graph")
-def test_engines_are_built_of_both_precisions(home: Path) -> None:
-    pytest.importorskip("tensorrt_rtx")
-    for name in ("model", "model.fp16"):
-        words = ("--backend", "tensorrt-rtx", "--batch", "1:4:8", "--sm", "86")
-        built = invoked("build", home / f"reduced/{name}.onnx", *words, "-o", home / f"{name}.plan").output
-        assert "the graph has none" in built, "no attention to fuse"
-        assert (home / f"{name}.plan").stat().st_size > 100_000

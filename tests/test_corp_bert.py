@@ -19,7 +19,7 @@ from corp_deploy.families.sentence_files import PooledBy, TextLength, pooled_by,
 from corp_deploy.families.tokenizer import TextSpec, Tokenization, content_of_tokenizer
 from corp_deploy.families.traced_model import exportable
 from corp_deploy.store.transformers_directory import SENTENCE_KINDS, load_transformers
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from export.graph.precision import typed_copy
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import Missing

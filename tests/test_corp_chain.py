@@ -19,16 +19,16 @@ from corp_deploy.families.inspection import margins_of, merge_margins
 from corp_deploy.families.traced_model import traced
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
-from corp_deploy.proof.chain import prove
-from corp_deploy.proof.inputs import ProofInputs
+from corp_deploy.proof.chain import prove_chain
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set, random_inputs
 from corp_deploy.proof.outcome import Proof, save_proof
 from corp_deploy.proof.own_noise import HalfProducts
+from corp_deploy.proof.proof_inputs import ProofInputs
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.steps import Merge, StreamState
 from corp_deploy.traced.models.token_merging import TokenMerge
@@ -87,7 +87,7 @@ def test_a_proof_runs_at_most_twice_the_images_it_judges(
         monkeypatch.setattr(runner, "__call__", counted)
     export_checkpoint(load_checkpoint(home / "reduced"), home / "fp16.onnx", precision="fp16")
     candidates = [candidate_from_path(home / name) for name in ("reduced", "fp32.onnx", "fp16.onnx")]
-    proof = prove(dense, candidates, given, batches=(1, 7, 32), limits=ParityLimits(max_error=1.0))
+    proof = prove_chain(dense, candidates, given, batches=(1, 7, 32), limits=ParityLimits(max_error=1.0))
     assert proof.parity.verdict == "PASS"
     assert IMAGES * 4 < sum(runs) <= 2 * IMAGES * 4
     for each in proof.parity.links:
@@ -113,7 +113,7 @@ def test_one_candidate_is_open_at_a_time(
 
         monkeypatch.setattr(runner, "__enter__", entered)
         monkeypatch.setattr(runner, "__exit__", left)
-    prove(dense, [candidate_from_path(home / "reduced")], given, batches=(8,), limits=ParityLimits())
+    prove_chain(dense, [candidate_from_path(home / "reduced")], given, batches=(8,), limits=ParityLimits())
     assert opened == [0, -1, 0, -1]
 
 
@@ -127,12 +127,12 @@ def test_blocks_are_looked_at_only_when_a_link_fails(
     home: Path, dense: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(chain, "located", lambda name, *_: asked.append(name))
+    monkeypatch.setattr(chain, "fault_of_link", lambda name, *_: asked.append(name))
     given = inputs_from_set(images_for_model(dense.model, home / "images.npy", samples=8))
     steps = [candidate_from_path(home / name) for name in ("reduced", "fp32.onnx")]
-    prove(dense, steps, given, batches=(8,), limits=ParityLimits())
+    prove_chain(dense, steps, given, batches=(8,), limits=ParityLimits())
     assert asked == []
-    prove(dense, steps, given, batches=(8,), limits=ParityLimits(max_error=1e-9))
+    prove_chain(dense, steps, given, batches=(8,), limits=ParityLimits(max_error=1e-9))
     assert asked == ["reduced"]
 
 
@@ -232,7 +232,7 @@ def graph(model: nn.Module, path: Path, precision: str) -> Candidate:
 
 
 def proof(dense: nn.Module, *steps: Candidate, **limits: Any) -> Proof:
-    return prove(checkpoint(dense), steps, texts(), batches=(1, 8), limits=ParityLimits(**limits))
+    return prove_chain(checkpoint(dense), steps, texts(), batches=(1, 8), limits=ParityLimits(**limits))
 
 
 @pytest.mark.slow("graph")
@@ -278,7 +278,7 @@ def test_a_step_of_other_outputs_is_refused(encoder: nn.Module, tmp_path: Path) 
 def test_inputs_that_are_missing_or_made_up_are_refused(encoder: nn.Module) -> None:
     missing = ProofInputs(feeds={"input_ids": texts().feeds["input_ids"]}, digest="")
     with pytest.raises(BadInput, match=r"takes attention_mask \[B, 6\] as int64, which is missing"):
-        prove(checkpoint(encoder), [torch_step(encoder)], missing, batches=(4,), limits=ParityLimits())
+        prove_chain(checkpoint(encoder), [torch_step(encoder)], missing, batches=(4,), limits=ParityLimits())
     with pytest.raises(BadInput, match=r"takes input_ids \(int64\), attention_mask \(int64\); give real ones"):
         random_inputs(checkpoint(encoder), 4, 0)
 
@@ -290,7 +290,7 @@ def test_a_transformer_without_a_classifier_is_compared_by_angle(tmp_path: Path)
     feeds = {"images": tiny.images(8)}
     steps = [torch_step(dense.model), candidate_from_path(tmp_path / "m.onnx")]
     limits = ParityLimits(min_agreement=0.67)
-    parity = prove(dense, steps, ProofInputs(feeds=feeds, digest=""), batches=(4,), limits=limits).parity
+    parity = prove_chain(dense, steps, ProofInputs(feeds=feeds, digest=""), batches=(4,), limits=limits).parity
     assert parity.verdict == "PASS", parity.line
     assert {each.role for each in parity.links} == {"embedding"}
     assert parity.links[0].name == "reduced"
@@ -313,7 +313,7 @@ def test_what_no_embedding_can_be_judged_by_is_refused(
     given = ProofInputs(feeds={"images": tiny.images(images)}, digest="", labels=labels)
     limits = ParityLimits(min_agreement=least)
     with pytest.raises(BadInput, match=said):
-        prove(dense, [torch_step(dense.model)], given, batches=(images,), limits=limits)
+        prove_chain(dense, [torch_step(dense.model)], given, batches=(images,), limits=limits)
 
 
 BOUND = exact(products=12, largest_logit=1.0)
@@ -492,7 +492,7 @@ def merged_directory(folder: Path, pixels: Any) -> tuple[Checkpoint, nn.Module]:
 def proved(folder: Path, dense: Checkpoint, *others: Candidate) -> Parity:
     given = inputs_from_set(images_for_model(dense.model, folder / "images.npy"))
     steps = [candidate_from_path(folder / "merged"), *others]
-    return prove(dense, steps, given, batches=(1, 8), limits=ParityLimits(max_error=1.0)).parity
+    return prove_chain(dense, steps, given, batches=(1, 8), limits=ParityLimits(max_error=1.0)).parity
 
 
 def test_a_merged_model_is_proved_to_what_computes_it(tmp_path: Path) -> None:

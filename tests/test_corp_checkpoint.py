@@ -16,7 +16,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.module import replaced
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from ground.errors import BadInput
 from tests import tiny
 from tests.refusals import rejects

@@ -17,14 +17,14 @@ from corp_deploy.cli import main
 from corp_deploy.commands.command import command, some
 from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateOptions
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.invocation.inputs import InputOptions
+from corp_deploy.invocation.input_choice import InputOptions
 from corp_deploy.invocation.option import Option, Record, options_of
 from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.proof import LimitOptions
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.invocation.running import BenchOptions, RunOptions
+from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.planning.request import request_of
-from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.release.recipe_keys import keys_of, record_of
 from ground.errors import BadInput
 from ground.quantity import Count, Real
 from tests.refusals import rejects
@@ -46,11 +46,6 @@ ROOT = Path(__file__).parents[1]
 )
 def test_a_reduction_that_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
     rejects(re.escape(message), ReduceOptions.from_options, options)
-
-
-def test_a_share_of_nothing_removed_is_asked_for_and_goes_with_a_budget() -> None:
-    assert ReduceOptions.from_options({"mlp": 0.0}).currency is None
-    assert ReduceOptions.from_options({"mlp": 0.0, "attn": 0.0, "macs": 0.5}).currency == "macs"
 
 
 @pytest.mark.parametrize(
@@ -85,13 +80,6 @@ def test_planning_gets_what_was_asked_for() -> None:
     plain = request_of(ReduceOptions.from_options({"mlp": 0.5, "select": {"mlp": "wanda"}, "preset": "corp"}))
     assert (plain.where, plain.polish) == (None, None)
     assert (plain.method.mlp_selection, plain.method.mlp_sparsity) == ("wanda", 0.5)
-
-
-def test_run_options_are_those_that_were_asked_for() -> None:
-    options = RunOptions.from_options({"backend": "torch", "flush_l2": True, "batch": (1,), "half_width": 0.1})
-    assert options == RunOptions(backend="torch", flush_l2=True)
-    assert options.non_default == {"backend": "torch", "flush_l2": True}
-    assert RunOptions(flush_l2=False).non_default == {}
 
 
 def test_the_rules_need_no_torch() -> None:
@@ -171,14 +159,12 @@ def test_what_has_to_be_given_has_no_default_and_is_asked_for_by_name() -> None:
         CalibrateFiles(CalibrateFiles("moments.safetensors"))  # type: ignore[arg-type]
 
 
-def test_a_recipe_has_every_key_and_makes_the_same() -> None:
+def test_a_recipe_has_a_key_for_every_option_and_one_for_each_kind() -> None:
     kinds = {"select": ("", "_mlp", "_head", "_conv", "_heads"), "repair": ("", "_mlp", "_conv", "_heads")}
     kinds |= {"align": ("_mlp", "_head", "_conv")}
     known = [each for each in options_of(ReduceOptions).values() if each.in_recipe]
-    keys = [f"{each.name}{kind}" for each in known for kind in kinds.get(each.name, ("",))]
-    assert list(ReduceTable.__struct_fields__) == keys
-    table = ReduceTable(mlp=0.5, select_mlp="wanda", align_head=8, closed_loop=True, sparse="mlp=2:4")
-    assert table.choice == ReduceOptions(
-        mlp=0.5, select="mlp=wanda", align={"mlp": 64, "head": 8, "conv": 32}, closed_loop="asymmetric",
-        sparse="mlp=2:4",
-    )  # fmt: skip
+    assert [*keys_of(ReduceOptions)] == [f"{each.name}{kind}" for each in known for kind in kinds.get(each.name, ("",))]
+    keys = {"mlp": 0.5, "select_mlp": "wanda", "align_head": 8, "closed_loop": True, "sparse": "mlp=2:4"}
+    align = {"mlp": 64, "head": 8, "conv": 32}
+    options = {"mlp": 0.5, "select": "mlp=wanda", "align": align, "closed_loop": "asymmetric", "sparse": "mlp=2:4"}
+    assert record_of(ReduceOptions, "reduce", keys) == ReduceOptions.from_options(options)

@@ -121,16 +121,6 @@ def test_a_batch_size_that_takes_too_long_is_reported_as_not_measured(tmp_path: 
     assert {row["stop"] for row in json.loads(bench.read_text())["rows"]} == {"out of time"}
 
 
-def test_nothing_asked_for_and_unknown_words(home: Path, tmp_path: Path) -> None:
-    refused(reduce(home, tmp_path / "r"), "nothing asked for: give --mlp, --attn or --conv")
-    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--align", "width=3"), "mlp= a whole number")
-    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--preset", "magic"), "magic")
-    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--ridge", 0), "--ridge")
-    refused(run("export", "--model", home / "dense", "-o", tmp_path / "m.onnx", "--precision", "int8"), "int8")
-    refused(run("bench", home / "dense", home / "dense", "--batch", "0,1", "-o", tmp_path / "b.json"), "--batch")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_moments_that_will_not_do(home: Path, tmp_path: Path) -> None:
     whole = (home / "moments.safetensors").read_bytes()
     cut, foreign, absent = (tmp_path / f"{name}.safetensors" for name in ("cut", "foreign", "absent"))

@@ -16,7 +16,7 @@ from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.module import replaced
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.sites import Currency
 from ground.ports import Port, image_port
 from perf.parity.tolerance import exact

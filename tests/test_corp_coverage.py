@@ -16,7 +16,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Refusal, TracedChannels
 from ground.errors import BadInput

@@ -40,7 +40,7 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from tests.refusals import rejects
 
 from . import tiny
@@ -227,16 +227,17 @@ def test_sites_are_worked_on_side_by_side_and_come_in_order() -> None:
         together.wait()
         return item, torch.get_num_threads()
 
-    assert list(site_pool.each(work, [3, 1, 2, 0], CPU)) == [(3, 1), (1, 1), (2, 1), (0, 1)]
+    with site_pool.mapping(4, CPU) as each:
+        assert list(each(work, [3, 1, 2, 0])) == [(3, 1), (1, 1), (2, 1), (0, 1)]
     assert torch.get_num_threads() == 2
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_the_pool_keeps_modes_and_raises_the_first_error() -> None:
-    with torch.inference_mode():
-        assert list(site_pool.each(lambda _: torch.is_inference_mode_enabled(), [0, 1], CPU)) == [True, True]
-    with torch.no_grad():
-        assert list(site_pool.each(lambda _: torch.is_grad_enabled(), [0, 1], CPU)) == [False, False]
+    with torch.inference_mode(), site_pool.mapping(2, CPU) as each:
+        assert list(each(lambda _: torch.is_inference_mode_enabled(), [0, 1])) == [True, True]
+    with torch.no_grad(), site_pool.mapping(2, CPU) as each:
+        assert list(each(lambda _: torch.is_grad_enabled(), [0, 1])) == [False, False]
 
     def work(item: int) -> int:
         if item:
@@ -244,8 +245,8 @@ def test_the_pool_keeps_modes_and_raises_the_first_error() -> None:
         time.sleep(0.05)
         return item
 
-    with pytest.raises(ValueError, match="site 1"):
-        list(site_pool.each(work, [0, 1, 2], CPU))
+    with pytest.raises(ValueError, match="site 1"), site_pool.mapping(3, CPU) as each:
+        list(each(work, [0, 1, 2]))
     assert torch.get_num_threads() == 2
 
 

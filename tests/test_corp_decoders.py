@@ -25,7 +25,7 @@ from corp_deploy.invocation.method_choice import ALIGN, MethodChoice
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import texts_for_model
+from corp_deploy.store.input_sets import texts_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
 from tests import decoders
 from tests.command import invoked

@@ -21,7 +21,7 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import load_checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, refuses

@@ -153,7 +153,7 @@ def test_folders_are_prepared_as_the_graph_says(home: Path, tmp_path: Path) -> N
         pixels = generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "photos" / f"{index}.png")
     invoked("verify", home / "old/m.plan", "--images", tmp_path / "photos", "--write-golden", tmp_path / "golden")
-    from corp_deploy.store.inputs import images_for_model
+    from corp_deploy.store.input_sets import images_for_model
 
     (expected,) = images_for_model(tiny.checkpoint().model, tmp_path / "photos").batches(8)
     np.testing.assert_array_equal(read_golden(tmp_path / "golden").feeds["images"], expected.numpy())

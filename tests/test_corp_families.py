@@ -29,7 +29,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.onnx_file import metadata_of_checkpoint
 from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput

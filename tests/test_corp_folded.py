@@ -231,8 +231,8 @@ preset = "{preset}"
     for preset, looks in (("grail", False), ("grail-fold", True), ("fold", True)):
         (tmp_path / "recipe.toml").write_text(recipe.format(preset=preset))
         loaded = load_recipe(tmp_path / "recipe.toml")
-        assert loaded.reduce.choice.needs_images == looks
-        assert ("images" in release_commands.reduce(loaded, tmp_path).options) == looks
+        assert loaded.reduce.needs_images == looks
+        assert ("images" in release_commands.reduce_call(loaded, tmp_path).options) == looks
 
 
 def test_the_new_rows_are_the_means_of_clusters(both: tuple[Moments, Moments], images: Images) -> None:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from calib.store import load as load_moments
-from corp_deploy.invocation.method_choice import RANKING, REPAIR, MethodChoice
-from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.invocation.method_choice import RANKING, REPAIR
+from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.release.recipe_keys import record_of
 from corp_deploy.store.checkpoint import load_checkpoint
 from tests import tiny
 from tests.command import invoked, refuses
-from tests.refusals import rejects
 
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
@@ -177,15 +177,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("text", OTHERWISE)
 def test_rankings_are_read_as_they_are_printed(text: str) -> None:
-    choice = ReduceTable(preset="corp", mlp=0.5, **OTHERWISE[text]).choice
+    choice = record_of(ReduceOptions, "reduce", {"preset": "corp", "mlp": 0.5, **OTHERWISE[text]})
     assert choice.select == RANKING.from_text(text)
     assert str(choice.command_options["select"]) == text
     assert REPAIR.from_text("mlp=gram,conv=im2col,heads=none") == {"mlp": "gram", "conv": "im2col", "heads": "none"}
-
-
-def test_recipes_refuse_what_the_command_does(tmp_path: Path) -> None:
-    rejects("--repair heads=gram is of what stays as it is", ReduceTable, mlp=0.5, repair_heads="gram")
-    rejects("--latency needs --latency-tables DIR", ReduceTable, latency=0.8)
-    rejects("qk", ReduceTable, mlp=0.5, qk="logit")
-    assert ReduceTable(latency=0.8, latency_tables=tmp_path, batch=8).choice.currency == "latency"
-    assert MethodChoice(preset="grail", repair={"channels": "affine"}, mlp=0.5).method.mlp_recovery == "affine"

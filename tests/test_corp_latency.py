@@ -40,7 +40,7 @@ from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.spec.merging import Merging, grown, tokens_after
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.parts import STREAM
 from corp_deploy.traced.models.token_merging import TokenMerge
 from corp_deploy.views.latency import latency_rows

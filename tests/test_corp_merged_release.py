@@ -17,7 +17,6 @@ from corp_deploy.families.counting import macs
 from corp_deploy.families.inspection import inspection_of_model, merging_record
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.request import merging_from_choice
-from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.traced.models.parts import tokens_that_enter
@@ -123,10 +122,9 @@ def test_a_release_of_a_model_that_merges_ends_in_its_verdict_and_says_how(tmp_p
         ({"merge_tokens": "100", "merge_how": "drop"}, Merging(schedule=(15, 0), how="drop")),
     ],
 )
-def test_what_options_and_recipes_ask_for(options: dict[str, Any], expected: Merging) -> None:
+def test_what_options_ask_for(options: dict[str, Any], expected: Merging) -> None:
     model = tiny.checkpoint().model
     assert merging_from_choice(ReduceOptions.from_options(options), model) == expected
-    assert merging_from_choice(ReduceTable(**options).choice, model) == expected
 
 
 @pytest.mark.parametrize(
@@ -155,5 +153,3 @@ def test_merging_alone_repairs_at_full_width_in_a_closed_loop_and_nothing_withou
 def test_options_that_nothing_honours_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         ReduceOptions.from_options(options).refuse_ignored(options)
-    with pytest.raises(BadInput):
-        ReduceTable(**options)

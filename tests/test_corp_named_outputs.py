@@ -35,7 +35,7 @@ from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.outputs import Outputs, outputs_from_text
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import images_for_model, model_digest
+from corp_deploy.store.input_sets import images_for_model, model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput

@@ -29,7 +29,7 @@ from corp_deploy.spec.trusted_code import Code, trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.module import traced_module
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.values import TracedValues
 from examples.own_module.net import Net
@@ -426,23 +426,3 @@ def test_the_page_shows_the_example_as_it_is() -> None:
     assert signature in SOURCE
     assert call in SOURCE
     assert len(shown.strip().splitlines()) <= 10
-
-
-@pytest.mark.slow("models")
-def test_the_command_has_every_lever_for_own_modules(tmp_path: Path) -> None:
-    """Loops, tokens that are read and that merge, polish by blocks."""
-    (tmp_path / "net.py").write_text(SOURCE)
-    np.save(tmp_path / "images.npy", tiny.images(48))
-    model = ("--model", f"module:{tmp_path / 'net.py'}:build", "--trust-code")
-    moments, images = tmp_path / "m.safetensors", ("--images", tmp_path / "images.npy")
-    invoked("calibrate", *model, *images, "-o", moments)
-    asked = ("reduce", *model, "--moments", moments, *images, "--align", "mlp=8,head=8")
-    result = invoked(*asked, "--macs", 0.8, "--closed-loop", "--reads", "pooled", "-o", tmp_path / "looped")
-    assert "sites in the order in which they run, fitted to the dense model's streams" in " ".join(
-        result.output.split()
-    )
-    result = invoked(*asked, "--mlp", 0.5, "--merge-tokens", 2, "--polish", "block", "-o", tmp_path / "merged")
-    assert "polished in 2 blocks" in " ".join(result.output.split())
-    merged = corp_deploy.load(tmp_path / "merged", trust_code=True)
-    assert traced_model.merging_of(merged) is not None
-    assert [site.width for site in sites_of(merged).every if site.name.endswith("ffn")] == [48, 48]

@@ -12,7 +12,7 @@ from corp_deploy.proof.candidates import candidate_from_path, in_runtime
 from corp_deploy.release import calls
 from corp_deploy.release.recipe import Recipe
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.release.targets import Target, missing_to_run
+from corp_deploy.release.targets import ReleaseTarget, missing_to_run
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32
 from perf.runners.openvino import OpenVinoRunner
 from tests import tiny
@@ -134,11 +134,11 @@ def of_openvino(tmp_path: Path, **target: str) -> Recipe:
 def test_a_recipe_benches_the_target_in_its_own_precision(tmp_path: Path, target: dict[str, str], graph: str) -> None:
     made, dtype = of_openvino(tmp_path, **target), target.get("precision", "fp32")
     said = f"bench dense/{graph} reduced/{graph} --backend openvino --dtype {dtype} --threads 2"
-    assert said in str(calls.bench(made, made.targets[0]))
+    assert said in str(calls.bench_call(made, made.targets[0]))
 
 
 def test_a_target_in_openvino_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target: Target = of_openvino(tmp_path).targets[0]
+    target: ReleaseTarget = of_openvino(tmp_path).targets[0]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert missing_to_run(target) == "openvino is not installed here; pip install 'corp-deploy[openvino]'"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))

@@ -14,7 +14,7 @@ import torch
 
 from corp_deploy.proof import chain
 from corp_deploy.proof.custom_metrics import Meter, metric_from_text, metrics_from_texts
-from corp_deploy.proof.inputs import ProofInputs
+from corp_deploy.proof.proof_inputs import ProofInputs
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import export_checkpoint
 from ground.errors import BadInput

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from click.testing import Result
 
@@ -21,6 +20,7 @@ from perf.parity.parity import ImageSet, Parity
 from perf.parity.tolerance import limits
 from tests.command import invoked
 from tests.export_served import SHAPE, config_of, write_onnx
+from tests.small_release import release_of
 from tests.triton_server import Server, lack
 
 
@@ -160,17 +160,9 @@ def serve(repository: Path, version: int, *words: object, code: int = 0) -> Resu
     return invoked("package", "serve", repository, "--model-version", version, *words, code=code)
 
 
-def release_of(graph: Path, folder: Path) -> Path:
-    """A release's samples alone, with this graph's answers."""
+def samples_of(graph: Path, folder: Path) -> Path:
     images = np.random.default_rng(1).standard_normal((3, *SHAPE)).astype(np.float32)
-    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
-    (folder / "samples").mkdir(parents=True)
-    np.save(folder / "samples/images.npy", images)
-    np.save(folder / "samples/answers.npy", session.run(["logits"], {"images": images})[0])
-    graphs = {"reduced/model.onnx": {"expected": "samples/answers.npy", "max_relative_error": 1e-4}}
-    record = {"kind": "corp-deploy/samples", "version": 1, "images": "samples/images.npy", "count": 3, "graphs": graphs}
-    (folder / "samples/samples.json").write_text(json.dumps(record))
-    return folder
+    return release_of(graph, images, folder, "reduced/model.onnx")
 
 
 def packaged(folder: Path) -> tuple[Path, dict[int, Path]]:
@@ -184,7 +176,7 @@ def packaged(folder: Path) -> tuple[Path, dict[int, Path]]:
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_a_server_is_rolled_and_a_version_with_other_answers_is_not_served(tmp_path: Path) -> None:
     repository, graphs = packaged(tmp_path)
-    good, other = (release_of(graphs[version], tmp_path / f"release{version}") for version in (1, 2))
+    good, other = (samples_of(graphs[version], tmp_path / f"release{version}") for version in (1, 2))
     with Server(repository, tmp_path) as server:
         assert server.load("vit_cpu") is None
         address = f"http://{server.http_address}"
@@ -199,7 +191,7 @@ def test_a_server_is_rolled_and_a_version_with_other_answers_is_not_served(tmp_p
 def test_bad_calls_change_nothing(tmp_path: Path) -> None:
     repository, graphs = packaged(tmp_path)
     before = (repository / "vit_cpu/config.pbtxt").read_bytes()
-    release = release_of(graphs[1], tmp_path / "release")
+    release = samples_of(graphs[1], tmp_path / "release")
     for words, told in (
         (("--samples", release), "give --server"),
         (("--timeout", 3), "give --server"),

@@ -20,8 +20,8 @@ from corp_deploy.polish.polish import polished
 from corp_deploy.polish.subject import parted
 from corp_deploy.polish.teacher import AugmentedTeacher, Teacher, output_error, stream_error, view
 from corp_deploy.spec.merging import Merging
-from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.store.input_sets import images_for_model
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 from tests import tiny

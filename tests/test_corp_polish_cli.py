@@ -15,7 +15,7 @@ from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.store.checkpoint import load_checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from tests import tiny
 from tests.command import invoked
 
@@ -82,7 +82,8 @@ def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: 
     def run(name: str, done: Any = None) -> bytes:
         state = home / "state.safetensors"
         how = Polishing(state=state, on_progress=done)
-        reduce_checkpoint(dense, home / "m", asked, directory=home / name, images=images, polishing=how)
+        moments, file = load_moments(home / "m"), home / "m"
+        reduce_checkpoint(dense, moments, asked, moments_file=file, directory=home / name, images=images, polishing=how)
         assert not state.exists()
         return (home / name / "model.safetensors").read_bytes()
 

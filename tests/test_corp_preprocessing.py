@@ -19,7 +19,7 @@ from calib.store import load
 from corp_deploy.families import traced_model as vit
 from corp_deploy.families.family import image_spec
 from corp_deploy.invocation.running import FedOptions
-from corp_deploy.proof.chain import prove
+from corp_deploy.proof.chain import prove_chain
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import feeds_to_time, random_inputs
 from corp_deploy.proof.port_images import images_of_port
@@ -31,7 +31,7 @@ from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store import checkpoint as directories
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.module_model import checkpoint_from_module
 from corp_deploy.store.onnx_file import metadata_of_checkpoint
 from ground.feeds import single_array
@@ -205,7 +205,7 @@ def test_a_recipe_has_the_same_keys_and_keeps_them(tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert (recipe.model.ema, recipe.model.weights_key) == (False, "state_dict")
     assert settings_of("model", recipe.model)["model.weights_key"] == "state_dict"
-    assert recipe.model.source.preprocessing == Preprocessing(
+    assert recipe.model.preprocessing == Preprocessing(
         mean=(0.485, 0.456, 0.406), std=(0.25,), crop_pct=1.0, interpolation="bilinear", crop_mode="border"
     )
     kept = tomllib.loads(text_of_recipe(recipe, tmp_path))["model"]
@@ -392,7 +392,7 @@ def test_moments_of_another_model_are_refused_before_anything_is_proved(home: Pa
         raise AssertionError("it was run")
 
     given: dict[str, Any] = {"moments": load(home / "m.safetensors"), "answered": never}
-    rejects("taken on another model", prove, dense, [], inputs, batches=[1], limits=ParityLimits(), **given)
+    rejects("taken on another model", prove_chain, dense, [], inputs, batches=[1], limits=ParityLimits(), **given)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from calib.store import save as save_moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.invocation.method_choice import MethodChoice
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import tiny
@@ -195,8 +195,8 @@ def test_what_it_can_not_do_is_refused() -> None:
     without = tiny.checkpoint()
     with pytest.raises(BadInput, match="--rescale: VisionTransformer has no convolutions that can be rescaled"):
         reduce_traced(without.model, source, rescaling)
-    rejects(r"\[reduce\].*rescale", ReduceTable, conv=0.5, rescale=True, closed_loop=True)
-    assert ReduceTable(conv=0.5, rescale=True, closed_loop="symmetric").choice.method.rescales
+    rejects("--rescale", ReduceOptions, conv=0.5, rescale=True, closed_loop=True)
+    assert ReduceOptions(conv=0.5, rescale=True, closed_loop="symmetric").method.rescales
     assert MethodChoice(conv=0.5, rescale=True).method.rescales
 
 

@@ -21,7 +21,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.overfitting import from_splits, overfitting
 from corp_deploy.reduction.snapshots import in_splits
 from corp_deploy.store.checkpoint import save
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from tests import tiny
 from tests.command import invoked, refuses
 

@@ -13,12 +13,12 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.algebra.rotation import hadamard, rotatable, rotated_back, rotated_maps
 from corp_deploy.invocation.method_choice import MethodChoice
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.release.recipe_tables import ReduceTable
 from ground.errors import BadInput
 from tests import small_convnets, tiny
 from tests.refusals import rejects
@@ -123,7 +123,6 @@ def test_who_rotates() -> None:
     assert MethodChoice(attn=0.5).method.rotates
     assert not MethodChoice(attn=0.5, rotate=False).method.rotates
     assert MethodChoice(attn=0.5, preset="corp", rotate=True).method.rotates
-    assert not ReduceTable(attn=0.5, rotate=False).choice.method.rotates
-    rejects("--rotate is not honoured by preset grail", ReduceTable, preset="grail", mlp=0.5, rotate=True)
+    rejects("--rotate is not honoured by preset grail", ReduceOptions, preset="grail", mlp=0.5, rotate=True)
     with pytest.raises(BadInput, match="--no-rotate is not honoured by a reduction that leaves attention alone"):
-        ReduceTable(mlp=0.5, rotate=False)
+        ReduceOptions(mlp=0.5, rotate=False)

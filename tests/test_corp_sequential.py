@@ -14,7 +14,7 @@ from corp_deploy.families.decoder_model import DecoderBlock
 from corp_deploy.reduction import sequential
 from corp_deploy.store.decoder_layers import DecoderLayers, open_layers
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 from ground.errors import BadInput
 from tests import decoders
 from tests.command import invoked, refuses

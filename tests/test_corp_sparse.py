@@ -26,7 +26,6 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.sparse_places import LayerSparsity, SparsityReport
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
-from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.sparsity import Sparsity
@@ -318,11 +317,9 @@ def test_it_needs_images(home: Path) -> None:
     refuses("--polish, --sparse, heads that are merged", *words, "-o", home / "none")
 
 
-def test_recipes_ask_for_the_same() -> None:
-    table = ReduceTable(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none")
-    assert table.choice == ReduceOptions(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none")
-    assert table.choice.needs_images
-    rejects(r"\[reduce\]: --sparse-pattern cast is not honoured", ReduceTable, mlp=0.5, sparse_pattern="cast")
+def test_options_of_sparse_weights_need_them() -> None:
+    assert ReduceOptions(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none").needs_images
+    rejects("--sparse-pattern cast is not honoured", ReduceOptions, mlp=0.5, sparse_pattern="cast")
     assert sparsities_from_text("2:4") == ALL
 
 

@@ -15,11 +15,20 @@ import pytest
 from corp_deploy.machine import versions
 from corp_deploy.release import stage_parts
 from corp_deploy.release.digests import files_of
-from corp_deploy.release.incremental import AGAIN, STATE, Outcome, Stage, StageDirs, locked, plan, run
+from corp_deploy.release.incremental import (
+    AGAIN,
+    STATE,
+    Outcome,
+    Stage,
+    StageDirs,
+    locked_release,
+    run_stages,
+    stage_statuses,
+)
 from corp_deploy.release.pace import efforts_in, efforts_of, timed
 from corp_deploy.release.recipe_tables import ExportTable, TargetTable
 from corp_deploy.release.stage_parts import measured_by
-from corp_deploy.release.targets import target_of
+from corp_deploy.release.targets import release_target
 from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts
 from ground.effort import Effort, Stopwatch, measured
 from ground.errors import BadInput
@@ -34,8 +43,8 @@ ROOT = Path(__file__).parents[1]
 
 def finished(stages: Sequence[Stage], root: Path) -> Outcome:
     root.mkdir(exist_ok=True)
-    with locked(root):
-        return run(stages, root, starts=lambda stage, why: None)
+    with locked_release(root):
+        return run_stages(stages, root, starts=lambda stage, why: None, every=stages)
 
 
 @pytest.fixture
@@ -52,7 +61,7 @@ def root(tmp_path: Path, source: Path) -> Path:
 
 
 def states(stages: list[Stage], root: Path) -> dict[str, str]:
-    return {row.stage: row.state for row in plan(stages, root)}
+    return {row.stage: row.state for row in stage_statuses(stages, root)}
 
 
 def test_a_second_run_makes_nothing(root: Path, source: Path) -> None:
@@ -71,7 +80,7 @@ def test_a_setting_runs_its_stage_and_what_comes_out_different(root: Path, sourc
 
 def test_a_changed_file_outside_runs_all_that_follows_it(root: Path, source: Path) -> None:
     source.write_text("another source")
-    rows = {row.stage: row.why for row in plan(fake_stages(source), root)}
+    rows = {row.stage: row.why for row in stage_statuses(fake_stages(source), root)}
     assert rows["one"] == "changed: source"
     assert finished(fake_stages(source), root).finished == ("one",)
 
@@ -85,7 +94,7 @@ def test_a_lost_or_changed_output_is_made_again(root: Path, source: Path) -> Non
     }
     for harm, why in harms.items():
         harm()
-        assert {row.stage: row.why for row in plan(fake_stages(source), root)}["two"] == why
+        assert {row.stage: row.why for row in stage_statuses(fake_stages(source), root)}["two"] == why
         assert finished(fake_stages(source), root).finished == ("two",)
         assert tree(root) == before
 
@@ -149,10 +158,10 @@ def test_a_run_killed_at_any_file_operation_ends_with_the_same_bytes(tmp_path: P
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     said = r"another release \(process \d+ since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\) works in this directory"
-    with locked(tmp_path), pytest.raises(BadInput, match=said):  # noqa: SIM117
-        with locked(tmp_path):
+    with locked_release(tmp_path), pytest.raises(BadInput, match=said):  # noqa: SIM117
+        with locked_release(tmp_path):
             pass
-    with locked(tmp_path):
+    with locked_release(tmp_path):
         pass
 
 
@@ -160,7 +169,7 @@ def test_a_stage_runs_again_where_asked_and_what_reads_it_only_if_it_comes_out_d
     root: Path, source: Path
 ) -> None:
     stages = [replace(each, again=each.name == "two") for each in fake_stages(source)]
-    assert {row.stage: row.why for row in plan(stages, root)}["two"] == AGAIN
+    assert {row.stage: row.why for row in stage_statuses(stages, root)}["two"] == AGAIN
     assert finished(stages, root).finished == ("two",)
     assert finished(fake_stages(source), root).finished == ()
 
@@ -176,7 +185,7 @@ def test_what_is_measured_on_another_machine_is_measured_anew_and_stands_where_i
     assert "two" in finished(on("610.1"), root).finished
     assert finished(on("610.1"), root).finished == ()
     assert set(states(on("640.2", missing="no GPU"), root).values()) == {"cached"}
-    assert {row.stage: row.why for row in plan(on("640.2"), root)}["two"] == "changed: machine"
+    assert {row.stage: row.why for row in stage_statuses(on("640.2"), root)}["two"] == "changed: machine"
     assert finished(on("640.2"), root).finished == ("two",)
 
 
@@ -187,7 +196,7 @@ def test_the_machine_of_a_measurement_is_told_by_cpu_gpu_driver_and_runtime(monk
 
     monkeypatch.setattr(stage_parts, "watching", watched)
     monkeypatch.setattr("perf.timing.watch.version", lambda package: f"{package} 1")
-    on_cpu, on_gpu = (measured_by(target_of(name, TargetTable(), ExportTable(), (1,), ()))
+    on_cpu, on_gpu = (measured_by(release_target(name, TargetTable(), ExportTable(), (1,), ()))
                       for name in ("onnxruntime-cpu", "tensorrt"))  # fmt: skip
     assert on_cpu.keys() == {"machine", "cpu", "cpu_count"}
     assert on_gpu == on_cpu | {"gpu": "H200", "driver": "610.1", "tensorrt": "tensorrt 1"}
@@ -203,16 +212,16 @@ def test_a_second_release_is_refused_before_its_model_is_looked_for(
     for name in ("w.safetensors", "x.npy"):
         (tmp_path / name).touch()
     invoked("release", "r.toml", "--init", "vit_tiny_patch16_224", "--weights", "w.safetensors", "--images", "x.npy")
-    with locked(tmp_path / "out"):
+    with locked_release(tmp_path / "out"):
         refuses(f"out: another release (process {os.getpid()} since 20", *words, "-o", "out")
 
 
 def test_folders_made_for_the_lock_go_with_it_where_nothing_is_left_there(tmp_path: Path) -> None:
     root = tmp_path / "new" / "out"
-    with locked(root):
+    with locked_release(root):
         pass
     assert list(tmp_path.iterdir()) == []
-    with locked(root):
+    with locked_release(root):
         (root / "result").touch()
     assert [path.name for path in root.iterdir()] == ["result"]
 

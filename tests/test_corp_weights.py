@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,16 +70,6 @@ def test_every_container_gives_the_same_tensors(kind: str, tmp_path: Path) -> No
     same(loaded(tmp_path / name), STATE)
 
 
-def test_what_stands_beside_the_model_is_left_out_and_named(tmp_path: Path) -> None:
-    torch.save({"state_dict": prefixed("model.") | {"loss.weight": torch.ones(2)}}, tmp_path / "last.ckpt")
-    read = read_weights(tmp_path / "last.ckpt", STATE)
-    same(read.state, STATE)
-    assert read.notes == (
-        "last.ckpt: renamed 32 tensors, model.cls_token as cls_token",
-        "last.ckpt: left out what stands beside the model: loss.weight",
-    )
-
-
 AVERAGED = [
     ("state_dict", "state_dict_ema"),
     ("model", "model_ema"),
@@ -114,23 +103,6 @@ def test_a_moving_average_alone_or_absent(tmp_path: Path) -> None:
     torch.save({"state_dict": STATE, "state_dict_ema": None}, path)
     same(loaded(path, ema=False), STATE)
     rejects("--ema, but nothing in it is called a moving average.* it holds state_dict;", read_weights, path, ema=True)
-
-
-class Canary:
-    """Makes a directory when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
-def test_no_code_beside_weights_runs(tmp_path: Path) -> None:
-    content = {"state_dict": STATE, "args": argparse.Namespace(hook=Canary(tmp_path / "canary"))}
-    torch.save(content, tmp_path / "w.pth.tar")
-    rejects(r"pickled code, which is never run \(posix\.mkdir\)", read_weights, tmp_path / "w.pth.tar")
-    assert not (tmp_path / "canary").exists()
 
 
 def sharded(folder: Path, state: Mapping[str, torch.Tensor]) -> Path:

@@ -22,7 +22,6 @@ from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.traced.models.steps import SegmentStep
 from export.engine.audit import audit_fusion
@@ -143,10 +142,9 @@ def test_what_makes_no_sense_is_refused(home: Path, more: tuple[str, ...], messa
     refuses(message, *reduce_words(home, "refused", *more))
 
 
-def test_a_recipe_asks_for_whole_heads() -> None:
-    method = ReduceTable(whole_heads=0.5, select_heads="grail").choice.method
+def test_whole_heads_are_asked_for_and_ranked() -> None:
+    method = ReduceOptions(whole_heads=0.5, select={"heads": "grail"}).method
     assert (method.heads_sparsity, method.heads_selection) == (0.5, "grail")
-    assert ReduceOptions.from_options({"whole_heads": 0.5}).method.heads_sparsity == 0.5
 
 
 def test_a_polish_fits_attentions_of_fewer_heads(home: Path) -> None:

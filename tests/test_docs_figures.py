@@ -43,10 +43,6 @@ def convnet(method: str, share: float = 0.5) -> str:
     return f"{mean('real_convnet', 'error', method=method, share=share):.3f}"
 
 
-def heads(way: str, width: int) -> str:
-    return f"{mean('whole_heads', 'error', model='DINOv2-S', way=way, qk=width):.2f}"
-
-
 def sparse(model: str, method: str) -> float:
     return mean("sparsity", "error", model=model, method=method)
 
@@ -124,10 +120,6 @@ def of_levers() -> Iterator[str]:
     yield f"| {passes['macs']:.1f} passes | as the widths |"
     yield f"| {passes['loop']:.1f} passes with its reduction |"
     yield f"{float(half_of('digits', 'best')):.3f} on digits (`methods`)"
-    yield f"all else whole: {heads('padded Q/K', 8)} on DINOv2-S"
-    yield f"32 of 64 left: {heads('square', 32)} there"
-    yield f"4 of 6 left: {mean('whole_heads', 'error', model='DINOv2-S', way='whole heads', heads=4):.2f}"
-    yield f"square heads of 40 at fewer MACs: {heads('square', 40)}"
     best, grail = (mean("convnets", "relative_error", asked=0.5, way=way) for way in ("best", "grail"))
     yield f"{best:.3f} on digits, preset `grail` {grail:.3f}"
     yield f"{mean('real_convnet', 'cpu_s', method='best', share=0.8):.0f} CPU seconds at 0.8 of the MACs"

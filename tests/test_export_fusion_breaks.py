@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.proof.engine_search import RepairResult, fewest, offered
+from corp_deploy.proof.engine_search import RepairResult, fewest_passing, offered
 from corp_deploy.proof.kept_sites import sites_to_keep
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.store.onnx_file import export_checkpoint
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from export.engine.audit import Audit
 from export.engine.fusion import Kernel, fusion_of, kernels_from_inspector, kernels_from_log
 from export.engine.record import EngineRecord
@@ -162,9 +162,9 @@ def test_the_fewest_are_found_whatever_is_needed() -> None:
             tried.append(len(some))
             return set(needed) <= set(some)
 
-        assert fewest(sites, passes) == needed
+        assert fewest_passing(sites, passes) == needed
         assert len(tried) <= 2 + len(needed) * 4
-    assert fewest(sites, lambda some: False) is None
+    assert fewest_passing(sites, lambda some: False) is None
 
 
 class WrongKernels:

@@ -20,11 +20,11 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.onnx_file import AHEAD, export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
-from corp_deploy.traced.models.narrowing import at_widths
-from corp_deploy.traced.programs.exported import Called
+from corp_deploy.traced.models.narrowed_model import at_widths
+from corp_deploy.traced.programs.exported import CalledModule
 from export.engine.record import record_of_plan
 from export.graph.pixels import takes_pixels
 from ground.pixels import Normalisation
@@ -120,7 +120,7 @@ def test_a_reduced_model_is_folded_in_its_program(pre_norm: bool) -> None:
     model = at_widths(checkpoint.model, {"blocks.0.attn.qk": 24, "blocks.0.mlp": 64})
     spec = image_spec(model)
     program = traced_model.exportable(model)
-    assert isinstance(program, Called)
+    assert isinstance(program, CalledModule)
     made, folded_into = takes_pixels(program, spec.shape, spec.normalisation)
     assert folded_into == "patch_embed.proj"
     pixels = photographs()

@@ -27,7 +27,7 @@ from export.graph.to_onnx import onnx_bytes, save
 from export.graph.weights import element_types, notes_of, weight_shares
 from ground.errors import BadInput
 from ground.ports import image_port
-from tests.export_vit import SHAPE, Vit, export, images, input_types
+from tests.export_vit import Vit, export, images, input_types
 from tests.graphs import session_of
 from tests.refusals import rejects
 
@@ -289,14 +289,6 @@ def test_the_opset_is_the_one_that_the_graph_needs(monkeypatch: pytest.MonkeyPat
 )
 def test_bad_requests_are_refused_with_the_reason(model: nn.Module, options: dict[str, object], says: str) -> None:
     rejects(says, export, model, **options)  # type: ignore[arg-type]
-
-
-def test_typed_copy_casts_at_the_border() -> None:
-    typed = typed_copy(Vit(), "fp16")
-    assert typed(torch.zeros(1, *SHAPE)).dtype == torch.float32
-    halves = {name for name, tensor in typed.state_dict().items() if tensor.dtype == torch.float16}
-    assert "blocks.0.mlp.fc1.weight" in halves
-    assert not any("norm" in name for name in halves)
 
 
 def test_a_bound_that_clips_nothing_is_no_broken_weight() -> None:

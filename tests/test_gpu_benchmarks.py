@@ -7,23 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from click.testing import CliRunner
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from benchmarks.gpu import (
-    calibration,
-    engines,
-    images,
-    models,
-    race,
-    subjects,
-)
+from benchmarks.gpu import engines, models, race, subjects, variants
 from benchmarks.gpu.goals import at_least, together
 from benchmarks.gpu.kernels import attention_kind
+from benchmarks.gpu.quantised import QuantisedLinear, quantised
 from benchmarks.gpu.record import Budget, Record, Refused, Task, work
 from benchmarks.gpu.run import main
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import MODELS, Setting
+from benchmarks.real import packed
+from benchmarks.real.head import SaliencyHead
+from benchmarks.real.measures import relative_error
 from ground.errors import Missing
 from ground.gpu import require_cuda
+from tests import tiny
 
 pytestmark = pytest.mark.nightly
 
@@ -34,30 +35,31 @@ except Missing as error:
     NO_GPU = str(error)
 
 Row = dict[str, Any]
-PARTS = ("calibration", "latency", "engines", "accuracy")
+SMALL = ("--small", "--device", "cpu")
 
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
-    return Setting(device="cpu", small=True, everything=False, cache=tmp_path / "cache")
+    return Setting(device="cpu", small=True, cache=tmp_path / "cache")
 
 
-@pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whole small run."""
-    folder = tmp_path_factory.mktemp("gpu") / "out"
-    only = ",".join(PARTS)  # the others have tests of their own
-    main(["--output", str(folder), "--small", "--device", "cpu", "--only", only], say=lambda line: None)
-    return folder
-
-
-def read(folder: Path, part: str) -> Row:
+def run(folder: Path, part: str, *words: str) -> Row:
+    """Run one part small and return its record."""
+    main(["--output", str(folder), *SMALL, "--only", part, *words], say=lambda line: None)
     record: Row = json.loads((folder / f"gpu_{part}.json").read_text())
     return record
 
 
-def rows_of(folder: Path, part: str, **wanted: Any) -> list[Row]:
-    return [row for row in read(folder, part)["rows"] if all(row.get(key) == value for key, value in wanted.items())]
+def row_of(record: Row, key: str) -> Row:
+    found: Row = next(row for row in record["rows"] if row["key"] == key)
+    return found
+
+
+@pytest.fixture(scope="module")
+def latency(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("latency")
+    run(folder, "latency")
+    return folder
 
 
 class Clock:
@@ -86,49 +88,15 @@ def worked(record: Record, tasks: list[Task], clock: Clock, limit_s: float) -> l
 
 
 def new_record(tmp_path: Path, gpu: str = "one") -> Record:
-    return Record.opened(tmp_path / "record.json", "part", {"gpu": gpu}, {"small": True}, ("gpu",))
-
-
-# The whole run
-
-
-@pytest.mark.slow("graph", "engine", "training")
-def test_every_part_writes_a_record_whose_rows_are_done_or_absent(output: Path) -> None:
-    for part in PARTS:
-        record = read(output, part)
-        assert (record["kind"], record["version"], record["skipped"]) == (f"benchmarks/gpu/{part}", 1, [])
-        unfinished = [row for row in record["rows"] if row["status"] not in ("done", "absent")]
-        assert unfinished == []
-        assert {row["status"] for row in record["rows"]} == {"done"} or part == "engines"
+    return Record(tmp_path / "record.json", "part", {"gpu": gpu}, {"small": True}, ("gpu",))
 
 
 @pytest.mark.slow("graph")
-def test_calibration_tells_ratio_share_and_the_papers_seconds(output: Path) -> None:
-    row = rows_of(output, "calibration", key="calibrate DeiT-H float32")[0]
-    assert (row["images"], len(row["part_seconds"])) == (32, calibration.PARTS)
-    assert list(row["bare_seconds"]) == ["0", "4"]
-    taken = [row["part_seconds"][int(part)] / bare for part, bare in row["bare_seconds"].items()]
-    assert row["ratio_to_bare"] == pytest.approx(sum(taken) / 2)
-    ideal_s = (row["forward_flops"] + row["sums_flops"]) / row["product_tflops"]["float32"] / 1e12
-    assert row["share_of_peak"] == pytest.approx(ideal_s / sum(row["part_seconds"]))
-    assert row["paper_seconds_rtx3090"] == 4920
-    assert rows_of(output, "calibration", row="reduction")[0]["extrapolated"] is False
-
-
-def test_flops_are_those_counted_by_hand(setting: Setting) -> None:
-    tokens, dim, hidden, heads, head, patches = 17, 48, 192, 3, 16, 16
-    block = tokens * dim * (4 * dim + 2 * hidden) + 2 * heads * tokens * tokens * head
-    forward = 2 * block + patches * 3 * 64 * dim + dim * 24
-    grams = tokens * hidden * (hidden + 1) // 2 + tokens * dim * (dim + 1) // 2 + 2 * tokens * heads * head**2
-    count = tokens  # of every attention, beside the sums of its queries and keys
-    assert calibration.work_flops(models.dense("DeiT-T", setting), "cpu") == (2 * forward, 2 * 2 * (grams + count))
-
-
-@pytest.mark.slow("graph")
-def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(output: Path) -> None:
-    row = rows_of(output, "latency", key="DeiT-H graph 50% batch 2")[0]
-    compilers = [rows_of(output, "latency", mode=mode)[0]["compiler"] for mode in ("compiled", "graph")]
-    assert compilers == ["eager", None]
+def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(latency: Path) -> None:
+    record = json.loads((latency / "gpu_latency.json").read_text())
+    assert (record["kind"], record["version"], record["skipped"]) == ("benchmarks/gpu/latency", 1, [])
+    assert {row["status"] for row in record["rows"]} == {"done"}
+    row = row_of(record, "DeiT-H graph 50% batch 2")
     assert set(row["subjects"]) == {"dense", "dense again", "padded", "square", "ragged"}
     widths = {name: (each["qk"], each["v"]) for name, each in row["widths"].items()}
     assert widths == {"dense": (16, 16), "padded": (8, 16), "square": (8, 8), "ragged": (8, 16)}
@@ -149,21 +117,22 @@ def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(output: P
 
 
 @pytest.mark.slow("graph")
-def test_a_second_run_makes_nothing_again_and_one_row_that_is_gone(output: Path) -> None:
-    before = read(output, "calibration")
-    kept = [row for row in before["rows"] if row["key"] != "reduce DeiT-H cpu"]
-    (output / "gpu_calibration.json").write_text(json.dumps(before | {"rows": kept}))
+def test_a_second_run_makes_one_row_that_is_gone_and_no_other(latency: Path) -> None:
+    path = latency / "gpu_latency.json"
+    before = json.loads(path.read_text())
+    kept = [row for row in before["rows"] if row["key"] != "DeiT-H graph 50% batch 2"]
+    path.write_text(json.dumps(before | {"rows": kept}))
     told: list[str] = []
-    main(["--output", str(output), "--small", "--device", "cpu", "--only", "calibration"], say=told.append)
-    assert [line.split(":")[1].strip() for line in told[:-1]] == ["reduce DeiT-H cpu"]
-    assert read(output, "calibration")["rows"][:-1] == kept
-    assert "## Latency\n\ntorch fp32" in (output / "gpu.md").read_text()
+    main(["--output", str(latency), *SMALL, "--only", "latency"], say=told.append)
+    assert [line.split(":")[1].strip() for line in told[:-1]] == ["DeiT-H graph 50% batch 2"]
+    assert json.loads(path.read_text())["rows"][:-1] == kept
+    assert "## Latency\n\ntorch fp32" in (latency / "gpu.md").read_text()
 
 
 def test_wrong_options_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--output", str(tmp_path), "--only", "speed"])
-    assert "expected some of calibration, latency, variants, engines, accuracy, real" in capsys.readouterr().err
+    assert "expected some of latency, variants, engines, real" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--output", str(tmp_path), "--budget-s", "0"])
 
@@ -176,13 +145,12 @@ def test_a_gpu_asked_for_and_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)
-def test_every_part_runs_small_on_the_gpu(tmp_path: Path) -> None:
-    main(["--output", str(tmp_path), "--small", "--device", "cuda"], say=lambda line: None)
-    for row in rows_of(tmp_path, "latency", row="latency"):
-        assert (row["status"], row["refused"], row["cuda_graph"]) == ("done", {}, True), row
-    for row in rows_of(tmp_path, "latency", row="attention"):
-        assert row["kernels"]["dense"]["kind"] != "none seen"
-    assert {row["status"] for row in rows_of(tmp_path, "accuracy")} == {"done"}
+def test_latency_and_variants_run_small_on_the_gpu(tmp_path: Path) -> None:
+    main(["--output", str(tmp_path), "--small", "--only", "latency,variants"], say=lambda line: None)
+    record = json.loads((tmp_path / "gpu_latency.json").read_text())
+    for row in record["rows"]:
+        assert row["status"] == "done"
+        assert row["kernels"]["dense"]["kind"] != "none seen" if row["row"] == "attention" else row["cuda_graph"]
 
 
 # Rows, time and interruptions
@@ -291,29 +259,31 @@ def test_kernels_are_told_apart_by_name(kind: str, names: list[str]) -> None:
     assert attention_kind(names) == kind
 
 
-# Images
-
-
-def test_images_follow_from_part_seed_and_number() -> None:
-    one, labels = images.batch("train", 3, 48, size=32, device="cpu")
-    same, _ = images.batch("train", 3, 48, size=32, device="cpu")
-    assert torch.equal(one, same)
-    assert torch.bincount(labels).tolist() == [2] * 24
-    others = [("train", 4, 0), ("check", 3, 0), ("train", 3, 1)]
-    for part, number, seed in others:
-        assert not torch.equal(one, images.batch(part, number, 48, size=32, device="cpu", seed=seed)[0])
-    with pytest.raises(ValueError, match="got 'test'"):
-        images.batch("test", 0, 1, size=32, device="cpu")
-
-
 # Engines
 
 
-@pytest.mark.slow("graph")
-def test_the_chain_of_parity_runs_without_an_engine(setting: Setting) -> None:
-    row = engines.proved(setting, None)
-    assert [link["name"] for link in row["links"]] == ["reduced", "reduced-onnx-fp32", "reduced-onnx-fp16", "whole"]
-    assert row["links"][1]["relative_error"] < 1e-5
+@pytest.mark.slow("engine")
+def test_engines_are_built_in_parts_carried_over_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "PART_BYTES", 100_000)
+    monkeypatch.setattr(engines, "VARIANTS", ("dense", "padded", "merged"))
+    monkeypatch.setattr(Setting, "models", {"DeiT-T": MODELS["DeiT-T"]})
+    folder = tmp_path / "engines"
+    built = CliRunner().invoke(engines.main, ["--output", str(folder), "--small"], catch_exceptions=False)
+    assert "attentions fused" in built.output
+    parts = sorted((folder / "DeiT-T-padded").glob("part.*"))
+    assert len(parts) > 1
+    record = run(tmp_path, "engines", "--engines", str(folder))
+    padded, merged = record["rows"]
+    assert (padded["status"], merged["status"]) == ("done", "done")
+    assert [row["batch"] for row in padded["rows"]] == list(engines.BATCHES)
+    assert padded["attention_sites"] == padded["dense"]["attention_sites"] == 2
+    assert "| DeiT-T | padded |" in (tmp_path / "gpu.md").read_text()
+    parts[-1].write_bytes(b"damaged")
+    (folder / "DeiT-T-merged" / "part.000").unlink()
+    again = run(tmp_path / "again", "engines", "--engines", str(folder))
+    assert ["those of another plan" in again["rows"][0]["reason"], "are not here" in again["rows"][1]["reason"]] == [
+        True
+    ] * 2
 
 
 # Goals
@@ -328,3 +298,155 @@ def test_ratios_are_judged_by_their_intervals() -> None:
     assert together(["met", "undecided"]) == "undecided"
     assert together(["undecided", "not met", "not measured"]) == "not met"
     assert together(["met", "met"]) == "met"
+
+
+# Variants
+
+
+@pytest.mark.slow("models")
+def test_every_variant_is_measured_at_the_share_that_it_is_asked_for(tmp_path: Path) -> None:
+    record = run(tmp_path, "variants")
+    assert [(row["about"], row["model"], row["status"], row["refused"]) for row in record["rows"]] == [
+        ("bf16", "DeiT-T", "done", {}),
+        ("merging", "DeiT-T", "done", {}),
+        ("eight bits", "DeiT-T", "done", {}),
+        ("convnet", "ResNet-50", "done", {}),
+        ("convnet", "ConvNeXt-B", "done", {}),
+    ]
+    row = row_of(record, "merging DeiT-T batch 2")
+    shares = {name.split(" ")[0]: kept / row["macs"]["dense"] for name, kept in row["macs"].items()}
+    assert list(shares) == ["dense", "merge", "drop", "square"]
+    assert all(0.85 < share <= 0.92 for name, share in shares.items() if name != "dense")
+    for row in record["rows"][-2:]:
+        dense, *reduced = row["macs"].values()
+        assert all(0.8 < kept / dense <= 0.9 for kept in reduced)
+
+
+def by_loops(linear: nn.Linear, x: Tensor, how: str) -> Tensor:
+    """Each output by its own sum in float64 over rounded factors."""
+    largest = {"fp8": 448.0, "int8": 127.0}[how]
+
+    def eight(values: Tensor) -> tuple[Tensor, float]:
+        scale = float(values.abs().max()) / largest
+        scaled = (values.float() / scale).clamp(-largest, largest)
+        bits = scaled.to(torch.float8_e4m3fn).double() if how == "fp8" else scaled.round().double()
+        return bits, scale
+
+    (rows, row_scale), (weights, weight_scale) = eight(x.flatten(0, -2)), eight(linear.weight)
+    out = torch.empty(len(rows), len(weights), dtype=torch.float64)
+    for i, row in enumerate(rows):
+        for j, weight in enumerate(weights):
+            out[i, j] = sum(float(a) * float(b) for a, b in zip(row, weight, strict=True)) * row_scale * weight_scale
+    return (out + linear.bias.double()).view(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("how", ["fp8", "int8"])
+def test_a_product_in_eight_bits_is_that_of_rounded_factors(how: Any) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(32, 16), torch.randn(2, 10, 32)
+    made = QuantisedLinear(linear, float(x.abs().max()), how)
+    with torch.no_grad():
+        expected = by_loops(linear, x, how)
+        torch.testing.assert_close(made(x).double(), expected, rtol=1e-3, atol=1e-3)
+    plain = linear(x).double()
+    assert 1e-4 < float((expected - plain).detach().norm() / plain.detach().norm()) < 0.1
+
+
+def test_only_the_layers_of_blocks_that_fit_are_in_eight_bits(setting: Setting) -> None:
+    model = models.dense("DeiT-T", setting)
+    images = torch.randn(2, 3, 32, 32)
+    made = quantised(model, models.block_names(model), images, "int8")
+    names = {name for name, module in made.named_modules() if isinstance(module, QuantisedLinear)}
+    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    assert names == {f"blocks.{block}.{layer}" for block in (0, 1) for layer in layers}
+    assert not any(isinstance(module, QuantisedLinear) for module in model.modules())
+
+
+def test_a_model_far_from_the_plain_one_is_refused(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
+    def wrong(*given: Any) -> nn.Module:
+        made = quantised(*given)
+        for module in made.modules():
+            if isinstance(module, QuantisedLinear):
+                module.input_scale.mul_(50.0)
+        return made
+
+    monkeypatch.setattr(variants, "quantised", wrong)
+    variant = variants.Variant(about="eight bits", model="DeiT-T", batch=2, make=variants.in_eight_bits)
+    with pytest.raises(Refused, match="of the norm away"):
+        variants.in_eight_bits(variant, setting)
+
+
+# Real weights are packed small, and on a GPU reduced and judged.
+
+KWARGS = {"img_size": 32, "patch_size": 8, "num_classes": 0}
+
+
+def pictures(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Blurred noise [N,3,32,32], normalised, which JPEG leaves about as it is."""
+    noise = np.random.default_rng(seed).uniform(0, 255, (count, 4, 4, 3)).astype(np.uint8)
+    large = [np.asarray(Image.fromarray(each).resize((32, 32), Image.Resampling.BICUBIC)) for each in noise]
+    return packed.normalised(np.stack(large).transpose(0, 3, 1, 2)).numpy()
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make real` leaves, of a tiny model whose blocks all matter."""
+    directory = tmp_path_factory.mktemp("real") / "ready"
+    directory.mkdir()
+    model = tiny.checkpoint(**KWARGS).model
+    for name, parameter in model.named_parameters():
+        if name.endswith(".gamma"):
+            parameter.data.fill_(0.3)
+    save_file(model.state_dict(), directory / "dinov2_s.safetensors")
+    torch.manual_seed(0)
+    save_file(SaliencyHead((48, 16, 8), patch=8).state_dict(), directory / "head.safetensors")
+    for name, count, groups in (("calib", 24, 8), ("held", 6, 2)):
+        np.save(directory / f"{name}.npy", pictures(count, seed=count))
+        names = [f"{name}-{position % groups}.jpg" for position in range(count)]
+        (directory / f"{name}_groups.json").write_text(json.dumps(names))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def folder(ready: Path) -> Path:
+    packed.pack(ready, ready.with_name("packed"), tiny.checkpoint(**KWARGS).architecture)
+    return ready.with_name("packed")
+
+
+def test_what_is_unpacked_is_what_was_packed_but_for_rounding(ready: Path, folder: Path) -> None:
+    found = packed.unpack(folder)
+    dense = tiny.checkpoint(**KWARGS)
+    for name, tensor in found.dense.model.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, tensor.half().float()), name
+    state = load_file(ready / "dinov2_s.safetensors")
+    for name, tensor in state.items():
+        torch.testing.assert_close(found.dense.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-6)
+    assert found.dense.architecture == dense.architecture
+    assert not any(parameter.requires_grad for parameter in found.dense.model.parameters())
+    for crops, name in ((found.calibration, "calib"), (found.held_out, "held")):
+        images = np.load(ready / f"{name}.npy")
+        assert relative_error(packed.normalised(crops.pixels), torch.from_numpy(images)) < 0.1
+        assert list(crops.photographs) == json.loads((ready / f"{name}_groups.json").read_text())
+
+
+@pytest.mark.slow("training")
+def test_every_reduction_of_real_weights_is_made_and_judged(folder: Path, tmp_path: Path) -> None:
+    record = run(tmp_path, "real", "--packed", str(folder))
+    assert {row["status"] for row in record["rows"]} == {"done"}
+    first, *reductions = record["rows"]
+    counts = ("images", "photographs", "held_out_images", "held_out_photographs")
+    assert [first[name] for name in counts] == [24, 8, 6, 2]
+    assert {(row["widths"], row["loop"]) for row in reductions} == {
+        (widths, loop) for widths in ("uniform", "by site") for loop in ("open", "closed")
+    }
+    for row in reductions:
+        assert row["macs_share"] <= 0.8
+        assert 0.0 < row["class_error"] < 1.0
+        assert ("closed loop" in row["efforts"]) == (row["loop"] == "closed")
+
+
+def test_without_what_was_packed_every_row_says_so(tmp_path: Path) -> None:
+    rows = run(tmp_path, "real", "--packed", str(tmp_path / "none"))["rows"]
+    assert {row["status"] for row in rows} == {"absent"}
+    assert all("nothing packed here" in row["reason"] for row in rows)

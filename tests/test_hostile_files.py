@@ -21,10 +21,9 @@ from PIL import Image
 from safetensors.torch import save as safetensors_bytes
 
 from calib import store
-from calib.groups import group_ids
 from calib.images import open_images
 from calib.shards import members_of_tar, paths_from_pattern
-from corp_deploy.release.check import check, replay
+from corp_deploy.release.check import check_release, replay
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.weights import read_weights
 from ground.arrays import array_from_file, array_from_npy, array_from_npz, arrays_from_npz
@@ -197,12 +196,6 @@ def test_films_documents_and_large_pictures_are_refused(tmp_path: Path, kind: st
     (tmp_path / "a.png").write_bytes(content)
     images = open_images(tmp_path, image_shape=SHAPE, transform=_never)
     refused(lambda: next(images.batches(1)), said)
-
-
-def test_a_picture_is_read_by_its_content(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture("JPEG"))
-    images = open_images(tmp_path, image_shape=SHAPE, transform=lambda _: torch.ones(SHAPE))
-    assert next(images.batches(1)).shape == (1, *SHAPE)
 
 
 def test_a_file_that_no_picture_is_as_large_as(tmp_path: Path) -> None:
@@ -411,13 +404,6 @@ def test_names_of_safetensors_are_not_echoed_whole(tmp_path: Path) -> None:
 # Texts
 
 
-def test_labels_of_groups_are_bounded_as_any_record(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros((2, *SHAPE), np.float32))
-    images = open_images(tmp_path / "x.npy", image_shape=SHAPE, transform=_never)
-    (tmp_path / "labels.json").write_text("[" * 100_000)
-    refused(lambda: group_ids(images, str(tmp_path / "labels.json")), "nested too deep")
-
-
 # Names that files give
 
 
@@ -450,7 +436,7 @@ def test_samples_of_a_release_lie_in_it(tmp_path: Path, name: str) -> None:
 def test_the_list_of_a_release_is_no_link(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "SHA256SUMS").symlink_to("/dev/zero")
-    assert check(tmp_path / "r").differs == ("SHA256SUMS: a link, expected the file itself",)
+    assert check_release(tmp_path / "r").differs == ("SHA256SUMS: a link, expected the file itself",)
 
 
 # From the command line

@@ -19,11 +19,11 @@ from rich.table import Table
 
 from calib.images import open_images
 from corp_deploy.cli import main
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.sweep_points import DensePoint, OutputScore
 from corp_deploy.proof.report_input import Covered, ReductionRecord
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.release.card import _removed
-from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.release.recipe_toml import rendered
 from corp_deploy.views.console import Output
 from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_table
@@ -116,7 +116,7 @@ def card(name: str) -> str:
     way = BudgetLine(name=name, share=0.5, predicted_error=0.1, measured_error=0.2)
     coverage = Covered(verdict=name, refused={name: name})
     record = ReductionRecord(sites=(site,), ways=(way,), decided=(name,), coverage=coverage)
-    recipe: Any = SimpleNamespace(reduce=ReduceTable(mlp=0.5))
+    recipe: Any = SimpleNamespace(reduce=ReduceOptions(mlp=0.5))
     return "\n".join(_removed(record, recipe))
 
 

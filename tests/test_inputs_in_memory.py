@@ -11,7 +11,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import corp_deploy
-from corp_deploy.api.values import on_disk
+from corp_deploy.api.values import as_file
 from tests.refusals import rejects
 
 IMAGES = torch.zeros(4, 3, 8, 8)
@@ -75,5 +75,5 @@ def test_every_function_with_inputs_refuses_a_loader(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [IMAGES, IMAGES.numpy(), list(IMAGES), [each.numpy() for each in IMAGES]])
 def test_arrays_tensors_and_lists_of_them_are_inputs(values: Any) -> None:
-    with on_disk(values) as path:
+    with as_file(values) as path:
         assert np.load(path).shape == (4, 3, 8, 8)

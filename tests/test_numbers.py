@@ -14,7 +14,9 @@ from corp_deploy.invocation.engine import PROFILE
 from corp_deploy.invocation.method_choice import MULTIPLES
 from corp_deploy.invocation.source import JSON, OUTPUT_NAMES
 from corp_deploy.invocation.values import ListOf, Values
-from corp_deploy.release.recipe_file import SECTIONS, keys_of, load_recipe, schema_of, typed_value
+from corp_deploy.release.recipe import SECTIONS
+from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.release.recipe_keys import keys_of
 from export.engine.options import LARGEST_BATCH
 from export.graph.to_onnx import OPSETS
 from ground import quantity as quantities
@@ -130,7 +132,7 @@ KEYS = [(table, word, key) for table, keys in SECTIONS.items() for word, key in 
 NUMERIC_KEYS = [
     (table, word)
     for table, word, key in KEYS
-    if re.match(r"a (whole )?(number|share) (from|in) ", schema_of(key)["description"])
+    if re.match(r"a (whole )?(number|share) (from|in) ", key.schema["description"])
 ]
 
 
@@ -138,7 +140,7 @@ def test_no_key_of_a_recipe_takes_a_number_without_bounds() -> None:
     assert len(NUMERIC_KEYS) > 20
     for table, word, key in KEYS:
         for value in (math.nan, math.inf, 10**400, *(() if word == "logit_threshold" else (-1,))):
-            rejects(rf"^{table}\.{word} is .*, expected ", typed_value, f"{table}.{word}", key, value, Path())
+            rejects(rf"^{table}\.{word} is .*, expected ", key.decoded, table, value, Path())
 
 
 @pytest.mark.parametrize("value", ["nan", "-1", "9" * 5000, "true", "'1'"])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ground.errors import Missing, is_out_of_memory
-from ground.feeds import Feeds, batch_size, rows_of
+from ground.feeds import Feeds, batch_size
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
@@ -165,17 +165,6 @@ def test_a_measurement_without_a_time_is_none() -> None:
     assert {row.stop for row in record.rows} == {"one subject only"}
 
 
-def test_images_that_no_memory_holds_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gathered(feeds: Feeds, batch: int) -> Feeds:
-        if batch == 8:
-            raise MemoryError("Unable to allocate 38.6 GiB")
-        return rows_of(feeds, slice(batch))
-
-    monkeypatch.setattr("perf.bench.opened_subject.batch_of", gathered)
-    record = measured(lambda batch: 2.0, lambda batch: 1.0)
-    assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom"]
-
-
 def test_a_lack_of_the_machine_ends_the_sweep() -> None:
     def lacking(batch: int) -> float:
         raise Missing("no GPU")
@@ -276,19 +265,6 @@ def test_a_first_call_that_takes_all_the_time_is_reported_without_a_guess() -> N
     assert "binding it and its first call took 10 s of 5; give a longer --time-limit" in record.warnings[0]
 
 
-def test_a_machine_that_slows_down_leaves_a_value_without_an_interval() -> None:
-    clock, plan = FakeClock(), replace(PLAN, noise_rounds=0)
-
-    def uneven(call: int) -> float:
-        return 60.0 if clock.now_ns / 1e9 > 0.55 else 1.0
-
-    record = measured(lambda b: 10.0, lambda b: 8.0, (8,), plan=plan, clock=clock, uneven=uneven)
-    row = summarise(record).rows[0]
-    assert (record.rows[0].stop, 0 < row.rounds < 6) == ("time limit", True)
-    assert not some(row.speedup).is_bounded
-    assert "rounds are too few for an interval, 6 make one" in " ".join(record.warnings)
-
-
 @pytest.mark.slow("measurement")
 def test_opening_is_part_of_the_time_in_equal_shares() -> None:
     def limited(opening_ms: float, made_s: float = 0.0) -> tuple[float, Bench]:
@@ -369,11 +345,6 @@ def test_the_knee_is_where_doubling_stops_paying() -> None:
     assert (rising.batch, "still rises" in rising.reason) == (4, True)
     assert some(knee({1: 100.0, 2: 100.0, 4: 200.0})).batch == 4
     assert knee({1: 100.0}) is None
-
-
-def test_the_knee_becomes_the_preferred_batch_size() -> None:
-    read = summarise(measured(lambda batch: 2.0 * batch, lambda batch: 1.0 + 0.1 * batch, (1, 2, 64, 128)))
-    assert read.preferred_batch_size == 64
 
 
 def test_a_runner_is_booked_with_what_it_holds_and_its_last_peak() -> None:

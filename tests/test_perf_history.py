@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -109,26 +108,6 @@ def test_a_record_without_a_time_and_a_file_for_a_directory_are_refused(tmp_path
     rejects("created 'soon'; expected a time", release_of_file, tmp_path / "timeless.json")
     for directory in (record, record / "below"):
         rejects("a file, expected the directory", add_release, directory, record)
-
-
-def _add(directory: Path, records: list[Path]) -> None:
-    for record in records:
-        add_release(directory, record)
-
-
-def test_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
-    records = [tmp_path / f"{day}.json" for day in range(12)]
-    for day, record in enumerate(records):
-        save_bench(bench_of_release(day, 2.5), record)
-    context, history = get_context("fork"), tmp_path / "history"
-    processes = [context.Process(target=_add, args=(history, part)) for part in (records[:8], records[4:])]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=60)
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert len(load_history(history).releases) == 12
-    assert len(list(history.iterdir())) == 12
 
 
 def test_records_of_another_machine_and_later_ones_are_left_out_by_name() -> None:

@@ -241,14 +241,6 @@ def test_few_images_are_not_called_shifted() -> None:
     assert {shifted(parts(seed, each=2)).status for seed in range(1, 40)} == {"PASS"}
 
 
-def test_equal_statistics_have_no_distance() -> None:
-    found = shifted([CALIBRATED, CALIBRATED])
-    assert found.mean_distance == pytest.approx(0, abs=1e-12)
-    assert found.mean_noise == 0
-    assert found.covariance_noise == pytest.approx(0, abs=1e-6)
-    assert found.covariance_distance == pytest.approx(0, abs=1e-12)
-
-
 def test_what_does_not_fit_is_refused() -> None:
     rejects("expected 2 or more", shifted, parts(1)[:1])
     narrow = Stats(images=3, mean_F=np.zeros(2), covariance_FF=np.eye(2))

@@ -3,11 +3,9 @@
 import csv as comma_separated
 import io
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cache
-from importlib import resources
 from typing import Any
 from xml.etree import ElementTree
 
@@ -180,21 +178,6 @@ def test_accuracy_of_the_dense_model_and_of_what_ships_has_a_tile(known: tuple[A
     assert found == [shown] * bool(shown)
 
 
-def test_a_budget_has_a_section_as_wide_as_the_page() -> None:
-    beside, _, below = html(record()).partition("<section>")
-    assert 'id="ways"' in below
-    assert 'id="models"' in beside
-
-
-def test_only_numbers_are_kept_on_one_line_of_a_table() -> None:
-    """A cell that may not wrap widens its table, which is then cut off at the edge of its half of the page."""
-    css = resources.files("perf.report").joinpath("templates", "page.css").read_text(encoding="utf-8")
-    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", css)
-    unbroken = [name.strip() for name, body in rules if "nowrap" in body and name.strip().startswith(("td", "th"))]
-    assert unbroken == ["td.number", "td.number small"]
-    assert ".scroll { overflow-x: auto }" in css
-
-
 def test_a_failed_batch_stays_in_the_table() -> None:
     lines = [line for line in markdown(record()).splitlines() if line.startswith("| 64 ")]
     assert lines == ["| 64 · out of memory | oom | – | – | – | – | – | – | – |"]
@@ -277,25 +260,6 @@ def test_junit_tells_failures_from_what_could_not_be_judged() -> None:
     assert (parity_suite.get("failures"), gate_suite.get("errors"), gate_suite.get("skipped")) == ("1", "1", "0")
     failure = some(parity_suite.find("testcase/failure"))
     assert "relative error 0.01 over 0.001" in str(failure.get("message"))
-
-
-def test_a_proof_that_leaves_a_limit_open_is_shown_as_that() -> None:
-    rows = np.random.default_rng(0).standard_normal((50, 10))
-    undecided = link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=rows,
-                     candidate_by_batch={4: rows}, tolerance=limits(min_agreement=0.98))  # fmt: skip
-    proof = Parity(images=ImageSet(count=50, digest="sha256:00"), links=(undecided,))
-    shown = record(parity=proof.to_json())
-    words = (
-        "top-1 agreement 100 % (92.87 % to 100 % at 95 % confidence), limit 98 %: the interval straddles the limit; "
-        "about 189 images would decide if the share stays; these are 50"
-    )
-    assert f"**Parity INCONCLUSIVE (1 link judged)** on 50 images: whole: {words}" in markdown(shown)
-    page = html(shown)
-    assert '<span class="chip full note">Parity INCONCLUSIVE' in page
-    assert words in page
-    suite = ElementTree.fromstring(junit(shown)).findall("testsuite")[0]
-    assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("0", "1", "0")
-    assert some(suite.find("testcase/error")).get("message") == f"INCONCLUSIVE: {words}"
 
 
 def test_what_fails_has_its_own_line_and_what_passes_shares_one() -> None:

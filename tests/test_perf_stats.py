@@ -193,12 +193,6 @@ def test_a_trend_score_is_kendalls_with_the_step_to_continuity(series: list[floa
     assert 2 * stats.norm.sf(without_step) == pytest.approx(kendall.pvalue, rel=1e-9)
 
 
-@UNHURRIED
-@given(st.lists(st.floats(0.1, 1e3), min_size=2, max_size=60))
-def test_the_coefficient_of_variation_is_scipys(samples: list[float]) -> None:
-    assert coefficient_of_variation(samples) == pytest.approx(stats.variation(samples, ddof=1), abs=1e-15)
-
-
 # Shares and pairs
 
 

@@ -127,18 +127,6 @@ def test_a_batch_size_that_ran_some_images_is_held_against_those() -> None:
     assert "1 of 3 images" in off.reason
 
 
-def test_a_permutation_can_start_from_answers_that_are_known() -> None:
-    runs: list[int] = []
-
-    def counted(images: Array) -> Array:
-        runs.append(len(images))
-        return sound(images)
-
-    straight = {"logits": sound(IMAGES)}
-    assert structure.permutation("r", named(counted), FEEDS, bound=1e-5, straight=straight).status == "PASS"
-    assert runs == [len(IMAGES)]
-
-
 def two_outputs(feeds: Feeds) -> Outputs:
     """The mean of the known embeddings of tokens, and those of every token; the mask tells which count."""
     vectors = TABLE[feeds["ids"]] * feeds["mask"][:, :, None]

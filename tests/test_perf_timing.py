@@ -255,18 +255,13 @@ def test_many_subjects_go_forth_and_back() -> None:
     assert "".join(block.subject for block in blocks) == "abccba" + "cbaabc"
 
 
-def test_one_subject_alone_has_two_blocks_in_a_round() -> None:
-    clock = FakeClock()
-    blocks = measure_rounds({"dense": steady(clock, 10.0)}, 6, calls=2, clock=clock)
-    assert [len(times) for times in samples(blocks, "dense")] == [4] * 6
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         {"min_rounds": 3},
         {"min_rounds": 20, "max_rounds": 10},
         {"noise_rounds": 2},
+        {"audit_rounds": 3},
         {"time_limit_s": 0.0},
         {"half_width_rel": float("nan")},
         {"warm_up_min_s": 20.0},

@@ -127,21 +127,11 @@ def test_a_few_percent_of_warm_caches_pass() -> None:
     assert not any("cache" in warning for warning in record.warnings)
 
 
-def test_it_costs_nothing_where_it_is_not_asked() -> None:
-    record = measured(again_ms={"dense": 2.0, "reduced": 0.5}, plan=replace(PLAN, audit_rounds=0))
-    assert record.rows[0].repeat_blocks == {}
-    assert summarise(record).rows[0].repeats == {}
-
-
 def test_without_memory_for_it_the_measurement_stays() -> None:
     record = measured(again_ms={"dense": 2.0, "reduced": 2.0}, binds=1)
     assert record.rows[0].blocks
     assert record.rows[0].repeat_blocks == {"dense": (), "reduced": ()}
     assert [warning for warning in record.warnings if "no memory to try it on varied" in warning]
-
-
-def test_too_few_rounds_for_an_interval_are_refused() -> None:
-    rejects("the audit needs 6 rounds or 0 for none, got 3", Plan, audit_rounds=3)
 
 
 class Forgetful(nn.Module):
@@ -171,13 +161,6 @@ def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> 
         (found,) = subject.tests()
         assert subject.tests() == []  # it was let go of
     assert (found.candidate, found.status, found.test) == ("reduced at batch 4", status, "timed-run")
-
-
-def test_what_was_bound_and_not_timed_says_nothing() -> None:
-    with ModuleRunner(Forgetful(9)) as runner:
-        subject = opened(runner)
-        subject.bind({"images": np.zeros((4, 3, 2, 2), np.float32)})
-        assert subject.tests() == []
 
 
 class Scalar(nn.Module):

@@ -1,7 +1,6 @@
 """The real encoder's benchmark, on an encoder and crops that take seconds."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +10,26 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from benchmarks.quality.procedural_images import TEXTURES
-from benchmarks.real import commands, real_vit, subject
+from benchmarks.quality import subjects
+from benchmarks.real import encoder, real_vit
+from benchmarks.real.encoder import METHODS
 from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import Outputs, figures, outputs
-from benchmarks.real.mosaics import class_maps, linear_head
-from benchmarks.real.rows import METHODS, Method, Settings, Sparsities, words
-from corp_deploy.cli import main as corp_deploy
+from benchmarks.real.page import real_vit as table
+from benchmarks.real.search import Schedules, Sparsities
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.merging import Merging
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from tests import tiny
 from tests.refusals import rejects
 
 pytestmark = pytest.mark.nightly
 
 KWARGS = {"img_size": 32, "patch_size": 8, "num_classes": 0}
-
-
-@pytest.fixture
-def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Twelve crops of three pictures to calibrate on, six of two others, a model and a head; commands run in here."""
-    directory = tmp_path / "ready"
-    directory.mkdir()
-    checkpoint = tiny.checkpoint(**KWARGS)
-    monkeypatch.setattr(subject, "ARCHITECTURE", checkpoint.architecture)
-    save_file(checkpoint.model.state_dict(), directory / "dinov2_s.safetensors")
-    save_file(lively_head().state_dict(), directory / "head.safetensors")
-    for name, count, pictures in (("calib", 12, 3), ("held", 6, 2)):
-        np.save(directory / f"{name}.npy", tiny.images(count, seed=count))
-        names = [f"{name}-{position % pictures}.jpg" for position in range(count)]
-        (directory / f"{name}_groups.json").write_text(json.dumps(names))
-    monkeypatch.setattr(subject, "run", in_this_process)
-    return directory
 
 
 def lively_head() -> SaliencyHead:
@@ -60,64 +42,56 @@ def lively_head() -> SaliencyHead:
     return head
 
 
-SAID: list[list[str]] = []
+@pytest.fixture
+def _ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve crops of three pictures to calibrate on, six of two others, a model and a head."""
+    directory = tmp_path / "ready"
+    directory.mkdir()
+    checkpoint = tiny.checkpoint(**KWARGS)
+    monkeypatch.setattr(subjects, "ARCHITECTURE", checkpoint.architecture)
+    for module in (subjects, encoder):
+        monkeypatch.setattr(module, "assembled", lambda: directory)
+    save_file(checkpoint.model.state_dict(), directory / "dinov2_s.safetensors")
+    save_file(lively_head().state_dict(), directory / "head.safetensors")
+    for name, count, pictures in (("calib", 12, 3), ("held", 6, 2)):
+        np.save(directory / f"{name}.npy", tiny.images(count, seed=count))
+        names = [f"{name}-{position % pictures}.jpg" for position in range(count)]
+        (directory / f"{name}_groups.json").write_text(json.dumps(names))
 
 
-def in_this_process(said: Sequence[str], threads: int) -> commands.Cost:
-    done = CliRunner().invoke(corp_deploy, [*said, "--quiet"])
-    assert done.exit_code == 0, done.output
-    SAID.append(list(said))
-    return commands.Cost(cpu_s=2.0, wall_s=3.0, peak_mb=100.0)
-
-
-def run(ready: Path, *more: str) -> dict[str, Any]:
-    """The record, and the commands that this run needed in SAID."""
-    SAID.clear()
-    output = ready.parent / "real_vit.json"
-    given = ["--output", str(output), "--ready", str(ready), "--work", str(ready.parent / "work")]
+def run(path: Path, *more: str) -> dict[str, Any]:
+    """Run the benchmark and return its record."""
     threads = torch.get_num_threads()
+    words = ["--output", str(path), "--crops", "12", "--held-out", "6", "--threads", "1", *more]
     try:
-        done = CliRunner().invoke(real_vit.main, [*given, "--crops", "12", "--held-out", "6", *more])
+        done = CliRunner().invoke(real_vit.main, words, catch_exceptions=False)
     finally:
         torch.set_num_threads(threads)
-    assert done.exit_code == 0, (done.output, done.exception)
-    record: dict[str, Any] = json.loads(output.read_text())
+    assert done.exit_code == 0, done.output
+    record: dict[str, Any] = json.loads(path.read_text())
     return record
 
 
 @pytest.mark.slow("models")
-def test_a_run_goes_on_where_another_stopped_and_makes_anew_what_is_asked(
-    ready: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    best, none = (next(method for method in METHODS if method.name == name) for name in ("best, closed loop", "none"))
-    monkeypatch.setattr(real_vit, "METHODS", (none, best))
-    first = run(ready, "--rows", "best*", "--shares", "0.8")
-    assert [words[0] for words in SAID] == ["calibrate", "reduce"]
-    (row,) = first["rows"]
-    assert row["command"].startswith("reduce --preset best --mlp 0.")
-    assert row["macs_share"] <= 0.8
-    assert 0.0 < row["class_error"] < 1.0
-    assert row["passes"] == pytest.approx(2.0 / first["bare_pass_s"])
-
-    both = run(ready, "--shares", "0.8")
-    assert [words[0] for words in SAID] == ["reduce"]
-    assert [each["method"] for each in both["rows"]] == ["none", "best, closed loop"]
-    assert both["rows"][1] == row
-    assert both["rows"][0]["class_error"] > row["class_error"]
-    assert both["bare_pass_s"] == first["bare_pass_s"]
-
-    again = run(ready, "--rows", "none", "--shares", "0.8", "--again")
-    assert [words[words.index("--preset") + 1] for words in SAID] == ["none"]
-    assert len(again["rows"]) == 2
-    assert run(ready, "--shares", "0.8") == again
-    assert not SAID
+@pytest.mark.usefixtures("_ready")
+def test_methods_have_their_rows_and_a_table(tmp_path: Path) -> None:
+    wanted = ("none", "corp", "best, grouped", "best, by site, closed loop", "merging", "dropping")
+    record = run(tmp_path / "r.json", "--shares", "0.8", *(word for name in wanted for word in ("--only", name)))
+    rows = {row["method"]: row for row in record["rows"]}
+    assert list(rows) == [method.name for method in METHODS if method.name in wanted]
+    assert all(row["macs_share"] <= 0.8 for row in rows.values())
+    assert all(0.0 < row["class_error"] < 2.0 for row in rows.values())
+    assert rows["dropping"]["patch_error"] is None
+    assert rows["merging"]["options"]["merge_tokens"]
+    record = run(tmp_path / "r.json", "--photographs", "--only", "2", "--only", "5")
+    assert [row["photographs"] for row in record["photographs"]] == [5, 5]
+    assert f"| none | {rows['none']['class_error']:.3f} |" in table(record)
 
 
-def test_without_weights_it_skips_with_the_reason(tmp_path: Path) -> None:
-    given = ["--output", str(tmp_path / "out.json"), "--ready", str(tmp_path)]
-    done = CliRunner().invoke(real_vit.main, given)
+def test_without_weights_it_skips_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "assembled", lambda: tmp_path)
+    done = CliRunner().invoke(real_vit.main, ["--output", str(tmp_path / "out.json")])
     assert done.exit_code == 0
-    assert done.output.startswith("skipped: ")
     assert "`make real` brings weights and photographs" in done.output
     assert not list(tmp_path.iterdir())
 
@@ -185,37 +159,20 @@ def test_merged_tokens_are_given_back_to_their_patches_and_dropped_ones_are_not(
 
 
 def test_the_least_uniform_sparsity_that_meets_a_share_is_taken() -> None:
-    checkpoint = tiny.checkpoint(**KWARGS, embed_dim=192)
-    settings = Settings(checkpoint.model)
-    sparsities = settings.sparsities
-    row = words(Method(name="m", reduce="--preset none --mlp {joint} --attn {joint}"), 0.7, settings)
-    joint = float(row[3])
-    assert row == ["--preset", "none", "--mlp", f"{joint:g}", "--attn", f"{joint:g}"]
+    sparsities = Sparsities(tiny.checkpoint(**KWARGS, embed_dim=192).model)
+    joint = sparsities.of("joint", 0.7)
     assert sparsities.left(joint, joint) <= 0.7 < sparsities.left(joint - 0.01, joint - 0.01)
     rejects(r"no uniform mlp sparsity leaves 0.05 of the MACs", sparsities.of, "mlp", 0.05)
-    assert words(Method(name="m", reduce="--preset best --macs {share}"), 0.7, settings)[-1] == "0.7"
 
 
 @pytest.mark.slow("models")
 def test_the_fewest_merged_tokens_that_meet_a_share_are_taken() -> None:
-    settings = Settings(tiny.checkpoint(**KWARGS, depth=4).model)
+    schedules = Schedules(tiny.checkpoint(**KWARGS, depth=4).model)
     for which, start in (("each", ""), ("grow", "grow:")):
-        (text,) = words(Method(name="m", reduce=f"{{{which}}}"), 0.9, settings)
+        text = schedules.of(which, 0.9)  # type: ignore[arg-type]
         count = int(text.removeprefix(start))
-        assert text.startswith(start)
-        assert settings.schedules.left(text) <= 0.9 < settings.schedules.left(f"{start}{count - 1}")
-    rejects(r"merging 255 tokens leaves more than 0.1 of the MACs", settings.schedules.of, "each", 0.1)
-
-
-@pytest.mark.slow("models")
-def test_every_method_is_one_that_reduce_takes(tmp_path: Path) -> None:
-    """Words that a command doesn't know would be noticed an hour into a run."""
-    settings = Settings(tiny.checkpoint(**KWARGS, depth=4).model)
-    for method in METHODS:
-        said = words(method, 0.9, settings)
-        given = ["--model", str(tmp_path), "--moments", str(tmp_path / "none"), "--output", str(tmp_path / "out")]
-        done = CliRunner().invoke(corp_deploy, ["reduce", *given, *said])
-        assert "no such file" in done.output.lower() or "does not exist" in done.output, (said, done.output)
+        assert schedules.left(text) <= 0.9 < schedules.left(f"{start}{count - 1}")
+    rejects(r"merging 255 tokens leaves more than 0.1 of the MACs", schedules.of, "each", 0.1)
 
 
 def test_what_uniform_sparsities_leave_is_what_the_model_then_costs(tmp_path: Path) -> None:
@@ -227,24 +184,3 @@ def test_what_uniform_sparsities_leave_is_what_the_model_then_costs(tmp_path: Pa
         method = method_from_preset("none", mlp_sparsity=mlp, attention_sparsity=attention)
         cost = macs(reduce(checkpoint.model, moments, method).model) / macs(checkpoint.model)
         assert sparsities.left(mlp, attention) == pytest.approx(cost)
-
-
-def test_a_command_is_timed_and_its_failure_told() -> None:
-    cost = commands.run(["doctor", "--help"], threads=1)
-    assert cost.cpu_s > 0.0
-    assert cost.peak_mb > 1.0
-    with pytest.raises(Exception, match=r"(?s)corp-deploy reduce --nonsense ended with 2: .*nonsense"):
-        commands.run(["reduce", "--nonsense"], threads=1)
-
-
-def test_a_linear_head_finds_what_is_planted() -> None:
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(len(TEXTURES), 12, generator=generator)
-    classes = torch.randint(0, len(TEXTURES), (5, 40), generator=generator)
-    patches = centres[classes] + 0.1 * torch.randn(5, 40, 12, generator=generator)
-    head = linear_head(patches, classes)
-    assert float((class_maps(head, patches) == classes).double().mean()) > 0.99
-    x = np.concatenate([patches.flatten(0, 1).double().numpy(), np.ones((200, 1))], axis=1)
-    exact = np.linalg.lstsq(x, np.eye(len(TEXTURES))[classes.flatten()], rcond=None)[0]
-    own = np.concatenate([head.weight.double().numpy().T, head.bias.double().numpy()[None]])
-    assert np.linalg.norm(x @ (own - exact)) < 0.05 * np.linalg.norm(x @ exact), "but for the ridge"

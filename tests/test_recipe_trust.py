@@ -120,7 +120,7 @@ def test_printed_commands_carry_what_they_need(tmp_path: Path) -> None:
         (measured, "parity.onnxruntime-cpu", True),
         (coded, "bench", True),
     ):
-        words = calls.only(stage, recipe).argv
+        words = calls.only_call(stage, recipe).argv
         trusts = ["--trust-paths", *(["--trust-code"] if runs_code else [])]
         assert [word for word in words if word.startswith("--trust")] == trusts
     assert "--trust-code" in calls.release_call(measured, Baseline(), tmp_path).argv

@@ -20,7 +20,7 @@ from corp_deploy.spec.outputs import Outputs
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.traced.models import module
 from corp_deploy.traced.models.module import TracedModule, Tracing, tracing
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.programs import tracing as tracing_of_models
 from tests import small_models, tiny
 
@@ -81,12 +81,6 @@ def test_another_reduction_of_an_architecture_shares_its_program(
     assert [model.get_parameter("blocks.1.mlp.fc1.weight").shape[0] for model in models] == [192, 24]
 
 
-def test_the_order_of_arguments_does_not_matter(traces: list[str]) -> None:
-    backwards = dict(sorted(tiny.ARCHITECTURE.kwargs.items(), reverse=True))
-    assert shared().program is shared(replace(tiny.ARCHITECTURE, kwargs=backwards)).program
-    assert len(traces) == 1
-
-
 @pytest.mark.parametrize(
     "other", [with_arguments(img_size=48), with_arguments(depth=3), with_arguments(num_classes=8)], ids=str
 )
@@ -98,20 +92,6 @@ def test_other_arguments_are_traced_separately(other: Architecture, traces: list
 def test_other_outputs_are_traced_separately(traces: list[str]) -> None:
     assert shared().program is not shared(outputs=Outputs(("logits", "block0_class"))).program
     assert len(traces) == 2
-
-
-def test_another_default_type_does_not_share_a_program() -> None:
-    with torch.device("meta"):
-        model = dense_model(tiny.ARCHITECTURE)
-    assert isinstance(model, TracedModule)
-    key = shared_programs._key(model, tiny.ARCHITECTURE)
-    torch.set_default_dtype(torch.float64)
-    try:
-        other = shared_programs._key(model, tiny.ARCHITECTURE)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert key is not None
-    assert key == shared_programs._key(model, tiny.ARCHITECTURE) != other
 
 
 def test_another_setting_of_timm_is_traced_separately(traces: list[str]) -> None:
@@ -139,22 +119,6 @@ def test_a_model_with_weights_is_not_shared(traces: list[str]) -> None:
         share_program_(checkpoint.model, checkpoint.architecture)
         tracing(checkpoint.model)
     assert len(traces) == 2
-
-
-def test_sites_are_found_once_and_what_is_looked_for_later_is_not_shared() -> None:
-    one, other = shared(), shared()
-    assert one is not other
-    assert one.analysis is other.analysis
-    assert one.proved is not other.proved
-
-
-def test_two_loads_share_no_memory(reduced: Path) -> None:
-    one, other = (load_checkpoint(reduced).model for _ in range(2))
-    tensors = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in (one, other)]
-    assert tensors[0].keys() == tensors[1].keys()
-    for name, each in tensors[0].items():
-        assert each.untyped_storage().data_ptr() != tensors[1][name].untyped_storage().data_ptr(), name
-    assert not set(map(id, one.modules())) & set(map(id, other.modules()))
 
 
 def test_a_model_changed_after_loading_does_not_change_the_next_load(reduced: Path) -> None:

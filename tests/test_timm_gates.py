@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.counting import macs, site_costs
-from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.model import reduce
 from tests.test_traced_chain import kept_of
 from tests.timm_models import checkpoint, method, moments, opened
@@ -44,16 +42,6 @@ def test_rows_of_both_layers_rank_a_channel(form: str, ranking: str) -> None:
     scores = by_channel.double().abs() if ranking == "producer-l1" else by_channel.double().square()
     best = sorted(range(by_channel.shape[1]), key=scores.sum((0, 2)).tolist().__getitem__)[-48:]
     assert kept_of(reduce(dense, moments(form), asked).model)[SITE].tolist() == sorted(best)
-
-
-@pytest.mark.parametrize("form", GATES)
-def test_costs_are_those_of_three_layers(form: str) -> None:
-    dense = checkpoint(form).model
-    site, costs = sites_of(dense).by_name[SITE], site_costs(dense, "macs")
-    tokens = 17 if form == "packed gate" else 16
-    assert costs.now[SITE] == 3 * tokens * 48 * 96 == 2 * costs.of(site, 48)
-    narrower = reduce(dense, moments(form), method("none", attention_sparsity=None), widths={SITE: 48}).model
-    assert macs(dense) - macs(narrower) == costs.of(site, 48)
 
 
 @pytest.mark.parametrize("form", GATES)

@@ -69,12 +69,6 @@ def test_half_of_it_has_whole_planes(form: str) -> None:
             assert site.repair.mixing == before[name].repair.mixing  # type: ignore[attr-defined]
 
 
-def test_an_odd_alignment_leaves_whole_planes() -> None:
-    done = reduced("halves turned, biases", align_head=5, attention_sparsity=0.4)
-    turned = [site for site in sites_of(done.model).every if isinstance(site, TracedPairs)]
-    assert [site.dims for site in turned] == [10, 10]
-
-
 def test_queries_that_are_pooled_stay_with_the_reason() -> None:
     reduction = reduced("hiera")
     kept = {note.partition(" ")[0] for note in reduction.notes if "keeps Q/K" in note}

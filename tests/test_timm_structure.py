@@ -20,13 +20,12 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.model import reduce, uniform_widths
+from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.narrowing import at_widths, first_groups, provable
+from corp_deploy.traced.models.narrowed_model import at_widths, first_groups, provable
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput
@@ -46,7 +45,6 @@ from tests.timm_models import (
     checkpoint,
     library,
     method,
-    opened,
     pixels,
 )
 
@@ -160,15 +158,6 @@ def test_weights_of_another_size_are_resampled_as_timm_does(form: str, tmp_path:
     assert any("bias_table resampled" in each or (note and note in each) for each in loaded.notes) == bool(note)
 
 
-def test_positions_of_another_size_are_resampled_with_what_turns(tmp_path: Path) -> None:
-    form = "neighbours turned, packed gate"
-    loaded = loaded_from(library(form), form, tmp_path, img_size=48)
-    assert any("pos_embed resampled by timm" in note for note in loaded.notes)
-    taken = calibrate(loaded, opened(loaded.model, 8), batch_size=8)
-    done = reduce(loaded.model, taken, method(mlp_sparsity=0.0, attention_sparsity=0.0, conv_sparsity=0.0))
-    assert error(done.model, loaded.model, pixels(loaded.model, 5, seed=3)) < 1e-5
-
-
 @pytest.mark.parametrize("form", ["halves turned, biases", "halves turned, registers"])
 def test_weights_under_metas_names_are_loaded(form: str, tmp_path: Path) -> None:
     """A bias of keys is there, and is none."""
@@ -186,13 +175,6 @@ def test_weights_under_metas_names_are_loaded(form: str, tmp_path: Path) -> None
     name, kwargs = FORMS[form]
     loaded = load_dense(name, weights=tmp_path / "weights.safetensors", kwargs=kwargs)
     assert error(loaded.model, theirs, pixels(loaded.model, 5, seed=3)) < 1e-6
-
-
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    name, kwargs = FORMS["hiera"]
-    state = library("hiera").state_dict() | {"blocks.0.attn.qkv.weight": torch.zeros(3, 16)}
-    torch.save(state, tmp_path / "other.pth")
-    rejects(r"don't fit the model", load_dense, name, weights=tmp_path / "other.pth", kwargs=kwargs)
 
 
 MERGED = {

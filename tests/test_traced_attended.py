@@ -28,7 +28,7 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.sparsity import Sparsity
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import arrays_for_model, texts_for_model
+from corp_deploy.store.input_sets import arrays_for_model, texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from corp_deploy.traced.finding.cuts import along, between, cuts
 from corp_deploy.traced.models.pairs import TracedPairs

@@ -27,10 +27,10 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
-from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.finding.site import Index
+from corp_deploy.store.input_sets import images_for_model
+from corp_deploy.traced.finding.site_groups import Index
 from corp_deploy.traced.models.module import traced_state
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.programs.exported import Norm
 from export.graph.precision import typed_copy
@@ -184,9 +184,10 @@ DENSE = ("pvt_v2_b0", "--weights", "weights.safetensors", "--model-kwargs", json
 EDITED: Mapping[str, tuple[tuple[str, str], Any, str]] = {
     "of another kind": (
         ("sites", "stages.0.blocks.0.mlp"),
-        {"hidden": 4, "input_bias": True, "output_bias": True},
-        "no site",
+        {"groups": 64, "hidden": 4},
+        "unknown key 'hidden'",
     ),
+    "of another size": (("sites", "stages.0.blocks.0.attn.v"), {"groups": 8}, "no site"),
     "out of order": (("sites", "stages.0.blocks.0.mlp"), {"groups": 64, "kept": [3, 1]}, "do not rise below 64"),
     "beyond": (("sites", "stages.0.blocks.0.mlp"), {"groups": 64, "kept": [0, 64]}, "do not rise below 64"),
     "a bias": (("program", "biases"), ["elsewhere.bias"], "needs no bias 'elsewhere.bias'"),

@@ -1,7 +1,6 @@
 """Programs taken apart at tensors that all later ones are computed through."""
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,7 @@ from torch import fx, nn
 from corp_deploy.traced.finding.cuts import between, cuts
 from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.models.segments import layout_of
-from corp_deploy.traced.narrowing.narrow import narrow
+from corp_deploy.traced.narrowing.proof import narrow
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.sizes import size_, tell
 from corp_deploy.traced.programs.tracing import trace
@@ -53,15 +52,6 @@ def test_segments_one_behind_the_other_are_the_program(
     assert len(cuts(found)) == count
     with torch.no_grad():
         assert torch.allclose(chained(found.program, found, inputs), model(inputs), atol=1e-5)
-
-
-def test_a_narrowed_program_has_the_same_cuts() -> None:
-    torch.manual_seed(0)
-    dense = found_of(Patched(), IMAGES)
-    narrower = narrow(dense, {site.key: range(site.size // 2) for site in dense.sites if site.part_G is None})
-    size_(narrower.module, [torch.zeros(2, *IMAGES)], any_batch=True)
-    again = find(replace(dense.program, graph=narrower.module))
-    assert [cut.name for cut in cuts(again)] == [cut.name for cut in cuts(dense)]
 
 
 def test_a_program_is_narrowed_on_meta_to_the_sizes_that_it_has_with_numbers() -> None:

@@ -34,10 +34,10 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.widths import Widths
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.store.inputs import texts_for_model
+from corp_deploy.store.input_sets import texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from corp_deploy.traced.models.module import TracedModule
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from export.graph.to_onnx import onnx_from_model
 from export.graph.to_onnx import save as save_graph
 from tests import encoders, tiny
@@ -179,13 +179,6 @@ def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
         names = {site.name for site in sites_of(model).every}
         assert (MLP not in names, VALUES not in names) == (empties, empties)
         assert macs(model) <= 0.65 * macs(planted.model)
-
-
-def test_what_can_go_whole_is_told() -> None:
-    sites = sites_of(dense().model).every
-    whole = {site.name for site in sites if site.whole_removal is not None}
-    assert {MLP, VALUES} <= whole
-    assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.whole_removal is not None)
 
 
 @pytest.mark.parametrize("name", ["stages.0.blocks.0.attn.v", "stages.1.blocks.0.attn.qk"])

@@ -23,7 +23,7 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.store.inputs import arrays_for_model
+from corp_deploy.store.input_sets import arrays_for_model
 from corp_deploy.traced.models.module import traced_state
 from tests import tiny
 from tests.traced_examples import images, written_by

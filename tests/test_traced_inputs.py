@@ -30,7 +30,7 @@ from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import arrays_for_model
+from corp_deploy.store.input_sets import arrays_for_model
 from ground.ports import Role
 from tests.command import invoked
 from tests.refusals import rejects

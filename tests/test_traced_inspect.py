@@ -20,7 +20,7 @@ from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.module import traced_module
 from ground.errors import BadInput
-from tests.command import invoked, refuses
+from tests.command import invoked
 from tests.refusals import rejects
 from tests.traced_examples import CODE, PVT
 
@@ -166,17 +166,6 @@ def test_a_module_of_a_size_that_can_not_be_told_says_what_to_do(
     result = invoked("inspect", "--model", "module:own.py:make", "--trust-code", code=2)
     assert "no size of images is known that it takes" in result.output
     assert "input_size = (3, height, width)" in result.output
-
-
-def test_a_module_that_can_not_be_traced_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text(
-        "from torch import nn\n\nclass Odd(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.layer = nn.Linear(8, 8)\n\n    def forward(self, x):\n"
-        "        x = self.layer(x.flatten(1)[:, :8])\n"
-        "        return x if x.is_meta or x.sum().item() > 0 else -x\n\ndef make():\n    return Odd()\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    refuses("Odd can't be traced", "inspect", "--model", "module:own.py:make", "--trust-code")
 
 
 def test_a_family_of_no_name_is_refused() -> None:

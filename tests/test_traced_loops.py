@@ -22,7 +22,7 @@ from corp_deploy.reduction.read_tokens import places_read
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.reduction.traced_targets import Target, _passed, rows_of, target_of
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.traced.finding.cuts import without_values
 from corp_deploy.traced.programs.readers import layers
 from corp_deploy.traced.programs.tracing import trace

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from corp_deploy.traced.finding.choice import beside, together
-from corp_deploy.traced.finding.site import Site
+from corp_deploy.traced.finding.site_groups import SiteGroups
 from corp_deploy.traced.finding.sites import Found, find
-from corp_deploy.traced.narrowing.narrow import difference, narrow, prove
+from corp_deploy.traced.narrowing.proof import difference, narrow, prove
 from corp_deploy.traced.programs.readers import with_biases_
 from corp_deploy.traced.programs.tracing import trace
 from tests import traced_models as own
@@ -63,7 +63,7 @@ def inputs(shapes: Sequence[Shape], batch: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(batch, *shape) for shape in shapes)
 
 
-def half(site: Site, seed: int = 0) -> list[int]:
+def half(site: SiteGroups, seed: int = 0) -> list[int]:
     """Any half of every part, another one in each."""
     parts = np.zeros(site.size, dtype=int) if site.part_G is None else site.part_G
     draw = np.random.default_rng(seed)
@@ -160,15 +160,6 @@ def test_what_a_site_costs_and_where_it_is_heard() -> None:
     ]
     assert [(span.reader, span.axes) for span in site.listening] == [("linear_2", (2,))]
     assert sum(found.costs.values()) == 24 * 3 * own.TOKENS * own.D
-
-
-def test_a_model_on_meta_has_the_same_sites() -> None:
-    _, found = found_of("rotary")
-    with torch.device("meta"):
-        program = trace(own.Rotary(), inputs([TOKENS], 2))
-    again = find(program)
-    assert [site.key for site in again.sites] == [site.key for site in found.sites]
-    assert narrow(again, {site.key: half(site) for site in again.sites}).unreduced == {}
 
 
 def test_a_choice_that_cannot_be_is_refused() -> None:

@@ -193,23 +193,12 @@ def test_halves_choose_the_ridge_and_held_out_images_judge_it() -> None:
     rejects("judge it have patches of other channels", reduced, 2, moments(2), 16, held_out=moments(2, 0.3, seed=2))
 
 
-def test_a_site_left_whole_stays_as_it_is() -> None:
-    own = pair(2).model
-    reduction = reduce(own, moments(2), replace(BEST, conv_sparsity=0.0))
-    for name, weight in reduction.model.state_dict().items():
-        assert torch.equal(own.state_dict()[name], weight)
-
-
 @pytest.mark.parametrize(("preset", "kept"), [("best", 40), ("grail", 8)])
 def test_what_needs_other_patches_is_refused(preset: str, kept: int) -> None:
     asked = method_from_preset(preset, conv_sparsity=0.5, align_conv=8)
     own = pair(2)
     with pytest.raises(BadInput, match=r"patches of \d+ of 48 channels .*--patch-memory.*remove more there"):
         reduce(own.model, moments(2), asked, widths={site_of(own).name: kept})
-
-
-def test_too_little_memory_is_said() -> None:
-    rejects("need more than --patch-memory", moments, 1, 0.01)
 
 
 def whole_bytes(own: Checkpoint) -> int:

@@ -2,13 +2,9 @@
 
 import dataclasses
 import inspect
-import subprocess
-import sys
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,15 +15,14 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.families.traced_model import exportable
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from corp_deploy.traced.models.narrowing import narrowed
+from corp_deploy.traced.models.narrowed_model import narrowed
 from export.graph import to_onnx
 from export.graph.precision import typed_copy
-from tests import graph_keys, tiny, tracing
+from tests import tiny, tracing
 from tests.graph_keys import NotCacheable, digest
 from tests.hf_towers import tower
 
 pytest_plugins = ("pytester",)
-ROOT = Path(__file__).parents[1]
 TRACE: Callable[..., onnx.ModelProto] = inspect.unwrap(to_onnx._trace)
 FACTOR = 2.0
 
@@ -163,19 +158,6 @@ def test_code_as_it_is_in_the_process_decides(changed: str, monkeypatch: pytest.
     assert digest(Mlp(), TRACE) != before
 
 
-def test_attributes_of_the_projects_modules_count() -> None:
-    def of(value: float) -> FunctionType:
-        space: dict[str, Any] = {"tiny": tiny}
-        exec("def forward(x):\n    return tiny.relative(x, x) * VALUE", space | {"VALUE": value}, space)
-        function: FunctionType = space["forward"]
-        return function
-
-    contents = graph_keys._Contents()
-    contents.add(of(1.0))
-    assert tiny.relative in contents.alive
-    assert tiny.images not in contents.alive
-
-
 def test_shared_tensors_strides_and_kinds_of_numbers_count() -> None:
     x = torch.zeros(2, 2)
     variants: list[Any] = [
@@ -191,19 +173,6 @@ def test_shared_tensors_strides_and_kinds_of_numbers_count() -> None:
 def test_what_cant_be_read_has_no_key(made: Callable[[], object]) -> None:
     with pytest.raises(NotCacheable, match=r"lock|generator|module tests\.tiny"):
         digest(_edited(lambda model: setattr(model, "extra", made())))
-
-
-def test_operators_of_unknown_code_have_no_key() -> None:
-    with pytest.raises(NotCacheable, match="operator mine"):
-        digest(_forward("import torch; y = torch.ops.mine.double(y)"))
-
-
-@pytest.mark.slow("process")
-def test_keys_are_the_same_in_other_processes() -> None:
-    code = "from tests.test_tracing import *; print(key(Mlp(), 'fp16'), digest(program(), TRACE))"
-    mine = f"{key(Mlp(), 'fp16')} {digest(program(), TRACE)}"
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip() == mine
 
 
 @pytest.fixture
@@ -233,108 +202,3 @@ def test_a_second_call_reads_the_graph_and_others_trace(counted: Callable[[], di
         traced(_edited(lambda model: setattr(model, "lock", threading.Lock())).eval())
     assert counted() == {"traced": 8, "from the cache": 1, "not cacheable: lock": 2}
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".onnx"]
-
-
-def test_random_numbers_are_the_same_behind_a_hit_and_a_trace(tmp_path: Path) -> None:
-    def draw(model: nn.Module) -> onnx.ModelProto:
-        torch.rand(3)
-        return onnx.ModelProto()
-
-    trace, drawn = tracing.cached(draw, tmp_path), list[Tensor]()
-    for _ in range(2):
-        torch.manual_seed(0)
-        trace(program())
-        drawn.append(torch.rand(3))
-    assert torch.equal(*drawn)
-
-
-def test_failed_traces_fail_again(counted: Callable[[], dict[str, int]], tmp_path: Path) -> None:
-    def refuse(model: nn.Module) -> onnx.ModelProto:
-        raise ValueError("refused")
-
-    trace = tracing.cached(refuse, tmp_path)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="refused"):
-            trace(Mlp())
-    assert counted() == {"traced": 2}
-
-
-def test_old_graphs_are_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "old.onnx").write_bytes(b"")
-    monkeypatch.setattr(to_onnx, "_trace", to_onnx._trace)
-    tracing.cache_graphs(tmp_path)
-    assert (tmp_path / "old.onnx").exists()
-    monkeypatch.setattr(tracing, "UNUSED_S", -60.0)
-    tracing.cache_graphs(tmp_path)
-    assert not (tmp_path / "old.onnx").exists()
-
-
-REPORTED = """
-from tests import tracing
-def test_a(): tracing.counts.update({"from the cache": 2, "traced": 1})
-def test_b(): tracing.counts.update({"traced": 2, "not cacheable: lock": 1})
-"""
-
-
-@pytest.mark.parametrize("also", [[], pytest.param(["--numprocesses", "2"], marks=pytest.mark.slow("process"))])
-def test_a_run_reports_the_graphs_of_all_workers(
-    also: list[str], counted: Callable[[], dict[str, int]], pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytester.makepyfile(REPORTED)
-    pytester.makeconftest(
-        "from tests.tracing import GraphCounts\n"
-        "def pytest_configure(config): config.pluginmanager.register(GraphCounts())"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    result = pytester.runpytest_inprocess(*also)
-    result.stdout.fnmatch_lines(["graphs: 2 from the cache, 3 traced, 1 of them not cacheable (lock: 1)"])
-
-
-@pytest.mark.slow("graph")
-def test_the_exporter_uses_the_shared_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later torch may call other functions; then the shared ones save nothing, and have to be replaced."""
-    from torch._export import utils
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    def export() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                nn.Linear(2, 2), (torch.ones(2, 2),), dynamo=True, verbose=False, opset_version=20,
-                custom_translation_table=dict(to_onnx.OWN),
-            )  # fmt: skip
-
-    export()
-    registered, looked_up = list[str](), list[str]()
-    register, materialize = ONNXRegistry._register, utils._materialize_cpp_cia_ops
-
-    def counting_register(self: ONNXRegistry, target: Any, how: Any) -> None:
-        registered.append(str(target))
-        register(self, target, how)
-
-    def counting_materialize() -> None:
-        looked_up.append("all")
-        materialize()
-
-    monkeypatch.setattr(ONNXRegistry, "_register", counting_register)
-    monkeypatch.setattr(utils, "_materialize_cpp_cia_ops", counting_materialize)
-    export()
-    assert registered == [str(target) for target in to_onnx.OWN]
-    assert looked_up
-    (own,) = to_onnx.OWN
-    assert not any(each.is_custom for each in ONNXRegistry.from_torchlib(20).get_decomps(own))
-
-
-def test_operators_are_looked_up_again_where_others_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._export import utils
-
-    calls, registered = list[int](), ["aten::a"]
-    monkeypatch.setattr(utils, "_materialize_cpp_cia_ops", lambda: calls.append(0))
-    monkeypatch.setattr(torch._C, "_dispatch_get_registrations_for_dispatch_key", lambda key: list(registered))
-    tracing.share_operators()
-    for _ in range(2):
-        utils._materialize_cpp_cia_ops()
-    assert len(calls) == 1
-    registered.append("aten::b")
-    utils._materialize_cpp_cia_ops()
-    assert len(calls) == 2

@@ -15,7 +15,7 @@ from corp_deploy.families.timm_names import refuse_reserved
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import Code, trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.library_model import refuse_other_weights
 from corp_deploy.views.inspection import preprocessing_line
 from tests.refusals import rejects
@@ -104,9 +104,3 @@ class Fixed(nn.Module):
 )
 def test_batch_size_in_code_is_named_with_its_line(kind: str, said: str) -> None:
     rejects(said, facts_of_module, Fixed(kind), Preprocessing())
-
-
-def test_batch_size_in_code_is_named_without_input_size() -> None:
-    module = Fixed("buffer")
-    module.input_size = None  # type: ignore[assignment]
-    rejects("batch of 4 but", facts_of_module, module, Preprocessing())

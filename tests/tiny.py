@@ -13,7 +13,7 @@ from calib.images import Images
 from corp_deploy.families import traced_model
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 
 ARCHITECTURE = Architecture(
     name="vit_tiny_patch16_224",

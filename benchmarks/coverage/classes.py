@@ -25,7 +25,7 @@ from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import inputs_for_model
+from corp_deploy.store.input_sets import inputs_for_model
 from corp_deploy.traced.finding.flow import labels_of
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.models.pairs import TracedPairs

@@ -17,7 +17,7 @@ from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import images_for_model, texts_for_model
+from corp_deploy.store.input_sets import images_for_model, texts_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
 
 from .instances import Instance

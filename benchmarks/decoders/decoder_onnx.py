@@ -8,23 +8,22 @@ transformers before it is timed, dense and reduced interleaved in one process.
 
 import os
 import tempfile
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
+from benchmarks.harness import Bench, measures
 from corp_deploy.invocation.running import DecoderLoad
-from corp_deploy.machine import versions
 from corp_deploy.proof.decoder_parity import drawn_ids, measure_decoders, verify_decoder
 from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder
 from corp_deploy.views.decoders import cache_record, decoder_record
-from ground.files import write_json
 from perf.timing.laps import Plan
-from perf.timing.watch import cpu_name
 from tests.decoders import write_decoder
 
-KIND = "benchmarks/decoder-onnx"
 DENSE: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -40,12 +39,12 @@ GROUPS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 REDUCED = {"half of the channels": MLP, "half of the groups": GROUPS, "both": MLP | GROUPS}
 
 
-def exported(scratch: Path, name: str, changes: dict[str, Any], length: int) -> tuple[DecoderGraph, dict[str, Any]]:
+def exported(scratch: Path, name: str, changes: dict[str, Any]) -> tuple[DecoderGraph, dict[str, Any]]:
     """The graph of such a Llama with random weights, and how far its logits are from transformers'."""
     home = scratch / name
     model = write_decoder(home / "model", "llama", **DENSE | changes)
     graph = export_decoder(home / "model", home / "graph")
-    ids = drawn_ids(graph.vocabulary, sequences=2, length=length, seed=0)
+    ids = drawn_ids(graph.vocabulary, sequences=2, length=32, seed=0)
     parity = verify_decoder(home / "model", graph, ids)
     facts = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -56,50 +55,32 @@ def exported(scratch: Path, name: str, changes: dict[str, Any], length: int) -> 
     return graph, facts
 
 
-def compared(scratch: Path, load: DecoderLoad, plan: Plan, length: int) -> list[dict[str, Any]]:
-    """One entry a reduction."""
-    dense, of_dense = exported(scratch, "dense", {}, length)
-    rows = []
-    for name, changes in REDUCED.items():
-        before = os.getloadavg()[0]
-        graph, facts = exported(scratch, name, changes, length)
-        measured = measure_decoders(dense.path.parent, graph.path.parent, load, plan)
-        caches = {
-            which: cache_record(each.cache, length=2048, batch=1)
-            for which, each in (("dense", dense), ("reduced", graph))
-        }
-        told = decoder_record(measured)
-        rows.append(
-            {"name": name, "dense": of_dense, "reduced": facts, "caches": caches, "load_before": before, **told}
-        )
-        for row in (*told["prefill"], *told["decode"]):
-            click.echo(f"{name}: {row.get('length', row.get('batch'))}: speed-up {row['speedup']}")
-    return rows
+def row_of(
+    scratch: Path, dense: Callable[[], tuple[DecoderGraph, dict[str, Any]]], name: str, load: DecoderLoad, plan: Plan
+) -> dict[str, Any]:
+    """Compare one reduction with the dense model."""
+    (whole, of_dense), before = dense(), os.getloadavg()[0]
+    graph, facts = exported(scratch, name, REDUCED[name])
+    measured = measure_decoders(whole.path.parent, graph.path.parent, load, plan)
+    caches = {
+        which: cache_record(each.cache, length=2048, batch=1) for which, each in (("dense", whole), ("reduced", graph))
+    }
+    return {"dense": of_dense, "reduced": facts, "caches": caches, "load_before": before, **decoder_record(measured)}
 
 
-@click.command()
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@measures("benchmarks/decoder-onnx")
 @click.option("--time-limit", type=float, default=15.0, show_default=True, help="Seconds per row, at most.")
 @click.option("--threads", type=int, default=2, show_default=True)
-def main(output: Path, time_limit: float, threads: int) -> None:
+def main(bench: Bench, time_limit: float, threads: int) -> None:
     """Measure and write the record."""
     torch.set_num_threads(threads)
+    bench.share(threads=threads, model=DENSE)
     load = DecoderLoad(threads=threads)
     plan = Plan(time_limit_s=time_limit, min_rounds=8, half_width_rel=0.02, warm_up_limit_s=2.0)
     with tempfile.TemporaryDirectory() as scratch:
-        rows = compared(Path(scratch), load, plan, length=32)
-    write_json(
-        output,
-        {
-            "kind": KIND,
-            "version": 1,
-            "versions": versions(),
-            "cpu": cpu_name(),
-            "threads": threads,
-            "model": DENSE,
-            "rows": rows,
-        },
-    )
+        dense = cache(partial(exported, Path(scratch), "dense", {}))
+        for name in REDUCED:
+            bench.row({"name": name}, row_of, Path(scratch), dense, name, load, plan)
 
 
 if __name__ == "__main__":

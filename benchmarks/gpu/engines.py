@@ -1,241 +1,180 @@
-"""Engines on this GPU: does TensorRT-RTX load here, what full TensorRT fuses for each head geometry, and parity.
+"""TensorRT-RTX engines that are built without a GPU, carried over in parts, and timed dense beside reduced on one.
 
-Every backend that is not installed is a row that says so. FP16 graphs of random weights at half the widths. Plans of
-full TensorRT are timed dense beside reduced by perf's harness; the chain of parity ends at what was built here.
+    python -m benchmarks.gpu.engines --output build/engines           # here: FP16 plans and what they fuse
+    python -m benchmarks.gpu.run --output out --only engines --engines build/engines       # on the GPU
+
+A plan is cut into parts of at most 48 MB, each small enough to travel; the parts may arrive one after the other, and
+what is absent is a row that says so. `--small` builds tiny models, whose plans a run without a GPU joins and checks,
+and whose graphs it times in ONNX Runtime in place of the plans: it shows that the scripts work and measures nothing.
 """
 
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import click
 
 from benchmarks.gpu import models
-from benchmarks.gpu.record import Record, Row, Task, reason_of
-from benchmarks.gpu.setting import GEOMETRIES, Setting
+from benchmarks.gpu.record import Record, Row, Task
+from benchmarks.gpu.setting import Setting
+from benchmarks.real.search import Schedules
+from corp_deploy.families import traced_model
+from corp_deploy.invocation.merging import MergingChoice
+from corp_deploy.invocation.running import RunOptions
+from corp_deploy.planning.request import merging_from_choice
+from corp_deploy.proof.speed import measure
 from corp_deploy.spec.widths import HeadGeometry
-from corp_deploy.store.checkpoint import Checkpoint, save
-from ground.errors import BadInput as NotLoaded
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.views.speed import speed_record
+from export.engine.build import build_engine
+from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import Missing
-from ground.feeds import feeds_from_array, single_array
+from ground.files import sha256_of_file, write_json
+from perf.timing.laps import Plan
 
-MODEL, SPARSITY = "DeiT-S", 0.5
-BATCHES = (1, 8, 64)
-VARIANTS = ("dense", *GEOMETRIES)
-PROVED_IMAGES, PROVED_BATCHES = 16, (1, 8)
-
-
-def model_name(setting: Setting) -> str:
-    return MODEL if MODEL in setting.models else next(iter(setting.models))
-
-
-def checkpoint_of(variant: str, setting: Setting) -> Checkpoint:
-    """The model of the engines, dense or reduced, on the CPU."""
-    at_cpu = Setting(device="cpu", small=setting.small, everything=False, cache=setting.cache)
-    name = model_name(setting)
-    model = models.dense(name, at_cpu)
-    if variant != "dense":
-        geometry = next(each for each in GEOMETRIES if each == variant)
-        model = models.reduced(model, SPARSITY, geometry, at_cpu)
-    return Checkpoint(model=model, architecture=models.architecture(name, setting), lineage={})
+SPARSITY, SHARE = 0.5, 0.6
+PART_BYTES = 48_000_000
+BATCHES = (1, 8, 32)
+VARIANTS = ("dense", "square", "padded", "merged")
+NAMES = ("DeiT-B", "DeiT-H")
+FACTS = "engine.json"
 
 
-@contextmanager
-def graph_of(variant: str, setting: Setting, precision: str = "fp16") -> Iterator[Path]:
-    """The variant's ONNX file for as long as the context is open."""
-    from corp_deploy.store.onnx_file import export_checkpoint
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """The folder of one engine: its parts and its facts."""
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{variant}.onnx"
-        geometry: HeadGeometry | None = "ragged" if variant == "ragged" else None
-        export_checkpoint(checkpoint_of(variant, setting), path, precision=precision, geometry=geometry)
-        yield path
+    folder: Path
+    model: str
+    variant: str
+
+    @property
+    def at(self) -> Path:
+        return self.folder / f"{self.model}-{self.variant}"
+
+    @property
+    def graph(self) -> Path:
+        return self.at / "model.onnx"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Raises Missing where it was not built or not carried over."""
+        path = self.at / FACTS
+        if not path.is_file():
+            raise Missing(f"{path}: no such engine; python -m benchmarks.gpu.engines builds it on any machine")
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return facts
+
+    def joined(self) -> Path:
+        """Return the whole plan. Raises Missing where parts are absent or damaged."""
+        facts, path = self.facts, self.at / "model.plan"
+        parts = [self.at / f"part.{number:03}" for number in range(facts["parts"])]
+        if absent := [part for part in parts if not part.is_file()]:
+            raise Missing(f"{absent[0]}: {len(absent)} of {len(parts)} parts are not here")
+        with path.open("wb") as plan:
+            for part in parts:
+                plan.write(part.read_bytes())
+        if sha256_of_file(path) != facts["sha256"]:
+            raise Missing(f"{path}: its parts are those of another plan; carry them over again")
+        return path
 
 
-def pixels(setting: Setting, count: int) -> NDArray[np.float32]:
-    shape = (count, 3, setting.image_size, setting.image_size)
-    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+def checkpoint_of(built: Built, setting: Setting) -> Checkpoint:
+    """Return the model with random weights, dense, at half its widths, or with merged tokens."""
+    model = models.dense(built.model, setting)
+    if built.variant == "merged":
+        tokens = Schedules(model).of("each", 0.9 if setting.small else SHARE)
+        model = traced_model.with_merging(model, merging_from_choice(MergingChoice(merge_tokens=tokens), model))
+    elif built.variant != "dense":
+        geometry: HeadGeometry = "square" if built.variant == "square" else "padded"
+        model = models.reduced(model, SPARSITY, geometry, setting)
+    return Checkpoint(model=model, architecture=models.architecture(built.model, setting), lineage={})
 
 
-def built(path: Path, backend: str) -> Row:
-    """Build a plan beside the graph and say what it holds."""
-    from export.engine.build import build_engine, write_engine
-    from export.engine.options import BatchProfile, BuildOptions
-    from export.engine.session import open_library
-
-    library = open_library(backend)
+def build(built: Built, sm: str, setting: Setting) -> None:
+    """Build one plan for a target, count what it fuses, and write it in parts."""
+    built.at.mkdir(parents=True, exist_ok=True)
+    checkpoint, half = checkpoint_of(built, setting), built.at / "model.fp16.onnx"
+    export_checkpoint(checkpoint, half, precision="fp16")
+    if setting.small:
+        export_checkpoint(checkpoint, built.graph, precision="fp32")
     profile = BatchProfile(smallest=BATCHES[0], tuned=BATCHES[1], largest=BATCHES[-1])
-    engine = build_engine(path, BuildOptions(backend=backend, profiles=(profile,)), library=library)
-    write_engine(engine, path.with_suffix(".plan"))
+    engine = build_engine(half, BuildOptions(backend="tensorrt-rtx", profiles=(profile,), sms=(sm,)))
+    half.unlink()
+    parts = [engine.plan[start : start + PART_BYTES] for start in range(0, len(engine.plan), PART_BYTES)]
+    for number, part in enumerate(parts):
+        (built.at / f"part.{number:03}").write_bytes(part)
+    (built.at / "model.plan").write_bytes(engine.plan)
     record = engine.record
-    return {
-        "backend": backend,
+    facts = {
+        "model": built.model,
+        "variant": built.variant,
+        "sm": sm,
         "version": record.library_version,
-        "targets": list(record.targets),
+        "macs": models.facts(checkpoint.model)["macs"],
+        "parts": len(parts),
         "plan_bytes": record.plan_bytes,
-        "build_seconds": record.build_seconds,
+        "sha256": sha256_of_file(built.at / "model.plan"),
         "kernels": record.kernels,
         "fused_attention": record.fused_attention,
         "attention_sites": len(record.attention_sites),
     }
+    (built.at / "model.plan").unlink()
+    write_json(built.at / FACTS, facts)
 
 
-def loads(path: Path, backend: str, setting: Setting) -> Row:
-    """Whether a plan loads and runs here, and how far its answer is from torch's; else the reason."""
-    from perf.runners.engine import EngineRunner
-    from perf.runners.module import ModuleRunner
-
-    images = pixels(setting, 8)
-    try:
-        with EngineRunner(path, backend="tensorrt_rtx" if backend == "tensorrt-rtx" else "tensorrt") as runner:
-            given = single_array(runner(feeds_from_array(images, runner.inputs)))
-    except (NotLoaded, RuntimeError, AssertionError) as error:
-        return {"loads": False, "reason_not_loaded": reason_of(error)}
-    with ModuleRunner(checkpoint_of(path.stem, setting).model) as plain:
-        wanted = single_array(plain(feeds_from_array(images, plain.inputs)))
-    return {"loads": True, "relative_error": float(np.linalg.norm(given - wanted) / np.linalg.norm(wanted))}
+def every(setting: Setting) -> Iterator[Built]:
+    """Engines by model, dense first."""
+    for name in setting.models if setting.small else NAMES:
+        yield from (Built(folder=setting.engines, model=name, variant=variant) for variant in VARIANTS)
 
 
-def rtx(setting: Setting) -> Row:
-    """Does a portable TensorRT-RTX plan load on this compute capability? Its builder needs no GPU, its runtime does."""
-    with graph_of("dense", setting) as path:
-        row = {"row": "rtx", "model": model_name(setting), **built(path, "tensorrt-rtx")}
-        plan = path.with_suffix(".plan")
-        if setting.device != "cuda":
-            return row | {"loads": None, "reason_not_loaded": "asked for the CPU: not tried"}
-        return row | {"validity": validity(plan)} | loads(plan, "tensorrt-rtx", setting)
-
-
-def validity(plan: Path) -> str:
-    """What the runtime's own check says of the plan, before it is loaded."""
-    import tensorrt_rtx as trt
-
-    return str(trt.Runtime(trt.Logger(trt.Logger.ERROR)).get_engine_validity(plan.read_bytes()))
-
-
-def tensorrt(variant: str, setting: Setting) -> Row:
-    """One variant in full TensorRT: kernels by the inspector, fused attention, answer."""
-    with graph_of(variant, setting) as path:
-        facts = built(path, "tensorrt")
-        return {"row": "tensorrt", "model": model_name(setting), "variant": variant, **facts} | loads(
-            path.with_suffix(".plan"), "tensorrt", setting
-        )
-
-
-def speed(variant: str, setting: Setting, runs: Callable[[Path, Path], Any]) -> Row:
-    """Dense beside one geometry, engine against engine or graph against graph."""
-    from corp_deploy.views.speed import speed_record
-
-    with graph_of("dense", setting) as dense, graph_of(variant, setting) as reduced:
-        return {"row": "speed", "model": model_name(setting), "variant": variant, **speed_record(runs(dense, reduced))}
-
-
-def in_tensorrt(dense: Path, reduced: Path) -> Any:
-    from corp_deploy.invocation.running import RunOptions
-    from corp_deploy.proof.speed import measure
-    from perf.timing.laps import Plan
-
-    for path in (dense, reduced):
-        built(path, "tensorrt")
-    plans = (path.with_suffix(".plan") for path in (dense, reduced))
-    running = RunOptions(device="cuda", mode="cuda_graph")
-    return measure(*plans, batches=BATCHES, plan=Plan(time_limit_s=10.0), running=running)
-
-
-def in_onnxruntime(dense: Path, reduced: Path) -> Any:
-    from corp_deploy.invocation.running import RunOptions
-    from corp_deploy.proof.speed import measure
-    from perf.timing.laps import Plan
-
-    return measure(dense, reduced, batches=BATCHES, plan=Plan(time_limit_s=10.0), running=RunOptions(provider="cuda"))
-
-
-def proved(setting: Setting, backend: str | None) -> Row:
-    """The chain: dense torch, reduced torch, ONNX FP32, ONNX FP16 and, where there is a backend, its engine."""
-    from corp_deploy.proof.candidates import candidate_from_path
-    from corp_deploy.proof.chain import prove
-    from corp_deploy.proof.limits import ParityLimits
-    from corp_deploy.proof.model_inputs import random_inputs
-    from corp_deploy.store.onnx_file import export_checkpoint
-
-    dense, reduced = (checkpoint_of(variant, setting) for variant in ("dense", "padded"))
-    with tempfile.TemporaryDirectory() as folder:
-        at = Path(folder) / "reduced"
-        save(reduced, at)
-        for precision, name in (("fp32", "model.onnx"), ("fp16", "model.fp16.onnx")):
-            export_checkpoint(reduced, at / name, precision=precision)
-        steps = [at, at / "model.onnx", at / "model.fp16.onnx"]
-        if backend is not None:
-            built(steps[-1], backend)
-            steps.append(steps[-1].with_suffix(".plan"))
-        candidates = [candidate_from_path(step) for step in steps]
-        given = random_inputs(dense, 4 if setting.small else PROVED_IMAGES, 0)
-        batches = (1, 2) if setting.small else PROVED_BATCHES
-        parity = prove(dense, candidates, given, batches=batches, limits=ParityLimits()).parity
-    links = [{"name": each.name, "status": each.status, **asdict(each.measures)} for each in parity.links]
-    failed = [asdict(each) for each in parity.structure if each.status == "FAIL"]
-    return {"row": "parity", "model": model_name(setting), "backend": backend, "links": links, "structure": failed}
-
-
-def require_gpu(setting: Setting) -> None:
-    """Raises Missing in a run that was asked for the CPU: full TensorRT builds for the GPU it runs on."""
-    if setting.device != "cuda":
-        raise Missing("full TensorRT builds on a GPU; this run was asked for the CPU")
-
-
-def in_cuda_provider(variant: str, setting: Setting) -> Row:
-    """Dense beside one geometry in ONNX Runtime. Raises perf's Missing without its CUDA provider."""
-    import onnxruntime
-
-    from perf.runners.onnx_session import require_provider
-
-    require_provider(onnxruntime.get_available_providers(), "cuda")
-    return speed(variant, setting, in_onnxruntime) | {"backend": "onnxruntime-cuda"}
-
-
-def has_cuda_provider() -> bool:
-    """Whether ONNX Runtime is there and built for GPUs."""
-    try:
-        import onnxruntime
-    except ImportError:
-        return False
-    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
-
-
-def in_full_tensorrt(work: Callable[[], Row], setting: Setting) -> Row:
-    """The row, or ImportError or Missing before anything is made."""
-    import_module("tensorrt")
-    require_gpu(setting)
-    return {**work(), "backend": "tensorrt"}
-
-
-def seconds_of(module: str, setting: Setting, seconds: float) -> float:
-    """An estimate: nothing where the module is absent, as saying so takes no time."""
-    return seconds if find_spec(module) and setting.device == "cuda" and not setting.small else 0.0
+def timed(built: Built, setting: Setting) -> Row:
+    """Time one engine beside the dense one of the same model, at each batch size."""
+    dense = Built(folder=built.folder, model=built.model, variant="dense")
+    plans = dense.joined(), built.joined()
+    row = {"row": "engine", **built.facts, "dense": dense.facts}
+    plan = Plan(time_limit_s=0.2 if setting.small else 8.0)
+    if setting.device == "cuda":
+        running = RunOptions(device="cuda", mode="cuda_graph")
+    elif setting.small:
+        plans, running = (dense.graph, built.graph), RunOptions()
+    else:
+        raise Missing("engines run on a GPU; this run was asked for the CPU")
+    return row | speed_record(measure(*plans, batches=BATCHES, plan=plan, running=running))
 
 
 def tasks(setting: Setting, record: Record) -> list[Task]:
-    """The question about TensorRT-RTX first; then full TensorRT; then ONNX Runtime's CUDA provider."""
+    """Each reduced engine beside its dense one."""
 
-    def in_tensorrt_task(key: str, seconds: float, work: Callable[[], Row]) -> Task:
-        estimate_s = seconds_of("tensorrt", setting, seconds)
-        return Task(key=key, estimate_s=estimate_s, run=partial(in_full_tensorrt, work, setting))
+    def estimate_s(built: Built) -> float:
+        return 40.0 if (built.at / FACTS).is_file() and not setting.small else 0.0
 
-    rtx_s = seconds_of("tensorrt_rtx", setting, 6.0)
-    made = [Task(key="tensorrt-rtx on this GPU", estimate_s=rtx_s, run=partial(rtx, setting))]
-    made += [in_tensorrt_task(f"tensorrt {each}", 30.0, partial(tensorrt, each, setting)) for each in VARIANTS]
-    made.append(in_tensorrt_task("parity of the chain", 40.0, partial(proved, setting, "tensorrt")))
-    for each in GEOMETRIES:
-        made.append(in_tensorrt_task(f"tensorrt speed {each}", 80.0, partial(speed, each, setting, in_tensorrt)))
-    for each in GEOMETRIES:
-        estimate_s = seconds_of("onnxruntime", setting, 20.0) if has_cuda_provider() else 0.0
-        run = partial(in_cuda_provider, each, setting)
-        made.append(Task(key=f"onnxruntime-cuda speed {each}", estimate_s=estimate_s, run=run))
-    return made
+    return [
+        Task(key=f"{each.model} {each.variant}", estimate_s=estimate_s(each), run=partial(timed, each, setting))
+        for each in every(setting)
+        if each.variant != "dense"
+    ]
+
+
+@click.command(help=__doc__)
+@click.option("--output", "-o", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.option("--sm", default="portable", show_default=True, help="The target, as `build --sm` takes it.")
+@click.option("--small", is_flag=True, help="Tiny models, to see that everything runs.")
+def main(output: Path, sm: str, small: bool) -> None:
+    """Build every engine that is not there."""
+    setting = Setting(device="cpu", small=small, engines=output)
+    for built in every(setting):
+        if not (built.at / FACTS).is_file():
+            build(built, sm, setting)
+        facts = built.facts
+        fused = f"{facts['fused_attention']} of {facts['attention_sites']} attentions fused"
+        click.echo(f"{built.at}: {facts['parts']} parts, {facts['plan_bytes'] / 1e6:.0f} MB, {fused}")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from benchmarks.pages.markdown import interval
+
 Verdict = Literal["met", "not met", "undecided", "not measured"]
 Row = Mapping[str, Any]
-SECONDS_WANTED, IMAGES_WANTED, THROUGHPUT_WANTED = 60.0, 4000, 1.64
+THROUGHPUT_WANTED = 1.64
 SIZES = ("DeiT-T", "DeiT-S", "DeiT-B", "DeiT-L", "DeiT-H")
 GEOMETRIES = ("padded", "square", "ragged")
 
@@ -37,35 +39,10 @@ def at_least(figures: Sequence[float | None] | None, bound: float) -> Verdict:
     return "not met" if high is not None and high < bound else "undecided"
 
 
-def shown(figures: Sequence[float | None]) -> str:
-    value, low, high = ("?" if each is None else f"{each:.2f}" for each in figures)
-    return f"{value} ({low} to {high})"
-
-
 def together(verdicts: Sequence[Verdict]) -> Verdict:
     """Of a goal that has several parts."""
     order: tuple[Verdict, ...] = ("not met", "not measured", "undecided")
     return next((each for each in order if each in verdicts), "met")
-
-
-def calibrated_and_reduced(calibration: Sequence[Row]) -> list[Goal]:
-    """One goal for each precision of the forward pass; the quicker reduction counts, extrapolated or not."""
-    goals = []
-    reductions = done(calibration, row="reduction", model="DeiT-H")
-    quickest = min(reductions, key=lambda row: row["seconds"], default=None)
-    for row in done(calibration, row="calibration", model="DeiT-H", images=IMAGES_WANTED):
-        wanted = f"DeiT-H calibrated on {row['images']} images ({row['forward']} forward) and reduced at 50 % in under "
-        wanted += f"{SECONDS_WANTED:.0f} s"
-        if quickest is None:
-            goals.append(Goal(wanted=wanted, found=f"{row['seconds']:.1f} s calibrated", verdict="not measured"))
-            continue
-        total = row["seconds"] + quickest["seconds"]
-        how = "extrapolated from some blocks" if quickest["extrapolated"] else "measured"
-        found = f"{row['seconds']:.1f} s + {quickest['seconds']:.1f} s on {quickest['where']} ({how}) = {total:.1f} s"
-        goals.append(Goal(wanted=wanted, found=found, verdict="met" if total < SECONDS_WANTED else "not met"))
-    return goals or [
-        Goal(wanted="DeiT-H calibrated and reduced at 50 % in under 60 s", found="-", verdict="not measured")
-    ]
 
 
 def _speedups(latency: Sequence[Row], geometry: str, **wanted: Any) -> dict[str, Any]:
@@ -78,7 +55,7 @@ def throughput(latency: Sequence[Row], geometry: str) -> Goal:
     found = _speedups(latency, geometry, model="DeiT-H", batch=16).get("DeiT-H")
     return Goal(
         wanted=f"DeiT-H, batch 16, 50 %, {geometry}: throughput at least {THROUGHPUT_WANTED} times dense",
-        found="-" if found is None else shown(found),
+        found="-" if found is None else interval(found),
         verdict=at_least(found, THROUGHPUT_WANTED),
     )
 
@@ -87,7 +64,7 @@ def never_slower(latency: Sequence[Row], geometry: str) -> Goal:
     """Batch 1: no size's p50 above dense."""
     found = _speedups(latency, geometry, batch=1)
     verdicts = [at_least(found.get(size), 1.0) for size in SIZES]
-    told = [f"{size} {shown(found[size])}" if size in found else f"{size} -" for size in SIZES]
+    told = [f"{size} {interval(found[size])}" if size in found else f"{size} -" for size in SIZES]
     return Goal(
         wanted=f"batch 1, 50 %, {geometry}: p50 never above dense, that is speed-up at least 1 for every size",
         found=", ".join(told),
@@ -95,8 +72,7 @@ def never_slower(latency: Sequence[Row], geometry: str) -> Goal:
     )
 
 
-def judged(calibration: Sequence[Row], latency: Sequence[Row]) -> list[Goal]:
-    """Every goal; those not measured stay in the list."""
-    goals = calibrated_and_reduced(calibration)
-    goals += [throughput(latency, geometry) for geometry in GEOMETRIES]
+def judged(latency: Sequence[Row]) -> list[Goal]:
+    """Return every goal; those not measured stay in the list."""
+    goals = [throughput(latency, geometry) for geometry in GEOMETRIES]
     return goals + [never_slower(latency, geometry) for geometry in GEOMETRIES]

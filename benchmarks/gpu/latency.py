@@ -5,7 +5,6 @@ Weights are random, which costs the same time.
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import product
 
 import numpy as np
 import torch
@@ -21,11 +20,9 @@ from corp_deploy.spec.widths import HeadGeometry
 from perf.runners.module import DTYPES
 from perf.timing.watch import Watch
 
-SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 GOALS_SPARSITY = 0.5
 # What an H100's host took to make the forms of a model.
 MAKING_S = {"DeiT-T": 6.0, "DeiT-S": 6.0, "DeiT-B": 6.0, "DeiT-L": 17.0, "DeiT-H": 23.0}
-BATCHES = (1, 8, 16, 32, 64, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +109,7 @@ def attention(name: str, shelf: Shelf, batch: int) -> Row:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Those that the goals judge first, then the neighbourhood of these; with `everything` all others at the end."""
+    """Those that the goals judge first, then the neighbourhood of these."""
     if setting.small:
         yield from (Case(model=name, mode="graph", sparsity=GOALS_SPARSITY, batch=2) for name in setting.models)
         yield Case(model="DeiT-T", mode="compiled", sparsity=GOALS_SPARSITY, batch=1, geometries=("padded",))
@@ -126,10 +123,6 @@ def cases(setting: Setting) -> Iterator[Case]:
             yield Case(model=name, mode="graph", sparsity=sparsity, batch=batch)
     yield Case(model="DeiT-S", mode="compiled", sparsity=GOALS_SPARSITY, batch=1, geometries=("padded",))
     yield Case(model="DeiT-S", mode="eager", sparsity=GOALS_SPARSITY, batch=1)
-    if setting.everything:
-        modes: tuple[Mode, ...] = ("graph", "compiled")
-        for mode, sparsity, name, batch in product(modes, SPARSITIES, setting.models, BATCHES):
-            yield Case(model=name, mode=mode, sparsity=sparsity, batch=batch)
 
 
 def tasks(setting: Setting, record: Record, watch: Watch) -> list[Task]:

@@ -20,7 +20,7 @@ from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import dense_from_architecture
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from perf.runners.module import DTYPES, Precision
 
 LAYER_SCALE = 0.3

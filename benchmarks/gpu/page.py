@@ -1,56 +1,18 @@
 """The records of a GPU run as Markdown tables and one page. Reads the records alone."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from benchmarks.gpu.goals import GEOMETRIES, done, judged
 from benchmarks.gpu.page_variants import real, variants
-from benchmarks.gpu.tables import machine, ratio
-from benchmarks.pages.markdown import table
+from benchmarks.gpu.tables import machine
+from benchmarks.pages.markdown import interval, table
 
 Record = Mapping[str, Any]
-LOOPS = {"open": "open loop", "closed": "closed loop", "polished": "closed loop, polished"}
 Row = Mapping[str, Any]
-PARTS = ("calibration", "latency", "variants", "engines", "accuracy", "real")
-
-
-def calibration(record: Record) -> str:
-    """Calibrations, then reductions."""
-    rows = []
-    for row in done(record["rows"], row="calibration"):
-        memory = row["peak_memory_bytes"]
-        peaks = ", ".join(f"{name} {rate:.0f}" for name, rate in row["product_tflops"].items())
-        rows.append(
-            [
-                row["model"],
-                row["forward"],
-                f"{row['seconds']:.1f}",
-                f"{row['ratio_to_bare']:.2f}",
-                f"{row['share_of_peak']:.0%}",
-                peaks,
-                "-" if memory is None else f"{memory / 1e9:.1f}",
-                str(row["paper_seconds_rtx3090"] or "-"),
-            ]
-        )
-    head = ["model", "forward", "s", "of bare forward", "of peak", "peak TFLOP/s", "memory GB", "paper s, RTX 3090"]
-    images = ", ".join(sorted({f"{row['images']:,}" for row in done(record["rows"], row="calibration")})) or "no"
-    text = f"Calibration on {images} images {machine(record)}. The paper's seconds are of other hardware and code, "
-    text += "calibration and recovery together:\n\n" + table(head, rows)
-    reductions = [
-        [
-            row["model"],
-            row["where"],
-            f"{row['seconds']:.1f}" + (" (extrapolated)" if row["extrapolated"] else ""),
-            f"{row['blocks_timed']} of {row['blocks']}",
-        ]
-        for row in done(record["rows"], row="reduction")
-    ]
-    if reductions:
-        text += "\n\nReduction at 50 %, preset best:\n\n" + table(["model", "on", "s", "blocks timed"], reductions)
-    return text
+PARTS = ("latency", "variants", "engines", "real")
 
 
 def latency(record: Record, sparsity: float | None = None) -> str:
@@ -65,7 +27,7 @@ def latency(record: Record, sparsity: float | None = None) -> str:
         dense = subjects["dense"]
         head = [row["model"], row["mode"], f"{row['sparsity']:.0%}", str(row["batch"])]
         told = [f"{dense['p50_ms'][0]:.3f}", f"{dense['images_per_s_compute']:.0f}"]
-        rows.append([*head, *told, *cells, ratio(subjects["dense again"]["speedup"])])
+        rows.append([*head, *told, *cells, interval(subjects["dense again"]["speedup"])])
     head = ["model", "called by", "sparsity", "batch", "dense p50 ms", "images/s", *GEOMETRIES, "A/A noise"]
     precision = record["settings"]["precision"]
     text = (
@@ -98,7 +60,7 @@ def _speed(subject: Row | None, refused: str | None) -> str:
     if subject is None:
         return "refused" if refused else "-"
     share = subject["realised_share"]
-    return ratio(subject["speedup"]) + ("" if share is None else f", {share:.0%}")
+    return interval(subject["speedup"]) + ("" if share is None else f", {share:.0%}")
 
 
 def _kernel(found: Row) -> str:
@@ -106,85 +68,33 @@ def _kernel(found: Row) -> str:
 
 
 def engines(record: Record) -> str:
-    """The answer about TensorRT-RTX, what full TensorRT built, how fast it ran, the chain of parity."""
-    lines = [f"Engines, FP16, {machine(record)}:", ""]
-    for row in done(record["rows"], row="rtx"):
-        answer = {True: "loads and runs", False: "does not load", None: "was not tried"}[row["loads"]]
-        why = row.get("reason_not_loaded") or f"relative error {row.get('relative_error', 0.0):.1e}"
-        lines.append(f"* A portable plan of TensorRT-RTX {row['version']} {answer} here: {why}")
-    for row in done(record["rows"], row="tensorrt"):
-        answer = f"relative error {row['relative_error']:.1e}" if row["loads"] else row["reason_not_loaded"]
-        lines.append(
-            f"* TensorRT {row['version']}, {row['model']} {row['variant']}: {row['fused_attention']} of "
-            f"{row['attention_sites']} attentions fused, {row['kernels']} kernels, "
-            f"{row['plan_bytes'] / 1e6:.1f} MB; {answer}"
-        )
-    for row in done(record["rows"], row="speed"):
-        told = ", ".join(f"batch {each['batch']} {ratio(each['speedup'])}" for each in row["rows"])
-        lines.append(f"* {row['backend']}, {row['model']} {row['variant']}: speed-up {told}")
-    for row in done(record["rows"], row="parity"):
-        told = ", ".join(f"{each['name']} {each['relative_error']:.1e} {each['status']}" for each in row["links"])
-        lines.append(f"* Parity, {row['model']}: {told}; structure: {len(row['structure'])} failed")
-    return "\n".join(lines if len(lines) > 2 else [f"No engine was measured {machine(record)}."])
-
-
-def accuracy(record: Record) -> str:
-    """The trained model, presets by sparsity, the curve over calibration images."""
-    rows = done(record["rows"], row="reduction")
-    lines = [f"Reductions of a ViT trained on procedural images {machine(record)}."]
-    for row in done(record["rows"], row="training"):
-        low, high = row["accuracy_interval"]
-        lines.append(
-            f"The dense model saw {row['images']:,} images in {row['seconds']:.0f} s; accuracy {row['accuracy']:.1%} "
-            f"({low:.1%} to {high:.1%}) on {row['held_out_images']} held-out images."
-        )
-    sparsities = sorted({row["sparsity"] for row in rows})
-    groups: dict[tuple[str, str, str, int], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["preset"], row["loop"], row["kind"], row["images"]), []).append(row)
-    widest = max((len({row["sparsity"] for row in group}) for group in groups.values()), default=0)
-    swept = {
-        key: group
-        for key, group in groups.items()
-        if key[1] != "open" or len({row["sparsity"] for row in group}) == widest
-    }
-    cells = [
-        [preset, LOOPS[loop], kind, str(images), *(_effect(group, each) for each in sparsities)]
-        for (preset, loop, kind, images), group in swept.items()
+    """Each engine beside the dense one of its model, with the fused attention that its build counted."""
+    rows = []
+    for row in done(record["rows"], row="engine"):
+        for each in row["rows"]:
+            p50 = [f"{each['p50_ms'][side][0]:.3f}" for side in ("dense", "reduced")]
+            fused = [f"{own['fused_attention']} of {own['attention_sites']}" for own in (row["dense"], row)]
+            head = [row["model"], row["variant"], f"{row['macs'] / row['dense']['macs']:.0%}", *fused]
+            rows.append([*head, str(each["batch"]), *p50, interval(each["speedup"])])
+    names = [
+        "model",
+        "variant",
+        "of the MACs",
+        "fused when dense",
+        "fused",
+        "batch",
+        "dense p50 ms",
+        "p50 ms",
+        "speed-up",
     ]
-    lines += ["Relative logit error, accuracy and agreement with the dense model, mean of the calibration seeds:", ""]
-    lines.append(table(["preset", "loop", "kind", "images", *(f"{each:.0%}" for each in sparsities)], cells))
-    curve = sorted(
-        (row for row in rows if row["preset"] == "best" and row["loop"] == "open" and row["seed"] == 0),
-        key=lambda row: (row["sparsity"], row["images"]),
-    )
-    if curve:
-        shown = [
-            [str(row["images"]), f"{row['sparsity']:.0%}", f"{row['relative_error']:.4f}", f"{row['accuracy']:.1%}"]
-            for row in curve
-        ]
-        lines += ["", "Preset best by calibration images, seed 0:", ""]
-        lines.append(table(["images", "sparsity", "relative error", "accuracy"], shown))
-    places = sorted({f"{LOOPS[row['loop']]} on {row['reduced_on']}" for row in rows})
-    reasons = sorted({row["not_on_gpu"] for row in rows if row.get("not_on_gpu")})
-    lines += ["", f"Reduced: {', '.join(places) or '-'}." + "".join(f" Not on the GPU: {each}" for each in reasons)]
-    return "\n".join(lines)
-
-
-def _effect(rows: Sequence[Row], sparsity: float) -> str:
-    here = [row for row in rows if row["sparsity"] == sparsity]
-    if not here:
-        return "-"
-    error, right, same = (mean(row[key] for row in here) for key in ("relative_error", "accuracy", "agreement"))
-    return f"{error:.4f}, {right:.1%}, {same:.1%}"
+    text = f"TensorRT-RTX engines in FP16, built on another machine and carried over, {machine(record)}:"
+    return f"{text}\n\n{table(names, rows)}"
 
 
 TABLES: dict[str, Callable[[Record], str]] = {
-    "calibration": calibration,
     "latency": latency,
     "variants": variants,
     "engines": engines,
-    "accuracy": accuracy,
     "real": real,
 }
 
@@ -210,7 +120,7 @@ def gpu_records(results: Path) -> dict[str, Record]:
 def goals(records: Mapping[str, Record]) -> str:
     """Every goal with its verdict."""
     rows = {part: each["rows"] if counts(each) else [] for part, each in records.items()}
-    found = judged(rows.get("calibration", []), rows.get("latency", []))
+    found = judged(rows.get("latency", []))
     cells = [[goal.wanted, goal.found, goal.verdict] for goal in found]
     return table(["goal", "found (95 % interval)", "verdict"], cells)
 

@@ -1,11 +1,11 @@
 """The tables of the parts `variants` and `real`. Read the records alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu.goals import done
-from benchmarks.gpu.tables import machine, ratio
-from benchmarks.pages.markdown import table
+from benchmarks.gpu.tables import machine
+from benchmarks.pages.markdown import interval, table
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -48,11 +48,11 @@ def _line(row: Row, name: str) -> list[str]:
     found = row["subjects"][name]
     share = row["macs"].get(name, row["macs"][DENSE]) / row["macs"][DENSE]
     p50 = f"{found['p50_ms'][0]:.3f}"
-    return [name, f"{share:.0%}", p50, f"{found['images_per_s_compute']:.0f}", ratio(found["speedup"])]
+    return [name, f"{share:.0%}", p50, f"{found['images_per_s_compute']:.0f}", interval(found["speedup"])]
 
 
 def real(record: Record) -> str:
-    """What was measured on, reductions, polishes with their curves."""
+    """What was measured on, and the reductions."""
     lines = [f"A DINOv2 ViT-S/14 with its real weights in half precision, on photographs, {machine(record)}."]
     for row in done(record["rows"], row="subject"):
         lines.append(
@@ -69,35 +69,8 @@ def real(record: Record) -> str:
         ]
         head = ["of the MACs", "widths", "loop", "class error", "patch error", "saliency IoU", "s"]
         lines += ["", "Relative errors on the photographs held out, preset best:", "", table(head, cells)]
-    polishes = sorted(done(record["rows"], row="polish"), key=lambda row: (-row["share"], row["how"], row["time_s"]))
-    if polishes:
-        cells = [
-            [
-                f"{row['share']:.0%}",
-                row["how"],
-                f"{row['seconds']:.0f}",
-                str(sum(part["steps"] for part in row["report"]["parts"])),
-                f"{row['class_error_before']:.4f}",
-                *_errors(row),
-                curve(row["report"]["parts"]),
-            ]
-            for row in polishes
-        ]
-        head = ["of the MACs", "polish", "s", "steps", "class error before", "class error", "patch error"]
-        head += ["saliency IoU", "error held out from the fit, by seconds"]
-        text = "Polished, from widths by site in the closed loop; no photograph that judges was fitted to:"
-        lines += ["", text, "", table(head, cells)]
     return "\n".join(lines)
 
 
 def _errors(row: Row) -> list[str]:
     return [f"{row['class_error']:.4f}", f"{row['patch_error']:.4f}", f"{row['saliency_iou']:.3f}"]
-
-
-def curve(parts: Sequence[Row], points: int = 5) -> str:
-    """A few points of the curve of a polish of the whole model, first and last among them; `-` for several parts."""
-    if len(parts) != 1 or not parts[0]["curve"]:
-        return "-"
-    held = parts[0]["curve"]
-    places = sorted({round(place * (len(held) - 1) / (points - 1)) for place in range(points)})
-    return ", ".join(f"{held[at]['seconds']:.0f}: {min(held[at]['error'], held[at]['averaged']):.4f}" for at in places)

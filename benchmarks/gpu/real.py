@@ -1,45 +1,46 @@
-"""Real weights on photographs: a DINOv2 ViT-S/14, closed loop, budgets by share of the MACs, polish for a time.
+"""Real weights on photographs: a DINOv2 ViT-S/14, closed loop, budgets by share of the MACs.
 
 What is unpacked (see benchmarks/real/packed.py) is the dense model; crops of some photographs are fitted to, those of
-others judge. A polish has a curve of its error on photographs held out from those that it is fitted to.
+others judge.
 """
 
-import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.load import clock_s
 from benchmarks.gpu.record import Record, Row, Task
 from benchmarks.gpu.setting import Setting
 from benchmarks.real.measures import Outputs, figures, outputs
 from benchmarks.real.packed import ABOUT, Unpacked, normalised, unpack
-from benchmarks.real.rows import Sparsities
-from calib.groups import group_ids
+from benchmarks.real.search import Sparsities
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import request_of
-from corp_deploy.polish.options import PolishOptions
-from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint, on_device
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from ground.effort import Stopwatch
-from ground.files import write_text
 from perf.runners.protocol import stopwatch
 
 Widths = Literal["uniform", "by site"]
 Loop = Literal["open", "closed"]
-How = Literal["block", "model"]
 BATCH = 16
-STARTS: tuple[Widths, Loop] = ("by site", "closed")
+
+
+def clock_s(device: str) -> float:
+    """Return the host's time once the device has nothing left to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,30 +56,11 @@ class Case:
         return f"{self.widths} {self.loop} loop {self.share:.0%} of the MACs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolishCase:
-    """A polish of what a reduction by site in the closed loop gives."""
-
-    share: float
-    how: How
-    time_s: float
-
-    @property
-    def start(self) -> Case:
-        widths, loop = STARTS
-        return Case(share=self.share, widths=widths, loop=loop)
-
-    @property
-    def key(self) -> str:
-        return f"polish {self.how} {self.time_s:g} s {self.share:.0%} of the MACs"
-
-
 class Subject:
-    """The dense model on the device, its crops and its own answers; what polishes start from is kept."""
+    """The dense model on the device, its crops and its own answers."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.device = setting, setting.device
-        self.kept: dict[Case, nn.Module] = {}
 
     @cached_property
     def unpacked(self) -> Unpacked:
@@ -96,12 +78,6 @@ class Subject:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, self.unpacked.calibration.pixels)
         return images_for_model(self.dense.model, path)
-
-    @cached_property
-    def groups_B(self) -> Tensor:
-        path = self.setting.cache / "real" / "photographs.json"
-        write_text(path, json.dumps(self.unpacked.calibration.photographs))
-        return group_ids(self.images, str(path))
 
     @cached_property
     def moments(self) -> Moments:
@@ -170,40 +146,16 @@ def reduction(case: Case, subject: Subject) -> Row:
     begun_s, watch = clock_s(subject.device), stopwatch(subject.device)
     model = subject.reduced(case, watch)
     seconds = clock_s(subject.device) - begun_s
-    if (case.widths, case.loop) == STARTS:
-        subject.kept[case] = model
     told = {"row": "reduction", "share": case.share, "widths": case.widths, "loop": case.loop, "seconds": seconds}
     return told | {"efforts": watch.as_json()} | subject.judged(model)
 
 
-def polish(case: PolishCase, subject: Subject) -> Row:
-    """The row of one polish, what it starts from not counted."""
-    if case.start not in subject.kept:
-        subject.kept[case.start] = subject.reduced(case.start)
-    start = subject.kept[case.start]
-    options = PolishOptions(how=case.how, time_s=case.time_s)
-    begun_s = clock_s(subject.device)
-    result = polished(subject.dense.model, start, subject.images, options, groups_B=subject.groups_B)
-    seconds = clock_s(subject.device) - begun_s
-    told = {"row": "polish", "share": case.share, "how": case.how, "time_s": case.time_s, "seconds": seconds}
-    before = {f"{key}_before": value for key, value in subject.judged(start).items() if key.endswith("error")}
-    return told | subject.judged(result.model) | before | {"report": result.report.as_json()}
-
-
-def cases(setting: Setting) -> list[Case | PolishCase]:
-    """One share whole, its polishes, the other shares, longer polishes."""
-
-    def at(share: float) -> list[Case | PolishCase]:
-        order: tuple[tuple[Widths, Loop], ...] = (("by site", "closed"), ("by site", "open"))
-        order += (("uniform", "closed"), ("uniform", "open"))
-        return [Case(share=share, widths=widths, loop=loop) for widths, loop in order]
-
-    if setting.small:
-        return [*at(0.8), *(PolishCase(share=0.8, how=how, time_s=0.3) for how in ("block", "model"))]
-    found = [*at(0.66), PolishCase(share=0.66, how="model", time_s=60.0), *at(0.5), *at(0.8)]
-    found += [PolishCase(share=share, how="model", time_s=60.0) for share in (0.5, 0.8)]
-    found += [PolishCase(share=0.66, how="block", time_s=60.0)]
-    return [*found, *(PolishCase(share=share, how="model", time_s=180.0) for share in (0.66, 0.5))]
+def cases(setting: Setting) -> list[Case]:
+    """One share whole, then the others."""
+    order: tuple[tuple[Widths, Loop], ...] = (("by site", "closed"), ("by site", "open"))
+    order += (("uniform", "closed"), ("uniform", "open"))
+    shares = (0.8,) if setting.small else (0.66, 0.5, 0.8)
+    return [Case(share=share, widths=widths, loop=loop) for share in shares for widths, loop in order]
 
 
 # Guesses in seconds: unpacking and calibrating, a plan by site, a walk through the blocks, a solution of all sites.
@@ -214,9 +166,7 @@ def tasks(setting: Setting, record: Record) -> list[Task]:
     """What is measured on first, then the cases."""
     subject = Subject(setting)
 
-    def estimate_s(case: Case | PolishCase) -> float:
-        if isinstance(case, PolishCase):
-            return case.time_s + 5.0
+    def estimate_s(case: Case) -> float:
         by_site = PLANNING_S if case.widths == "by site" else 0.0
         return by_site + SOLVING_S + (WALKING_S if case.loop == "closed" else 0.0)
 
@@ -224,8 +174,5 @@ def tasks(setting: Setting, record: Record) -> list[Task]:
         packed = (setting.packed / ABOUT).is_file()
         return Task(key=key, estimate_s=seconds if packed and not setting.small else 0.0, run=run)
 
-    def row_of(case: Case | PolishCase) -> Row:
-        return polish(case, subject) if isinstance(case, PolishCase) else reduction(case, subject)
-
     first = task("the model and its moments", PREPARING_S, partial(prepared, subject))
-    return [first, *(task(case.key, estimate_s(case), partial(row_of, case)) for case in cases(setting))]
+    return [first, *(task(case.key, estimate_s(case), partial(reduction, case, subject)) for case in cases(setting))]

@@ -15,21 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ground.errors import Missing, is_out_of_memory
-from ground.errors import Missing as MissingForExport
-from ground.errors import Missing as MissingForTiming
 from ground.files import write_json
 from ground.records import record_from_file
 
 Row = dict[str, Any]
-ABSENT = (ImportError, Missing, MissingForExport, MissingForTiming)
 
 
 class Refused(RuntimeError):
     """A timed call gave another answer than a plain one, so that its times mean nothing."""
-
-
-class NotYet(RuntimeError):
-    """The row rests on another one that is still to be made."""
 
 
 class OtherMachine(ValueError):
@@ -44,9 +37,6 @@ class Task:
     estimate_s: float
     run: Callable[[], Row]
 
-    def __post_init__(self) -> None:
-        assert self.estimate_s >= 0.0, self.estimate_s
-
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -59,80 +49,64 @@ class Budget:
         return self.ends_s - self.clock()
 
     def part(self, share: float) -> "Budget":
-        """A share of the time left."""
-        assert 0.0 <= share <= 1.0, share
+        """Return a share of the time left."""
         return Budget(self.clock() + share * max(self.left_s(), 0.0), self.clock)
 
 
 class Record:
-    """The rows of one part, in the order made, and their file."""
+    """The rows of one part, in the order made, and their file.
 
-    def __init__(self, path: Path, part: str, environment: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    Raises OtherMachine where the rows of an earlier run don't belong to this environment or these settings.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        part: str,
+        environment: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        must_match: Sequence[str] = (),
+    ) -> None:
         self.path, self.part = path, part
         self.environment, self.settings = dict(environment), dict(settings)
         self.rows: list[Row] = []
         self.skipped: dict[str, str] = {}
         self.tried: set[str] = set()
-
-    @classmethod
-    def opened(
-        cls,
-        path: Path,
-        part: str,
-        environment: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        must_match: Sequence[str],
-    ) -> "Record":
-        """The record at `path` to go on with, or a new one. Raises OtherMachine where its rows don't belong here."""
-        record = cls(path, part, environment, settings)
         if not path.is_file():
-            return record
-        held = record_from_file(path, dict[str, Any], kind=record.kind)
+            return
+        held = record_from_file(path, dict[str, Any], kind=f"benchmarks/gpu/{part}")
         differing = [
             f"{key}: {held['environment'].get(key)!r} then, {environment.get(key)!r} now"
             for key in must_match
             if held["environment"].get(key) != environment.get(key)
         ]
-        if held["settings"] != record.settings:
-            differing.append(f"settings: {held['settings']} then, {record.settings} now")
+        if held["settings"] != self.settings:
+            differing.append(f"settings: {held['settings']} then, {self.settings} now")
         if differing:
             told = "; ".join(differing)
             raise OtherMachine(f"{path}: its rows were measured otherwise ({told}); name another --output")
-        record.environment, record.rows = held["environment"], held["rows"]
-        record.skipped = {each["key"]: each["reason"] for each in held["skipped"]}
-        return record
+        self.environment, self.rows = held["environment"], held["rows"]
+        self.skipped = {each["key"]: each["reason"] for each in held["skipped"]}
 
-    @property
-    def kind(self) -> str:
-        return f"benchmarks/gpu/{self.part}"
-
-    def done(self, key: str) -> Row | None:
-        """The row of this key if it was measured."""
-        return next((row for row in self.rows if row["key"] == key and row["status"] == "done"), None)
+    def done(self, key: str) -> bool:
+        """Return whether the row of this key was measured."""
+        return any(row["key"] == key and row["status"] == "done" for row in self.rows)
 
     def put(self, row: Row) -> None:
         """Add a row, in place of an earlier one of its key, and write the file."""
         self.tried.add(row["key"])
         self.skipped.pop(row["key"], None)
         self.rows = [each for each in self.rows if each["key"] != row["key"]] + [row]
-        self.write()
+        write_json(self.path, self.as_json())
 
     def skip(self, key: str, reason: str) -> None:
         """List what the time did not allow."""
         self.skipped[key] = reason
-        self.write()
-
-    def forget(self) -> None:
-        """Drop every row: they rest on something that is no longer there."""
-        self.rows, self.skipped = [], {}
-        self.write()
-
-    def write(self) -> None:
         write_json(self.path, self.as_json())
 
     def as_json(self) -> Row:
         return {
-            "kind": self.kind,
+            "kind": f"benchmarks/gpu/{self.part}",
             "version": 1,
             "environment": self.environment,
             "settings": self.settings,
@@ -142,24 +116,23 @@ class Record:
 
 
 def made(task: Task, clock: Callable[[], float]) -> Row:
-    """The task's row, whatever became of it. Raises NotYet, and an interrupt goes on."""
+    """Return the task's row, however it ended; an interrupt goes on."""
     started = clock()
+    row: Row = {"key": task.key}
     try:
-        row = {"key": task.key, "status": "done", **task.run()}
-    except NotYet:
-        raise
-    except ABSENT as error:
-        row = {"key": task.key, "status": "absent", "reason": reason_of(error)}
+        row |= {"status": "done", **task.run()}
+    except (ImportError, Missing) as error:
+        row |= {"status": "absent", "reason": reason_of(error)}
     except Refused as error:
-        row = {"key": task.key, "status": "refused", "reason": reason_of(error)}
+        row |= {"status": "refused", "reason": reason_of(error)}
     except Exception as error:
         traceback.print_exc()
-        row = {"key": task.key, "status": "oom" if is_out_of_memory(error) else "failed", "reason": reason_of(error)}
+        row |= {"status": "oom" if is_out_of_memory(error) else "failed", "reason": reason_of(error)}
     return row | {"row_seconds": clock() - started, "at": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def reason_of(error: BaseException) -> str:
-    """An error on one line of at most 400 characters."""
+    """Return an error on one line of at most 400 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
@@ -177,18 +150,14 @@ def work(
     """
     taken_s = estimated_s = 0.0
     for task in tasks:
-        if record.done(task.key) is not None or task.key in record.tried:
+        if record.done(task.key) or task.key in record.tried:
             continue
         pace = max(taken_s / estimated_s, 1.0) if estimated_s else 1.0
         needed_s, left_s = task.estimate_s * pace, budget.left_s()
         if needed_s > left_s or left_s <= 0.0:
             record.skip(task.key, f"needs about {needed_s:.0f} s, {max(left_s, 0.0):.0f} s were left")
             continue
-        try:
-            row = made(task, budget.clock)
-        except NotYet as error:
-            record.skip(task.key, str(error))
-            continue
+        row = made(task, budget.clock)
         if row["status"] == "oom":
             gc.collect()  # it takes a third of a second, so not after every row
         record.put(row | {"gpu_after": state()})

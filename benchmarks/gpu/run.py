@@ -1,14 +1,14 @@
-"""Everything this project wants to know of a GPU, in two commands of at most nine minutes each.
+"""Everything this project wants to know of a GPU, in commands of at most nine minutes each.
 
-    python -m benchmarks.gpu.run --output out --only calibration,latency,variants
-    python -m benchmarks.gpu.run --output out --only engines,accuracy,real
-    python -m benchmarks.gpu.run --output out --only latency --everything --budget-s 3600
+    python -m benchmarks.gpu.run --output out --only latency,variants --budget-s 480
+    python -m benchmarks.gpu.run --output out --only real --budget-s 180
+    python -m benchmarks.gpu.run --output out --only engines
 
 Writes one JSON record a part, after every row, and gpu.md. A run that was stopped, or whose time was up, goes on from
-the finished rows when it is started again with the same output (and, for accuracy, the same cache). What is not
-installed is a row that says so, what the time did not allow is listed as skipped. The part `real` wants what
-`python -m benchmarks.real.packed --output build/packed` makes. `--small --device cpu` runs the same code on tiny models
-in seconds: it shows that the scripts work and measures nothing.
+the finished rows when it is started again with the same output. What is not installed is a row that says so, what the
+time did not allow is listed as skipped. The part `real` wants what `python -m benchmarks.real.packed --output
+build/packed` makes, `engines` what `python -m benchmarks.gpu.engines --output build/engines` does. `--small --device
+cpu` runs the same code on tiny models in seconds: it shows that the scripts work and measures nothing.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 STARTED_S = time.monotonic()
 # Of the time left when a part begins; what a part leaves over goes to the next, and at the end to what was skipped.
-WEIGHTS = {"calibration": 0.26, "latency": 0.24, "variants": 0.1, "engines": 0.02, "accuracy": 0.18, "real": 0.2}
+WEIGHTS = {"latency": 0.4, "variants": 0.3, "engines": 0.15, "real": 0.15}
 
 
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:
@@ -29,9 +29,8 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for everything (default: 540)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models, to see that everything runs")
-    parser.add_argument("--everything", action="store_true", help="every combination and preset, for longer budgets")
-    parser.add_argument("--cache", type=Path, help="folder of the trained weights (default: cache in the output)")
     parser.add_argument("--packed", type=Path, default=Path("build/packed"), help="by benchmarks.real.packed")
+    parser.add_argument("--engines", type=Path, default=Path("build/engines"), help="by benchmarks.gpu.engines")
     given = parser.parse_args(words)
     given.only = given.only.split(",")
     unknown = [part for part in given.only if part not in WEIGHTS]
@@ -45,13 +44,9 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None = None) -> None:
     """Run the chosen parts one after the other, then once more what their shares of the time did not allow."""
     given = parsed(words)
-    from benchmarks.gpu.needed import lacks
-
-    if lines := lacks():
-        raise SystemExit("\n".join(lines))
     import torch
 
-    from benchmarks.gpu import accuracy, calibration, engines, latency, real, variants
+    from benchmarks.gpu import engines, latency, real, variants
     from benchmarks.gpu.environment import MUST_MATCH, environment, state_of
     from benchmarks.gpu.page import page
     from benchmarks.gpu.record import Budget, OtherMachine, Record, Task, work
@@ -65,20 +60,18 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None =
     setting = Setting(
         device=given.device,
         small=given.small,
-        everything=given.everything,
-        cache=given.cache or given.output / "cache",
+        cache=given.output / "cache",
         packed=given.packed,
+        engines=given.engines,
     )
     budget = Budget((STARTED_S if words is None else time.monotonic()) + given.budget_s)
     with ExitStack() as stack:
         watch, gpu = stack.enter_context(watching()) if given.device == "cuda" else (unwatched, None)
         here = environment(given.device, gpu)
         makers: dict[str, Callable[[Record], list[Task]]] = {
-            "calibration": lambda record: calibration.tasks(setting, record),
             "latency": lambda record: latency.tasks(setting, record, watch),
             "variants": lambda record: variants.tasks(setting, record, watch),
             "engines": lambda record: engines.tasks(setting, record),
-            "accuracy": lambda record: accuracy.tasks(setting, record),
             "real": lambda record: real.tasks(setting, record),
         }
         records: dict[str, Record] = {}
@@ -86,7 +79,7 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None =
             path = given.output / f"gpu_{part}.json"
             if part in given.only or path.is_file():
                 try:
-                    records[part] = Record.opened(path, part, here, setting.as_json(), MUST_MATCH)
+                    records[part] = Record(path, part, here, setting.as_json(), MUST_MATCH)
                 except OtherMachine as error:
                     raise SystemExit(str(error)) from None
         for last in (False, True):

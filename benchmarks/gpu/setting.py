@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.procedural_images import CLASSES
 from corp_deploy.spec.widths import HeadGeometry
 from perf.runners.module import Precision
 
@@ -22,17 +21,17 @@ ALIGN_HIDDEN, ALIGN_HEAD = 64, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """`everything` adds what nine minutes have no room for; `cache` keeps the trained weights; in `packed` lie real
-    ones (see benchmarks/real/packed.py).
+    """What a run is on: `cache` keeps files of a run; in `packed` lie real weights (see benchmarks/real/packed.py), in
+    `engines` plans (see engines.py).
 
     Heads are aligned to 8, finer than the tool's default, so that half of a head of 80 is 40.
     """
 
     device: str
     small: bool
-    everything: bool
-    cache: Path
+    cache: Path = Path("build/gpu")
     packed: Path = Path("build/packed")
+    engines: Path = Path("build/engines")
 
     @property
     def models(self) -> dict[str, str]:
@@ -41,7 +40,7 @@ class Setting:
     @property
     def kwargs(self) -> dict[str, Any]:
         """Arguments of timm's models."""
-        return dict(TINY, num_classes=len(CLASSES)) if self.small else {}
+        return dict(TINY, num_classes=24) if self.small else {}
 
     @property
     def image_size(self) -> int:
@@ -57,6 +56,6 @@ class Setting:
         return "fp16" if self.device == "cuda" else "fp32"
 
     def as_json(self) -> dict[str, Any]:
-        """What rows of one record must have in common. Asking for everything only adds rows."""
-        told = {key: value for key, value in asdict(self).items() if key not in ("cache", "everything", "packed")}
+        """What rows of one record must have in common."""
+        told = {key: value for key, value in asdict(self).items() if key not in ("cache", "packed", "engines")}
         return told | {"align_hidden": self.align_hidden, "align_head": ALIGN_HEAD, "precision": self.precision}

@@ -1,17 +1,9 @@
 """What the tables of all parts say alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 Record = Mapping[str, Any]
-
-
-def ratio(figures: Sequence[float | None] | None) -> str:
-    """A value with its interval, an open end left out."""
-    if figures is None or figures[0] is None:
-        return "-"
-    value, low, high = figures
-    return f"{value:.2f}" + ("" if low is None or high is None else f" ({low:.2f} to {high:.2f})")
 
 
 def machine(record: Record) -> str:

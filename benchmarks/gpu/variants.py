@@ -18,7 +18,7 @@ from benchmarks.gpu.race import DENSE, estimate_s, plan_of, raced
 from benchmarks.gpu.record import Record, Refused, Row, Task
 from benchmarks.gpu.setting import GEOMETRIES, Setting
 from benchmarks.gpu.subjects import Images, Mode, Subject, compile_blocks
-from benchmarks.real.rows import Schedules, Sparsities
+from benchmarks.real.search import Schedules, Sparsities
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.merging import MergingChoice

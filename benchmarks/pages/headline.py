@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.gpu.goals import GEOMETRIES, calibrated_and_reduced, done
+from benchmarks.gpu.goals import GEOMETRIES, done
 from benchmarks.gpu.page import gpu_records
 from benchmarks.pages.markdown import table
 
@@ -81,10 +81,6 @@ def _on_gpu(results: Path, folder: str) -> list[Row]:
         where = found["latency"]["environment"]["gpu"]
         what = "throughput over dense of DeiT-H, half of everything, batch 16"
         rows.append((f"[{where}, torch FP16]({folder}gpu.md)", what, said))
-    for goal in calibrated_and_reduced(found.get("calibration", {"rows": []})["rows"]):
-        if goal.verdict != "not measured":
-            where = found["calibration"]["environment"]["gpu"]
-            rows.append((f"[{where}]({folder}gpu.md)", goal.wanted, f"{goal.found}: {goal.verdict}"))
     return rows
 
 

@@ -22,7 +22,6 @@ from benchmarks.pages import (
     decoder_onnx_page,
     decoder_page,
     engines_page,
-    heads_page,
     latency_page,
     levers_page,
     measurement_page,
@@ -32,7 +31,6 @@ from benchmarks.pages import (
     sparsity_page,
     startup_page,
 )
-from benchmarks.real import convnet_page
 from benchmarks.real import page as real_page
 
 from .decoders import decoders
@@ -56,14 +54,12 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),
         "efforts.json": ("Efforts on three models", real_page.efforts),
         "real_vit_engines.json": ("Its speed and its engines", real_page.real_vit_engines),
-        "dense_features.json": ("Patch tokens under dense heads", real_page.dense_features),
-        "real_convnet.json": ("EfficientNet-Lite0 on photographs", convnet_page.real_convnet),
+        "real_convnet.json": ("EfficientNet-Lite0 on photographs", real_page.real_convnet),
     },
     "docs/measured/methods.md": {
         "methods.json": ("Two ViTs with much to spare", accuracy_page.methods),
         "hard_vit.json": ("A ViT with nothing to spare", accuracy_page.hard_vit),
         "text_encoder.json": ("A text encoder", accuracy_page.text_encoder),
-        "whole_heads.json": ("Whole heads or narrower ones", heads_page.whole_heads),
     },
     "docs/measured/convnets.md": {"convnets.json": ("What methods lose", convnets_page.convnets)},
     "docs/measured/sparsity.md": {
@@ -139,8 +135,8 @@ def on_gpus(results: Path = RESULTS) -> list[str]:
 
 NO_GPU = (
     "There is no such record yet. On a machine with a GPU `python -m benchmarks.gpu.run --output out --only "
-    "calibration,latency,variants` and the same with `--only engines,accuracy,real` make them in nine minutes each, "
-    "resumably; once they are committed, this page has their tables."
+    "latency,variants` and the same with `--only engines,real` make them in nine minutes each, resumably; "
+    "once they are committed, this page has their tables."
 )
 
 

@@ -3,16 +3,16 @@ it does, in the words of its declaration or, where a recipe takes it in its own 
 """
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from msgspec import NODEFAULT, inspect, json
+from msgspec import json
 
 from benchmarks.pages.markdown import table
-from corp_deploy.release.recipe import Recipe
-from corp_deploy.release.recipe_file import SECTIONS
+from corp_deploy.invocation.option import NEEDED
+from corp_deploy.release.recipe import SECTIONS
+from corp_deploy.release.recipe_keys import Key, keys_of
 from corp_deploy.release.recipe_tables import TargetTable
 
 MEANINGS = Path(__file__).with_name("recipe.toml")
@@ -23,53 +23,35 @@ def _own_meanings() -> dict[str, dict[str, str]]:
     return tomllib.loads(MEANINGS.read_text(encoding="utf-8"))
 
 
-def meaning(section: str, key: str) -> str:
+def meaning(section: str, key: Key) -> str:
     """What a key does."""
-    table = TargetTable if section == "targets" else SECTIONS[section]
-    return _own_meanings().get(section, {}).get(key) or table.helps[key]
+    return _own_meanings().get(section, {}).get(key.name) or key.option.help
 
 
-def _expected(kind: inspect.Type) -> list[str]:
-    """The words by which a refusal says what was expected, without repeats."""
-    if isinstance(kind, inspect.Metadata):
-        return [str((kind.extra_json_schema or {}).get("description", ""))]
-    if isinstance(kind, inspect.UnionType):
-        return list(dict.fromkeys(words for each in kind.types for words in _expected(each)))
-    return []
-
-
-def _default(field: inspect.Field) -> str:
-    if field.required:
+def _default(key: Key) -> str:
+    if key.default is NEEDED:
         return "**needed**"
-    value: Any = field.default_factory() if field.default_factory is not NODEFAULT else field.default
-    return "-" if value in (None, (), {}) else f"`{json.encode(value).decode()}`"
+    return "-" if key.default in (None, (), {}) else f"`{json.encode(key.default).decode()}`"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def sections() -> Iterator[tuple[str, str, tuple[inspect.Field, ...]]]:
+def sections() -> Iterator[tuple[str, str, Collection[Key]]]:
     """The recipe's tables: heading, name, keys."""
-    whole = inspect.type_info(Recipe)
-    assert isinstance(whole, inspect.StructType), whole
-    for field in whole.fields:
-        of_targets = isinstance(field.type, inspect.DictType)
-        kind = field.type.value_type if isinstance(field.type, inspect.DictType) else field.type
-        assert isinstance(kind, inspect.StructType), field
-        heading = f"[{field.encode_name}.NAME]" if of_targets else f"[{field.encode_name}]"
-        yield heading, field.encode_name, kind.fields
+    for name, record in {**SECTIONS, "targets": TargetTable}.items():
+        yield f"[{name}.NAME]" if name == "targets" else f"[{name}]", name, keys_of(record).values()
 
 
 def recipe() -> str:
     """All tables of a recipe, a section each."""
     parts = []
-    for heading, name, fields in sections():
+    for heading, name, keys in sections():
         rows = [
-            (f"`{field.encode_name}`", _cell(" or ".join(_expected(field.type))), _default(field),
-             _cell(meaning(name, field.encode_name)))
-            for field in fields
-        ]  # fmt: skip
+            (f"`{key.name}`", _cell(str(key.schema["description"])), _default(key), _cell(meaning(name, key)))
+            for key in keys
+        ]
         said = _own_meanings().get(name, {}).get("", "")
         parts += [
             f"## `{heading}`",

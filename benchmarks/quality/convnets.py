@@ -34,9 +34,9 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.widths import Widths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.views.speed import speed_record
 from examples.digits.images import load
 from perf.timing.laps import Plan

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from benchmarks.harness import Bench, measures
-from benchmarks.quality.methods import logits
+from benchmarks.quality.methods import Subject, logits
 from benchmarks.quality.procedural_images import Labelled, made
 from benchmarks.quality.training import HARD, SEED, labels_by_band, trained
 from corp_deploy.families.counting import macs
@@ -30,17 +30,16 @@ from corp_deploy.planning.plan import plan
 from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
-from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import images_for_model, model_digest
+from corp_deploy.store.input_sets import images_for_model, model_digest
 from perf.parity.labels import accuracy, mcnemar
 
 SPARSITIES = (0.3, 0.5)
-CALIBRATION_IMAGES, HELD_OUT_IMAGES, BATCH, ALIGN = 512, 2000, 32, 2
+CALIBRATION_IMAGES, HELD_OUT_IMAGES, ALIGN = 512, 2000, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,39 +74,37 @@ WAYS = (
 )
 
 
-class Subject:
-    """The dense model, calibrated on images without labels, with labelled ones to judge by."""
+def subject_of(dense: Checkpoint, calibration: Labelled, held_out: Labelled, scratch: Path) -> Subject:
+    """Return the dense model with images to calibrate on, without labels, and labelled ones to judge by."""
+    np.save(scratch / "calibration.npy", calibration.images)
+    return Subject(
+        dense=dense,
+        calibration=images_for_model(dense.model, scratch / "calibration.npy"),
+        images=torch.from_numpy(held_out.images),
+        labels=labels_by_band(held_out),
+    )
 
-    def __init__(self, dense: Checkpoint, calibration: Labelled, held_out: Labelled, scratch: Path) -> None:
-        self.dense = dense
-        np.save(scratch / "calibration.npy", calibration.images)
-        self.images = images_for_model(dense.model, scratch / "calibration.npy")
-        self.moments = calibrate(dense, self.images, batch_size=BATCH, statistics=Statistics(attention_system=True))
-        self.judged, self.labels = torch.from_numpy(held_out.images), labels_by_band(held_out)
-        self.logits = self.outputs(dense.model)
 
-    def outputs(self, model: nn.Module) -> NDArray[np.float64]:
-        """Logits [N,classes] of the held-out images."""
-        outputs: NDArray[np.float64] = logits(model, self.judged).numpy()
-        return outputs
+def reduced(subject: Subject, way: Way, sparsity: float) -> nn.Module:
+    """Return the reduced model."""
+    model, method, widths = subject.dense.model, way.method(sparsity), None
+    if way.by_site:
+        uniform = reduce(model, subject.moments, Way("uniform", "none").method(sparsity)).model
+        asked = ReduceOptions(preset=way.preset, macs=macs(uniform) / macs(model))
+        widths = plan(subject.dense, subject.moments, request_of(asked, method=method), subject.calibration).widths
+    if way.closed_loop:
+        result = reduce_traced(model, subject.calibration, method, widths=widths, loop=Loop()).model
+    else:
+        result = reduce(model, subject.moments, method, widths=widths, images=subject.calibration).model
+    return polished(model, result, subject.calibration, PolishOptions()).model if way.polished else result
 
-    def reduced(self, way: Way, sparsity: float) -> nn.Module:
-        model, method, widths = self.dense.model, way.method(sparsity), None
-        if way.by_site:
-            uniform = reduce(model, self.moments, Way("uniform", "none").method(sparsity)).model
-            asked = ReduceOptions(preset=way.preset, macs=macs(uniform) / macs(model))
-            widths = plan(self.dense, self.moments, request_of(asked, method=method), self.images).widths
-        if way.closed_loop:
-            reduced = reduce_traced(model, self.images, method, widths=widths, loop=Loop()).model
-        else:
-            reduced = reduce(model, self.moments, method, widths=widths, images=self.images).model
-        return polished(model, reduced, self.images, PolishOptions()).model if way.polished else reduced
 
-    def row(self, way: Way, sparsity: float) -> dict[str, Any]:
-        """One reduced model on the held-out images."""
-        reduced = self.reduced(way, sparsity)
-        share = macs(reduced) / macs(self.dense.model)
-        return {"macs_share": share} | figures(self.logits, self.outputs(reduced), self.labels)
+def row_of(subject: Subject, way: Way, sparsity: float) -> dict[str, Any]:
+    """Judge one reduced model on the held-out images."""
+    model = reduced(subject, way, sparsity)
+    share = macs(model) / macs(subject.dense.model)
+    answers = logits(model, subject.images).numpy()
+    return {"macs_share": share} | figures(subject.answers.numpy(), answers, subject.labels)
 
 
 def figures(
@@ -134,13 +131,13 @@ def figures(
 
 def facts(subject: Subject) -> dict[str, Any]:
     """Return what all rows share: the model, its training and the images."""
-    dense = accuracy("dense", subject.logits, subject.labels)
+    dense = accuracy("dense", subject.answers.numpy(), subject.labels)
     return {
         "model": dict(subject.dense.architecture.kwargs),
         "training": {"images": HARD.images, "epochs": HARD.epochs, "seed": SEED},
         "weights": model_digest(subject.dense.model),
         "classes": HARD.classes,
-        "calibration_images": subject.images.count,
+        "calibration_images": subject.calibration.count,
         "held_out_images": dense.images,
         "dense_macs": macs(subject.dense.model),
         "dense_accuracy": dense.accuracy,
@@ -153,7 +150,7 @@ def measure(bench: Bench, subject: Subject) -> None:
     bench.share(**facts(subject))
     for sparsity in SPARSITIES:
         for way in WAYS:
-            bench.row({"method": way.name, "sparsity": sparsity}, subject.row, way, sparsity)
+            bench.row({"method": way.name, "sparsity": sparsity}, row_of, subject, way, sparsity)
 
 
 @measures("benchmarks/hard-vit")
@@ -163,7 +160,7 @@ def main(bench: Bench, cache: Path) -> None:
     torch.set_num_threads(1)
     calibration, held_out = made("train", CALIBRATION_IMAGES), made("held-out", HELD_OUT_IMAGES)
     with tempfile.TemporaryDirectory() as scratch:
-        measure(bench, Subject(trained(cache, HARD), calibration, held_out, Path(scratch)))
+        measure(bench, subject_of(trained(cache, HARD), calibration, held_out, Path(scratch)))
 
 
 if __name__ == "__main__":

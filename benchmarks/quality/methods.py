@@ -34,7 +34,7 @@ from corp_deploy.reduction.method import LoopName, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from examples.digits.images import load
 
 Kind = Literal["mlp", "attention", "joint"]

@@ -28,7 +28,7 @@ from calib.moments import Moments
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from examples.digits.images import load
 from ground.errors import Missing
@@ -107,7 +107,7 @@ def digits(scratch: Path, fitted: int, judging: int) -> Subject:
 
 def dinov2(scratch: Path, fitted: int, judging: int) -> Subject:
     """Return DINOv2 ViT-S/14 on crops of photographs, judged by its class tokens."""
-    crops = (np.load(_crops(part), mmap_mode="r")[:count] for part, count in (("calib", fitted), ("held", judging)))
+    crops = [np.load(_crops(part), mmap_mode="r")[:count] for part, count in (("calib", fitted), ("held", judging))]
     model = dense_from_architecture(ARCHITECTURE)
     model.load_state_dict(load_file(assembled() / "dinov2_s.safetensors"))
     dense = Checkpoint(model=model.eval().requires_grad_(False), architecture=ARCHITECTURE, lineage={})
@@ -116,10 +116,10 @@ def dinov2(scratch: Path, fitted: int, judging: int) -> Subject:
 
 def efficientnet(scratch: Path, fitted: int, judging: int) -> Subject:
     """Return EfficientNet-Lite0 on crops of photographs, judged by its logits."""
-    crops = (
+    crops = [
         lite0.renormalised(np.load(_crops(part), mmap_mode="r")[:count])
         for part, count in (("calib", fitted), ("held", judging))
-    )
+    ]
     dense = load_dense(lite0.ARCHITECTURE.name, weights=lite0.weights(ROOT), kwargs={})
     return _of_images("EfficientNet-Lite0", dense, scratch, *crops)
 

@@ -1,4 +1,4 @@
-"""The tables of a record of real_vit.py, real_vit_engines.py and dense_features.py."""
+"""The tables of a record of real_vit.py, real_vit_engines.py, real_convnet.py and efforts.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -125,54 +125,6 @@ def _engine(named: tuple[str, Mapping[str, Any]]) -> list[str]:
     return [name, fused, str(engine["kernels"]), f"{engine['plan_bytes'] / 1e6:.1f}"]
 
 
-def _link(links: Sequence[Mapping[str, Any]], kind: str, output: str) -> Mapping[str, Any]:
-    return next(link for link in links if (link["kind"], link["output"]) == (kind, output))
-
-
-def dense_features(record: Mapping[str, Any]) -> str:
-    """What dense heads make of a reduced backbone's tokens, by the parity records of `verify --head`."""
-    calibration, held_out = record["calibration"], record["held_out"]
-    names = ["method", "MACs", "patch tokens", "cosine", "lowest 1 %", "neighbours", "CKA", "map error, worst", "IoU",
-             "pixels", "FP16 map error", "FP16 IoU", "accuracy", "same class", "mIoU"]  # fmt: skip
-    lines = []
-    for row in record["rows"]:
-        tokens = _link(row["links"], "reduced", "patches")
-        maps, fp16 = (_link(row["links"], kind, "saliency") for kind in ("reduced", "whole"))
-        textures = _link(row["links_of_mosaics"], "reduced", "textures")
-        lines.append(
-            [
-                row["method"],
-                f"{row['macs_share']:.2f}",
-                f"{tokens['relative_error']:.3f}",
-                f"{tokens['token_cosine_mean']:.3f}",
-                f"{tokens['token_cosine_q01']:.3f}",
-                f"{tokens['neighbour_agreement']:.0%}",
-                f"{tokens['linear_cka']:.3f}",
-                f"{maps['relative_error']:.3f}, {maps['relative_error_worst']:.2f}",
-                f"{maps['iou']:.3f}",
-                f"{maps['pixel_agreement']:.1%}",
-                f"{fp16['relative_error']:.3f}",
-                f"{fp16['iou']:.3f}",
-                f"{row['linear']['accuracy']:.1%}",
-                f"{textures['pixel_agreement']:.1%}",
-                f"{textures['iou']:.3f}",
-            ]
-        )
-    accuracy = record["rows"][0]["linear"]["dense_accuracy"]
-    text = (
-        f"CORP's experiment with a backbone whose dense heads stay as they are, on the same {record['model']} with "
-        f"class and patch tokens as named outputs (`--outputs class,patches`), fitted to {calibration['crops']} crops "
-        f"of {calibration['photographs']} photographs, judged on {held_out['crops']} crops of "
-        f"{held_out['photographs']} others, all figures by `verify --head`: error, cosine, nearest neighbours and "
-        "linear CKA (debiased) of patch tokens; error (all crops, worst crop) and overlap of the maps of its own "
-        "saliency head, exported apart, and pixels on which they agree, of the reduced backbone in torch and as an "
-        "FP16 graph; and a linear head that was trained on the dense model's tokens of "
-        f"{record['mosaics']} mosaics of textures, on as many others (dense: {accuracy:.1%} of patches right): its "
-        "accuracy, and how many patches keep their class:"
-    )
-    return "\n\n".join([text, table(names, lines), *record.get("remarks", [])])
-
-
 def efforts(record: Mapping[str, Any]) -> str:
     """What each effort loses on inputs that nothing is fitted to, and what it costs."""
     text = (
@@ -197,3 +149,29 @@ def efforts(record: Mapping[str, Any]) -> str:
 
 def _stages(row: Row) -> str | None:
     return ", ".join(f"{stage['name']} {stage['error']:.3f}" for stage in row["stages"]) or None
+
+
+def real_convnet(record: Mapping[str, Any]) -> str:
+    """A line a method, a column a share of the MACs."""
+    rows = record["rows"]
+    shares = sorted({row["share"] for row in rows}, reverse=True)
+    by_key = {(row["method"], row["share"]): row for row in rows}
+
+    def cell(method: str, share: float) -> str:
+        row = by_key.get((method, share))
+        return "-" if row is None else f"{row['error']:.3f}, {row['agreement']:.1%}"
+
+    def cost(method: str) -> str:
+        row = by_key.get((method, shares[0]))
+        return "-" if row is None else f"{row['cpu_s']:.0f}"
+
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lines = [[method, *(cell(method, share) for share in shares), cost(method)] for method in methods]
+    text = (
+        f"A convolutional network, {record['model']}: ImageNet weights, {record['crops']} crops to fit and "
+        f"{record['held_out']} of other photographs to judge. Relative error of the logits and agreement of the top "
+        f"class with the dense model, by the share of the MACs that stays; CPU seconds of `reduce` at {shares[0]:g} on "
+        f"{record['cpu']}, {record['threads']} thread(s):"
+    )
+    head = ("method", *(f"{share:g} of the MACs" for share in shares), "CPU s")
+    return "\n\n".join([text, table(head, lines), *record.get("remarks", [])])

@@ -28,7 +28,7 @@ from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 
 SHARES = (0.8, 0.66, 0.5)
 ALIGN = {"mlp": 64, "head": 16, "conv": 8}

@@ -3,84 +3,50 @@
     make real
     python -m benchmarks.real.real_vit --output benchmarks/results/real_vit.json
 
-Fitted to crops of 37 photographs, judged on crops of 16 others. A row is one `reduce` command, in a process of its own,
-beside the moments that all methods share; what it costs is told in CPU seconds and in bare forward passes over the same
-crops. The record is written after every row and a run goes on where another stopped; `--rows PATTERN --again` makes
-rows anew, all others stay as they are.
+Fitted to crops of 37 photographs, judged on crops of 16 others. What a reduction costs is told in CPU seconds and in
+bare forward passes over the same crops, beside moments that all methods share.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import tempfile
+from pathlib import Path
 
 import click
+import torch
 
-from benchmarks.harness import Record
-from benchmarks.real.bench import Bench, with_bench
-from benchmarks.real.rows import METHODS, OVERFITTING, PHOTOGRAPHS, SHARES, Method
-from benchmarks.real.subject import Calibration, Subject
+from benchmarks.harness import Bench, measures
+from benchmarks.real.encoder import METHODS, Encoder
+from corp_deploy.families.counting import macs
+from ground.errors import Missing
 
-KIND = "benchmarks/real-vit"
-KEY, PHOTOGRAPHS_KEY = ("method", "share"), ("method", "share", "photographs")
-
-
-def chosen(bench: Bench, shares: Sequence[float]) -> list[tuple[Method, float]]:
-    """The rows whose method is wanted, at those of its shares that are asked for, or at all."""
-    fitting = [method for method in METHODS if bench.wanted(method.name)]
-    return [(method, share) for method in fitting for share in method.shares if not shares or share in shares]
+OVERFITTING = ("best", "best, closed loop")
+OVERFITTING_SHARE, PHOTOGRAPHS = 0.8, (5, 10, 20, 37)
 
 
-def bare_pass_s(record: Record, subject: Subject, calibration: Calibration) -> float:
-    """CPU seconds of a bare forward pass over the calibration crops, taken once."""
-    if "bare_pass_s" not in record:
-        record.set("bare_pass_s", subject.bare_pass_s(calibration.images))
-    return float(record["bare_pass_s"])
-
-
-def make_rows(record: Record, subject: Subject, calibration: Calibration, rows: Sequence[tuple[Method, float]]) -> None:
-    """The table by method and share, what each one's calibration took beside it."""
-    for method, share in rows:
-        one_pass = bare_pass_s(record, subject, calibration)
-        _, calibrated = subject.moments(method, calibration)
-        made = {"calibrate": f"calibrate {method.calibrate}".strip(), **calibrated}
-        record.put("calibrations", made | {"passes": calibrated["cpu_s"] / one_pass}, ("calibrate",))
-        row = subject.row(method, share, calibration)
-        record.put("rows", row | {"passes": row["cpu_s"] / one_pass}, KEY)
-        record.order("rows", "method", [method.name for method in METHODS])
-        click.echo(f"{method.name} at {share:g}: class {row['class_error']:.3f}, {row['cpu_s']:.0f} CPU s")
-
-
-def make_photographs(record: Record, bench: Bench, counts: Sequence[int]) -> None:
-    """The same methods fitted to all crops of fewer photographs, judged on those and on the held-out ones."""
-    for count in counts:
-        calibration = bench.calibration.of(count)
-        for method in OVERFITTING:
-            (share,) = method.shares
-            key = {"method": method.name, "share": share, "photographs": calibration.photographs}
-            if not bench.again and record.has("photographs", key):
-                continue
-            row = bench.subject.row(method, share, calibration, fitted=True)
-            record.put("photographs", row, PHOTOGRAPHS_KEY)
-            errors = f"fitted {row['fitted_class_error']:.3f}, held out {row['class_error']:.3f}"
-            click.echo(f"{method.name}, {calibration.photographs} photographs: class {errors}")
-
-
-def _numbers(kind: type) -> Any:
-    return lambda _, __, value: tuple(kind(part) for part in value.split(",")) if value else ()
-
-
-@click.command(help=__doc__)
-@click.option("--shares", callback=_numbers(float), default="", help=f"Default: {','.join(map(str, SHARES))}.")
-@click.option("--photographs", callback=_numbers(int), default="", help=f"Such as {','.join(map(str, PHOTOGRAPHS))}.")
-@with_bench
-def main(bench: Bench, *, shares: tuple[float, ...], photographs: tuple[int, ...]) -> None:
-    record, rows = bench.record(KIND), chosen(bench, shares)
-    wanted = [(method, share) for method, share in rows if bench.again or not record.has("rows", _key(method, share))]
-    make_rows(record, bench.subject, bench.calibration, wanted)
-    make_photographs(record, bench, photographs)
-
-
-def _key(method: Method, share: float) -> dict[str, Any]:
-    return {"method": method.name, "share": share}
+@measures("benchmarks/real-vit")
+@click.option("--shares", default="0.9,0.8,0.7,0.66,0.6,0.5", show_default=True)
+@click.option("--photographs", is_flag=True, help="Fit to the crops of fewer photographs instead.")
+@click.option("--crops", type=click.IntRange(1, 512), default=512, show_default=True, help="To calibrate on.")
+@click.option("--held-out", type=click.IntRange(1, 128), default=128, show_default=True, help="Crops to judge by.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True)
+def main(bench: Bench, shares: str, photographs: bool, crops: int, held_out: int, threads: int) -> None:
+    """Reduce by each method at each share."""
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            encoder = Encoder.opened(Path(scratch), crops, held_out)
+        except Missing as reason:
+            click.echo(f"skipped: {reason}")
+            return
+        bench.share(model="DINOv2 ViT-S/14, 224 pixels", threads=threads, dense_macs=macs(encoder.model))
+        bench.share(calibration={"crops": crops, "photographs": 37}, held_out={"crops": held_out, "photographs": 16})
+        for method in METHODS:
+            for share in (float(each) for each in shares.split(",") if not photographs):
+                if share in method.shares:
+                    bench.row({"method": method.name, "share": share}, encoder.row, method, share)
+            for count in PHOTOGRAPHS if photographs and method.name in OVERFITTING else ():
+                key = {"method": method.name, "share": OVERFITTING_SHARE, "photographs": count}
+                fewer = encoder.of_photographs(count)
+                bench.row(key, fewer.fitted_row, method, OVERFITTING_SHARE, part="photographs")
 
 
 if __name__ == "__main__":

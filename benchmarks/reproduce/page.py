@@ -2,22 +2,22 @@
 
 from collections.abc import Iterable, Sequence
 
+from benchmarks.pages.markdown import table
+
 from .tables import Cell, MadeTable
 
 
-def _rows(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> list[str]:
-    shown = [[str(cell) for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in [list(columns), ["---"] * len(columns), *shown]]
+def _rows(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+    return table(columns, ([str(cell) for cell in row] for row in rows))
 
 
 def page(title: str, tables: Sequence[MadeTable]) -> str:
-    """One page."""
-    lines = [f"# {title}", ""]
-    for table in tables:
-        lines += [f"## {table.title}", "", *_rows(table.columns, table.rows), ""]
-        lines += [table.note, ""] if table.note else []
-        if table.printed is not None:
-            lines += [f"Printed (section {table.printed['section']}): {table.printed['caption']}.", ""]
-            lines += [*_rows(table.printed["columns"], table.printed["rows"]), ""]
-            lines += [table.printed["note"] + ".", ""] if "note" in table.printed else []
-    return "\n".join(lines)
+    """Return one page."""
+    parts = [f"# {title}"]
+    for each in tables:
+        parts += [f"## {each.title}", _rows(each.columns, each.rows), each.note]
+        if each.printed is not None:
+            parts.append(f"Printed (section {each.printed['section']}): {each.printed['caption']}.")
+            parts.append(_rows(each.printed["columns"], each.printed["rows"]))
+            parts += [f"{each.printed['note']}."] if "note" in each.printed else []
+    return "\n\n".join(filter(None, parts)) + "\n"

@@ -23,7 +23,7 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.views.speed import speed_record
 from ground.files import write_json
 from perf.timing.laps import Plan

@@ -30,7 +30,7 @@ from corp_deploy.planning.request import ReductionRequest, request_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from ground.files import write_json
 from perf.timing.watch import cpu_name
 
@@ -67,7 +67,14 @@ def work(checkpoint: Checkpoint, images: Images, batch_size: int, share: float, 
         store.save(calibrate(checkpoint, images, batch_size=batch_size), moments)
 
     def reduced(row: str) -> Work:
-        return lambda: reduce_checkpoint(checkpoint, moments, asked(row, share), directory=scratch / row, images=images)
+        return lambda: reduce_checkpoint(
+            checkpoint,
+            store.load(moments),
+            asked(row, share),
+            moments_file=moments,
+            directory=scratch / row,
+            images=images,
+        )
 
     whole, pieces = (lambda piece=piece: bare(checkpoint, images, batch_size, piece) for piece in (batch_size, PIECE))
     return {BARE[0]: whole, BARE[1]: pieces, "calibrate": calibrated, **{row: reduced(row) for row in ROWS[1:]}}

@@ -21,7 +21,7 @@ import torch
 
 from calib.collect import collect
 from calib.moments import Moments
-from calib.store import save
+from calib.store import load, save
 from corp_deploy.families.family import input_ports, listened, sites_of
 from corp_deploy.machine import versions
 from corp_deploy.planning.curves import eliminations
@@ -32,7 +32,7 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from corp_deploy.store.inputs import images_for_model, lineage_of_model
+from corp_deploy.store.input_sets import images_for_model, lineage_of_model
 from corp_deploy.traced.models.sites import calibration_taps
 from ground.files import write_json
 
@@ -79,6 +79,7 @@ def _swept(checkpoint: Checkpoint, moments: Moments, held_out: torch.Tensor, fol
     return SweepContext(
         dense=checkpoint,
         moments=(folder / "m.safetensors",),
+        statistics=(load(folder / "m.safetensors"),),
         source=source,
         scored=scored_inputs(checkpoint.model, source, None, 8),
     )

@@ -8,7 +8,7 @@ from typing import Any
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateOptions
-from corp_deploy.invocation.inputs import Decoded, Drawn
+from corp_deploy.invocation.input_choice import Decoded, Drawn
 from corp_deploy.planning.request import merging_checkpoint
 from corp_deploy.reduction.moments_files import CalibrationRun, held_out_path, write_moments
 from ground.gpu import require_device

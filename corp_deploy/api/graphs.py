@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corp_deploy.invocation.export_choice import ExportFiles, ExportOptions
-from corp_deploy.invocation.inputs import Drawn
+from corp_deploy.invocation.input_choice import Drawn
 from corp_deploy.proof.graphs import Graphs
 from corp_deploy.proof.model_inputs import inputs_from_set
 from corp_deploy.store.graph_facts import facts_of_onnx

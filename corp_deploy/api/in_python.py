@@ -1,9 +1,8 @@
-"""A public function of what a record declares, its parameters with their types, defaults and help; and what messages
-say of options, said in Python: they are worded for commands, and functions raise them too.
+"""A public function of what a record declares, its parameters with their types, defaults and help; and messages, which
+name options as commands spell them, with parameters in their place.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -12,20 +11,21 @@ from typing import Any, ParamSpec, TypeVar
 
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
+from corp_deploy.invocation.input_choice import Drawn, HoldOutOptions
 from corp_deploy.invocation.option import WRITTEN, Option, Record, options_of
 from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
-from corp_deploy.invocation.source import Source
-from corp_deploy.invocation.values import DIRECTORY, FLAG, ByKind, OneOf, Values
-from ground.errors import BadInput, Missing
+from corp_deploy.invocation.source import ModelSource
+from corp_deploy.invocation.values import DIRECTORY, FLAG, literal
+from ground.errors import BadInput, Missing, respelled
 from ground.outputs import require_writable
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 FUNCTIONS: Mapping[str, tuple[type[Record], ...]] = {
+    "Source": (ModelSource,),
     "calibrate": (CalibrateOptions, Drawn),
     "reduce": (ReduceOptions, HoldOutOptions, Drawn),
     "export": (ExportOptions, Drawn),
@@ -33,91 +33,56 @@ FUNCTIONS: Mapping[str, tuple[type[Record], ...]] = {
     "bench": (BenchOptions,),
 }
 INPUTS = ("images", "text", "arrays", "tokens")
-_OPTION = re.compile(r"--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?: (?!--)('[^']*'|[^\s'(`]+))?")
-_NAMED = re.compile(r"model (\S+) `Source\(")
-_CALL = re.compile(rf"(?:corp-deploy )?\b({'|'.join(FUNCTIONS)})((?: `[^`]+`)+)")
-_BEFORE = re.compile(rf"\b({'|'.join(FUNCTIONS)})(?: --[^,;()]*)? $")
-_AGAIN = re.compile(r"`inputs`(?:,? (?:or|and)|,| \(or) `inputs`\)?")
-_END = re.compile(r"[,;:.)]*$")
 
 
 def _typed(records: Collection[type[Record]]) -> dict[str, Option]:
     """Their options by what a command calls them."""
-    return {each.typed.replace("_", "-"): each for record in records for each in options_of(record).values()}
+    return {each.typed: each for record in records for each in options_of(record).values()}
 
 
-def _written(values: Values, text: str) -> str | None:
-    """A value as Python has it; None for a word with which the sentence goes on."""
-    bare = text.strip("'")
-    if re.fullmatch(r"[A-Z][A-Z:.]*", bare):
-        return bare
-    if text == bare and bare.isalpha() and bare != "auto" and not isinstance(values, OneOf | ByKind):
+def _argument(options: Mapping[str, Option], name: str, value: str, form: str = "{}") -> str | None:
+    """Return an option of these as an argument, None for another; a value that is none of its own goes behind."""
+    if (negated := options.get(name.removeprefix("no_"))) is not None and name not in options:
+        return f"`{form.format(f'{negated.name}=False')}` {value}".rstrip()
+    if (option := options.get(name)) is None:
         return None
-    try:
-        values.from_text(bare)
-    except BadInput:
-        return None
-    return bare if re.fullmatch(r"[\d.e-]+|\{.*\}", bare) else repr(bare)
-
-
-def _argument(options: Mapping[str, Option], name: str, text: str) -> tuple[str, str] | None:
-    """The parameter, with its value where one follows, and what is left of the text; None where it is none of these."""
-    option = options.get(name)
-    if option is None:
-        negated = options.get(name.removeprefix("no-"))
-        return None if negated is None else (f"{negated.name}=False", text)
-    if option.of is FLAG:
-        return f"{option.name}=True", text
-    value = _written(option.of, text) if text else None
-    return (option.name, text) if value is None else (f"{option.name}={value}", "")
-
-
-def _called(name: str, *arguments: str) -> str:
-    return f"`{name}({', '.join(each if '=' in each else f'{each}=...' for each in arguments)})`"
-
-
-def _spelled(name: str, text: str, own: Mapping[str, Option], parameters: Collection[str]) -> tuple[str, str]:
-    """An option as one of a function's `own`, else as what says the same in Python; what is left of the text."""
-    if found := _argument(own, name, text):
-        return f"`{found[0]}`", found[1]
-    if name in INPUTS:
-        return "`inputs`", text
-    if name == "model":
-        return name, text
-    parameter = name.replace("-", "_")
-    if name.startswith("trust-"):
-        trust = f"{parameter}=True"
-        return (f"`{trust}`" if parameter in parameters else _called("Source", trust)), text
-    if parameter in parameters:
-        return f"`{parameter}`", text
-    functions: dict[str, tuple[type[Record], ...]] = {"Source": (Source,), **FUNCTIONS}
-    for function, records in functions.items():
-        if found := _argument(_typed(records), name, text):
-            return _called(function, found[0]), found[1]
-    return f"the commands' option {parameter!r}", text
+    if own := literal(option.of, value) if value else "":
+        return f"`{form.format(f'{option.name}={own}')}`"
+    bare = f"{option.name}=True" if option.of is FLAG else option.name + "=..." * (form != "{}")
+    return f"`{form.format(bare)}` {value}".rstrip()
 
 
 def in_python(message: str, *records: type[Record], parameters: Collection[str] = ()) -> str:
-    """A message with parameters where it has options: those of these records first, `parameters` beside them."""
+    """Return a message with parameters where it names options: those of these records first, then `parameters`."""
     of_function = _typed(records)
 
-    def option(found: re.Match[str]) -> str:
-        following, command = found[2] or "", _BEFORE.search(found.string[: found.start()])
-        own = _typed(FUNCTIONS[command[1]]) if command else of_function
-        end = "" if following.startswith("'") else re.findall(_END, following)[0]
-        text, left = _spelled(found[1], following.removesuffix(end), own, parameters)
-        return f"{text} {left}{end}" if left else text + end
+    def spelled(word: str, name: str, value: str) -> str | None:
+        if word:
+            return _argument(_typed(FUNCTIONS[word]), name, value, f"{word}({{}})") if word in FUNCTIONS else None
+        if found := _argument(of_function, name, value):
+            return found
+        if name in INPUTS:
+            return f"`inputs` {value}".rstrip()
+        if name == "model":
+            return f"model {value}".rstrip()
+        if name.startswith("trust_"):
+            return (
+                f"`{name}=True` {value}".rstrip() if name in parameters else f"`Source({name}=True)` {value}".rstrip()
+            )
+        if name in parameters:
+            return f"`{name}` {value}".rstrip()
+        every = (_argument(_typed(own), name, value, f"{function}({{}})") for function, own in FUNCTIONS.items())
+        return next(filter(None, every), f"the commands' option {name!r} {value}".rstrip())
 
-    text = _CALL.sub(lambda found: _called(found[1], *re.findall(r"`([^`]+)`", found[2])), _OPTION.sub(option, message))
-    text = _NAMED.sub(r"`Source(\1, ", re.sub(r" \(recipes: [^)]*\)", "", text))
-    while _AGAIN.search(text):
-        text = _AGAIN.sub("`inputs`", text)
+    text = respelled(message, spelled)
+    for again in (" (or `inputs`)", ", or `inputs`", ", `inputs`", " or `inputs`", " and `inputs`"):
+        text = text.replace(f"`inputs`{again}", "`inputs`")
     return text
 
 
 @contextmanager
 def speaking_python(*records: type[Record], parameters: Collection[str] = ()) -> Iterator[None]:
-    """Within it errors speak of parameters, see in_python."""
+    """Have errors within it speak of parameters, see in_python."""
     try:
         yield
     except (BadInput, Missing) as error:

@@ -18,19 +18,19 @@ from corp_deploy.families.family import with_outputs
 from corp_deploy.families.given_module import available_module, taken_of_arrays
 from corp_deploy.families.named_layers import with_named_sites
 from corp_deploy.families.plain_module import require_module, unwrapped
-from corp_deploy.invocation import source
 from corp_deploy.invocation.option import PathLike as PathLike
 from corp_deploy.invocation.option import Record
+from corp_deploy.invocation.source import ModelSource
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import inputs_for_model, left_out
+from corp_deploy.store.input_sets import inputs_for_model, left_out
 from corp_deploy.store.module_model import checkpoint_from_module
 from ground.errors import BadInput
 from ground.ports import Role
 
 from .in_python import speaking_python
-from .values import InputsLike, on_disk, refuse_other_inputs
+from .values import InputsLike, as_file, refuse_other_inputs
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def opened_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[
     """What the model takes, of a path or of an array: images, or texts of a file, or token ids of a decoder, or arrays
     by the names of its inputs; `how` they are drawn and decoded. Raises BadInput for what it doesn't take.
     """
-    with on_disk(inputs) as path:
+    with as_file(inputs) as path:
         opened_set = inputs_for_model(model, path, **how)
         if opened_set.skipped:
             warnings.warn(left_out(path, opened_set), stacklevel=5)
@@ -46,9 +46,9 @@ def opened_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(source.Source):
+class Source(ModelSource):
     __doc__ = (
-        (source.Source.__doc__ or "")
+        (ModelSource.__doc__ or "")
         + """
     In Python `name` may be a module that is in memory too, with `kwargs` that it was made with and doesn't show, or
     with what it takes: {"input_size": (3, 32, 32)}. `module` is what a directory needs beside it that was reduced from
@@ -63,7 +63,7 @@ class Source(source.Source):
         if not isinstance(self.name, str | os.PathLike | nn.Module):
             kind = type(self.name).__name__
             raise BadInput(f"model is {self.name!r:.60} ({kind}), expected a name, a directory or a module")
-        with speaking_python(source.Source, parameters=("trust_code",)):
+        with speaking_python(ModelSource, parameters=("trust_code",)):
             super().__post_init__()
 
 
@@ -95,13 +95,11 @@ class Directory(Written):
 
 
 def in_memory(model: ModelLike) -> nn.Module | None:
-    """The module that a model is, where it is one."""
     named = model.name if isinstance(model, Source) else model
     return unwrapped(named) if isinstance(named, nn.Module) else None
 
 
 def _inputs_shown(model: nn.Module, example: InputsLike | Moments | None) -> dict[str, Any]:
-    """What a module takes, as arrays in memory or moments show it."""
     if isinstance(example, Moments):
         record = json.loads(example.lineage.get("preprocessing", "{}"))
         return {name: record[name] for name in ("input_size", "inputs") if name in record}
@@ -124,7 +122,7 @@ def _of_module(named: Source, module: nn.Module, example: InputsLike | Moments |
     return replace(found, model=with_outputs(found.model, named.named_outputs))
 
 
-def beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager[None]:
+def module_beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager[None]:
     """Within it directories of a module in memory load beside it, where one of these brings it."""
     every = directories if isinstance(directories, list | tuple) else [directories]
     return available_module(next((each.module for each in every if isinstance(each, Directory)), None))
@@ -154,7 +152,7 @@ def opened(model: ModelLike, example: InputsLike | Moments | None = None) -> Ite
     assert not isinstance(named.name, nn.Module), named
     if isinstance(named.name, os.PathLike) and not Path(named.name).is_dir():
         raise BadInput(f"{os.fspath(named.name)}: no such directory, expected one that corp-deploy wrote")
-    with trusting_code(named.trust_code), available_module(named.module), beside(named.name):
+    with trusting_code(named.trust_code), available_module(named.module), module_beside(named.name):
         yield named.opened()
 
 

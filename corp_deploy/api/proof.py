@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from calib.store import load as load_moments
-from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
+from corp_deploy.invocation.input_choice import Drawn, HoldOutOptions
 from corp_deploy.invocation.option import Labels
 from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime
 from corp_deploy.proof.candidate_names import distinct
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, require_batches, with_runtimes
-from corp_deploy.proof.chain import prove
+from corp_deploy.proof.chain import prove_chain
 from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
@@ -24,7 +24,7 @@ from ground.errors import BadInput
 from perf.parity.parity import Parity
 
 from .in_python import in_python, verb
-from .models import ModelLike, PathLike, beside, opened, opened_inputs
+from .models import ModelLike, PathLike, module_beside, opened, opened_inputs
 from .values import InputsLike
 
 
@@ -76,7 +76,7 @@ def verify(call: VerifyCall) -> Parity:
     with ExitStack() as stack:
         stack.enter_context(trusting_engines(call.trust_engine))
         dense = stack.enter_context(opened(call.reference, call.inputs))
-        stack.enter_context(beside(call.candidates))
+        stack.enter_context(module_beside(call.candidates))
         steps = _candidates(call.candidates, dense, call.runtimes)
         for sentence in require_batches(steps, call.batches) if "batches" in call.non_default else ():
             warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)
@@ -87,7 +87,7 @@ def verify(call: VerifyCall) -> Parity:
         proof_inputs = inputs_from_set(proving, labels)
         for sentence in limits.unreachable(proof_inputs.images):
             warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)
-        proof = prove(
+        proof = prove_chain(
             dense,
             steps,
             proof_inputs,

@@ -13,7 +13,7 @@ from calib.store import load as load_moments
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.given_module import NAME as MEMORY
 from corp_deploy.invocation import reduction
-from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
+from corp_deploy.invocation.input_choice import Drawn, HoldOutOptions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import judges_from_choice
 from corp_deploy.planning.request import record_of_reduction, request_of
@@ -74,10 +74,13 @@ def reduce(call: ReduceCall) -> Reduced:
     the others would ignore, and where sites can't do what was asked unless `allow_partial`; Missing without the device.
     """
     require_device(call.device)
-    in_files = call.inputs is None or isinstance(call.inputs, str | os.PathLike)
-    example = load_moments(Path(call.moments)) if in_files else call.inputs
+    moments_file, in_files = Path(call.moments), call.inputs is None or isinstance(call.inputs, str | os.PathLike)
+    moments = load_moments(moments_file)
     with ExitStack() as stack:
-        dense, input_set = on_device(stack.enter_context(opened(call.model, example)), call.device), None
+        dense, input_set = (
+            on_device(stack.enter_context(opened(call.model, moments if in_files else call.inputs)), call.device),
+            None,
+        )
         if dense.architecture.family == MEMORY and is_reduced(dense.model):
             raise BadInput("model is a reduced one in memory, and a directory names the dense one; give its directory")
         if call.inputs is not None:
@@ -85,8 +88,9 @@ def reduce(call: ReduceCall) -> Reduced:
             input_set = call.split(opened_set, call.seed).fitted
         result, planned = reduce_checkpoint(
             dense,
-            Path(call.moments),
+            moments,
             request_of(call, seed=call.seed),
+            moments_file=moments_file,
             directory=Path(call.output),
             images=input_set,
             judges=judges_from_choice(dense.model, input_set, call),

@@ -17,8 +17,8 @@ from perf.stats.stats import Interval
 from perf.stats.summary import Summary, summarise
 
 from .in_python import verb
-from .models import PathLike, beside
-from .values import InputsLike, on_disk
+from .models import PathLike, module_beside
+from .values import InputsLike, as_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Speed:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the figures less sure."""
+        """Return what makes the figures less sure."""
         return self.record.warnings
 
 
@@ -67,10 +67,10 @@ def bench(call: BenchCall) -> Speed:
     if odd := [each for each in (call.dense, call.reduced) if not isinstance(each, str | os.PathLike)]:
         raise BadInput(f"a {type(odd[0]).__name__} in memory can't be timed; export both, and give the two .onnx files")
     with ExitStack() as stack:
-        stack.enter_context(beside([call.dense, call.reduced]))
+        stack.enter_context(module_beside([call.dense, call.reduced]))
         stack.enter_context(trusting_code(call.trust_code))
         stack.enter_context(trusting_engines(call.trust_engine))
-        images = None if call.inputs is None else stack.enter_context(on_disk(call.inputs))
+        images = None if call.inputs is None else stack.enter_context(as_file(call.inputs))
         measured = measure(
             Path(call.dense),
             Path(call.reduced),

@@ -61,7 +61,7 @@ def refuse_other_inputs(inputs: object) -> None:
 
 
 @contextmanager
-def on_disk(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
+def as_file(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
     """The path itself, or that of a file with the array for as long as the context is open."""
     if isinstance(values, str | os.PathLike):
         yield Path(values)

@@ -8,7 +8,7 @@ import click
 
 from corp_deploy.invocation.budget_choice import MACS, MOST_CUT, BudgetChoice
 from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateRun
-from corp_deploy.invocation.inputs import KINDS, InputOptions, RequiredInputs
+from corp_deploy.invocation.input_choice import KINDS, InputOptions, RequiredInputs
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @command(first="model weights images output samples attention-system hold-out batch-size device text")
 @click.option("--summary", type=FILE, default=None, help="Also write a JSON summary of OUTPUT, with its digest.")
-def calibrate(
+def calibrate_command(
     model: ModelChoice,
     inputs: Annotated[RequiredInputs, some(*KINDS, "samples", "seed", "workers", "max_bad")],
     files: CalibrateFiles,
@@ -217,7 +217,7 @@ def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", mac
 @command("inspect redundancy")
 @click.option("--moments", type=FILE, required=True, help="Moments written by calibrate.")
 @click.option("--output", "-o", type=FILE, default=None, help="Also write the record (.json) or its plot (.svg).")
-def redundancy(moments: Path, output: Path | None, out: Output) -> None:
+def redundancy_command(moments: Path, output: Path | None, out: Output) -> None:
     """Show how far a model can go before anything is pruned.
 
     It shows effective ranks and how many dimensions hold the energy.

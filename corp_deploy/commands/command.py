@@ -18,7 +18,7 @@ import click
 from corp_deploy.invocation.option import NEEDED, Record, options_of
 from corp_deploy.invocation.option import Option as Declared
 from corp_deploy.invocation.option_support import spelled
-from corp_deploy.invocation.source import Source
+from corp_deploy.invocation.source import ModelSource
 from corp_deploy.invocation.values import FLAG, OneOf, Repeated, Values
 from corp_deploy.views.console import Output
 from corp_deploy.views.waiting import Waiting
@@ -38,7 +38,7 @@ MODEL_HELP = (
 )
 
 
-class ModelChoice(Source):
+class ModelChoice(ModelSource):
     """Which model, what goes with a name of timm's (weights, arguments, preprocessing), and its outputs by name."""
 
     @property
@@ -55,7 +55,6 @@ class ModelChoice(Source):
         return without_weights(self.model, self.kwargs or {}, self.preprocessing, self.named_outputs)
 
     def load(self, out: Output) -> "Checkpoint":
-        """The model, after what there is to say about its weights."""
         checkpoint = self.opened()
         for note in checkpoint.notes:
             out.note(note)
@@ -63,7 +62,6 @@ class ModelChoice(Source):
 
 
 def chosen_model(model: str | Path, **options: Any) -> ModelChoice:
-    """What is named, or what a file says that is named."""
     with usage_errors():
         choice = ModelChoice(model, **options)
     if Path(model).suffix != ".toml":
@@ -99,7 +97,6 @@ class Some:
 
 
 def some(*only: str, **helps: str) -> Some:
-    """Beside a parameter's record, in Annotated."""
     return Some(only=only, helps=helps)
 
 
@@ -165,7 +162,7 @@ def _value_options(parameter: Parameter, *, named: bool) -> Built | None:
         return _output, [as_json, _flag("--quiet", "-q", help="No progress, no table; errors and warnings still show.")]
     if annotation is ModelChoice:
         model = [] if named else [click.Option(["--model"], required=True, help=MODEL_HELP)]
-        return chosen_model, [*model, click.Option(["--trust-code"], **TRUST_CODE), *_options_from(Source, which)]
+        return chosen_model, [*model, click.Option(["--trust-code"], **TRUST_CODE), *_options_from(ModelSource, which)]
     if isinstance(annotation, type) and issubclass(annotation, Record):
         return (lambda **values: _built(annotation, **values)), [*_options_from(annotation, which)]
     return None

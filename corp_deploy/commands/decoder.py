@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import click
 
 from corp_deploy.invocation.export_choice import DecoderExport
-from corp_deploy.invocation.inputs import RequiredInputs
+from corp_deploy.invocation.input_choice import RequiredInputs
 from corp_deploy.invocation.proof import LanguageOptions
 from corp_deploy.invocation.running import BenchOptions, DecoderLoad
 from corp_deploy.views.console import Output
@@ -54,7 +54,7 @@ def verify_graph(
     """Hold a graph's logits against transformers on the directory in FP32, by any tokens; the exit code."""
     from corp_deploy.proof.decoder_parity import drawn_ids, verify_decoder
     from corp_deploy.store.decoder_graph import graph_of_directory
-    from corp_deploy.views.decoders import parity_table
+    from corp_deploy.views.decoders import decoder_parity_table
 
     if inputs.random is None:
         raise click.UsageError("a decoder's graph is asked about any tokens; say of how many sequences: --random 2")
@@ -64,7 +64,7 @@ def verify_graph(
         parity = verify_decoder(directory, opened, ids, provider=options.provider, max_error=options.max_error)
         bar(1)
     write_json(output, parity.as_json())
-    out.result(parity.as_json(), parity_table(parity))
+    out.result(parity.as_json(), decoder_parity_table(parity))
     return 0 if parity.passed else EXIT_FAILED
 
 

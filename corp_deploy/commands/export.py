@@ -9,7 +9,7 @@ import click
 
 from corp_deploy.invocation.engine import AuditOptions, EngineOptions
 from corp_deploy.invocation.export_choice import ExportFiles, ExportOptions
-from corp_deploy.invocation.inputs import InputOptions
+from corp_deploy.invocation.input_choice import InputOptions
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
 from ground.precision import PRECISIONS, QUANTISED
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
-    """A graph for people and machines."""
     from corp_deploy.store.graph_facts import facts_of_onnx
     from ground.files import sha256_of_file
 
@@ -112,7 +111,7 @@ def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], Non
     required=True,
     help="Plan (or optimised graph) to write; its record is written beside it.",
 )
-def build(graph: Path, output: Path, options: EngineOptions, out: Output) -> None:
+def build_command(graph: Path, output: Path, options: EngineOptions, out: Output) -> None:
     """Build an engine from a typed ONNX graph. Its record is written beside it.
 
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan

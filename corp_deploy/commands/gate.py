@@ -22,7 +22,7 @@ from .options import DIRECTORY, FILE
     multiple=True,
     help="File to write; its suffix chooses the format: .json (the record), .md or .xml (JUnit); repeat for several.",
 )
-def gate(
+def gate_command(
     records: tuple[Path, ...], options: GateOptions, baseline: Baseline, output: tuple[Path, ...], out: Output
 ) -> int:
     """Judge records of bench and verify by rules.
@@ -88,7 +88,7 @@ def gate(
     judged_by_rule = judging.judged_rows(judging.with_fitted_rule(parsed, now), now, before, starting=baseline.init)
     judged = Gate(rules=(*rows, *judged_by_rule), confidence=options.confidence if parsed else None)
     for path in output:
-        judging.write_gate(judged, path)
+        judging.write_verdicts(judged, path)
     if options.track is not None:
         judging.write_tracking(now, options.track)
     if trend is not None:
@@ -118,7 +118,7 @@ def gate(
     help="Report to write; its suffix chooses the format: .html, .md, .csv or .xml (JUnit).",
 )
 @click.option("--title", default=None, help="Its heading; default: the directory's name.")
-def report(directory: Path, output: Path, title: str | None, out: Output) -> None:
+def report_command(directory: Path, output: Path, title: str | None, out: Output) -> None:
     """Write the report of a directory's records. These are bench.json, parity.json, the records of the reduced model,
     and the effort records beside files.
 

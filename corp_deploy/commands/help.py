@@ -98,7 +98,6 @@ class Command(click.Command):
 
 
 def by_heading(parameters: Iterable[click.Parameter]) -> Mapping[str, Sequence[click.Option]]:
-    """The options among them."""
     found: dict[str, list[click.Option]] = {}
     for each in parameters:
         if isinstance(each, click.Option):
@@ -107,7 +106,6 @@ def by_heading(parameters: Iterable[click.Parameter]) -> Mapping[str, Sequence[c
 
 
 def _filled(formatter: click.HelpFormatter, words: Sequence[str], hanging: str = "") -> str:
-    """A paragraph in which no name is broken in two."""
     indent = formatter.current_indent * " "
     text, own = indent + " ".join(words), indent + hanging
     return fill(text, formatter.width, subsequent_indent=own, break_on_hyphens=False) + "\n"

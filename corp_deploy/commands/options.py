@@ -171,7 +171,6 @@ trust_engine_option = click.option(
 
 
 def typed_name(option: click.Option) -> str:
-    """What it is typed by, as Python spells it."""
     return max(option.opts, key=len).lstrip("-").replace("-", "_")
 
 
@@ -207,7 +206,6 @@ def usage_errors() -> Iterator[None]:
 
 
 def _as_printed(context: click.Context) -> Iterator[tuple[str, Any]]:
-    """What was typed, under the names that options are typed by."""
     explicit = explicit_options()
     for parameter in context.command.params:
         if not isinstance(parameter, click.Option) or typed_name(parameter) not in explicit:
@@ -230,7 +228,6 @@ def _again(without: Collection[str], added: Mapping[str, Any]) -> Invocation:
 
 
 def command_again(**added: Any) -> str:
-    """What was typed for this command, and what is added to it."""
     return str(_again((), added))
 
 

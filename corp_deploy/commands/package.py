@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @command(first="output name model-version labels server max-batch policy instances allow-failed sign")
 @click.argument("directory", type=DIRECTORY)
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Triton model repository, created or extended.")
-def package(directory: Path, output: Path, options: ServingOptions, signing: SigningChoice, out: Output) -> int:
+def package_command(directory: Path, output: Path, options: ServingOptions, signing: SigningChoice, out: Output) -> int:
     """Write a Triton model repository from a directory of results.
 
     --sign signs the whole repository, with its older versions, under --name and --model-version, if `package lint`
@@ -117,7 +117,7 @@ class RollOptions(Record):
 
 @command("package serve")
 @click.argument("repository", type=DIRECTORY)
-def serve_version(repository: Path, options: RollOptions, out: Output) -> int:
+def serve_version_command(repository: Path, options: RollOptions, out: Output) -> int:
     """Roll back or forward: every variant serves one version.
 
     Without --server only the repository changes, for the next load. With it no request is dropped: the version is
@@ -159,5 +159,4 @@ def serve_version(repository: Path, options: RollOptions, out: Output) -> int:
 
 
 def _lines_of_unchanged(repository: Path, served: "ServedVersion") -> list[str]:
-    """Of the variants that stay as they are."""
     return [f"{repository}: {model} lacks version {served.version} and stays as it is" for model in served.unchanged]

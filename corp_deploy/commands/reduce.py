@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import click
 
 from corp_deploy.invocation.budget_choice import CLOSED_LOOP, cost
-from corp_deploy.invocation.inputs import KINDS, InputOptions
+from corp_deploy.invocation.input_choice import KINDS, InputOptions
 from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
 from corp_deploy.invocation.option import option
 from corp_deploy.invocation.reduction import ReduceFiles, ReduceOptions
@@ -75,8 +75,9 @@ def reduce_command(
         with out.progress(title, None, unit="sites" if judges is None else "models") as bar:
             result, plan = reduce_checkpoint(
                 dense,
-                Path(files.moments),
+                load_moments(Path(files.moments)),
                 request,
+                moments_file=Path(files.moments),
                 directory=output,
                 images=images,
                 judges=judges,

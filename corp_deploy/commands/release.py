@@ -43,7 +43,6 @@ class StarterChoice(Record, heading="A new recipe"):
 
     @property
     def files(self) -> dict[str, Path | None]:
-        """By their options."""
         return {name: path for name, path in self.values.items() if name != "init_model"}
 
 
@@ -103,7 +102,7 @@ def release(
 
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
-    from corp_deploy.release.incremental import locked
+    from corp_deploy.release.incremental import locked_release
     from corp_deploy.release.recipe_file import load_recipe
     from corp_deploy.release.run import Job
 
@@ -127,7 +126,7 @@ def release(
         open_stages = sum(row.state != "cached" for row in planned)
         _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
         return 0
-    with locked(output):
+    with locked_release(output):
         return _execute(job, run, out)
 
 
@@ -198,9 +197,8 @@ SIGNATURES = {
 
 def make(job: "Job", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
-    from corp_deploy.release.names import GATE, PARITY
+    from corp_deploy.release.names import GATE, PARITY, own_records
     from corp_deploy.release.pace import Pace, limited_seconds
-    from corp_deploy.release.pipeline import own_records
     from corp_deploy.release.proven import proof_of_directory
     from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate
@@ -239,7 +237,7 @@ def make(job: "Job", out: Output, *closing: str) -> int:
 
 @command()
 @click.argument("directory", type=DIRECTORY)
-def check(directory: Path, verifying: VerifyingChoice, out: Output) -> int:
+def check_command(directory: Path, verifying: VerifyingChoice, out: Output) -> int:
     """Verify a release by its digests and sample inputs. Those are replayed in ONNX Runtime; exit code 1 naming what
     differs.
 
@@ -249,7 +247,7 @@ def check(directory: Path, verifying: VerifyingChoice, out: Output) -> int:
 
     Example: corp-deploy check release --verify key.pub.pem --expect-name vit --expect-version 1.2.0
     """
-    from corp_deploy.release.check import check as check_release
+    from corp_deploy.release.check import check_release as check_release
 
     expected = verifying.expected()
     checked = check_release(directory, expected)

@@ -8,7 +8,7 @@ import click
 from corp_deploy.invocation.budget_choice import BudgetChoice
 from corp_deploy.invocation.calibration import PassOptions
 from corp_deploy.invocation.engine import ShipOptions
-from corp_deploy.invocation.inputs import Drawn
+from corp_deploy.invocation.input_choice import Drawn
 from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
@@ -49,14 +49,14 @@ def ship(
     Example: corp-deploy ship deit_small_patch16_224 --weights deit_small.safetensors --images photos/ --macs 0.7
     -o shipped
     """
-    from corp_deploy.release.incremental import locked
+    from corp_deploy.release.incremental import locked_release
     from corp_deploy.release.names import RECIPE
     from corp_deploy.release.run import Job
     from corp_deploy.release.ship import ToShip, again, recipe_to_ship
 
     request = ToShip(source=model, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
     path = output / RECIPE
-    with locked(output):
+    with locked_release(output):
         recipe = recipe_to_ship(request, output)
         closing = f"to change anything, edit {path}; this does again only what changed: {again(recipe, output)}"
         try:

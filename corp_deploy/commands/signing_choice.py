@@ -10,7 +10,7 @@ from corp_deploy.invocation.values import FILE, TEXT, Repeated, text_of
 from ground.errors import BadInput
 
 if TYPE_CHECKING:
-    from corp_deploy.release.check import Expected
+    from corp_deploy.release.check import ExpectedRelease
     from corp_deploy.release.signer import Signer
 
 SIGSTORE = "sigstore"
@@ -73,12 +73,12 @@ class VerifyingChoice(Record):
         if self.verify is None and self.non_default:
             raise BadInput("--root, --issuer, --expect-name and --expect-version go with --verify")
 
-    def expected(self) -> "Expected | None":
+    def expected(self) -> "ExpectedRelease | None":
         """Raises BadInput for nobody who could be meant."""
-        from corp_deploy.release.check import Expected
+        from corp_deploy.release.check import ExpectedRelease
         from corp_deploy.release.verifier import verifier_from_options
 
         if self.verify is None:
             return None
         verifier = verifier_from_options(self.verify, tuple(self.root), self.issuer)
-        return Expected(verifier=verifier, name=self.expect_name, version=self.expect_version)
+        return ExpectedRelease(verifier=verifier, name=self.expect_name, version=self.expect_version)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from corp_deploy.invocation.inputs import KINDS, RequiredInputs
+from corp_deploy.invocation.input_choice import KINDS, RequiredInputs
 from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.spec.class_labels import LABELS_HELP
 from corp_deploy.views.console import Output
@@ -94,6 +94,7 @@ def _swept(
     out: Output,
 ) -> None:
     """Try the reductions, and write what was found. `alone` holds the lock of the folder."""
+    from calib.store import load as load_moments
     from corp_deploy.planning.judging import scored_inputs
     from corp_deploy.planning.sweep import SweepContext, SweepRun
     from corp_deploy.planning.sweep import sweep as sweep_of
@@ -116,6 +117,7 @@ def _swept(
         swept = SweepContext(
             dense=checkpoint,
             moments=moments,
+            statistics=tuple(map(load_moments, moments)),
             source=source,
             scored=scored_inputs(checkpoint.model, source, labels, trials.batch_size),
             calibration=None if calibration.path is None else calibration.open(checkpoint, out.note),
@@ -205,7 +207,7 @@ def _size(
     of_preset = [each for each in uniform if each.preset == uniform[0].preset and each.knobs == uniform[0].knobs]
     return calibration_size(
         swept.dense.model,
-        [load(path) for path in swept.moments],
+        swept.statistics,
         max(of_preset, key=lambda request: request.share).method,
         held_out=None if held_out is None else load(held_out),
         scored=swept.scored,

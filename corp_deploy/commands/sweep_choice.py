@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from corp_deploy.invocation.budget_choice import MOST_CUT
-from corp_deploy.invocation.inputs import InputOptions
+from corp_deploy.invocation.input_choice import InputOptions
 from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
 from corp_deploy.invocation.option import Pairs, Record, option
 from corp_deploy.invocation.option_support import words_of
@@ -101,7 +101,6 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
     @property
     def _ways(self) -> list[tuple[str, Knobs]]:
-        """Every preset with all that is tried otherwise than it says."""
         return [(preset, knobs) for preset in self.preset for knobs in self.knobs]
 
     def _touches(self, part: str, preset: str, knobs: Knobs) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from corp_deploy.invocation.inputs import KINDS
+from corp_deploy.invocation.input_choice import KINDS
 from corp_deploy.invocation.running import BenchFiles, BenchOptions, DecoderLoad, FedOptions
 from corp_deploy.invocation.table import BENCH_OF, VERIFY_REFERENCE
 from corp_deploy.views.console import Output
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.argument("model", metavar="REFERENCE")
 @click.argument("candidates", nargs=-1, type=ANY_PATH)
 @trust_engine_option
-def verify(
+def verify_command(
     model: ModelChoice,
     candidates: tuple[Path, ...],
     inputs: Annotated[ProofInputChoice, some(*KINDS, "random", "labels", "samples", "seed", "hold_out", "groups")],
@@ -98,7 +98,7 @@ def _verify_models(
     from calib.store import load as load_moments
     from corp_deploy.proof.candidate_names import distinct
     from corp_deploy.proof.candidates import candidate_from_path, of_model, require_batches, with_runtimes
-    from corp_deploy.proof.chain import prove
+    from corp_deploy.proof.chain import prove_chain
     from corp_deploy.proof.custom_metrics import Meter, require_runnable
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
 
@@ -118,7 +118,7 @@ def _verify_models(
         out.warn(sentence)
     meter = Meter(options.metrics, proof_inputs, time_limit_s=options.metric_time_limit)
     with out.progress("verifying", len(steps), unit="links") as bar:
-        proof = prove(
+        proof = prove_chain(
             dense,
             steps,
             proof_inputs,
@@ -141,7 +141,7 @@ def _verify_models(
 @click.argument("reduced", type=ANY_PATH)
 @trust_option
 @trust_engine_option
-def bench(
+def bench_command(
     dense: Path,
     reduced: Path,
     files: BenchFiles,
@@ -212,7 +212,7 @@ def _are_of_decoders(*paths: Path) -> bool:
 @command("bench compare")
 @click.argument("before", type=FILE)
 @click.argument("after", type=FILE)
-def compare(before: Path, after: Path, out: Output) -> int:
+def compare_command(before: Path, after: Path, out: Output) -> int:
     """Put two bench records side by side.
 
     Differences of the machines come first, then the figures. Exit codes: 0, or 5 if machines or settings differ so that

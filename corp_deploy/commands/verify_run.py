@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corp_deploy.invocation.inputs import InputOptions
+from corp_deploy.invocation.input_choice import InputOptions
 from corp_deploy.invocation.option import option
 from corp_deploy.invocation.proof import DecoderProof, MetricOptions, ProofFiles, ProofOptions
 from corp_deploy.invocation.table import VERIFY
@@ -21,9 +21,9 @@ from .options import explicit_options
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
     from corp_deploy.proof.custom_metrics import MetricRequest
-    from corp_deploy.proof.inputs import ProofInputs
     from corp_deploy.proof.limits import ParityLimits
     from corp_deploy.proof.outcome import Proof
+    from corp_deploy.proof.proof_inputs import ProofInputs
     from corp_deploy.store.checkpoint import Checkpoint
 
 
@@ -76,9 +76,15 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
     ) -> int:
         """Engines of one graph, or keep what the reference answers; the exit code."""
         from corp_deploy.proof.artefact import artefact_from_path
-        from corp_deploy.proof.compare_engines import commands, compare, golden_of, read_golden, require_one_environment
+        from corp_deploy.proof.compare_engines import (
+            commands,
+            compare_engines,
+            golden_of,
+            read_golden,
+            require_one_environment,
+        )
         from corp_deploy.proof.custom_metrics import Meter, require_runnable
-        from corp_deploy.proof.inputs import ProofInputs
+        from corp_deploy.proof.proof_inputs import ProofInputs
 
         if self.write_golden is not None:
             return self._keep(artefact_from_path(reference), self.write_golden, candidates, inputs, out)
@@ -90,6 +96,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
                 what = f"{reference} holds the inputs that its answers are to"
                 raise click.UsageError(f"{what}; leave {inputs.describe} out")
             golden = read_golden(reference)
+            limits.require_applied(golden.outputs)
             elsewhere = "compare it in an environment that loads it, with the same golden directory"
         else:
             inputs.require()
@@ -105,7 +112,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         inputs_of_golden = ProofInputs(feeds=golden.feeds, digest=golden.images.digest, names=golden.names)
         meter, sizes = Meter(self.metrics, inputs_of_golden, time_limit_s=self.metric_time_limit), self._sizes(steps)
         with out.progress("verifying", len(steps), unit="engines") as bar:
-            proof = compare(
+            proof = compare_engines(
                 golden,
                 steps,
                 batches=sizes,
@@ -202,7 +209,6 @@ class ProofInputChoice(InputOptions):
 
     @property
     def describe(self) -> str:
-        """As they are typed."""
         return super().describe if self.random is None else f"--random {self.random} --seed {self.seed}"
 
     def require(self) -> None:
@@ -212,8 +218,8 @@ class ProofInputChoice(InputOptions):
 
     def open_for_engine(self, artefact: "Artefact") -> "ProofInputs":
         """As an engine takes them, without its model. Raises BadInput for texts and for what can't be prepared."""
-        from corp_deploy.proof.inputs import noise_inputs
         from corp_deploy.proof.port_images import images_of_port
+        from corp_deploy.proof.proof_inputs import noise_inputs
 
         if self.random is not None:
             return noise_inputs(artefact.inputs, self.random, self.seed)

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from corp_deploy.spec.architecture import Preprocessing
-from corp_deploy.traced.finding.site import Site as Groups
-from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.finding.site_groups import SiteGroups, Span
 from corp_deploy.traced.models.module import TracedModule, Tracing, traced_module, traced_state, tracing
 from corp_deploy.traced.models.offered import names_of, traced_sites
 from corp_deploy.traced.models.pairs import TracedPairs
@@ -61,7 +60,7 @@ class _Found:
     model: nn.Module
     own: Tracing
     sites: Sites
-    named: Mapping[str, Groups]
+    named: Mapping[str, SiteGroups]
 
     def of_mlp(self, path: str, layers: tuple[str, ...]) -> list[str]:
         """The names of what lies between its layers."""
@@ -131,7 +130,7 @@ def _names(spans: Sequence[Span]) -> set[str]:
     return {span.name for span in spans}
 
 
-def _is_written(groups: Groups, kinds: Sequence[str], layers: Sequence[str]) -> bool:
+def _is_written(groups: SiteGroups, kinds: Sequence[str], layers: Sequence[str]) -> bool:
     return groups.kind in kinds and {f"{layer}.weight" for layer in layers} <= _names(groups.writers)
 
 

@@ -25,10 +25,10 @@ from corp_deploy.traced.models.module import input_spec as input_spec
 from corp_deploy.traced.models.module import is_librarys, merging_module, replaced, traced_module, traced_state
 from corp_deploy.traced.models.module import output_ports as output_ports
 from corp_deploy.traced.models.module import tracing as tracing
-from corp_deploy.traced.models.narrowing import narrowed
+from corp_deploy.traced.models.narrowed_model import narrowed
 from corp_deploy.traced.models.offered import sites_by_segment
 from corp_deploy.traced.models.offered import sites_of as sites_of
-from corp_deploy.traced.models.segments import Layout, Segment, TokenRows, layout_of
+from corp_deploy.traced.models.segments import Layout, ProgramSegment, TokenRows, layout_of
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from corp_deploy.traced.narrowing.whole_removal import filled_
@@ -104,7 +104,7 @@ def steps(model: nn.Module) -> Iterator[SegmentStep | Merge | Unmerge]:
         yield from _steps_of(segment, inside, input_spec(model).shape)
 
 
-def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
+def _followed(model: nn.Module) -> Iterator[tuple[ProgramSegment, tuple[str, ...]]]:
     own = tracing(model)
     for segment, inside in sites_by_segment(model).items():
         if inside or own.cut_outputs or segment is not own.segments[-1]:
@@ -112,7 +112,7 @@ def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
 
 
 def _steps_of(
-    segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]
+    segment: ProgramSegment, inside: tuple[str, ...], image: tuple[int, ...]
 ) -> Iterator[SegmentStep | Merge | Unmerge]:
     start, end = segment.start, segment.end
     if start.is_merged and not end.is_merged and end.raw is end.node:

@@ -17,7 +17,6 @@ these to benchmarks/results/passes.json.
 
 
 def cost(passes: int) -> str:
-    """In words."""
     return f"about {passes} bare passes over {EXAMPLE_IMAGES} images"
 
 
@@ -127,7 +126,6 @@ class BudgetChoice(Record, heading="Budget"):
 
     @property
     def limit(self) -> Limit | None:
-        """What may be lost."""
         assert not isinstance(self.within, str), self.within
         return self.within
 
@@ -146,5 +144,4 @@ class BudgetChoice(Record, heading="Budget"):
 
     @property
     def widths(self) -> str:
-        """What settles the widths, by the names of WIDTHS."""
         return "within" if self.within is not None else self.currency or "sparsities"

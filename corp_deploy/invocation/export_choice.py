@@ -63,10 +63,13 @@ class GraphOptions(Record, heading="Graph"):
 
     opset: int | None = option(
         OPSET,
+        in_recipe=False,
         help="ONNX operator set; default: 20, 22 if BF16 needs it, 23 if an RMS norm needs it.",
     )
-    batch: int | None = option(BATCH, help="Fix the batch size; default: any batch size.")
-    heads: Literal["padded", "ragged"] | None = option(help=f"Replace the head geometry. {EXPORT_HEADS.help('heads')}")
+    batch: int | None = option(BATCH, in_recipe=False, help="Fix the batch size; default: any batch size.")
+    heads: Literal["padded", "ragged"] | None = option(
+        in_recipe=False, help=f"Replace the head geometry. {EXPORT_HEADS.help('heads')}"
+    )
     graph_input: Literal["float32", "uint8"] = option(
         default="float32",
         typed="input",
@@ -89,7 +92,6 @@ class GraphOptions(Record, heading="Graph"):
 
     @property
     def breaks(self) -> tuple[str, ...]:
-        """Where fusion is broken, each once."""
         return tuple(dict.fromkeys(site.strip() for text in self.break_fusion for site in text.split(",")))
 
 
@@ -114,9 +116,11 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
     )
     auto: bool = option(
         default=False,
+        in_recipe=False,
         help="For mixed, int8 and fp8: find the blocks that break, on --images, and keep them in the higher precision.",
     )
     engine: Literal["tensorrt", "tensorrt-rtx"] | None = option(
+        in_recipe=False,
         help="For --auto: judge engines, built and run on this machine's GPU, instead of graphs; if a fused kernel "
         "is wrong, its fusion is prevented before blocks are kept in a higher precision.",
     )
@@ -127,8 +131,8 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
         if self.mixed and not (self.keep_fp32 or self.auto):
             pure = precision_by_name(self.mixed[0]).pure
             raise BadInput(
-                f"precision {' and '.join(self.mixed)} needs --keep-fp32 PATTERN, --auto, or both (recipes: "
-                f"export.keep_fp32, such as ['blocks.7.attn']; else choose {pure})"
+                f"precision {' and '.join(self.mixed)} needs --keep-fp32 PATTERN, such as blocks.7.attn, or --auto, or "
+                f"both; else choose {pure}"
             )
         if self.auto and not (self.mixed or self.quantised):
             raise BadInput(f"--auto is for precisions {', '.join((*MIXED, *QUANTISED))}; give one of them")
@@ -165,7 +169,6 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """The precisions whose ranges are computed from inputs."""
         return tuple(name for name in self.precisions if name in QUANTISED)
 
 

@@ -51,7 +51,6 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
     @property
     def auto_merging(self) -> bool:
-        """Whether a budget chooses the schedule."""
         return self.merge_tokens == AUTO
 
     @property
@@ -61,12 +60,10 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
     @property
     def unmerged(self) -> bool:
-        """Whether every source token has an output."""
         return False
 
     @property
     def merges(self) -> str:
-        """What becomes of tokens, by the names of MERGING."""
         return "none" if self.merge_tokens is None else self.merge_how
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:

@@ -59,7 +59,6 @@ class Composition:
 
     @property
     def describe(self) -> str:
-        """As they would be typed."""
         options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.implied.items())
         return f"--preset {self.method} {options}"
 
@@ -71,7 +70,6 @@ NAMES = (*PRESETS, *COMPOSITIONS)
 
 
 def method_of(preset: str) -> str:
-    """The preset of the method that a name stands for."""
     return COMPOSITIONS[preset].method if preset in COMPOSITIONS else preset
 
 

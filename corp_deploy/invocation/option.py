@@ -1,7 +1,7 @@
 """An option that is declared once: a field of a frozen record, with what it may be, its default, and what it does;
 and one call of corp-deploy as values: what a stage runs from, and what is printed beside the files that it made.
 
-Of the record commands/command.py makes the options of a command, release/recipe_record.py the keys of a recipe's
+Of the record commands/command.py makes the options of a command, release/recipe_keys.py the keys of a recipe's
 table, and api/in_python.py the parameters of a function; its constructor takes values as any of the three write them.
 """
 
@@ -56,7 +56,6 @@ class Option:
     heading: str
 
     def off(self, value: Any) -> bool:
-        """Whether it is a flag that is taken away by name."""
         return value is False and self.default is not False
 
     def converted(self, value: Any) -> Any:
@@ -71,7 +70,6 @@ class Option:
 
 
 def _read(of: Values, value: Any) -> Any:
-    """A value as it is kept, of several each."""
     if of.holds(value):
         return value
     if isinstance(value, tuple) and isinstance(of, ListOf | Repeated):
@@ -96,6 +94,13 @@ def option(
     """A field of a record; what it may be, where that isn't said, is by its type: words, or true and false."""
     meta = {"of": of, "help": help, "flag_value": flag_value, "unset": unset, "typed": typed, "in_recipe": in_recipe}
     return field(default=default, metadata=meta)
+
+
+def declared(record: type["Record"], name: str, default: Any) -> Any:
+    """Return a field that is an option of another record, with a default of its own."""
+    each = _every_option(record)[name]  # type: ignore[arg-type]  # a class is hashable, which mypy misses
+    names = ("of", "help", "flag_value", "unset", "typed", "in_recipe")
+    return field(default=default, metadata={key: getattr(each, key) for key in names})
 
 
 def _values_of(annotation: Any) -> Values:
@@ -166,7 +171,6 @@ class Record:
 
     @property
     def non_default(self) -> dict[str, Any]:
-        """What is otherwise than by default."""
         open_ones = {name: each for name, each in options_of(type(self)).items() if each.default is not NEEDED}
         return {
             name: self.values[name] for name, each in open_ones.items() if self.values[name] != each.converted(None)
@@ -177,7 +181,6 @@ class Record:
 
     @classmethod
     def from_options(cls, values: Mapping[str, Any]) -> Self:
-        """Of those of the values that are of its options."""
         every = options_of(cls).values()
         return cls(**{each.name: values[key] for each in every for key in (each.name, each.typed) if key in values})
 
@@ -217,6 +220,6 @@ class Invocation:
         return shlex.join(self.argv)
 
 
-def path_from(directory: Path, path: Path | None) -> str | None:
-    """A path as it is written in a command that is run in the directory."""
-    return None if path is None else Path(os.path.relpath(path.absolute(), directory.resolve())).as_posix()
+def path_from(directory: Path, path: PathLike | None) -> str | None:
+    """Return a path as it is written in a command that is run in the directory."""
+    return None if path is None else Path(os.path.relpath(Path(path).absolute(), directory.resolve())).as_posix()

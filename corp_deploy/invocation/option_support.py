@@ -96,7 +96,6 @@ class Axis:
 
 
 def spelled(option: str) -> str:
-    """An option's name as it is typed."""
     return f"--{option.replace('_', '-')}"
 
 

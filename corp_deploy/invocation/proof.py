@@ -31,7 +31,6 @@ Runtime = Literal["openvino", "openvino-fp16", "openvino-bf16"]
 
 
 def confidence_option() -> Any:
-    """A field of whatever decides by intervals."""
     words = "Confidence of the intervals by which limits are decided; at 0 the point alone decides."
     return option(CONFIDENCE, 0.95, help=words)
 
@@ -92,7 +91,6 @@ class LimitOptions(Record, heading="Limits"):
 
     @property
     def shares(self) -> dict[str, float]:
-        """The least shares of inputs, by the names of their fields."""
         every: dict[str, float | None] = {"min_agreement": self.min_agreement, "min_pixels": self.min_pixels}
         for output, own in self.by_output.items():
             every[f"{output}:min_agreement"] = own.get("min_agreement")
@@ -130,7 +128,6 @@ class LanguageOptions(Record, heading="Limits"):
 
     @property
     def some(self) -> bool:
-        """Whether there is any."""
         return any(limit is not None for limit in (self.max_ratio, self.min_agreement, self.max_kl))
 
 

@@ -172,7 +172,6 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def _implied(self) -> dict[str, Any]:
-        """The options that a preset may imply, with what it does."""
         return with_implied({"preset": self.preset, "closed_loop": self.closed_loop, "polish": self.polish})
 
     @property
@@ -209,7 +208,6 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def needs_images(self) -> bool:
-        """Whether the reduction looks at images beside their moments."""
         fitted = self.loop is not None or self.composes or self.polishing != "none" or self.rescale or bool(self.sparse)
         return self.allocates or self.auto_heads or fitted or self._fits_channels
 
@@ -219,7 +217,6 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def ways(self) -> Iterator[tuple[Axis, str]]:
-        """What is at work and may not honour an option."""
         yield self.of_preset
         yield WIDTHS, self.widths
         yield ATTENTION, "reduced" if self.touches_attention else "kept"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ground.errors import BadInput
 from ground.quantity import BATCH, MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS, TOKENS
 
-from .inputs import refuse_several
+from .input_choice import refuse_several
 from .option import PathLike, Record, option
 from .option_support import Axis, variant
 from .table import BENCH, BENCH_OF
@@ -32,26 +32,33 @@ class RunOptions(Record, heading="What runs them"):
     """
 
     backend: Backend | None = option(
+        in_recipe=False,
         unset="onnxruntime",
         help="What runs them; a model directory is exported to FP32 first for onnxruntime and openvino, compiled first "
         "for aotinductor.",
     )
     device: Device | None = option(
-        unset="cpu", help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}"
+        in_recipe=False,
+        unset="cpu",
+        help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}",
     )
     provider: Literal["cpu", "cuda", "tensorrt"] | None = option(
+        in_recipe=False,
         unset="cpu",
         help="ONNX Runtime's execution provider; there is no fallback to another one. " + BENCH.help("provider"),
     )
-    mode: Literal["eager", "compiled", "cuda_graph"] | None = option(unset="eager", help=BENCH.help("mode"))
+    mode: Literal["eager", "compiled", "cuda_graph"] | None = option(
+        unset="eager", in_recipe=False, help=BENCH.help("mode")
+    )
     dtype: Literal["fp32", "fp16", "bf16"] | None = option(
+        in_recipe=False,
         unset="fp32",
         help="The type that torch casts weights to and that OpenVINO computes in; other graphs and engines have "
         f"their own types. {BENCH.help('dtype')}",
     )
-    streams: int | None = option(STREAMS, unset="1", help="Above 1: throughput only.")
+    streams: int | None = option(STREAMS, unset="1", in_recipe=False, help="Above 1: throughput only.")
     flush_l2: bool = option(
-        default=False, help=f"Overwrite the GPU's L2 cache before each call. {BENCH.help('flush_l2')}"
+        in_recipe=False, default=False, help=f"Overwrite the GPU's L2 cache before each call. {BENCH.help('flush_l2')}"
     )
     threads: int | None = option(
         THREADS, help=f"CPU threads of both; default: the runtime's choice. {BENCH.help('threads')}"
@@ -100,7 +107,6 @@ class PlanOptions(Record, heading="How long"):
 
 
 def _two_names(text: str) -> tuple[str, str]:
-    """As rules of the gate can spell them."""
     names = [name.strip() for name in text.split(",")]
     if len(set(names)) != 2 or not all(re.fullmatch(r"[A-Za-z][\w-]{0,63}", name) for name in names):
         raise BadInput(f"{text[:100]!r} is not two names of letters, digits and dashes, such as fp16,int8")
@@ -115,6 +121,7 @@ class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
     names: tuple[str, str] = option(
         ParsedText(span="name,name", expected="two names", kind=tuple, read=_two_names),
         ("dense", "reduced"),
+        in_recipe=False,
         help="Names of the two in the record, such as fp16,int8.",
     )
 

@@ -33,7 +33,7 @@ OUTPUT_NAMES = ParsedText(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(Record, heading="Model"):
+class ModelSource(Record, heading="Model"):
     """Where a model comes from, and what of it is set otherwise.
 
     `name`: a timm name (with `weights`), a directory written by corp-deploy or a snapshot of one of timm's
@@ -84,7 +84,6 @@ class Source(Record, heading="Model"):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What of it is set."""
         of_images = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
         return Preprocessing(**{name: self.values[name] for name in of_images})
 

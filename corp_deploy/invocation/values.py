@@ -3,6 +3,7 @@
 Quantities (ground/quantity.py) are such too.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,3 +206,17 @@ class ListOf:
         if self.different and len(set(every)) != len(every):
             raise BadInput(f"{quoted(text)}: the same stands there twice; give each once")
         return every
+
+
+def literal(of: Values, word: str) -> str:
+    """Return a word behind an option as its value in Python and TOML; nothing where a sentence goes on with it."""
+    bare = word.strip("'")
+    if re.fullmatch("[A-Z]+", bare):
+        return bare
+    if word == bare and bare.isalpha() and bare != "auto" and not isinstance(of, OneOf | ByKind):
+        return ""
+    try:
+        of.from_text(bare)
+    except BadInput:
+        return ""
+    return bare if re.fullmatch(r"[\d.e-]+", bare) else f"'{bare}'"

@@ -87,8 +87,8 @@ def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str
     def at_site(site: Site) -> Elimination | None:
         return kind_of(site).elimination(site, site_moments(site, moments, where), method)
 
-    orders = zip(sites, pool.each(at_site, sites, where), strict=True)
-    return {site.name: order for site, order in orders if order is not None}
+    with pool.mapping(len(sites), where) as each:
+        return {site.name: order for site, order in zip(sites, each(at_site, sites), strict=True) if order is not None}
 
 
 def _tried(curve: ErrorCurve) -> list[int]:
@@ -148,7 +148,8 @@ def site_curves(probe: Probe) -> SiteCurves:
         errors = kind.errors(site, site_moments(site, probe.moments, where), method, cached)
         return ErrorCurve(widths=kind.offers(site, method), errors=errors)
 
-    by_site = dict(zip((site.name for site in sites), pool.each(curve_at, sites, where), strict=True))
+    with pool.mapping(len(sites), where) as each:
+        by_site = dict(zip((site.name for site in sites), each(curve_at, sites), strict=True))
     plain = SiteCurves(by_site=by_site, folded_to_constant={})
     empty = [trial for trial in plain.trials if is_empty(trial[1])]
     return replace(plain, folded_to_constant=probe.few.effects(empty) if empty else {})

@@ -10,7 +10,6 @@ from torch import nn
 
 from calib.inputs import InputSet
 from calib.moments import Moments
-from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.calibration_warnings import warnings_of_moments
@@ -142,9 +141,10 @@ def _within_still(
 
 def reduce_checkpoint(
     dense: Checkpoint,
-    moments: Path,
+    moments: Moments,
     request: ReductionRequest,
     *,
+    moments_file: Path,
     directory: Path,
     images: InputSet | None = None,
     judges: Judges | None = None,
@@ -159,11 +159,11 @@ def reduce_checkpoint(
     """
     refuse_outdated(directory, request)
     require_sayable(dense, request)
-    how, statistics = polishing or Polishing(), load_moments(moments)
-    polish_inputs = inputs_to_polish(request, images, statistics, judges)
+    how = polishing or Polishing()
+    polish_inputs = inputs_to_polish(request, images, moments, judges)
     reduction, planned = reduce_as_asked(
         dense,
-        statistics,
+        moments,
         request,
         images=images if polish_inputs is None else polish_inputs.reduced_on,
         judges=judges,
@@ -176,7 +176,7 @@ def reduce_checkpoint(
             polished = with_polish(
                 dense.model, reduction, request.polish, polish_inputs, how, reads=request.options.reads
             )
-        reduction = _within_still(dense.model, statistics, request, reduction, polished, images=images, judges=judges)
+        reduction = _within_still(dense.model, moments, request, reduction, polished, images=images, judges=judges)
     options = request.options
     if options.patterns:
         with measured(watch, "sparsify"):
@@ -186,14 +186,15 @@ def reduce_checkpoint(
             model, report = sparsified(reduction.model, fitted, sparse, on_progress=on_progress)
             decisions = (*reduction.decisions, *report.sentences())
             reduction = replace(reduction, model=model, sparsity=report, decisions=decisions)
-    notes = (*reduction.notes, *warnings_of_moments(dense.model, statistics))
+    notes = (*reduction.notes, *warnings_of_moments(dense.model, moments))
     reduction = replace(reduction, model=reduction.model.cpu(), notes=notes)
     if how.ranks.rank == 0:
         # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
         chosen_by = [images, None if judges is None else judges.inputs]
         only_reported = request.options.within is None and request.polish is None
         looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by
-        written = reduced_checkpoint(dense, reduction, planned, request.options.preset, moments, held_out, looked_at)
+        preset = request.options.preset
+        written = reduced_checkpoint(dense, reduction, planned, preset, moments, moments_file, held_out, looked_at)
         theirs = None if request.options.save_as is None else transformers_form(written)
         save(written, directory)
         if theirs is not None:

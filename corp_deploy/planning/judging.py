@@ -16,7 +16,7 @@ from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import output_ports
 from corp_deploy.invocation.budget_choice import BudgetChoice, Measure
 from corp_deploy.invocation.values import InMemory
-from corp_deploy.store.inputs import inputs_for_model
+from corp_deploy.store.input_sets import inputs_for_model
 from corp_deploy.store.labels import labels_for
 from corp_deploy.traced.models.module import device
 from ground.errors import BadInput

@@ -23,7 +23,7 @@ from corp_deploy.families.family import input_ports, output_ports, sites_of
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 from corp_deploy.traced.models.parts import STREAM, part_of, tokens_that_enter
 from corp_deploy.traced.models.token_merging import TokenMerge
 from export.graph.to_onnx import onnx_from_model, save

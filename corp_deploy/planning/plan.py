@@ -16,7 +16,6 @@ from .cost import dense_cost
 from .curves import cost_curves
 from .joint_planner import joint_planner
 from .probe import Probe
-from .refusals import require_images
 from .request import ReductionRequest, WidthPlan
 
 
@@ -76,14 +75,13 @@ def plan(
     images: InputSet | None,
     watch: Stopwatch | None = None,
 ) -> WidthPlan:
-    """Settle geometry and widths; `watch` takes the time of selecting apart. Raises BadInput where images lack."""
+    """Settle geometry and widths; `watch` takes the time of selecting apart."""
     options, share = request.options, request.options.share
     if options.auto_merging and (share is None or options.auto_heads):
         raise BadInput(
             "--merge-tokens auto chooses for a budget what each block merges away; give --macs or --latency (without "
             "--heads auto) or --within, or say how many tokens: 12 in each block, grow:36"
         )
-    require_images(request, images)
     if images is None or (share is None and not options.auto_heads):
         return WidthPlan(method=request.method, widths=None, decisions=())
     if options.auto_heads:

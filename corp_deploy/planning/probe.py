@@ -193,12 +193,18 @@ class Probe:
         return effects | dict(zip(changes, moved, strict=True))
 
     def _reduced(self, trials: Sequence[Trial]) -> dict[Trial, TracedReduced]:
-        method = replace(self._ragged, mlp_swaps=False)
+        method, where = replace(self._ragged, mlp_swaps=False), device(self.model)
         sites = sites_of(self.model).by_name
 
         def at_site(trial: Trial) -> TracedReduced:
-            name, width = trial
-            cached = self.eliminations.get(name)
-            return reduced_site(self.model, sites[name], self.moments, method, width, cached=cached)
+            return reduced_site(
+                sites[trial[0]],
+                widths=dict([trial]),
+                moments=self.moments,
+                method=method,
+                where=where,
+                chosen=self.eliminations,
+            )
 
-        return dict(zip(trials, pool.each(at_site, trials, device(self.model)), strict=True))
+        with pool.mapping(len(trials), where) as each:
+            return dict(zip(trials, each(at_site, trials), strict=True))

@@ -15,7 +15,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.reduction.calibrate import as_taken, calibrate
 from corp_deploy.reduction.moments import merging_note
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import merging_of_moments
+from corp_deploy.store.input_sets import merging_of_moments
 from corp_deploy.traced.models.module import device
 
 IMAGES = 32

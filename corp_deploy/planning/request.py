@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from calib.fingerprints import Fingerprints
 from calib.inputs import InputSet
 from calib.moments import Moments
-from calib.store import load as load_moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
@@ -30,7 +29,7 @@ from corp_deploy.spec.widths import Widths, is_empty
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.class_names import CLASS_NAMES
 from corp_deploy.store.fitted import fitted_of_lineage
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 from corp_deploy.store.model_config import FITTED
 from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput
@@ -65,7 +64,6 @@ class ReductionRequest:
 
     @property
     def priced_in(self) -> Currency:
-        """The cost that a budget is of, or that a limit makes least."""
         return self.options.currency or ("macs" if self.where is None else "latency")
 
     def loop(self, moments: Moments) -> Loop | None:
@@ -108,7 +106,6 @@ def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging |
 
 
 def merging_of_schedule(choice: MergedStatistics, schedule: tuple[int, ...]) -> Merging:
-    """All but the schedule as it was asked for."""
     return Merging(schedule=schedule, metric=choice.merge_metric, how=choice.merge_how, unmerged=choice.unmerged)
 
 
@@ -186,7 +183,6 @@ class WidthPlan:
 
 
 def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, Any]:
-    """The reduction and what was decided for it, as JSON values."""
     merging = merging_record(reduction.model)
     return reduction.as_json() | {
         "decided": [*planned.decisions, *reduction.decisions],
@@ -211,20 +207,20 @@ def reduced_checkpoint(
     reduction: Reduction,
     planned: WidthPlan,
     preset: str,
-    moments: Path,
-    held_out: Moments | None,
+    moments: Moments,
+    moments_file: Path,
+    held_out: Moments | None = None,
     looked_at: Sequence[InputSet | None] = (),
 ) -> Checkpoint:
     """With what led to it; `looked_at`: the inputs beside the moments that it was fitted or chosen by."""
-    fitted = load_moments(moments)
     lineage = {
         "dense": model_digest(dense.model),
-        "moments": sha256_of_file(moments),
-        "images": fitted.lineage["images"],
+        "moments": sha256_of_file(moments_file),
+        "images": moments.lineage["images"],
         "preset": preset,
         "reduction": record_of_reduction(reduction, planned),
     }
-    fingerprints = _used_fingerprints(dense, fitted, looked_at)
+    fingerprints = _used_fingerprints(dense, moments, looked_at)
     if len(fingerprints):
         lineage[FITTED] = fingerprints.as_json()
     lineage |= {name: dense.lineage[name] for name in ("source", CLASS_NAMES) if name in dense.lineage}

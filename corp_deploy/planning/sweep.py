@@ -17,14 +17,13 @@ from calib.distributed import Ranks
 from calib.fingerprints import Fingerprints
 from calib.inputs import InputSet
 from calib.moments import Moments
-from calib.store import load as load_moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.fitted import fitted_inputs
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 from ground.effort import Stopwatch, measured
 from ground.files import sha256_of_file
 from perf.record.runs import FittedInputs
@@ -46,10 +45,13 @@ TRIALS = "trials"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepContext:
-    """The dense model, its moments by file, inputs that judge and those that merged channels and budgets look at."""
+    """The dense model, its files of moments and these opened, inputs that judge, and those that merged channels and
+    budgets look at.
+    """
 
     dense: Checkpoint
     moments: tuple[Path, ...]
+    statistics: tuple[Moments, ...]
     source: InputSet
     scored: Scored
     calibration: InputSet | None = None
@@ -58,7 +60,7 @@ class SweepContext:
     def fitted(self) -> FittedInputs | None:
         """How many of the inputs that judge the models are fitted to, where the moments tell."""
         judging = Fingerprints.of(self.source.ids, self.scored.inputs)
-        fingerprints = [load_moments(path).fingerprints for path in self.moments]
+        fingerprints = [each.fingerprints for each in self.statistics]
         fingerprints += [] if self.calibration is None else [Fingerprints(ids=self.calibration.ids)]
         return fitted_inputs(judging, fingerprints, noun=self.source.noun)
 
@@ -81,25 +83,19 @@ class SweepCache:
     """What reductions share: an elimination per MLP serves every width, a set of probes every budget of a geometry."""
 
     swept: SweepContext
-    loaded: dict[int, Moments] = field(default_factory=dict)
     elimination_cache: dict[tuple[int, float], dict[str, Elimination]] = field(default_factory=dict)
     planners: dict[str, BudgetPlanner] = field(default_factory=dict)
-
-    def moments(self, place: int) -> Moments:
-        if place not in self.loaded:
-            self.loaded = {place: load_moments(self.swept.moments[place])}  # one at a time: they are large
-        return self.loaded[place]
 
     def _planned(self, request: SweepRequest, watch: Stopwatch | None) -> WidthPlan:
         method, at, known = request.method, (request.moments, request.method.ridge_rel), self.elimination_cache
         if request.budget is None:
             if method.mlp_selection == "obs" and at not in known:
                 with measured(watch, "select"):
-                    known[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
+                    known[at] = eliminations(self.swept.dense.model, self.swept.statistics[request.moments], method)
             return WidthPlan(method=method, widths=None, decisions=(), eliminations=known.get(at, {}))
         key = key_of(method=asdict(method), moments=request.moments)
         if key not in self.planners:
-            moments, source = self.moments(request.moments), self.swept.calibration or self.swept.source
+            moments, source = self.swept.statistics[request.moments], self.swept.calibration or self.swept.source
             self.planners[key] = budget_planner(self.swept.dense, moments, method, source, currency="macs", watch=watch)
         return self.planners[key].tried_at(request.budget)
 
@@ -107,9 +103,12 @@ class SweepCache:
         """As `reduce` does it when asked for the same."""
         with measured(None if request.budget is None else watch, "plan"):
             planned = self._planned(request, watch)
-        dense, images, path = self.swept.dense, self.swept.calibration, self.swept.moments[request.moments]
-        reduction = as_planned(dense.model, planned, moments=self.moments(request.moments), images=images, watch=watch)
-        return reduction, reduced_checkpoint(dense, reduction, planned, request.preset, path, None, (images,))
+        dense, images, moments = self.swept.dense, self.swept.calibration, self.swept.statistics[request.moments]
+        reduction = as_planned(dense.model, planned, moments=moments, images=images, watch=watch)
+        file = self.swept.moments[request.moments]
+        return reduction, reduced_checkpoint(
+            dense, reduction, planned, request.preset, moments, file, looked_at=(images,)
+        )
 
 
 def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, images: int) -> SweepPoint:
@@ -212,7 +211,7 @@ def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, be
         reduced = replace(checkpoint, lineage={**checkpoint.lineage, **about})
         save(reduced, folder.model)
     if folder.scores() is None:
-        images = work.moments(request.moments).images
+        images = work.swept.statistics[request.moments].images
         with watch.measure("score"):
             point = _point(work.swept, request, reduced, images)
         folder.write(Scores(key=folder.key, point=replace(point, effort=watch.efforts)))

@@ -6,7 +6,7 @@ from pathlib import Path
 from corp_deploy.invocation.running import RunOptions, SweepSpeedChoice
 from corp_deploy.proof.speed import measure
 from corp_deploy.store.checkpoint import Checkpoint, save
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.engine.build import Engine, build_engine, write_engine
 from export.engine.options import BatchProfile, BuildOptions

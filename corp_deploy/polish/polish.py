@@ -14,7 +14,7 @@ from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 from corp_deploy.traced.models.module import device, replaced
 from corp_deploy.traced.models.sites import TracedStream
 from corp_deploy.traced.models.steps import SegmentStep

@@ -22,7 +22,7 @@ from corp_deploy.reduction.traced_streams import Values, run
 from corp_deploy.reduction.traced_targets import rows_of
 from corp_deploy.traced.finding.cuts import needed
 from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.models.segments import Segment, TokenRows
+from corp_deploy.traced.models.segments import ProgramSegment, TokenRows
 from corp_deploy.traced.models.sites import Site, TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.programs.attention_masks import unread_queries
@@ -86,7 +86,7 @@ def _is_linear(program: Program, layer: Called) -> bool:
     return module.kernel_size == module.stride == (1, 1) and module.padding == (0, 0)
 
 
-def _read(own: Tracing, segment: Segment, module: TokenRows) -> Tensor | None:
+def _read(own: Tracing, segment: ProgramSegment, module: TokenRows) -> Tensor | None:
     """The tokens behind the segment that go anywhere, None for all."""
     gone = unread_queries(own.program, segment.cut) if module.leaving.axis == len(module.leaving.sizes) else None
     read_N = None if gone is None else ~gone.flatten()
@@ -101,7 +101,7 @@ class _Way:
 
     program: Program
     nodes: tuple[fx.Node, ...]
-    segment: Segment
+    segment: ProgramSegment
     read_X: Tensor | None
     step: TokenRows
     called: tuple[Called, ...]

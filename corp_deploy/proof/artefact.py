@@ -37,7 +37,7 @@ class Artefact:
     movable: bool = True
 
     def sizes(self, requested: Sequence[int]) -> tuple[int, ...]:
-        """Those of the batch sizes that it takes; its largest where it takes none of them."""
+        """Return the requested batch sizes that it takes, or else its largest."""
         if self.batches is None:
             return tuple(requested)
         least, most = self.batches
@@ -45,7 +45,7 @@ class Artefact:
 
     @contextmanager
     def opened(self, elsewhere: str) -> Iterator[Run]:
-        """How it answers. Raises Missing, with the command for `elsewhere`, where this machine can't load it."""
+        """Yield the function that answers; raise Missing, naming `elsewhere`, where this machine can't load it."""
         with ExitStack() as stack:
             try:
                 run = stack.enter_context(self.candidate.opened(self.outputs))
@@ -61,7 +61,7 @@ class Artefact:
 
 
 def artefact_from_path(path: Path) -> Artefact:
-    """A .plan with its record, or an .onnx file. Raises BadInput for others, and for sizes that are open."""
+    """Open a .plan with its record, or an .onnx file; raise BadInput for others and for open sizes."""
     if path.suffix == ".plan":
         return _from_plan(path)
     if path.suffix == ".onnx":

@@ -25,7 +25,7 @@ from perf.runners.onnx_session import Provider
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
 
 from .engine_trust import record_of_trusted_plan
-from .inputs import fed_to_ports, take_pixels
+from .proof_inputs import fed_to_ports, take_pixels
 
 if TYPE_CHECKING:
     from corp_deploy.families.timm_images import ImageSpec
@@ -72,32 +72,29 @@ class Candidate:
 
     @property
     def takes_pixels(self) -> bool:
-        """Whether images go in as uint8."""
         return take_pixels(self.inputs)
 
     @property
     def rounds(self) -> bool:
-        """Whether it is held in fewer bits than float32, in whole or in part."""
+        """True for fewer bits than float32, in whole or in part."""
         return self.float_type is not FLOAT32
 
     @property
     def quantised(self) -> bool:
-        """Whether it is held in INT8 or FP8."""
         return self.float_type in QUANTISED.values()
 
     @property
     def _on_cpu(self) -> bool:
-        """Whether it is a graph that ONNX Runtime runs on the CPU."""
         return self.form == "graph" and self.runtime is None and self.provider == "cpu"
 
     @property
     def computes_int8(self) -> bool:
-        """Whether it is a graph for ONNX Runtime's own kernels of INT8 on the CPU."""
+        """True for a graph that ONNX Runtime's own INT8 kernels compute on the CPU."""
         return self._on_cpu and self.float_type is INT8 and self.rest == FP32
 
     @property
     def emulated(self) -> bool:
-        """Whether its types are only rounded to, in a graph that computes in float32."""
+        """True for types that are only rounded to, in a graph that computes in float32."""
         return self._on_cpu and self.rounds and not self.computes_int8
 
     @contextmanager
@@ -123,7 +120,7 @@ class Candidate:
             yield run if self.batch is None else lambda feeds: outputs_at(run, feeds, self.batch or 1)
 
     def fed(self, feeds: Feeds, ports: Sequence[Port] = ()) -> Feeds:
-        """Feeds of the dense model as this step takes them; `ports` where a runner tells them."""
+        """Return feeds of the dense model as this candidate takes them."""
         return fed_to_ports(feeds, ports or self.inputs, self.images, where=self.label)
 
     def _runner(self, scratch: Path) -> "ModuleRunner | OnnxRunner | OpenVinoRunner | EngineRunner":
@@ -149,7 +146,7 @@ class Candidate:
 
 
 def outputs_at(run: Run, feeds: Feeds, batch: int) -> Outputs:
-    """Answers to all inputs at one batch size; the last batch is filled up with repeats, so that every run has it."""
+    """Return answers to all inputs at one batch size; the last batch is filled up with repeats."""
     pieces = []
     for start in range(0, batch_size(feeds), batch):
         part = rows_of(feeds, slice(start, start + batch))
@@ -191,7 +188,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
 
 
 def in_runtime(graph: Candidate, runtime: Runtime) -> Candidate:
-    """A graph as OpenVINO runs it, beside ONNX Runtime: as it is typed, or computed in fewer bits."""
+    """Return a graph as OpenVINO runs it: as it is typed, or computed in fewer bits."""
     arithmetic = ARITHMETIC[runtime]
     lower = graph.float_type is FLOAT32 or (arithmetic == "bf16" and graph.float_type is FLOAT16)
     name = runtime if arithmetic is not None else "openvino"
@@ -206,7 +203,7 @@ def in_runtime(graph: Candidate, runtime: Runtime) -> Candidate:
 
 
 def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) -> list[Candidate]:
-    """Every graph followed by itself in these. Raises BadInput without a graph, Missing without such a runtime."""
+    """Return each graph followed by itself in these runtimes; raise BadInput where there is no graph."""
     if runtimes and not any(each.form == "graph" for each in candidates):
         raise BadInput(f"{', '.join(runtimes)} runs .onnx files, and there is none among the candidates; name one")
     if runtimes:
@@ -220,7 +217,7 @@ def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) 
 
 
 def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate:
-    """A model directory, a graph or an engine as a step; a relative path starts `below`. Raises BadInput for others."""
+    """Return a model directory, a graph or an engine as a candidate; a relative path starts `below`."""
     shown, path = Path(shown), below / shown
     if path.is_dir():
         return _from_directory(path, shown)
@@ -249,7 +246,7 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
 
 
 def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") -> tuple[Port, ...]:
-    """Raises BadInput for sizes that are open."""
+    """Return ports; raise BadInput for open sizes."""
     for value in values:
         if not all(isinstance(size, int) for size in value.shape[1:]):
             raise BadInput(
@@ -260,7 +257,7 @@ def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") ->
 
 
 def of_model(candidates: Sequence[Candidate], dense: "Checkpoint") -> list[Candidate]:
-    """The same, held against this model: each is fed what the model's images are made of, where it takes that."""
+    """Return the candidates with the preprocessing of this model, for those that take pixels."""
     from .model_inputs import images_taken
 
     images = images_taken(dense)

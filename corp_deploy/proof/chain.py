@@ -26,13 +26,13 @@ from perf.parity.structure import StructuralTest
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, of_model, outputs_at
-from .heads import Heads, opened_heads
-from .inputs import ProofInputs, require_pixels
+from .heads import ProofHeads, opened_heads
 from .limits import ParityLimits
-from .link_rules import LinkRules, Reference, link_rules, with_origin, with_reasons
-from .locate import located, worst_inputs
+from .link_rules import LinkReference, LinkRules, link_rules, with_origin, with_reasons
+from .locate import fault_of_link, worst_inputs
 from .outcome import Proof
-from .own_noise import DENSE, Merges, merges_of
+from .own_noise import DENSE, MergeNoise, merge_noise_of
+from .proof_inputs import ProofInputs, require_pixels
 from .structural_tests import input_range, shift_of_inputs, structural_tests
 
 HEADROOM_INPUTS = 8
@@ -41,7 +41,7 @@ EACH_SIZE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ChainStep:
     """A candidate that has been run: its answers by batch size, a link for each output, what was found about its
     structure, the block where a failing link breaks; of a torch model how it merges tokens, of a graph or engine how
     the one that it computes does.
@@ -51,12 +51,11 @@ class Step:
     by_batch: Mapping[int, Outputs]
     links: tuple[Link, ...]
     findings: tuple[StructuralTest, ...]
-    merges: Merges | None
+    merges: MergeNoise | None
     located: FaultLocation | None = None
 
     @property
     def answers(self) -> Outputs:
-        """Those to all inputs."""
         return self.by_batch[max(self.by_batch)]
 
 
@@ -71,21 +70,23 @@ class Chain:
     feeds: Feeds
     batches: Sequence[int]
     rules: Sequence[LinkRules]
-    heads: Heads
+    heads: ProofHeads
     halves: Collection[FloatType]
 
-    def walk(self, candidates: Sequence[Candidate], on_progress: Callable[[Sequence[Step]], None]) -> list[Step]:
-        """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
-        steps = list[Step]()
-        single: Step | None = None
+    def walk(
+        self, candidates: Sequence[Candidate], on_progress: Callable[[Sequence[ChainStep]], None]
+    ) -> list[ChainStep]:
+        """Compare every candidate with its reference: the dense model for torch, else the last FP32 step before it."""
+        steps = list[ChainStep]()
+        single: ChainStep | None = None
         model = self.dense.model
         merges = self._merges_of(self.dense, self.answers, max(self.batches))
         for candidate in candidates:
             if candidate.form == "torch" or single is None:
                 own = None if candidate.form == "torch" else merges
-                before = Reference(label=DENSE, answers=self.answers, merges=own)
+                before = LinkReference(label=DENSE, answers=self.answers, merges=own)
             else:
-                before = Reference(label=single.candidate.label, answers=single.answers, merges=merges)
+                before = LinkReference(label=single.candidate.label, answers=single.answers, merges=merges)
             previous = None if single is None else single.candidate
             model = model if candidate.checkpoint is None else candidate.checkpoint.model
             step = self._step(candidate, before)
@@ -107,17 +108,17 @@ class Chain:
         """Return the rules of outputs that aren't excluded."""
         return [rule for rule in self.rules if not rule.of_user().excluded]
 
-    def whole(self, steps: Sequence[Step]) -> list[Link]:
+    def whole(self, steps: Sequence[ChainStep]) -> list[Link]:
         """Return the links from the dense model to the last step: of several steps always, of a single one if it is a
         graph or an engine and the user set limits.
         """
         is_reduced = steps[0].candidate.form == "torch"
         if len(steps) < 2 and (is_reduced or not any(rule.of_user().bounds for rule in self.rules)):
             return []
-        before, last = Reference(label=DENSE, answers=self.answers), steps[-1]
+        before, last = LinkReference(label=DENSE, answers=self.answers), steps[-1]
         return [rule.link(last.candidate, "whole", "whole", before, last.by_batch) for rule in self.rules]
 
-    def _step(self, candidate: Candidate, before: Reference) -> Step:
+    def _step(self, candidate: Candidate, before: LinkReference) -> ChainStep:
         bounds = [rule.rounding(candidate.float_type).max_relative_error for rule in self.judging]
         bound = max(each for each in bounds if each is not None)
         with self._opened(candidate) as run:
@@ -137,16 +138,16 @@ class Chain:
                 return links_of(self._by_batch(candidate, run))
 
         links = with_reasons(links_of(by_batch), candidate, links_as_typed)
-        return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings), merges=merges)
+        return ChainStep(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings), merges=merges)
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Run]:
-        """With the maps that heads make of its outputs."""
+        """Open a candidate; heads add the maps that they make of its outputs."""
         with candidate.opened([rule.port for rule in self.rules if rule.port not in self.heads.ports]) as backbone:
             yield self.heads.behind(backbone, max(self.batches))
 
     def _by_batch(self, candidate: Candidate, run: Run) -> dict[int, Outputs]:
-        """All inputs at the largest batch size; at every other one a batch of them, and no fewer than EACH_SIZE."""
+        """Run all inputs at the largest batch size, and at the others one batch, of at least EACH_SIZE."""
         if candidate.batch:
             return {candidate.batch: outputs_at(run, self.feeds, candidate.batch)}
         *smaller, largest = sorted(set(self.batches))
@@ -154,19 +155,19 @@ class Chain:
         by_batch = {size: outputs_at(run, some, size) for size, some in few.items()}
         return by_batch | {largest: outputs_at(run, self.feeds, largest)}
 
-    def _merges_of(self, checkpoint: Checkpoint, answers: Outputs, batch: int) -> Merges | None:
-        return merges_of(checkpoint, self.feeds, answers, batch, halves=self.halves, heads=self.heads)
+    def _merges_of(self, checkpoint: Checkpoint, answers: Outputs, batch: int) -> MergeNoise | None:
+        return merge_noise_of(checkpoint, self.feeds, answers, batch, halves=self.halves, heads=self.heads)
 
-    def _located(self, step: Step, before: Reference, previous: Candidate | None) -> FaultLocation | None:
+    def _located(self, step: ChainStep, before: LinkReference, previous: Candidate | None) -> FaultLocation | None:
         failing = next((each for each in step.links if each.status == "FAIL"), None)
         if failing is None:
             return None
         own = failing.output or next(iter(step.answers))
         worst = worst_inputs(self.feeds, before.answers[own], step.answers[own], failing.role)
-        return located(failing.name, step.candidate, previous, self.dense, worst, self.rules[0].products)
+        return fault_of_link(failing.name, step.candidate, previous, self.dense, worst, self.rules[0].products)
 
 
-def prove(
+def prove_chain(
     dense: Checkpoint,
     candidates: Sequence[Candidate],
     proof_inputs: ProofInputs,
@@ -198,7 +199,7 @@ def prove(
         require_pixels(feeds, candidate.inputs, candidate.images, where=candidate.label)
     halves = tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
 
-    def finished(steps: Sequence[Step]) -> None:
+    def finished(steps: Sequence[ChainStep]) -> None:
         answered(steps[-1].candidate.label, steps[-1].answers)
         on_progress(len(steps))
 
@@ -235,7 +236,6 @@ def prove(
 
 
 def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dict[str, NDArray[np.generic]]:
-    """Of each output; named by it where there are several."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for rule in rules:
         name = rule.port.name

@@ -26,9 +26,9 @@ from perf.parity.parity import ImageSet, Parity
 
 from .artefact import Artefact
 from .candidates import outputs_at
-from .inputs import ProofInputs
 from .limits import ParityLimits
 from .outcome import Proof
+from .proof_inputs import ProofInputs
 
 KIND, VERSION = "golden", 1
 RECORD, INPUTS, OUTPUTS = "golden.json", "inputs.npz", "outputs.npz"
@@ -46,14 +46,12 @@ class Answered:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What golden.json and the answers in memory have in common."""
+        """Return the fields of golden.json that the answers in memory have too."""
         return {each.name: getattr(self, each.name) for each in fields(Answered)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRecord(Answered):
-    """golden.json."""
-
     inputs_sha256: Sha256
     outputs_sha256: Sha256
 
@@ -75,7 +73,7 @@ class Golden(Answered):
 
 
 def write_golden(golden: Golden, directory: Path) -> None:
-    """The record last, so that a directory that has one is whole."""
+    """Write the arrays, then the record, so that a directory that has one is whole."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, arrays in ((INPUTS, golden.feeds), (OUTPUTS, golden.answers)):
         with replacing(directory / name) as temporary, temporary.open("wb") as file:
@@ -86,7 +84,7 @@ def write_golden(golden: Golden, directory: Path) -> None:
 
 
 def read_golden(directory: Path) -> Golden:
-    """Raises BadInput for a directory that is none, and for arrays that are not those that its record names."""
+    """Read a golden directory; raise BadInput where arrays differ from the digests in its record."""
     again = "write it again with `corp-deploy verify A.plan --write-golden DIR`"
     record = record_from_file(directory / RECORD, GoldenRecord, kind=KIND, version=VERSION, remedy=again)
     feeds = _arrays(directory / INPUTS, record.inputs_sha256)
@@ -101,7 +99,7 @@ def _arrays(path: Path, digest: str) -> Mapping[str, NDArray[Any]]:
 
 
 def commands(reference: Path, candidates: Sequence[Path], *, inputs: str, output: Path) -> str:
-    """What to type in an environment that loads the reference, and then in this one."""
+    """Return the commands for an environment that loads the reference, and then for this one."""
     second = " ".join(["corp-deploy verify golden", *map(str, candidates), "-o", str(output)])
     return (
         f"each engine needs an environment that loads it; where {reference} does:\n"
@@ -113,7 +111,7 @@ def commands(reference: Path, candidates: Sequence[Path], *, inputs: str, output
 def golden_of(
     artefact: Artefact, inputs: ProofInputs, batches: Sequence[int], *, elsewhere: str | None = None
 ) -> Golden:
-    """What it answers here, at the largest of these batch sizes. Raises Missing where it can't be run here."""
+    """Run an artefact at the largest of these batch sizes; raise Missing where this machine can't."""
     batch = max(artefact.sizes(batches))
     feeds = checked_feeds(inputs.feeds, artefact.inputs, where=f"inputs for {artefact.path}")
     hint = "run this where that library and its GPU are: an engine is loaded by what built it"
@@ -153,7 +151,7 @@ def require_one_environment(artefacts: Sequence[Artefact], elsewhere: str) -> No
             )
 
 
-def compare(
+def compare_engines(
     golden: Golden,
     candidates: Sequence[Artefact],
     *,
@@ -163,11 +161,10 @@ def compare(
     on_progress: Callable[[int], None] = lambda finished: None,
     answered: Callable[[str, Outputs], None] = lambda label, outputs: None,
 ) -> Proof:
-    """Every candidate against the golden answers, a link an output, as `prove` does; raises BadInput for others."""
+    """Compare every candidate with the golden answers, a link an output, as `prove_chain` does."""
     links, findings = [], []
     arrays: dict[str, NDArray[np.generic]] = {}
     several = len(golden.outputs) > 1
-    limits.require_applied(golden.outputs)
     answered(golden.source.label, golden.answers)
     for place, each in enumerate(candidates):
         own, expected = ([port.name for port in outputs] for outputs in (each.outputs, golden.outputs))

@@ -19,7 +19,7 @@ from .speed import measure
 UNTIMED = "not measured: {}; the bench commands measure it where the GPU is"
 
 
-def beside(output: Path, target: str) -> Path:
+def plan_beside(output: Path, target: str) -> Path:
     """`model.plan` -> `model.sm86.plan`."""
     return output.with_name(f"{output.stem}.{target}{output.suffix}")
 
@@ -31,7 +31,7 @@ def build_priced(graph: Path, choices: BuildOptions, output: Path, *, library: L
     exact: dict[str, EngineRecord] = {}
     for target, options in choices.exact.items():
         alone = build_engine(graph, options, library=library)
-        write_engine(alone, beside(output, target))
+        write_engine(alone, plan_beside(output, target))
         exact[target] = alone.record
     write_engine(built, output)
     latencies, reason = _timed(built.record, exact, output)
@@ -48,12 +48,12 @@ def build_priced(graph: Path, choices: BuildOptions, output: Path, *, library: L
 
 
 def bench_lines(record: EngineRecord, output: Path) -> tuple[str, ...]:
-    """The commands that time the plans for one GPU against the compatible one."""
+    """Return the commands that time the plans for one GPU against the compatible one."""
     assert record.compatibility is not None, record
     lines = []
     for plan in record.compatibility.plans:
         options = {"batch": (record.batches[0].tuned,), "output": str(output.with_suffix(f".{plan.target}.bench.json"))}
-        arguments = (str(beside(output, plan.target)), str(output))
+        arguments = (str(plan_beside(output, plan.target)), str(output))
         lines.append(str(Invocation(command="bench", arguments=arguments, options=options)))
     return tuple(lines)
 
@@ -61,7 +61,6 @@ def bench_lines(record: EngineRecord, output: Path) -> tuple[str, ...]:
 def _timed(
     own: EngineRecord, exact: Mapping[str, EngineRecord], output: Path
 ) -> tuple[Sequence[PricedLatency], str | None]:
-    """On the GPU at hand, where there is one that a plan was built for."""
     missing = missing_gpu()
     if missing is not None:
         return (), UNTIMED.format(missing)
@@ -69,7 +68,7 @@ def _timed(
     if target is None:
         return (), UNTIMED.format(f"this machine's GPU is none of {', '.join(exact)}")
     names = ("exact", "compatible")
-    bench = measure(beside(output, target), output, batches=(own.batches[0].tuned,), plan=Plan(), names=names)
+    bench = measure(plan_beside(output, target), output, batches=(own.batches[0].tuned,), plan=Plan(), names=names)
     return latencies_of(bench, target), None
 
 
@@ -83,7 +82,7 @@ def _runs_here(record: EngineRecord) -> bool:
 
 
 def latencies_of(bench: Bench, target: str) -> tuple[PricedLatency, ...]:
-    """How many times as long the second of the two takes, by batch; the rows that have a figure."""
+    """Return the compatible plan's time relative to the exact one's, by batch."""
     rows = [(row.batch, row.speedup) for row in summarise(bench).rows if row.measure == "compute"]
     return tuple(
         PricedLatency(target=target, batch=batch, ratio=1 / each.value, low=1 / each.high, high=1 / each.low)

@@ -30,8 +30,8 @@ from ground.quantity import quoted
 from perf.parity.labels import OwnMetric
 
 if TYPE_CHECKING:
-    from .inputs import ProofInputs
     from .outcome import Proof
+    from .proof_inputs import ProofInputs
 
 OUTPUTS = "{outputs}"
 TIME_LIMIT_S = 600.0
@@ -55,12 +55,12 @@ class MetricRequest:
         return shlex.split(self.command)
 
     def program(self, below: Path) -> str:
-        """As the operating system looks for it: on PATH, or from the directory where it is run."""
+        """Return the program as found on PATH, or from the directory where it is run."""
         first = self.argv[0]
         return os.path.normpath((below / first).absolute()) if "/" in first else first
 
     def code(self, below: Path) -> Code:
-        """The function's file. Raises BadInput where it can't be read."""
+        """Read the function's file; raise BadInput where it can't be read."""
         path, function = file_and_function(self.command)
         try:
             source = text_from_file(below / path)
@@ -70,7 +70,7 @@ class MetricRequest:
 
 
 def metric_from_text(text: str) -> MetricRequest:
-    """`NAME=COMMAND`, or a command whose number is called `own`. Raises BadInput for what can't be run."""
+    """Parse `NAME=COMMAND`, or a command whose number is called `own`."""
     match = _NAMED.fullmatch(text.strip())
     if match is not None and not _NAME.fullmatch(match["name"]):
         raise BadInput(
@@ -98,7 +98,7 @@ def metric_from_text(text: str) -> MetricRequest:
 
 
 def metrics_from_texts(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
-    """One of each name. Raises BadInput for two of one name."""
+    """Parse metrics; raise BadInput for two of one name."""
     requests = tuple(metric_from_text(text) for text in texts)
     names = [request.name for request in requests]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -147,7 +147,6 @@ class Meter:
         self._of_reference: list[NDArray[np.float64]] = []
 
     def measure(self, label: str, outputs: Outputs) -> None:
-        """Of the artefact of this label."""
         for place, (request, digest) in enumerate(zip(self._requests, self._digests, strict=True)):
             values = self._values(request, _arrays(outputs, self._inputs), f"metric {request.name} of {label}")
             if len(self._of_reference) == place:
@@ -188,7 +187,7 @@ class Meter:
         return np.atleast_1d(values)
 
     def _printed(self, words: Sequence[str], where: str, source: str) -> str:
-        """What the command prints. All that it started ends with it."""
+        """Run the command and return its output; kill everything that it started."""
         try:
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=self._below,
@@ -214,11 +213,11 @@ class Meter:
 
     @property
     def metrics(self) -> tuple[OwnMetric, ...]:
-        """Each measure of all artefacts, in the order of the requests."""
+        """Return all measurements, in the order of the requests."""
         return tuple(row for rows in self._rows for row in rows)
 
     def beside(self, proof: "Proof") -> "Proof":
-        """The proof with what was measured, as it is without requests."""
+        """Return the proof with the measurements."""
         return replace(proof, parity=replace(proof.parity, metrics=self.metrics)) if self._requests else proof
 
 
@@ -237,7 +236,7 @@ def _arrays(outputs: Outputs, inputs: "ProofInputs") -> dict[str, NDArray[Any]]:
 
 
 def _digest(request: MetricRequest, inputs: "ProofInputs", below: Path) -> str:
-    """Of the labels and of its words, a file's by what is in it: where it stands doesn't change what is measured."""
+    """Return the digest of labels and words, of files by their content, so that their place changes nothing."""
     digest = hashlib.sha256()
     path, function = file_and_function(request.command)
     words = [str(path), function] if request.is_code else request.argv

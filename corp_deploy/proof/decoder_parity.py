@@ -40,7 +40,7 @@ Status = Literal["PASS", "FAIL", "MEASURED"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class DecoderLink:
     """One way of running both; `bound` of the relative error, None where nothing bounds it."""
 
     name: str
@@ -57,14 +57,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParity:
-    """What was found on `sequences` of `length` tokens."""
+    """Links of a decoder on `sequences` of `length` tokens."""
 
     model: str
     graph: Mapping[str, Any]
     runtime: Flat
     sequences: int
     length: int
-    links: tuple[Link, ...]
+    links: tuple[DecoderLink, ...]
 
     @property
     def passed(self) -> bool:
@@ -76,7 +76,7 @@ class DecoderParity:
 
 
 def drawn_ids(vocabulary: int, *, sequences: int, length: int, seed: int) -> NDArray[np.int64]:
-    """Any tokens, [B,N]."""
+    """Draw tokens [B,N]."""
     return np.random.default_rng(seed).integers(0, vocabulary, (sequences, length), dtype=np.int64)
 
 
@@ -126,9 +126,9 @@ def verify_decoder(
     )
 
 
-def _link(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32], bound: float | None) -> Link:
+def _link(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32], bound: float | None) -> DecoderLink:
     found = json_from_record(measures(expected, actual, role="token logits"))  # null for what isn't finite
-    return Link(name=name, measures=found, bound=bound)
+    return DecoderLink(name=name, measures=found, bound=bound)
 
 
 NAMES = ("dense", "reduced")

@@ -33,13 +33,13 @@ Write = Callable[[Path, Sequence[str], Sequence[str]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """Where fusion is broken, and which sites are kept in more bits."""
+    """Fusion breaks, and sites kept in more bits."""
 
     breaks: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
 
 
-def fewest(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...] | None:
+def fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...] | None:
     """A set of these that passes, of which none can be left out; None where not even all of them pass.
 
     Takes for granted that more pass where fewer do: the last site of the shortest passing row is needed, and so on with
@@ -56,10 +56,10 @@ def fewest(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tup
     return chosen
 
 
-def measured(
+def output_measures(
     ports: Sequence[OutputPort], reference: Outputs, answers: Outputs, bounds: Mapping[str, Tolerance] | None = None
 ) -> dict[str, Measures]:
-    """How far the answers are from the reference, by output; `bounds` know the noise of margins."""
+    """Compare answers with the reference, by output; `bounds` know the noise of margins."""
     return {
         port.name: measures(
             reference[port.name],
@@ -72,7 +72,7 @@ def measured(
 
 
 def offered(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Where breaks are tried, in order: the softmax of every attention, and what every part of a block gives."""
+    """Return places for breaks in order: the softmax of every attention, and the output of every part of a block."""
     parts = {site for name in modules_of_graph(proto) if (site := site_of(f"{name}/")) == name}
     parts = {site for site in parts if any(part.isdigit() for part in site.split("."))}
     nodes = [node.name for node in proto.graph.node if node.op_type == "Softmax" and "/" in node.name]
@@ -102,15 +102,15 @@ class Trials:
             self.write(self.graph, breaks, kept)
             self.last = self.answers(self.graph)
             noise = None if self.are_flips else self.bounds
-            self.measured[key] = measured(self.ports, self.reference, self.last, noise)
+            self.measured[key] = output_measures(self.ports, self.reference, self.last, noise)
         return self.measured[key]
 
     def error(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> float:
-        """Of the worst output."""
+        """Return the error of the worst output."""
         return max(each.relative_error for each in self.errors(breaks, kept).values())
 
     def failing(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> str | None:
-        """The name of the first output that doesn't pass; None where all do."""
+        """Return the first output that doesn't pass, None where all do."""
         errors = self.errors(breaks, kept)
         return next((name for name, each in errors.items() if judge(each, self.bounds[name])[0] != "PASS"), None)
 
@@ -122,10 +122,10 @@ def mended(trials: Trials) -> RepairResult:
     trials.errors()
     sites = offered(read_onnx(trials.graph))
     blocks = tuple(site for site in sites if "/" not in site)
-    breaks = fewest(sites, lambda some: trials.failing(breaks=some) is None)
+    breaks = fewest_passing(sites, lambda some: trials.failing(breaks=some) is None)
     kept: tuple[str, ...] | None = ()
     if breaks is None:
-        breaks, kept = (), fewest(blocks, lambda some: trials.failing(kept=some) is None)
+        breaks, kept = (), fewest_passing(blocks, lambda some: trials.failing(kept=some) is None)
     if kept is None:
         raise BadInput(
             f"no set of fusion breaks, and no set of blocks in more bits, mends this engine: it is still off by "
@@ -135,13 +135,13 @@ def mended(trials: Trials) -> RepairResult:
 
 
 def graph_answers(path: Path, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
-    """What ONNX Runtime says of a graph, rounding as it is typed."""
+    """Run a graph in ONNX Runtime, rounding as it is typed."""
     with candidate_from_path(path).opened(ports) as run:
         return outputs_at(run, feeds, BATCH)
 
 
 def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], command: str) -> Answers:
-    """What engines say to these inputs, built by this backend on this machine. Raises Missing without a GPU."""
+    """Return a function that builds an engine of a graph here and runs it; raise Missing without a GPU."""
     try:
         require_cuda()
     except Missing as error:

@@ -15,7 +15,7 @@ _TRUSTED: ContextVar[bool] = ContextVar("trusted engines", default=False)
 
 @contextmanager
 def trusting_engines(trust: bool) -> Iterator[None]:
-    """Within it, whether engines that were not built here may be loaded; without it none is."""
+    """Allow engines that were not built here to be loaded within the block."""
     token = _TRUSTED.set(trust)
     try:
         yield

@@ -26,18 +26,17 @@ TREND, PLOT = "history.json", "history.svg"
 
 
 def trend_of_files(bench: Path, directory: Path) -> Trend:
-    """The trend up to this bench record. Raises BadInput where it has no time, or `directory` is none."""
     return trend_of(load_history(directory), release_of_file(bench))
 
 
 def write_trend(trend: Trend, directory: Path) -> None:
-    """history.json, which `report` shows, and history.svg."""
+    """Write history.json, which `report` shows, and history.svg."""
     save_trend(trend, directory / TREND)
     write_text(directory / PLOT, trend_drawing(trend).standalone)
 
 
 def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
-    """At most one bench and one parity record, told apart by their kind. Raises BadInput for anything else."""
+    """Return at most one bench and one parity record by kind; raise BadInput for anything else."""
     by_kind: dict[str, Path] = {}
     for path in paths:
         kind = str(record_from_file(path, Head).kind)
@@ -50,7 +49,7 @@ def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def evidence_of_files(bench: Path | None, parity: Path | None, confidence: float = DEFAULT_CONFIDENCE) -> Evidence:
-    """What the two records hold; `confidence`: of the intervals that are read from them."""
+    """Read both records; `confidence` is that of intervals read from them."""
     return Evidence(
         bench=None if bench is None else load_bench(bench),
         parity=None if parity is None else load_parity(parity),
@@ -77,7 +76,7 @@ def parity_row(path: Path, rules: Sequence[Rule] = ()) -> JudgedRule:
 
 
 def with_fitted_rule(rules: Sequence[Rule], now: Evidence) -> list[Rule]:
-    """And that no image judges which the model was fitted to, unless one of the rules says how many may."""
+    """Add the rule that no judging image was fitted to, unless a rule says how many may."""
     unknown = now.parity is None or now.parity.fitted is None
     if unknown or any(rule.metric == FITTED for rule in rules):
         return [*rules]
@@ -87,12 +86,12 @@ def with_fitted_rule(rules: Sequence[Rule], now: Evidence) -> list[Rule]:
 def judged_rows(
     rules: Sequence[Rule], now: Evidence, older: Evidence | None, *, starting: bool
 ) -> tuple[JudgedRule, ...]:
-    """Every rule beside the older records; with `starting`, those that ask for one where there is none wait for it."""
+    """Judge every rule beside the older records; with `starting`, rules without one wait for it."""
     return judge(rules, now, older, starting=starting).rules if rules else ()
 
 
-def write_gate(gate: Gate, path: Path) -> None:
-    """gate.json, Markdown or JUnit, by suffix."""
+def write_verdicts(gate: Gate, path: Path) -> None:
+    """Write gate.json, Markdown or JUnit, by suffix."""
     if path.suffix == ".json":
         save_gate(gate, path)
     else:
@@ -100,7 +99,7 @@ def write_gate(gate: Gate, path: Path) -> None:
 
 
 def write_tracking(now: Evidence, directory: Path) -> None:
-    """The two files that benchmark-tracking actions read. Raises BadInput without a bench record."""
+    """Write the two files that benchmark-tracking actions read."""
     if now.bench is None:
         raise BadInput("--track writes timings; give a bench.json among the records")
     summary = summarise(now.bench)
@@ -109,7 +108,6 @@ def write_tracking(now: Evidence, directory: Path) -> None:
 
 
 def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
-    """Differences and rows as JSON values; latencies as value, low, high."""
     rows = [
         {
             "batch": row.batch,

@@ -72,7 +72,6 @@ class Graphs:
 
     @cached_property
     def found(self) -> Mapping[str, RepairResult]:
-        """What each mixed precision keeps in FP32, and where its engine's fusion is broken."""
         options = self._options
         if not options.auto:
             return {name: RepairResult(kept=tuple(options.keep_fp32)) for name in options.mixed}
@@ -92,11 +91,11 @@ class Graphs:
 
     @property
     def _idle(self) -> dict[str, str]:
-        """The pure precisions that stand in place of mixed ones with nothing to keep, by those."""
+        """Return the pure precisions that replace mixed ones with nothing to keep."""
         return {name: PRECISIONS[name].pure for name, found in self.found.items() if not found.kept}
 
     def paths(self, output: Path) -> dict[str, Path]:
-        """Where each graph goes: a pure one in place of a mixed one with nothing to keep."""
+        """Return the path of each graph; a pure one replaces a mixed one with nothing to keep."""
         idle = self._idle
         if len(self._options.precisions) == 1:
             (only,) = self._options.precisions
@@ -105,7 +104,7 @@ class Graphs:
         return {name: path for name, path in every.items() if name not in idle}
 
     def write(self, name: str, path: Path) -> tuple[str, ...]:
-        """Write one of these graphs; the modules that it keeps in more bits."""
+        """Write one graph; return the modules that it keeps in more bits."""
         options = self._options
         if name in QUANTISED:
             found = RepairResult()

@@ -23,7 +23,7 @@ PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenHead:
-    """A head whose graph is loaded. Its maps are named by its file."""
+    """A loaded head; its maps are named by its file."""
 
     path: Path
     runner: OnnxRunner
@@ -40,7 +40,6 @@ class OpenHead:
         return Head(file=self.path.name, sha256=sha256_of_file(self.path), reads=self.reads, maps=self.maps)
 
     def __call__(self, answers: Outputs, batch: int) -> Outputs:
-        """The maps that it makes of a backbone's outputs, by their names."""
         ports = self.runner.inputs
         feeds = feeds_of_ports({name: answers[name] for name in self.reads}, ports)
         checked = checked_feeds(feeds, ports, where=f"head {self.path}")
@@ -53,8 +52,8 @@ class OpenHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
-    """The heads of a proof; none where `every` is empty."""
+class ProofHeads:
+    """The heads of a proof."""
 
     every: tuple[OpenHead, ...] = ()
     threshold: float = THRESHOLD
@@ -68,11 +67,10 @@ class Heads:
         return tuple(head.record for head in self.every)
 
     def head_of(self, name: str) -> OpenHead:
-        """The one that makes this map."""
         return next(head for head in self.every if name in head.maps)
 
     def behind(self, run: Run, batch: int) -> Run:
-        """A backbone that gives the maps beside its own outputs; `batch`: of heads whose graphs leave it free."""
+        """Return a backbone that gives the maps too; `batch` is for heads that leave it free."""
 
         def whole(feeds: Feeds) -> Outputs:
             answers = run(feeds)
@@ -84,12 +82,12 @@ class Heads:
 @contextmanager
 def opened_heads(
     paths: Sequence[PathLike], outputs: Sequence[OutputPort], *, threshold: float = THRESHOLD
-) -> Iterator[Heads]:
+) -> Iterator[ProofHeads]:
     """Heads with their graphs loaded; above the threshold something is there where one tells one thing alone. Raises
     BadInput for one that doesn't read the model's outputs, or whose maps have the name of another output.
     """
     with ExitStack() as stack:
-        heads = Heads(every=tuple(_opened(stack, Path(path), outputs) for path in paths), threshold=threshold)
+        heads = ProofHeads(every=tuple(_opened(stack, Path(path), outputs) for path in paths), threshold=threshold)
         names = [port.name for port in (*outputs, *heads.ports)]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise BadInput(

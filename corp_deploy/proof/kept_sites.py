@@ -32,7 +32,7 @@ from perf.parity.tolerance import Tolerance
 from perf.runners.module import ModuleRunner
 
 from .candidates import outputs_at
-from .engine_search import BATCH, Answers, RepairResult, Trials, graph_answers, measured, mended
+from .engine_search import BATCH, Answers, RepairResult, Trials, graph_answers, mended, output_measures
 from .locate import dense_noise, half_of, worst_inputs
 
 FACTOR = 4.0
@@ -112,7 +112,7 @@ def _bounds(
     export_checkpoint(dense, fp32, precision="fp32", opset=opset)
     precision, kept = half_of(dense, float_type)
     export_checkpoint(dense, half, precision=precision, keep_fp32=kept, opset=opset)
-    noise = measured(ports, graph_answers(fp32, feeds, ports), graph_answers(half, feeds, ports))
+    noise = output_measures(ports, graph_answers(fp32, feeds, ports), graph_answers(half, feeds, ports))
     return {name: tolerance.half(each, float_type=float_type, factor=FACTOR) for name, each in noise.items()}
 
 
@@ -184,7 +184,7 @@ def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str,
 
 
 def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:
-    """By output twice what plain rounding does to the dense model, as `verify` judges it."""
+    """Return by output twice the error of plain rounding in the dense model, as `verify` judges."""
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
 
     def run(model: nn.Module) -> Outputs:
@@ -192,6 +192,6 @@ def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tole
             return outputs_at(lambda part: runner(feeds_of_ports(part, inputs)), feeds, BATCH)
 
     exportable = traced_model.exportable(dense.model)
-    noise = measured(ports, run(exportable), run(simulated(exportable, precision, run)))
+    noise = output_measures(ports, run(exportable), run(simulated(exportable, precision, run)))
     float_type = type_by_name(precision)
     return {name: tolerance.half(each, float_type=float_type, factor=2.0) for name, each in noise.items()}

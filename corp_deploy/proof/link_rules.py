@@ -10,7 +10,7 @@ from torch import nn
 from corp_deploy.families.counting import counted
 from corp_deploy.families.family import output_ports
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.input_sets import model_digest
 from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, FloatType
@@ -21,20 +21,20 @@ from perf.parity.tolerance import Choices, Tolerance
 from perf.timing.watch import has_vnni
 
 from .candidates import Candidate
-from .heads import Heads
+from .heads import ProofHeads
 from .limits import ParityLimits
-from .own_noise import Merges, own_noise
+from .own_noise import MergeNoise, own_noise
 
 AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class LinkReference:
     """What a candidate is held against; `merges` where the torch model that it computes merges tokens."""
 
     label: str
     answers: Outputs
-    merges: Merges | None = None
+    merges: MergeNoise | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class LinkRules:
     threshold: float | None = None
 
     def rounding(self, float_type: FloatType) -> Tolerance:
-        """How far two computations of one model may lie apart where one is held in this type."""
+        """Return the tolerance of two computations of one model, one held in this type."""
         if self.port.name in self.limits.exclude_output:
             return tolerance.EXCLUDED
         if float_type is not FLOAT32:
@@ -61,13 +61,12 @@ class LinkRules:
         return tolerance.exact(products=self.products, largest_logit=self.largest_logit, magnified=self.magnified)
 
     def of_user(self) -> Tolerance:
-        """What the reduced model may differ from the dense one by."""
+        """Return the user's limits on the reduced model."""
         return self.limits.of_port(self.port, self.noises[FLOAT16])
 
     def link(
-        self, candidate: Candidate, name: str, kind: LinkKind, before: Reference, by_batch: Mapping[int, Outputs]
+        self, candidate: Candidate, name: str, kind: LinkKind, before: LinkReference, by_batch: Mapping[int, Outputs]
     ) -> Link:
-        """The link from what stands before to a candidate."""
         own, merges, float_type = self.port.name, before.merges, candidate.float_type
         bounds, choices = self.of_user() if kind in ("reduced", "whole") else self.rounding(float_type), None
         is_narrow = kind in ("half", "quantised")
@@ -113,10 +112,10 @@ def link_rules(
     answers: Outputs,
     batch: int,
     limits: ParityLimits,
-    heads: Heads,
+    heads: ProofHeads,
     halves: Collection[FloatType],
 ) -> list[LinkRules]:
-    """Of each output of the dense model and each map of its heads; `halves`: types that candidates are held in."""
+    """Return the rules of each output and each map of heads; `halves` are the types of candidates."""
     ports = output_ports(dense.model)
     noises = {each: own_noise(dense, each, feeds, answers, batch, heads) for each in dict.fromkeys((FLOAT16, *halves))}
     noise, products = noises[FLOAT16], counted(dense.model).chain
@@ -149,7 +148,7 @@ def link_rules(
 
 
 def _magnified(map_noise: Measures, noises: Sequence[Measures]) -> float:
-    """How many times larger a head makes relative errors, by the dense ones in FP16; 1 at least."""
+    """Return the factor by which a head magnifies relative errors, by the dense ones in FP16; at least 1."""
     least = min(noise.relative_error for noise in noises)
     ratio = map_noise.relative_error / least if least > 0 else 1.0
     return max(1.0, ratio) if math.isfinite(ratio) else 1.0
@@ -172,7 +171,7 @@ def with_reasons(
 
 
 def with_origin(links: Sequence[Link], candidate: Candidate, model: nn.Module) -> tuple[Link, ...]:
-    """The links of a candidate. Of a failing graph of another model than it is held against the reason says so."""
+    """Add to a failing link the reason that the graph is of another model, where it is."""
     own = candidate.model_sha256
     if own is None or all(link.status != "FAIL" for link in links) or own == (expected := model_digest(model)):
         return tuple(links)

@@ -33,13 +33,12 @@ WORST_INPUTS = 16
 
 
 def worst_inputs(feeds: Feeds, reference: NDArray[np.floating], candidate: NDArray[np.floating], role: Role) -> Feeds:
-    """The inputs on which the candidate is off most; those with NaN or Inf first."""
+    """Return the inputs with the largest errors; those with NaN or Inf first."""
     off_N = np.nan_to_num(relative_errors(reference, candidate, role=role), nan=np.inf)
     return rows_of(feeds, np.argsort(-off_N, kind="stable")[:WORST_INPUTS])
 
 
 def graph_of(checkpoint: Checkpoint, precision: str, keep_fp32: Sequence[str] = ()) -> onnx.ModelProto:
-    """The model's graph in memory."""
     return onnx_from_model(
         traced_model.exportable(checkpoint.model),
         traced_model.input_spec(checkpoint.model).ports,
@@ -58,7 +57,6 @@ def half_of(dense: Checkpoint, float_type: FloatType) -> tuple[str, tuple[str, .
 
 
 def dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mapping[str, float]:
-    """Every block's own error in that type in the dense model."""
     if (word := quantised_word(float_type)) is not None:
         plain = quantiser_of(dense, feeds, Quantisation(rest="fp32", scales="max", balance=False))
         return block_noise(plain.fp32_graph, plain.graph(word, scales="max"), feeds)
@@ -66,7 +64,7 @@ def dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mappi
 
 
 def balanced_sites(proto: onnx.ModelProto) -> set[str]:
-    """Where norms give their outliers on to the layers behind them, as the graph's notes tell."""
+    """Return the sites whose norms were balanced, by the notes of the graph."""
     names = next((entry.value for entry in proto.metadata_props if entry.key == "export.balanced"), "")
     return {site_of(f"{name}/") for name in names.split()}
 
@@ -79,7 +77,7 @@ def fix_command(
     rest: str | None = None,
     weight_bits: int = 8,
 ) -> str:
-    """How to export again with the first bad site in float32, to a file beside the failing graph, `shown` in words."""
+    """Return the command that exports again with the first bad site in float32, beside the failing graph."""
     beside = (graph.parent / CONFIG).is_file()
     graph = shown or graph
     stem = graph.name.removesuffix(".onnx")
@@ -97,10 +95,10 @@ def fix_command(
     return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{word}.onnx")}))
 
 
-def located(
+def fault_of_link(
     name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
 ) -> FaultLocation | None:
-    """Where a failing graph leaves the step before it; None when that step can't be cut into blocks."""
+    """Locate the block where a failing graph errs; None when the step before can't be cut into blocks."""
     if failing.form != "graph" or failing.runtime is not None or before is None:
         return None  # blocks are compared in ONNX Runtime
     if before.form == "graph" and before.takes_pixels != failing.takes_pixels:

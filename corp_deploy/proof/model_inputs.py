@@ -20,24 +20,32 @@ from corp_deploy.families.timm_images import ImageSpec
 from corp_deploy.invocation.running import FedOptions
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import no_picture, normalising, texts_for_model, unnormalised
+from corp_deploy.store.input_sets import no_picture, normalising, texts_for_model, unnormalised
 from corp_deploy.store.onnx_file import GraphInput, graph_ports
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, random_feeds, rows_of
 from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
 
-from .inputs import ProofInputs, fed_to_ports, listed, noise_inputs, normalisation_of, on_disk, require_pixels
+from .proof_inputs import (
+    ProofInputs,
+    array_on_disk,
+    fed_to_ports,
+    noise_inputs,
+    normalisation_of,
+    ports_line,
+    require_pixels,
+)
 
 
 def images_taken(checkpoint: Checkpoint) -> ImageSpec | None:
-    """How images become a model's input; None of a model that takes none."""
+    """Return a model's preprocessing of images, None where it takes none."""
     of_images = traced_model.input_spec(checkpoint.model).medium == "images"
     return image_spec(checkpoint.model) if of_images else None
 
 
 def fed_to_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) -> Feeds:
-    """Feeds of the model as a graph of it takes them. Raises BadInput for images that were not made of pixels."""
+    """Return feeds of the model as a graph of it takes them."""
     spec, ports, where = images_taken(checkpoint), graph_ports(checkpoint, graph_input), f"input {graph_input}"
     require_pixels(feeds, ports, spec, where=where)
     return fed_to_ports(feeds, ports, spec, where=where)
@@ -56,7 +64,7 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
         tensors = {"images": batch.inputs} if isinstance(batch.inputs, Tensor) else batch.inputs
         parts = {name: tensor.numpy() for name, tensor in tensors.items()}
         count = batch_size(parts)
-        arrays = arrays or {name: on_disk(part, source.count) for name, part in parts.items()}
+        arrays = arrays or {name: array_on_disk(part, source.count) for name, part in parts.items()}
         for name, part in parts.items():
             arrays[name][start : start + count] = part
         start += count
@@ -91,7 +99,7 @@ def _first(source: InputSet, count: int) -> Batch[Inputs]:
 
 
 def _tokenized(text: Path, models: Sequence[Path], count: int) -> ProofInputs:
-    """So many texts of a file, over again where it has fewer, by the tokenizer of the first model that has one."""
+    """Tokenize `count` texts of a file, repeated where it has fewer, by the first model with a tokenizer."""
     directory = next((path for path in models if path.is_dir()), None)
     if directory is None:
         raise BadInput(
@@ -113,7 +121,7 @@ def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[
     if path is None:
         return ProofInputs(feeds=random_feeds(ports, count, seed=0), kind="inputs")
     if len(ports) != 1 or len(ports[0].shape) != 3:
-        raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images out")
+        raise BadInput(f"{path}: images for a model that takes {ports_line(ports)}; leave --images out")
     if path.suffix not in ARRAYS:
         raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
     (port,) = ports
@@ -139,9 +147,9 @@ def _of_directory(directory: Path, path: Path) -> Normalise:
 
 
 def feeds_to_time(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
-    """So many inputs for these ports; among `models` is the tokenizer. Raises BadInput for what does not fit."""
+    """Return `count` inputs for these ports; the tokenizer is among `models`."""
     if fed.text is None:
         return _images_or_noise(fed.images, ports, models, count)
     if not all(port.dtype == "int64" for port in ports):
-        raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text out")
+        raise BadInput(f"{fed.text}: texts for a model that takes {ports_line(ports)}; leave --text out")
     return _tokenized(Path(fed.text), models, count)

@@ -25,7 +25,7 @@ from perf.parity.measures import Measures, measures
 from perf.runners.module import tensors_of_ports
 
 from .candidates import outputs_at
-from .heads import Heads
+from .heads import ProofHeads
 
 
 class HalfProducts(TorchDispatchMode):
@@ -46,17 +46,23 @@ DENSE = "dense torch fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merges:
+class MergeNoise:
     """How near each input [N] is to merging other tokens, and the model's own error in 16 bits by type and output."""
 
     margins_N: NDArray[np.float64]
     noise: Mapping[FloatType, Mapping[str, Measures]]
 
 
-def merges_of(
-    checkpoint: Checkpoint, feeds: Feeds, answers: Outputs, batch: int, *, halves: Collection[FloatType], heads: Heads
-) -> Merges | None:
-    """How near inputs are to other merges, and the own error in types of steps to come; None where none merge."""
+def merge_noise_of(
+    checkpoint: Checkpoint,
+    feeds: Feeds,
+    answers: Outputs,
+    batch: int,
+    *,
+    halves: Collection[FloatType],
+    heads: ProofHeads,
+) -> MergeNoise | None:
+    """Return the margins and the own errors of a model that merges tokens, None for others."""
     if traced_model.merging_of(checkpoint.model) is None:
         return None
     margins = []
@@ -67,11 +73,11 @@ def merges_of(
         assert least_B is not None, start
         margins.append(least_B.double().numpy())
     noise = {float_type: own_noise(checkpoint, float_type, feeds, answers, batch, heads) for float_type in halves}
-    return Merges(margins_N=np.concatenate(margins), noise=noise)
+    return MergeNoise(margins_N=np.concatenate(margins), noise=noise)
 
 
 def own_noise(
-    dense: Checkpoint, float_type: FloatType, feeds: Feeds, reference: Outputs, batch: int, heads: Heads
+    dense: Checkpoint, float_type: FloatType, feeds: Feeds, reference: Outputs, batch: int, heads: ProofHeads
 ) -> dict[str, Measures]:
     """A torch model's own error in a type against FP32 on these inputs, with the same safe norms and softmax; in INT8
     and FP8 where it is rounded plainly. Of maps what heads in FP32 make of it.
@@ -91,7 +97,6 @@ def own_noise(
 
 
 def quantised_word(float_type: FloatType) -> str | None:
-    """How a quantised type is called; None of another."""
     return next((word for word, each in QUANTISED.items() if each is float_type), None)
 
 

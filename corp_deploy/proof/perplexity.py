@@ -41,10 +41,10 @@ ORDER: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS", "UNJUDGED")
 
 
 class LanguageLimits(LanguageOptions):
-    """What every candidate has to keep to, and how it is judged by the interval of this `confidence`."""
+    """Limits on every candidate, judged by intervals of this `confidence`."""
 
     def judged(self, row: LanguageMeasures) -> tuple[Verdict, str]:
-        """By the interval of each: one that lies on both sides of its limit leaves the verdict open."""
+        """Judge by intervals: one that spans its limit leaves the verdict open."""
         every = (
             ("perplexity ratio", row.ratio, self.max_ratio, False),
             ("token agreement", row.agreement, self.min_agreement, True),
@@ -93,12 +93,10 @@ class LanguageProof:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all."""
         own = (verdict for verdict, _ in self.verdicts.values())
         return min(own, key=ORDER.index, default="UNJUDGED")
 
     def as_json(self) -> dict[str, Any]:
-        """The record."""
         verdicts = {model: {"verdict": verdict, "why": why} for model, (verdict, why) in self.verdicts.items()}
         rows = [json_from_record(row) | verdicts.get(row.model, {}) for row in self.rows]
         head = {"kind": KIND, "version": 1, "verdict": self.verdict, "confidence": self.confidence}

@@ -11,7 +11,7 @@ from ground.errors import BadInput
 from ground.pixels import PIXEL
 from ground.ports import Port
 
-from .inputs import ProofInputs, of_port, on_disk
+from .proof_inputs import ProofInputs, array_on_disk, of_port
 
 _ROWS = 64  # copied at once
 
@@ -36,7 +36,7 @@ def images_of_port(
         opened = ImageArray.from_path(path, shape=_shape(port), pixels=_pixels(port, preprocessing, path, where=where))
         read = _read(draw_images(opened, samples=samples, seed=seed))
     else:
-        from corp_deploy.store.inputs import pictures_for_port
+        from corp_deploy.store.input_sets import pictures_for_port
 
         from .model_inputs import inputs_from_set
 
@@ -51,7 +51,6 @@ def _shape(port: Port) -> tuple[int, int, int]:
 
 
 def _pixels(port: Port, preprocessing: str | None, path: Path, *, where: str) -> Pixels | None:
-    """What gives what makes images of pixels, asked for once there are any."""
     if port.dtype == PIXEL:
         return lambda: _as_float
     return None if preprocessing is None else partial(_by_note, preprocessing, port, path, where=where)
@@ -62,15 +61,14 @@ def _as_float(pixels: np.ndarray) -> np.ndarray:
 
 
 def _by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Normalise:
-    from corp_deploy.store.inputs import normalising_by_note
+    from corp_deploy.store.input_sets import normalising_by_note
 
     return normalising_by_note(preprocessing, port, path, where=where)
 
 
 def _read(source: DrawnImages) -> ProofInputs:
-    """All images, in a file without a name instead of memory."""
     rows, start = source.rows(), 0
-    images = on_disk(np.empty((1, *source.array.shape), np.float32), source.count)
+    images = array_on_disk(np.empty((1, *source.array.shape), np.float32), source.count)
     while part := list(islice(rows, _ROWS)):
         images[start : start + len(part)] = part
         start += len(part)

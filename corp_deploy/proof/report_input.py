@@ -24,7 +24,7 @@ from perf.report.content import BudgetLine, EffectLine
 
 
 class Covered(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of the sites were reduced, in words, and why others were refused."""
+    """The coverage in words, and the reasons of refused sites."""
 
     verdict: str
     refused: dict[str, str] = {}
@@ -41,7 +41,7 @@ class ReductionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reduction_of(config: ModelConfig, directory: Path) -> ReductionRecord:
-    """Empty for a model that was never reduced. Raises BadInput, naming the entry, for what can't be read."""
+    """Return the record of the reduction, empty for a model that was never reduced."""
     where = f"{directory / CONFIG}: lineage.reduction"
     return record_from_value(config.lineage.get("reduction", {}), ReductionRecord, where=where)
 
@@ -62,13 +62,12 @@ def _optional(path: Path, load: Callable[[Path], Record]) -> Record | None:
 
 
 def json_of_file(path: Path, kind: str) -> dict[str, Any]:
-    """A record of this kind as JSON values: whoever shows it types it."""
     return record_from_file(path, dict[str, Any], kind=kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Size:
-    """Of a calibration-size record what a report shows; its points are read where they are shown."""
+    """The part of a calibration-size record that a report shows."""
 
     sentence: str
     points: tuple[dict[str, Any], ...]
@@ -84,7 +83,6 @@ def _size_lines(path: Path) -> Any:
 
 
 def _site_line(site: SiteReport) -> dict[str, Any]:
-    """Errors as shares of the dense signal, so that sites of different size stand on one axis."""
     energy = site.energy or 1.0
     held_out, loop = site.held_out, site.loop
     return {
@@ -122,8 +120,8 @@ def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
     ]
 
 
-def lineage_of_model(config: ModelConfig) -> dict[str, Any]:
-    """Where a model comes from, without how it was reduced and what its config.json alone has to hold."""
+def shown_lineage(config: ModelConfig) -> dict[str, Any]:
+    """Return a model's lineage without its reduction and without entries for config.json alone."""
     left_out = ("reduction", "command", FITTED, CLASS_NAMES)
     lineage = {key: value for key, value in config.lineage.items() if key not in left_out}
     if isinstance(source := lineage.get("source"), dict):
@@ -132,7 +130,7 @@ def lineage_of_model(config: ModelConfig) -> dict[str, Any]:
 
 
 def record_of_directory(directory: Path, title: str | None = None) -> dict[str, Any]:
-    """Everything the report may show. Raises BadInput when the directory holds neither a bench nor a parity record."""
+    """Gather everything the report may show; raise BadInput without a bench or parity record."""
     if not directory.is_dir():
         raise BadInput(f"{directory}: no such directory, expected one with bench.json or parity.json")
     bench = _optional(directory / "bench.json", load_bench)
@@ -149,7 +147,7 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
     # A report can't hold its own digest.
     every = {} if manifest is None else manifest.files
     files = {name: entry for name, entry in every.items() if not entry.made_by.startswith(REPORTS)}
-    lineage = lineage_of_model(reduced) if reduced else {}
+    lineage = shown_lineage(reduced) if reduced else {}
     if manifest is not None:
         lineage |= {"versions": manifest.versions, "files": {name: entry.sha256 for name, entry in files.items()}}
     return {

@@ -50,16 +50,14 @@ class _Comparison:
     atol: Mapping[str, float]
 
     def file(self, what: str) -> str:
-        """Of inputs, of the first batch of them, of golden answers, of what is inside."""
         return f"{self.stem}.{what}.json"
 
     def run(self) -> str:
-        """The line that repeats it."""
         bounds = [f"{name}:{bound:.6g}" for name, bound in self.atol.items()]
         return shlex.join([*_run(self.graph, self.file("inputs"), self.file("golden")), *bounds])
 
     def debug(self) -> list[str]:
-        """The lines that keep what the good graph has inside, hold this one's against it, and cut out what fails."""
+        """Return the lines that compare tensors inside both graphs and cut out the failing part."""
         first, layers, both = map(self.file, ("first", "layers", "layers.inputs"))
         bound = f"{max(self.atol.values(), default=1e-5):.6g}"
         shapes = [f"{name}:[{','.join(map(str, shape))}]" for name, shape in self.shapes.items()]
@@ -82,14 +80,14 @@ def _run(model: str, inputs: str, golden: str) -> list[str]:
 
 
 def _renamed(arrays: Feeds | Outputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Under the graph's names; one array alone may have another."""
+    """Rename arrays to the graph's names; a single array may have another."""
     if len(arrays) == 1 and len(names) == 1:
         return dict(zip(names, arrays.values(), strict=True))
     return {name: np.asarray(arrays[name]) for name in names if name in arrays}
 
 
 def _iterations(arrays: Feeds | Outputs, batch: int, *, fixed: bool) -> list[dict[str, NDArray[Any]]]:
-    """Batch by batch; the last one is smaller, or filled up with repeats where the graph's batch is fixed."""
+    """Split into batches; the last one is smaller, or filled up where the batch is fixed."""
     count, parts = batch_size(arrays), []
     for start in range(0, count, batch):
         rows = np.arange(start, start + batch if fixed else min(start + batch, count)).clip(max=count - 1)

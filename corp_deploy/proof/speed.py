@@ -24,7 +24,7 @@ from perf.timing.laps import Plan
 from perf.timing.watch import environment, watching
 
 from .contender import Contender, contender_from_engine, contender_from_graph
-from .inputs import ProofInputs, listed
+from .proof_inputs import ProofInputs, ports_line
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_
 
 
 def way_to_run(path: Path, running: RunOptions) -> str:
-    """What would run it, by its name in the table of options. Raises BadInput for what nothing here runs."""
+    """Return the way to run a file, by its name in the table of options."""
     if path.suffix == ".plan" and path.is_file():
         backend = record_of_plan(path).backend
         if backend not in BENCH.variants:
@@ -59,7 +59,7 @@ def _runtime_of_graphs(running: RunOptions) -> str:
 
 
 def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:
-    """Where both run. Raises BadInput for options that would be ignored, and for two that would run apart."""
+    """Return the device of both; raise BadInput for ignored options and for two devices."""
     ways = {path: way_to_run(path, running) for path in (dense, reduced)}
     BENCH.refuse([(path.name, way) for path, way in ways.items()], running.non_default)
     one, other = (BENCH.variants[ways[path]] for path in (dense, reduced))
@@ -88,7 +88,7 @@ def _contender(
 
 
 def _timed_inputs(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
-    """As many inputs as the largest batch: those of a file, or noise, which costs the same time."""
+    """Return inputs for the largest batch: those of a file, or noise, which costs the same time."""
     if fed.text is None and fed.images is None:
         return ProofInputs(feeds=random_feeds(ports, count, seed=0), kind="inputs")
     from .model_inputs import feeds_to_time
@@ -100,7 +100,8 @@ def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]
     one, other = ([(port.dtype, port.shape) for port in each.inputs] for each in (dense, reduced))
     if one != other:  # whatever they are called
         raise BadInput(
-            f"{dense.name} takes {listed(dense.inputs)}, {reduced.name} {listed(reduced.inputs)}: not the same task"
+            f"{dense.name} takes {ports_line(dense.inputs)}, {reduced.name} {ports_line(reduced.inputs)}: not the same "
+            "task"
         )
     for contender in (dense, reduced):
         if contender.static_batch is not None and list(batches) != [contender.static_batch]:
@@ -157,7 +158,7 @@ def measure(
 
 
 def measured_speedup(dense: "Checkpoint", directory: Path, batch: int) -> float:
-    """Dense over reduced median latency in ONNX Runtime, interleaved, to hold a prediction against."""
+    """Return dense over reduced median latency in ONNX Runtime, interleaved."""
     from corp_deploy.store.checkpoint import save
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -12,7 +12,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import listened, sites_of, token_weights
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import merging_of_moments
+from corp_deploy.store.input_sets import merging_of_moments
 from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_size, input_noun, rows_of, single_array
@@ -22,16 +22,21 @@ from perf.parity.structure import StructuralTest
 from perf.parity.tolerance import Choices
 
 from .candidates import Candidate, Run
-from .own_noise import Merges
+from .own_noise import MergeNoise
 
 # Slots of a batch, inputs pushed out of range.
 SLOTS, EXTREME_INPUTS = 8, 4
 
 
 def structural_tests(
-    candidate: Candidate, run: Run, feeds: Feeds, by_batch: Mapping[int, Outputs], bound: float, merges: Merges | None
+    candidate: Candidate,
+    run: Run,
+    feeds: Feeds,
+    by_batch: Mapping[int, Outputs],
+    bound: float,
+    merges: MergeNoise | None,
 ) -> list[StructuralTest]:
-    """What holds for some inputs holds for all: the link itself judges every input at the largest batch."""
+    """Test batch slots, order, extremes and batch sizes on some inputs."""
     largest, label = candidate.batch or max(by_batch), candidate.label
     slots, noun = min(largest, SLOTS), input_noun(feeds)
     if merges is not None:
@@ -63,13 +68,13 @@ PARTS, BATCH = 8, 16
 
 
 def _stats(moments: Moments, name: str) -> Stats:
-    """Mean and covariance of x of an MLP, of z of an attention layer."""
+    """Return mean and covariance of x of an MLP, of z of an attention layer."""
     mean, covariance = moments.sites[name].entering
     return Stats(images=moments.images, mean_F=mean.numpy(), covariance_FF=covariance.numpy())
 
 
 def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
-    """The inputs beside the calibration at every site, tokens merged as then; None for too few. Same model."""
+    """Compare the inputs with the calibration at every site; None for too few."""
     count = batch_size(feeds)
     if count < PARTS:
         return None

@@ -36,7 +36,7 @@ SEVERAL = f"any from 2 to {LARGEST_BATCH}"
 
 
 class _Borders(nn.Module):
-    """Float32 outside, another type inside."""
+    """A module with float32 outside and another type inside."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def compile_package(
 
 
 def port_of_images(images: Path | None, package: Path) -> Port:
-    """What a package takes is told by the images that it is fed. Raises BadInput without them."""
+    """Return a package's input by the images that it is fed; raise BadInput without them."""
     if images is None or images.suffix != ".npy":
         raise BadInput(
             f"{package}: a package doesn't record its inputs; expected --images FILE.npy with preprocessed inputs "
@@ -92,7 +92,7 @@ def port_of_images(images: Path | None, package: Path) -> Port:
 
 
 def contender_from_package(name: str, path: Path, images: Path | None, running: RunOptions) -> Contender:
-    """A package that is handed over. Raises BadInput where its code may not be run."""
+    """Return a package of somebody's; raise BadInput where its code may not be run."""
     refuse_untrusted(f"{path} (a package of AOTInductor)")
     inputs = (port_of_images(images, path),)
     opened = partial(PackageRunner, path, inputs=inputs, threads=running.threads)
@@ -102,7 +102,7 @@ def contender_from_package(name: str, path: Path, images: Path | None, running: 
 def compiled_contender(
     name: str, checkpoint: Checkpoint, path: Path, running: RunOptions, label: str, batches: Sequence[int]
 ) -> Contender:
-    """A package that is made here, and so no foreign code. Raises BadInput for a batch of 1 beside others."""
+    """Compile a package here; raise BadInput for a batch of 1 beside others."""
     if 1 in batches and len(batches) > 1:
         others = ",".join(str(batch) for batch in batches if batch > 1)
         raise BadInput(

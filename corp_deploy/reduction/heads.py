@@ -32,20 +32,19 @@ Statistics = TypeVar("Statistics")
 Fit = TypeVar("Fit")
 
 
-def fitted(
-    own: Statistics,
+def ridge_by_halves(
     splits: tuple[Statistics, Statistics] | None,
     ridge_rel: float,
     fit: Callable[[Statistics, float], Fit],
     judged: Callable[[Fit, Statistics], HeldOut],
-) -> tuple[Fit, RidgeChoice | None]:
-    """A fit to all images with this ridge; with `splits` of them with the one whose fits to either half lose least on
-    the other.
+) -> tuple[float, RidgeChoice | None]:
+    """Return the ridge of a fit to all images: with `splits` of them the one whose fits to either half lose least on
+    the other, with how it was chosen; else `ridge_rel`.
     """
     if splits is None:
-        return fit(own, ridge_rel), None
+        return ridge_rel, None
     ridge = chosen_ridge(splits, ridges_from(ridge_rel), fit, lambda recovery, half: judged(recovery, half).share)
-    return fit(own, ridge.strength_whole), ridge
+    return ridge.strength_whole, ridge
 
 
 def kept_planes(scores_HD: Tensor, width: int) -> Tensor:
@@ -80,7 +79,8 @@ def recovered_qk(
         return judged_qk(site, recovery, half, method)
 
     chooses = method.qk_recovery == "logit" and width < moments.energy_HD.shape[1]
-    return fitted(moments, splits if chooses else None, method.ridge_rel, fit, judged)
+    strength, ridge = ridge_by_halves(splits if chooses else None, method.ridge_rel, fit, judged)
+    return fit(moments, strength), ridge
 
 
 def judged_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Method) -> HeldOut:
@@ -186,7 +186,8 @@ def recovered_values(
     def judged(recovery: ValueRecovery, half: HeadOutputs) -> HeldOut:
         return half.judged(recovery.as_dense_OC, recovery.bias_O)
 
-    return fitted(own, splits, method.ridge_rel, fit, judged)
+    strength, ridge = ridge_by_halves(splits, method.ridge_rel, fit, judged)
+    return fit(own, strength), ridge
 
 
 def kept_groups(own: HeadOutputs, method: Method, groups: int, count: int) -> Tensor:
@@ -225,7 +226,8 @@ def projected(
     def judged(recovery: ChannelRecovery, other: HeadOutputs) -> HeldOut:
         return other.judged(recovery.weight_OK @ torch.kron(map_MH, eye_VV), recovery.bias_O)
 
-    recovery, ridge = fitted(own, None if how == "none" else splits, method.ridge_rel, fit, judged)
+    strength, ridge = ridge_by_halves(None if how == "none" else splits, method.ridge_rel, fit, judged)
+    recovery = fit(own, strength)
     elsewhere = None if held_out is None else judged(recovery, held_out)
     widths = heads, heads * method.heads_kept, len(kept_M)
     return recovery, site_report(site, "heads", widths, recovery, energy=own.energy, held_out=elsewhere, ridge=ridge)

@@ -5,8 +5,10 @@ Selections and recoveries say what to do; here it is done, once, on a new progra
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from calib.inputs import InputSet
@@ -15,7 +17,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
 from corp_deploy.spec.widths import Width, Widths
 from corp_deploy.traced.models.module import device, replaced
-from corp_deploy.traced.models.narrowing import narrowed, provable
+from corp_deploy.traced.models.narrowed_model import narrowed, provable
 from corp_deploy.traced.models.sites import Site, Sites
 from ground.effort import Stopwatch, measured
 
@@ -82,17 +84,17 @@ def notes_on(sites: Sites, method: Method, widths: Widths) -> tuple[str, ...]:
 
 
 def reduced_site(
-    model: nn.Module,
     site: Site,
+    *,
+    widths: Widths,
     moments: Moments,
     method: Method,
-    width: Width,
-    *,
-    cached: Elimination | Tensor | None = None,
+    where: torch.device,
+    chosen: Mapping[str, Elimination | Tensor | None],
     held_out: Moments | None = None,
 ) -> TracedReduced:
-    """One site at one width. `cached`, its elimination or what was chosen of it, is not made again."""
-    where = device(model)
+    """Reduce one site to its width. `chosen`, eliminations of sites or what stays of them, are not made again."""
+    width, cached = widths[site.name], chosen.get(site.name)
     own = site_moments(site, moments, where)
     others = None if held_out is None else site_moments(site, held_out, where)
     splits = splits_at(site, moments, own, where)
@@ -153,21 +155,24 @@ def reduce(
         own = site_moments(site, moments, where)
         return kind_of(site).chosen(site, own, method, target_widths[site.name], cached)
 
-    with measured(watch, "select"):
-        apart = [site for site in affected if site.name not in merged]
-        chosen = dict(zip((site.name for site in apart), pool.each(choose, apart, where), strict=True))
-
-    def at_site(site: Site) -> TracedReduced:
-        if site.name in merged:
-            return merged[site.name]
-        cached, width = chosen[site.name], target_widths[site.name]
-        return reduced_site(model, site, moments, method, width, cached=cached, held_out=held_out)
-
-    found = dict[str, TracedReduced]()
-    for site, new in zip(affected, pool.each(at_site, affected, where), strict=True):
-        found[site.name] = new
-        if on_progress is not None:
-            on_progress(len(found), len(affected))
+    apart, found = [site for site in affected if site.name not in merged], dict(merged)
+    with pool.mapping(len(apart), where) as each:
+        with measured(watch, "select"):
+            chosen = dict(zip((site.name for site in apart), each(choose, apart), strict=True))
+        of_widths = partial(
+            reduced_site,
+            widths=target_widths,
+            moments=moments,
+            method=method,
+            where=where,
+            chosen=chosen,
+            held_out=held_out,
+        )
+        for site, new in zip(apart, each(of_widths, apart), strict=True):
+            found[site.name] = new
+            if on_progress is not None:
+                on_progress(len(found), len(affected))
+    found = {site.name: found[site.name] for site in affected}
     reduced, unreduced = _carried_out(model, found, shown)
     reports = [report for name, new in found.items() if name not in unreduced for report in new.reports]
     few = (*few, *(f"{name} kept as it is: {reason}" for name, reason in unreduced.items()))

@@ -10,7 +10,7 @@ from torch import nn
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
-from corp_deploy.store.inputs import MERGING, merging_text, model_digest, preprocessing_text
+from corp_deploy.store.input_sets import MERGING, merging_text, model_digest, preprocessing_text
 from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput
 from ground.files import sha256_of_file

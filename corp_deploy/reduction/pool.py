@@ -4,9 +4,11 @@ A site's solve is thousands of small products: threads inside them mostly wait f
 they wait several times longer than the products take. Sites don't wait for each other.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -17,27 +19,34 @@ Result = TypeVar("Result")
 MAX_WORKERS = 8  # each holds a handful of its site's matrices
 
 
-def each(work: Callable[[Item], Result], items: Sequence[Item], device: torch.device) -> Iterator[Result]:
-    """work(item) for every item, in order; on a CPU as many at a time as there are threads, up to MAX_WORKERS.
+class _Map(Protocol):
+    """`map`, by some workers."""
 
-    A GPU is given one item at a time. The first error that an item raises is raised here, in its turn.
+    def __call__(self, work: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]: ...
+
+
+def _alike(work: Callable[[Item], Result], grad: bool, inference: bool, item: Item) -> Result:
+    # Both modes belong to the thread that set them.
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        return work(item)
+
+
+@contextmanager
+def mapping(count: int, device: torch.device) -> Iterator[_Map]:
+    """Open a `map` over so many items, in order; on a CPU as many at a time as there are threads, up to MAX_WORKERS.
+
+    A GPU is given one item at a time. The first error that an item raises is raised in its turn.
     """
     threads = torch.get_num_threads()
-    workers = min(threads, MAX_WORKERS, len(items)) if device.type == "cpu" else 1
+    workers = min(threads, MAX_WORKERS, count) if device.type == "cpu" else 1
     if workers <= 1:
         with removals.keeping():
-            yield from map(work, items)
+            yield map
         return
-    no_grad, inference = not torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    def alike(item: Item) -> Result:
-        # Both modes belong to the thread that set them.
-        with torch.inference_mode(inference), torch.set_grad_enabled(not no_grad):
-            return work(item)
-
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     torch.set_num_threads(threads // workers)
     try:
         with ThreadPoolExecutor(workers) as pool:
-            yield from pool.map(alike, items)
+            yield lambda work, items: pool.map(partial(_alike, work, grad, inference), items)
     finally:
         torch.set_num_threads(threads)

@@ -17,7 +17,7 @@ from calib.inputs import InputSet
 from corp_deploy.algebra.patches import rescaled_outputs
 from corp_deploy.families.family import CONVOLUTIONS, kinds_of
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.finding.site_groups import Index
 from corp_deploy.traced.models.module import Tracing, device
 from corp_deploy.traced.models.offered import names_of
 from corp_deploy.traced.programs.program import Program

@@ -24,7 +24,7 @@ from calib.store import join, load, save
 from corp_deploy.families.decoder import traced_block
 from corp_deploy.families.family import listened, sites_of
 from corp_deploy.store.decoder_layers import DecoderLayers
-from corp_deploy.store.inputs import lineage_for_moments
+from corp_deploy.store.input_sets import lineage_for_moments
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from calib.patch_sums import patches
 from corp_deploy.spec.sparsity import SparseKind, Sparsity, Target
 from corp_deploy.store.weight_fit import rows_of_weight
-from corp_deploy.traced.finding.site import Kind, Site
+from corp_deploy.traced.finding.site_groups import Kind, SiteGroups
 from corp_deploy.traced.models.layers import ProgramLayer, block_of
 
 from .coverage import by_reason
@@ -46,7 +46,7 @@ class SparsePlace:
     layer: Layer
     uses: int = 1
     block: int = 0
-    site: Site | None = None
+    site: SiteGroups | None = None
 
     @property
     def groups(self) -> int:

@@ -33,7 +33,7 @@ from corp_deploy.spec.sparsity import (
     Sparsity,
     Target,
 )
-from corp_deploy.traced.finding.site import Site
+from corp_deploy.traced.finding.site_groups import SiteGroups
 from corp_deploy.traced.models.layers import layered, relayered, reordered, scores, streams
 from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.token_merging import Tokens
@@ -239,7 +239,7 @@ def sparsified(
         reduced = _streams_reordered(reduced, how.kinds)
     before, traced = layered(reduced)
     own = copy.deepcopy(before)
-    orders = list[tuple[Site, Tensor]]()
+    orders = list[tuple[SiteGroups, Tensor]]()
     every = list(sparse_places_of_program(reduced, own, traced, how.kinds))
     if traced_model.merging_of(reduced) is not None:
         how = replace(how, target="own")

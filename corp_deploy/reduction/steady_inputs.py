@@ -4,7 +4,7 @@ from torch import nn
 
 from calib.inputs import InputSet, tensors_by_name, to_device
 from corp_deploy.traced.models.module import TracedModule, device
-from corp_deploy.traced.models.narrowing import require_steady_model
+from corp_deploy.traced.models.narrowed_model import require_steady_model
 
 AT_ONCE, BATCHES = 2, 2
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.queries_keys import QkRecovery
 from corp_deploy.algebra.ridges import RidgeChoice
-from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.finding.site_groups import Index
 from corp_deploy.traced.models.pairs import Side
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Called

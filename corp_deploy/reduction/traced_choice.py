@@ -22,6 +22,7 @@ from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.algebra.swap import swap
 from ground.errors import BadInput
 
+from .traced_change import Change
 from .traced_reads import ReaderStats, of_places
 
 _SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = {
@@ -137,16 +138,17 @@ def ranked(
     return of_part_PC.gather(1, kept_PK).flatten().sort().values
 
 
-def recovered(read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: float) -> ChannelRecovery:
-    """What one layer becomes on the groups that stay. Raises BadInput for those that have no patches."""
+def changed(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel: float) -> Change:
+    """Return what one layer becomes on the groups that stay. Raises BadInput for those that have no patches."""
     if read.target is not None:
-        return _fitted(read, recovery, kept_K, ridge_rel)
+        return Change(read=read, recovery=_fitted(read, recovery, kept_K, ridge_rel))
     stats, kept_k, layer = read.stats, read.kept_k(kept_K), (read.weight_OU, read.bias_O)
     if read.is_of_maps:
         form = "affine" if recovery == "affine-v1" else recovery
-        return patches.recovered(form, stats, *layer, kept_k, ridge_rel=ridge_rel)
+        return Change(read=read, recovery=patches.recovered(form, stats, *layer, kept_k, ridge_rel=ridge_rel))
     of_vectors: Any = "affine" if recovery == "im2col" else recovery
-    return channels.recovered(of_vectors, stats.mean_U, stats.second_UU, *layer, kept_k, ridge_rel=ridge_rel)
+    new = channels.recovered(of_vectors, stats.mean_U, stats.second_UU, *layer, kept_k, ridge_rel=ridge_rel)
+    return Change(read=read, recovery=new)
 
 
 def without_patches(chosen: int, every: int, width: int, recovery: str) -> BadInput:
@@ -182,7 +184,8 @@ def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) 
 def mean_of_kept(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
     """Of a mean over all groups that they are divided by, told of those that stay alone."""
     weight_K = mean_from_kept(read.stats.second_UU, read.weight_OU[0], read.kept_k(kept_K))
-    return replace(recovered(read, "none", kept_K, ridge_rel=0.0), weight_OK=weight_K[None], bias_O=read.bias_O)
+    plain = changed(read, recovery="none", kept_K=kept_K, ridge_rel=0.0).recovery
+    return replace(plain, weight_OK=weight_K[None], bias_O=read.bias_O)
 
 
 def error_of(recovery: ChannelRecovery, kept_K: Tensor, other: ReaderStats) -> float:

@@ -24,7 +24,7 @@ from corp_deploy.spec.widths import Width
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.models.units import Units
 from corp_deploy.traced.models.values import TracedValues
-from corp_deploy.traced.narrowing.narrow import Mask
+from corp_deploy.traced.narrowing.proof import Mask
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors
 from ground.errors import BadInput

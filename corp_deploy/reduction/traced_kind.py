@@ -3,7 +3,9 @@
 Legend: C groups, K kept, P parts.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -15,11 +17,11 @@ from corp_deploy.spec.widths import aligned_width, aligned_widths, finer_step, n
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.folding import is_mean
 
-from .heads import fitted
+from .heads import ridge_by_halves
 from .method import Method
 from .report import HeldOut, SiteReport
 from .traced_change import Change, TracedReduced
-from .traced_choice import elimination, error_of, mean_of_kept, ranked, recovered, swapped
+from .traced_choice import changed, elimination, error_of, mean_of_kept, ranked, swapped
 from .traced_reads import ReaderStats, of_places, reads_of, rest_of
 
 OfSite = TypeVar("OfSite", bound=Site)
@@ -131,20 +133,20 @@ class TracedKind(Generic[OfSite]):
         kept_K = cached if isinstance(cached, Tensor) else self._choice(site, moments, method, width, cached)
         recovery = self._choices(method)[3] if width else "affine"
         chooses = width and recovery == _LEAST_SQUARES[self.part]
-        changes, ridge = fitted(
-            of_places(moments),
+        strength, ridge = ridge_by_halves(
             (of_places(splits[0]), of_places(splits[1])) if splits is not None and chooses else None,
             method.ridge_rel,
-            lambda of, strength: _changed(of, recovery, kept_K, strength),
+            lambda of, strength: tuple(map(_changer(recovery, kept_K, strength), of)),
             lambda changes, half: _judged(changes, kept_K, half),
         )
+        changes = tuple(map(_changer(recovery, kept_K, strength), of_places(moments)))
         others = None if held_out is None else _judged(changes, kept_K, of_places(held_out))
         report = replace(self.report(site, method, changes, len(kept_K), others), ridge_fit=ridge)
         squeezes = [read for read in moments if read.reading.is_squeeze]
         means = tuple(read for read in squeezes if is_mean(read.reading.weight))
         changes += tuple(Change(read=read, recovery=mean_of_kept(read, kept_K)) for read in means)
         gated = tuple(read for read in squeezes if not is_mean(read.reading.weight))
-        changes += _changed(gated, "none" if recovery == "none" else "affine", kept_K, method.ridge_rel)
+        changes += tuple(map(_changer("none" if recovery == "none" else "affine", kept_K, method.ridge_rel), gated))
         return TracedReduced(reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
 
     def report(
@@ -182,8 +184,8 @@ def _parts(site: Site, reads: Reads) -> Tensor | None:
     return None if part_G is None else torch.from_numpy(part_G).to(reads[0].weight_OU.device)
 
 
-def _changed(reads: Reads, recovery: str, kept_K: Tensor, ridge_rel: float) -> tuple[Change, ...]:
-    return tuple(Change(read=read, recovery=recovered(read, recovery, kept_K, ridge_rel=ridge_rel)) for read in reads)
+def _changer(recovery: str, kept_K: Tensor, ridge_rel: float) -> Callable[[ReaderStats], Change]:
+    return partial(changed, recovery=recovery, kept_K=kept_K, ridge_rel=ridge_rel)
 
 
 def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: Reads) -> HeldOut:

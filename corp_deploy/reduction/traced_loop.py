@@ -20,7 +20,7 @@ from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.finding.cuts import without_values
 from corp_deploy.traced.models.module import Tracing, device
-from corp_deploy.traced.models.narrowing import narrowed, provable
+from corp_deploy.traced.models.narrowed_model import narrowed, provable
 from corp_deploy.traced.models.offered import names_of, traced_sites
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Site

@@ -10,12 +10,12 @@ import torch
 
 from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.models.narrowing import first_groups
+from corp_deploy.traced.models.narrowed_model import first_groups
 from corp_deploy.traced.models.offered import names_of
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Site, Sites
 from corp_deploy.traced.models.values import TracedValues
-from corp_deploy.traced.narrowing.narrow import narrow
+from corp_deploy.traced.narrowing.proof import narrow
 from corp_deploy.traced.programs.readers import layers
 from ground.errors import BadInput
 

@@ -18,7 +18,7 @@ from corp_deploy.traced.finding.cuts import along, cuts, needed
 from corp_deploy.traced.models.mergeable import Mergeable
 from corp_deploy.traced.models.merged_program import MergedProgram
 from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.narrowing.narrow import Mask, masks, zeroed
+from corp_deploy.traced.narrowing.proof import Mask, masks, zeroed
 from corp_deploy.traced.programs.program import Program, number_of, operation
 from corp_deploy.traced.programs.readers import every_layer, with_tensors
 from corp_deploy.traced.programs.sizes import changes_in_place

@@ -17,7 +17,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.rotation import rotated_back, rotated_maps
 from corp_deploy.spec.widths import aligned_width, aligned_widths
-from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.finding.site_groups import Index
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 

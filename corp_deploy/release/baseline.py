@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Record, heading="Baseline"):
-    """Where the older records are; whether they are such is looked at when they are used."""
+    """Paths of the older records; they are read when they are used."""
 
     path: Path | None = option(FILE, typed="baseline", help="The older bench.json that `baseline` in a rule means.")
     parity: Path | None = option(
@@ -39,7 +39,6 @@ class Baseline(Record, heading="Baseline"):
 
     @property
     def by_kind(self) -> dict[str, Path]:
-        """Where the older records are, or go, by their kind: bench, parity."""
         every = {"bench": self.path, "parity": self.parity}
         return {kind: path for kind, path in every.items() if path is not None}
 
@@ -64,7 +63,7 @@ class Baseline(Record, heading="Baseline"):
                 raise BadInput(f"rule {rule.text!r} needs {option} FILE, at first with --init-baseline")
 
     def older(self, own: Mapping[str, Path]) -> dict[str, Path]:
-        """The records to judge by: those that are there, without one that is `own`, the very record that started it."""
+        """Return the records to judge by, without the very record that started the baseline."""
         older = {kind: path for kind, path in self.by_kind.items() if path.is_file()}
         if self.init:
             digests = {kind: sha256_of_file(path) for kind, path in own.items() if path.is_file()}
@@ -83,7 +82,7 @@ class Baseline(Record, heading="Baseline"):
         return started
 
     def unwritten(self, own: Mapping[str, Path], gate: "Gate") -> list[str]:
-        """Say for each baseline that was to be started and is not there why the record did not become it."""
+        """Say for each baseline that was not started why."""
         causes = [f"{row.rule}: {row.message}" for row in gate.rules if row.verdict == gate.verdict]
         return [
             f"{path}: baseline not written, because the gate is {gate.verdict} ({causes[0]}); the first record that "

@@ -3,13 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.invocation.option import Invocation, Pairs, path_from
+from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.option import Invocation, Pairs, Record, path_from
+from corp_deploy.invocation.proof import ProofOptions
+from corp_deploy.invocation.running import PlanOptions
 
 from . import names
 from .baseline import Baseline
 from .recipe import Recipe
-from .recipe_record import Table
-from .targets import Target, run_options
+from .targets import ReleaseTarget, run_options
 
 SAVE_EVERY_IMAGES = 1024
 RANGE_SAMPLES = 128
@@ -29,8 +31,7 @@ def release_call(recipe: Recipe, baseline: Baseline, root: Path, *only: str) -> 
     return Invocation(command="release", arguments=(names.RECIPE,), options=options)
 
 
-def only(stage: str, recipe: Recipe) -> Invocation:
-    """A stage that judges by no baseline, and tells of none."""
+def only_call(stage: str, recipe: Recipe) -> Invocation:
     return release_call(recipe, Baseline(), Path(), stage)
 
 
@@ -38,11 +39,11 @@ def _groups(recipe: Recipe, root: Path) -> str | None:
     return path_from(root, recipe.calibration.group_labels) or recipe.calibration.groups
 
 
-def _some(table: Table, *keys: str) -> dict[str, Any]:
+def _some(table: Record, *keys: str) -> dict[str, Any]:
     return {key: getattr(table, key) for key in keys}
 
 
-def calibrate(recipe: Recipe, root: Path) -> Invocation:
+def calibrate_call(recipe: Recipe, root: Path) -> Invocation:
     calibration = recipe.calibration
     restricted = calibration.attention_system == "kept"
     return Invocation(
@@ -52,12 +53,12 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             **recipe.model.trust,
             "images": path_from(root, calibration.images),
             **_some(calibration, "samples", "seed", "batch_size", "device", "workers", "max_bad"),
-            "attention_system": recipe.reduce.choice.method_asked.needs_attention_system,
+            "attention_system": recipe.reduce.method_asked.needs_attention_system,
             "residual": bool(recipe.reduce.residual),
             **_some(calibration, "active_eps", "snapshots"),
             "attn": (recipe.reduce.attn,) if restricted else None,
-            "align": Pairs(head=recipe.reduce.align_head) if restricted else None,
-            **recipe.reduce.choice.of_statistics.command_options,
+            "align": Pairs(head=recipe.reduce.align.get("head")) if restricted else None,
+            **recipe.reduce.of_statistics.command_options,
             "hold_out": calibration.hold_out,
             "groups": _groups(recipe, root),
             "checkpoint_every": SAVE_EVERY_IMAGES,
@@ -67,15 +68,15 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
     )
 
 
-def reduce(recipe: Recipe, root: Path) -> Invocation:
-    choice, calibration = recipe.reduce.choice, recipe.calibration
+def reduce_call(recipe: Recipe, root: Path) -> Invocation:
+    choice, calibration = recipe.reduce, recipe.calibration
     options = {
         "model": "dense",
         **recipe.model.trust,
         "moments": names.MOMENTS,
         "held_out": names.HELD_OUT_MOMENTS if recipe.judges_sites else None,
         **choice.command_options,
-        "latency_tables": path_from(root, recipe.reduce.latency_tables),
+        "latency_tables": path_from(root, choice.latency_tables),
         "images": path_from(root, calibration.images),
         **_some(calibration, "samples", "seed", "workers", "max_bad"),
         # What proves the result is looked at by nothing before.
@@ -93,7 +94,7 @@ def range_samples(recipe: Recipe) -> int:
     return min(recipe.export.range_samples or RANGE_SAMPLES, recipe.calibration.samples or RANGE_SAMPLES)
 
 
-def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
+def export_call(recipe: Recipe, root: Path, subject: str) -> Invocation:
     """INT8 and FP8 graphs are made by some of the calibration's own images."""
     table, precisions, drawn = recipe.export, recipe.export.precisions, recipe.calibration
     ranges = {"images": path_from(root, drawn.images), "samples": range_samples(recipe), "seed": drawn.seed}
@@ -102,14 +103,14 @@ def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
         options={
             "model": subject,
             **recipe.model.trust,
-            **table.options.command_options,
+            **ExportOptions.from_options(table.values).command_options,
             **(ranges if table.quantised else {}),
             "output": f"{subject}/{names.graph_name(precisions[0] if len(precisions) == 1 else 'fp32')}",
         },
     )
 
 
-def verify(recipe: Recipe, root: Path) -> Invocation:
+def verify_call(recipe: Recipe, root: Path) -> Invocation:
     proving, parity = recipe.proof_images, recipe.parity
     return Invocation(
         command="verify",
@@ -122,27 +123,29 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "hold_out": proving.hold_out,
             "groups": _groups(recipe, root) if recipe.proves_on_own else None,
             "moments": names.MOMENTS,
-            **parity.options.command_options,
-            "head": [path_from(root, path) for path in parity.head],
+            **ProofOptions.from_options(parity.values).command_options,
+            "head": [path_from(root, path) for path in parity.heads],
             "metric": parity.metrics(root),
             "output": names.PARITY,
         },
     )
 
 
-def bench(recipe: Recipe, target: Target) -> Invocation:
+def bench_call(recipe: Recipe, target: ReleaseTarget) -> Invocation:
     """Dense against reduced."""
     dense, reduced = (names.artefact_name(target, subject) for subject in names.SUBJECTS)
     return _bench(recipe, target, dense, reduced, names.bench_name(recipe, target))
 
 
-def gain(recipe: Recipe, target: Target) -> Invocation:
+def gain_call(recipe: Recipe, target: ReleaseTarget) -> Invocation:
     """The reduced model as a quantised target runs it against the precision that it rests on."""
     sides = names.rival_name(target), names.artefact_name(target, "reduced")
     return _bench(recipe, target, *sides, names.gain_name(target), names=(target.rest, target.precision))
 
 
-def _bench(recipe: Recipe, target: Target, reference: str, candidate: str, output: str, **called: Any) -> Invocation:
+def _bench(
+    recipe: Recipe, target: ReleaseTarget, reference: str, candidate: str, output: str, **called: Any
+) -> Invocation:
     table = recipe.bench
     return Invocation(
         command="bench",
@@ -153,13 +156,13 @@ def _bench(recipe: Recipe, target: Target, reference: str, candidate: str, outpu
             **called,
             "batch": table.batches,
             "images": names.SAMPLES,
-            **table.plan.command_options,
+            **PlanOptions.from_options(table.values).command_options,
             "output": output,
         },
     )
 
 
-def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
+def gate_call(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
     """`gate` judges one measurement and one proof; where there are more the stage itself does."""
     first, *others = recipe.targets
     if others or first.rules or first.rest or names.parity_name(first) != names.PARITY:
@@ -168,8 +171,8 @@ def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
         command="gate",
         arguments=(names.bench_name(recipe, first), names.PARITY),
         options={
-            "fail_if": list(recipe.gate.fail_if),
-            **({"confidence": recipe.gate.confidence} if recipe.gate.fail_if else {}),
+            "fail_if": list(recipe.gate.rules),
+            **({"confidence": recipe.gate.confidence} if recipe.gate.rules else {}),
             **_beside(baseline, root),
             "history": path_from(root, recipe.gate.history),
             "output": [names.GATE],
@@ -177,7 +180,7 @@ def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
     )
 
 
-def package(recipe: Recipe, root: Path) -> Invocation:
+def package_call(recipe: Recipe, root: Path) -> Invocation:
     options = {
         "name": recipe.package.name,
         "model_version": 1,

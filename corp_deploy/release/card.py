@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.proof.report_input import ReductionRecord, reduction_of
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.spec.merging import MergingRecord
@@ -26,7 +27,6 @@ from perf.stats.summary import summarise
 from .names import AGAIN, GATE, PARITY, REPOSITORY, SUMMARY, SUMMARY_KIND, bench_name, gain_name
 from .proven import proof_of_directory
 from .recipe import Recipe
-from .recipe_tables import ReduceTable
 
 
 def _share(error: float, energy: float | None) -> str:
@@ -34,14 +34,12 @@ def _share(error: float, energy: float | None) -> str:
 
 
 def _held_out(site: SiteReport) -> str:
-    """Of the part's own output, or after the closed loop of the residual stream."""
     if site.held_out:
         return _share(site.held_out.error, site.held_out.energy)
     return _share(site.loop.error_held_out, site.loop.energy) + " (stream)" if site.loop else "-"
 
 
-def _requested_shares(table: ReduceTable, *, attention: bool) -> str:
-    """`attention`: whether heads were gone through."""
+def _requested_shares(table: ReduceOptions, *, attention: bool) -> str:
     budgets = [
         f"{share:.0%} of the {name} may stay"
         for name, share in (("macs", table.macs), ("params", table.params))
@@ -60,7 +58,7 @@ def _requested_shares(table: ReduceTable, *, attention: bool) -> str:
 
 
 def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
-    polish, attention = recipe.reduce.choice.polishing, any(site.part in ("qk", "v") for site in reduction.sites)
+    polish, attention = recipe.reduce.polishing, any(site.part in ("qk", "v") for site in reduction.sites)
     fit = "least squares" if polish == "layer" else "gradients"
     trained = "no training" if polish == "none" else f"{fit} after the closed form (polish `{polish}`)"
     yield f"Asked for: {_requested_shares(recipe.reduce, attention=attention)}. No labels, {trained}."
@@ -145,7 +143,6 @@ def _agreement(parity: Parity) -> Iterator[str]:
 
 
 def _maps(parity: Parity) -> Iterator[str]:
-    """What heads apart make of the outputs, and what they are."""
     maps = [(link, link.measures) for link in parity.links if isinstance(link.measures, MapMeasures)]
     if not maps:
         return
@@ -188,7 +185,7 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
     yield "* The widths and repairs follow the calibration images: calibrate again when the model meets others."
     yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
     limits = recipe.parity
-    sure = f" {confidence_text(limits.confidence)}" if limits.options.shares else ""
+    sure = f" {confidence_text(limits.confidence)}" if limits.shares else ""
     general = {
         "agreement at least": limits.min_agreement,
         "relative error at most": limits.max_error,

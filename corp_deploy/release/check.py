@@ -41,7 +41,7 @@ Answers = NDArray[np.float32]
 
 
 class GraphAnswers(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the answers of a graph stand, and how far others may be from them."""
+    """The file of answers of a graph, and the largest relative error of others."""
 
     expected: str
     max_relative_error: float
@@ -61,7 +61,7 @@ class SamplesRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 def replayed(runner: Runner, images: Images) -> Answers:
-    """The output for all images, a few at a time; of several all, one behind the other [N,F]."""
+    """Return the output for all images; several outputs are concatenated [N,F]."""
     parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
     answers = [list(runner(feeds_from_array(part, runner.inputs)).values()) for part in parts]
     rows = [
@@ -73,7 +73,7 @@ def replayed(runner: Runner, images: Images) -> Answers:
 
 @contextmanager
 def opened_graph(path: Path) -> Iterator[Runner]:
-    """A graph on the CPU; one of BF16 or FP8, which ONNX Runtime has no arithmetic of there, rounds as it is typed."""
+    """Open a graph on the CPU; one of BF16 or FP8 is rounded as it is typed."""
     with tempfile.TemporaryDirectory() as scratch:
         if type_by_name(onnx_precision(path)) in (BFLOAT16, FLOAT8):
             rounded = Path(scratch) / path.name
@@ -84,18 +84,16 @@ def opened_graph(path: Path) -> Iterator[Runner]:
 
 
 def of_release(folder: Path, name: str) -> Path:
-    """A file that the record names. Raises BadInput for one outside of the release."""
+    """Return the path of a recorded file; raise BadInput outside of the release."""
     return path_inside(folder, name, where=str(folder / SAMPLES_RECORD))
 
 
 def load_samples(folder: Path) -> SamplesRecord:
-    """The record in a release. Raises BadInput for one that is missing or can't be read."""
     return record_from_file(folder / SAMPLES_RECORD, SamplesRecord, kind=KIND, remedy=AGAIN)
 
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Raises BadInput for a file that can't be read."""
     try:
         yield
     except OSError as error:
@@ -124,7 +122,7 @@ def replay(folder: Path) -> list[str]:
 
 
 def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
-    """Raises BadInput when the directory is no release with samples, or they can't be read."""
+    """Read the samples; raise BadInput when the directory is no release with samples."""
     record, graph = load_samples(folder), f"reduced/{graph_name('fp32')}"
     if graph not in record.graphs:
         raise BadInput(f"{folder / SAMPLES_RECORD}: no answers of {graph}, only of {', '.join(record.graphs)}")
@@ -138,7 +136,7 @@ def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """How many files were compared, what differs, whether samples were replayed; its name, and who signed it."""
+    """The result of a check."""
 
     files: int
     graphs_replayed: bool
@@ -154,8 +152,8 @@ def _called(folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """Whose signature is asked for, and of which release; None where any is taken."""
+class ExpectedRelease:
+    """The expected signer, name and version; None for any."""
 
     verifier: Verifier
     name: str | None = None
@@ -191,7 +189,7 @@ def _changed(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
     return changed
 
 
-def check(folder: Path, expected: Expected | None = None) -> Checked:
+def check_release(folder: Path, expected: ExpectedRelease | None = None) -> Checked:
     """Verify the signature where one is expected, compare every digest, then replay the samples of the graphs that are
     whole. Nothing is read of a release whose signature doesn't hold. A model repository has a signature alone.
 

@@ -23,7 +23,7 @@ SETTLED_NS = 2_000_000_000
 
 
 class KnownDigests(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="corp-deploy/digests"):
-    """By absolute path: size in bytes, time of change in nanoseconds, sha256."""
+    """Size in bytes, time of change in nanoseconds and sha256 by absolute path."""
 
     version: Literal[1] = 1
     files: dict[str, tuple[int, int, str]]
@@ -46,7 +46,7 @@ def files_of(path: Path, *, pictures: bool = False) -> list[Path]:
 
 
 class Digests:
-    """Digests that are kept in `file` from one run to the next; a file that can't be read counts as none."""
+    """Digests kept in `file` between runs; a file that can't be read counts as none."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -56,7 +56,6 @@ class Digests:
         self._saved = dict(self._entries)
 
     def save(self) -> None:
-        """Write what is new; nothing when nothing is."""
         if self._entries == self._saved and self._file.is_file():
             return
         self._saved = dict(self._entries)
@@ -89,7 +88,7 @@ class Digests:
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="corp-deploy/stamp"):
-    """What a finished stage had read (label to digest or setting) and what it left (file to sha256)."""
+    """The inputs (label to digest or setting) and the outputs (file to sha256) of a finished stage."""
 
     version: Literal[1] = 1
     inputs: dict[str, str]
@@ -101,7 +100,6 @@ def stamp_path(state: Path, stage: str) -> Path:
 
 
 def read_stamp(state: Path, stage: str) -> Stamp | None:
-    """The stage's stamp, or None when it never finished (or its stamp can't be read)."""
     try:
         return record_from_file(stamp_path(state, stage), Stamp)
     except BadInput:

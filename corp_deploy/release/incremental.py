@@ -50,7 +50,8 @@ class Stage:
     """One step. `reads` and `outputs` are files below the directory of results, or whole folders when a slash ends
     them. `outside` are files or folders elsewhere, by label. `settings` are JSON values. `missing` says what this
     machine lacks for it (None: nothing). `machine` describes the machine for a stage that measures; it counts where the
-    stage can run. `again`: whether it runs although it is done.
+    stage can run. `earlier`: more of `outside` and `settings`, looked for when it is the stage's turn. `again`: whether
+    it runs although it is done.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Stage:
     settings: Mapping[str, Any] = field(default_factory=dict)
     missing: Callable[[], str | None] = lambda: None
     machine: Callable[[], Mapping[str, Any]] | None = None
+    earlier: Callable[[], tuple[Mapping[str, Path], Mapping[str, Any]]] = lambda: ({}, {})
     again: bool = False
     command: str = ""
 
@@ -107,12 +109,13 @@ def inputs_of(stage: Stage, root: Path, digests: Digests) -> dict[str, str]:
     absent = [name for name in stage.reads if name not in there and not name.endswith("/")]
     if absent:
         raise BadInput(f"stage {stage.name}: {root / absent[0]} is not there; run the stage that makes it first")
-    inputs = {key: json.dumps(value, sort_keys=True) for key, value in stage.settings.items()}
+    outside, settings = stage.earlier()
+    inputs = {key: json.dumps(value, sort_keys=True) for key, value in {**stage.settings, **settings}.items()}
     inputs |= {name: digests.of_path(root / name) for name in there}
     if stage.machine is not None and stage.missing() is None:
         inputs[MACHINE] = json.dumps(stage.machine(), sort_keys=True)
-    outside = stage.outside.items()
-    return inputs | {label: digests.of_path(path, pictures=label in IMAGE_LABELS) for label, path in outside}
+    every = {**stage.outside, **outside}.items()
+    return inputs | {label: digests.of_path(path, pictures=label in IMAGE_LABELS) for label, path in every}
 
 
 def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], root: Path, digests: Digests) -> str:
@@ -133,7 +136,7 @@ def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], 
     return AGAIN if stage.again else ""
 
 
-def plan(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
+def stage_statuses(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
     """What a run would do now; writes nothing."""
     digests, made_later, statuses = Digests(root / STATE / DIGESTS), dict[str, str](), list[StageStatus]()
     for stage, status, _ in _statuses(stages, root, digests, made_later):
@@ -178,7 +181,7 @@ def _status(
     return found("runs", why) if missing is None else found("blocked", missing)
 
 
-def locked(root: Path) -> AbstractContextManager[None]:
+def locked_release(root: Path) -> AbstractContextManager[None]:
     """The directory for this process alone. Raises BadInput when another process works there."""
     return locked_directory(root, root / STATE / "lock", what="release")
 
@@ -278,18 +281,18 @@ def clean(root: Path) -> None:
         path.unlink()
 
 
-def run(
-    stages: Sequence[Stage], root: Path, *, starts: Callable[[Stage, str], None], is_complete: bool = True
+def run_stages(
+    stages: Sequence[Stage], root: Path, *, starts: Callable[[Stage, str], None], every: Sequence[Stage] = ()
 ) -> Outcome:
     """Run what is not done, in order; the caller holds the lock. `starts` hears each stage and why it runs, and what
     goes otherwise than asked.
 
-    A stage that this machine can't run stops those that read its files, and no others. With `is_complete` the stages
-    are all there are, so that files of former ones are removed.
+    A stage that this machine can't run stops those that read its files, and no others. Of `every`, all stages that
+    there are, files of former ones are removed.
     """
     clean(root)
-    if is_complete:
-        _drop_former(stages, root)
+    if every:
+        _drop_former(every, root)
     digests, by_state = Digests(root / STATE / DIGESTS), defaultdict[State, dict[str, str]](dict)
     for stage, status, inputs in _statuses(stages, root, digests, {}):
         if status.state == "runs":

@@ -1,9 +1,11 @@
 """How the files of a release are called, relative to its directory. Imports no torch."""
 
+from pathlib import Path
+
 from corp_deploy.store.manifest import MANIFEST
 
 from .recipe import Recipe
-from .targets import SUBJECTS, Target
+from .targets import SUBJECTS, ReleaseTarget
 
 __all__ = ["MANIFEST", "SUBJECTS"]
 
@@ -39,78 +41,73 @@ AGAIN = "make the release again with `corp-deploy release`"
 
 
 def snapshots_of(recipe: Recipe) -> tuple[str, ...]:
-    """The moments of the first images, as `calibrate` calls them, ascending."""
     return tuple(f".stages/moments.{count}.safetensors" for count in recipe.calibration.snapshots or ())
 
 
 def has_sample_labels(recipe: Recipe) -> bool:
-    """Whether labels go beside the samples: for measures of the user's own alone."""
+    """Return True where metrics of the user's own read labels beside the samples."""
     return bool(recipe.parity.metric) and recipe.held_out.labels is not None
 
 
 def graph_name(precision: str) -> str:
-    """model.onnx for fp32, model.fp16.onnx for fp16."""
     return "model.onnx" if precision == "fp32" else f"model.{precision}.onnx"
 
 
 def graphs_of(recipe: Recipe, subject: str) -> tuple[str, ...]:
-    """The files of a subject's graphs, one a precision."""
     return tuple(f"{subject}/{graph_name(precision)}" for precision in recipe.export.precisions)
 
 
 def answers_name(subject: str, precision: str) -> str:
-    """What a graph answers to the samples."""
     return f"samples/{subject}.{precision}.npy"
 
 
-def plan_name(target: Target, subject: str) -> str:
-    """Where a target's engine stands in a release: beside the graph it was built from, where `package` looks for it."""
+def plan_name(target: ReleaseTarget, subject: str) -> str:
+    """Return the path of an engine: beside its graph, where `package` looks for it."""
     return f"{subject}/model.{target.name}.plan"
 
 
-def artefact_name(target: Target, subject: str) -> str:
-    """What the target runs: a plan, or the graph itself in ONNX Runtime."""
+def artefact_name(target: ReleaseTarget, subject: str) -> str:
     return plan_name(target, subject) if target.is_engine else f"{subject}/{graph_name(target.precision)}"
 
 
-def rival_name(target: Target) -> str:
-    """What a quantised target is measured against: the reduced model in the precision that it rests on."""
+def rival_name(target: ReleaseTarget) -> str:
+    """Return the reduced model in the precision that a quantised target rests on."""
     assert target.rest is not None, target
     if target.is_engine:
         return f"rivals/model.{target.name}.{target.rest}.plan"
     return f"reduced/{graph_name(target.rest)}"
 
 
-def gain_name(target: Target) -> str:
-    """The measurement of a quantised target against its rival."""
+def gain_name(target: ReleaseTarget) -> str:
     return f"gain.{target.name}.json"
 
 
 def gains_of(recipe: Recipe) -> tuple[str, ...]:
-    """One of each quantised target."""
     return tuple(gain_name(target) for target in recipe.targets if target.rest is not None)
 
 
-def bench_name(recipe: Recipe, target: Target) -> str:
-    """bench.json of the first target, bench.TARGET.json of the others."""
+def bench_name(recipe: Recipe, target: ReleaseTarget) -> str:
     return BENCH if target == recipe.targets[0] else f"bench.{target.name}.json"
 
 
-def parity_name(target: Target) -> str:
-    """parity.json covers ONNX Runtime on the CPU; what needs a GPU has its own record."""
+def parity_name(target: ReleaseTarget) -> str:
+    """Return parity.json for ONNX Runtime on the CPU, a record of its own for other targets."""
     return PARITY if target.name == "onnxruntime-cpu" else f"parity.{target.name}.json"
 
 
 def outputs_name(parity: str) -> str:
-    """The outputs that a parity record was measured on, beside it."""
     return f"{parity.removesuffix('.json')}.npz"
 
 
 def parities_of(recipe: Recipe) -> tuple[str, ...]:
-    """Every parity record of a release, each once."""
     return tuple(dict.fromkeys((PARITY, *map(parity_name, recipe.targets))))
 
 
-def page_name(target: Target) -> str:
-    """The report of a target that is not the first."""
+def page_name(target: ReleaseTarget) -> str:
     return f"report.{target.name}.html"
+
+
+def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
+    """Those of the first target, by which the recipe's rules are judged, by their kind."""
+    first = recipe.targets[0]
+    return {"bench": root / bench_name(recipe, first), "parity": root / parity_name(first)}

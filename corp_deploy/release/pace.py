@@ -32,7 +32,7 @@ def _clock(seconds: float) -> str:
 
 
 class Pace:
-    """Hears the stages as they start, and says a line of each. `seconds`: of stages whose time is limited, by name."""
+    """A listener that prints a line for each stage; `seconds` has the stages of limited time."""
 
     def __init__(
         self,
@@ -47,12 +47,10 @@ class Pace:
         self._now: str | None = None
 
     def plan(self, statuses: Sequence[StageStatus]) -> None:
-        """What will be done, before the first one starts."""
         self._open = [each.stage for each in statuses if each.state in ("runs", "follows")]
         self._began = self._clock()
 
     def __call__(self, stage: Stage, why: str) -> None:
-        """A stage, and why it is done again; told of once more, what goes otherwise than asked in it."""
         place = ""
         if stage.name != self._now and stage.name in self._open:
             now = self._clock()
@@ -80,7 +78,7 @@ class Pace:
 
 def limited_seconds(recipe: Recipe) -> dict[str, float]:
     """Return how long the stages that measure take at most, by name."""
-    seconds = recipe.bench.time_limit_s * len(recipe.bench.batches)
+    seconds = recipe.bench.time_limit * len(recipe.bench.batches)
     return {f"{kind}.{target.name}": seconds for target in recipe.targets for kind in ("bench", "gain")}
 
 
@@ -93,13 +91,12 @@ def _path(root: Path, stage: str) -> Path:
 
 
 def _step(stage: str) -> tuple[Step, str] | None:
-    """The step that a stage is, and what it is about; None of one that is not timed."""
     first, _, about = stage.partition(".")
     return (STEPS[first], about) if first in STEPS else None
 
 
 def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwatch] = stopwatch) -> Stage:
-    """The stage, of which torch works on `device`, with what it takes written down when it ends well."""
+    """Return a stage that writes down its time and memory; torch works on `device`."""
     step = _step(stage.name)
     if step is None:
         return stage
@@ -114,7 +111,6 @@ def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwa
 
 
 def efforts_of(root: Path, stages: Sequence[str]) -> Efforts:
-    """Of those stages that are timed, in their order. Raises BadInput for a damaged record."""
     steps = {name: step for name in stages if (step := _step(name)) is not None}
     return {
         step: load_effort(_path(root, name)) if _path(root, name).is_file() else None for name, step in steps.items()
@@ -122,6 +118,5 @@ def efforts_of(root: Path, stages: Sequence[str]) -> Efforts:
 
 
 def efforts_in(root: Path) -> Efforts:
-    """Of all stages that have a record in a release, in the order of steps; none where there is no release."""
     names = sorted(path.name.removesuffix(SUFFIX) for path in (root / STATE).glob(f"*{SUFFIX}"))
     return efforts_of(root, [name for first in STEPS for name in names if name.partition(".")[0] == first])

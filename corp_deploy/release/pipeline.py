@@ -1,6 +1,6 @@
 """The stages of a recipe, in an order in which each finds what it reads. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,16 @@ from .stage_parts import TORCH, heads_read, settings_of, stage, step, target_sta
 def _dense_stage(recipe: Recipe) -> Stage:
     model, settings = recipe.model, settings_of("model", recipe.model, without=("model", "weights"))
     if model.directory is None:  # of a user's code the function, as the file is told of by its content
-        settings["model.model"] = model.model if model.code is None else model.model.rpartition(":")[2]
+        settings["model.model"] = model.name if model.code is None else model.name.rpartition(":")[2]
     return stage(
         "dense",
-        calls.only("dense", recipe),
+        calls.only_call("dense", recipe),
         step("dense", recipe),
         outputs=names.MODELS["dense"],
-        outside={"model": model.directory or model.code, "weights": model.weights},
+        outside={
+            "model": model.directory or model.code,
+            "weights": None if model.weights is None else Path(model.weights),
+        },
         settings=settings,
         tools=TORCH,
     )
@@ -39,7 +42,7 @@ def _held_out_moments(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _moments_stage(recipe: Recipe, root: Path) -> Stage:
-    calibration, calibrate = recipe.calibration, calls.calibrate(recipe, root)
+    calibration, calibrate = recipe.calibration, calls.calibrate_call(recipe, root)
     on_gpu = calibration.device == "cuda"
     # How the system is taken stands in what the command says of it.
     of_command = ("images", "workers", "attention_system", "group_labels", "active_eps", "snapshots")
@@ -52,34 +55,33 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
         outside=_calibrating(recipe),
         settings=settings_of("calibration", calibration, without=of_command)
         | {key: calibrate[key] for key in optional_keys if calibrate[key] is not None}
-        | {f"reduce.{name}": value for name, value in recipe.reduce.choice.of_statistics.command_options.items()},
+        | {f"reduce.{name}": value for name, value in recipe.reduce.of_statistics.command_options.items()},
         tools=() if on_gpu else TORCH,
         missing=missing_gpu if on_gpu else lambda: None,
     )
 
 
 def _calibrating(recipe: Recipe, *, grouped: bool = True) -> dict[str, Path | None]:
-    """The images of the calibration, with the file that says which belong together."""
     table = recipe.calibration
     return {"calibration.images": table.images, "calibration.group_labels": table.group_labels if grouped else None}
 
 
 def _drawn(recipe: Recipe, *keys: str) -> dict[str, Any]:
-    """How images are drawn from those of the calibration."""
     return {f"calibration.{key}": getattr(recipe.calibration, key) for key in keys}
 
 
 def _reduction(recipe: Recipe) -> dict[str, Any]:
-    """How it is asked for; what the latency tables hold is of this machine and not of the recipe."""
+    """Return the settings of the reduction; measured tables are of this machine and not of the recipe."""
     return settings_of("reduce", recipe.reduce, without=("latency_tables",))
 
 
 def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
-    reduce, own = calls.reduce(recipe, root), ("hold_out", "groups") if recipe.proves_on_own else ()
+    reduce, own = calls.reduce_call(recipe, root), ("hold_out", "groups") if recipe.proves_on_own else ()
     looks = "images" in reduce.options
     return stage(
         "reduce",
         reduce,
+        step("reduce", reduce, recipe.reduce),
         outputs=(*names.MODELS["reduced"], *([names.SAVED_AS_HF] if recipe.reduce.save_as else [])),
         reads=(*names.MODELS["dense"], names.MOMENTS, *_held_out_moments(recipe)),
         outside=_calibrating(recipe, grouped=recipe.proves_on_own) if looks else {},
@@ -92,7 +94,7 @@ def _size_stage(recipe: Recipe) -> Stage:
     moments = (*names.snapshots_of(recipe), names.MOMENTS, *_held_out_moments(recipe))
     return stage(
         "size",
-        calls.only("size", recipe),
+        calls.only_call("size", recipe),
         step("size", recipe),
         outputs=(names.SIZE,),
         reads=(*names.BOTH_MODELS, *moments),
@@ -103,10 +105,11 @@ def _size_stage(recipe: Recipe) -> Stage:
 
 
 def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
-    export, ranges = calls.export(recipe, root, subject), bool(recipe.export.quantised)
+    export, ranges = calls.export_call(recipe, root, subject), bool(recipe.export.quantised)
     return stage(
         f"export.{subject}",
         export,
+        step("export", export, recipe.export),
         outputs=names.graphs_of(recipe, subject),
         reads=names.MODELS[subject],
         outside={"calibration.images": recipe.calibration.images if ranges else None},
@@ -136,7 +139,7 @@ def _samples_stage(recipe: Recipe) -> Stage:
     labelled = names.has_sample_labels(recipe)
     return stage(
         "samples",
-        calls.only("samples", recipe),
+        calls.only_call("samples", recipe),
         step("samples", recipe),
         outputs=(names.SAMPLES, names.SAMPLES_RECORD, *((names.SAMPLE_LABELS,) if labelled else ()), *answers),
         reads=(*names.MODELS["dense"], *names.graphs_of(recipe, "dense"), *names.graphs_of(recipe, "reduced")),
@@ -151,7 +154,7 @@ def _samples_stage(recipe: Recipe) -> Stage:
 def _parity_stage(recipe: Recipe, root: Path) -> Stage:
     return stage(
         "parity",
-        calls.verify(recipe, root),
+        calls.verify_call(recipe, root),
         outputs=(names.PARITY, names.outputs_name(names.PARITY)),
         reads=(*names.BOTH_MODELS, names.MOMENTS, *names.graphs_of(recipe, "reduced")),
         outside=_proving(recipe) | heads_read(recipe) | {"held_out.labels": _labels_file(recipe)},
@@ -161,8 +164,7 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
 
 
 def _package_stage(recipe: Recipe, root: Path) -> Stage:
-    """The Triton model repository of everything that was built."""
-    package = calls.package(recipe, root)
+    package = calls.package_call(recipe, root)
     plans = [names.artefact_name(target, "reduced") for target in recipe.targets if target.is_engine]
     records = (*(f"{plan}.json" for plan in plans), *_benches(recipe), *names.parities_of(recipe), names.GATE)
     return stage(
@@ -183,31 +185,31 @@ def _measured(recipe: Recipe) -> tuple[str, ...]:
     return (*_benches(recipe), *names.gains_of(recipe), *names.parities_of(recipe))
 
 
-def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
-    """Those of the first target, by which the recipe's rules are judged, by their kind."""
-    first = recipe.targets[0]
-    return {"bench": root / names.bench_name(recipe, first), "parity": root / names.parity_name(first)}
+BASELINES = {"bench": "baseline", "parity": "baseline_parity"}
 
 
 def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
-    older = baseline.older(own_records(recipe, root))
+    def earlier() -> tuple[Mapping[str, Path], Mapping[str, Any]]:
+        """Look for older records when the bench stands, which may be the very baseline."""
+        older, history = baseline.older(names.own_records(recipe, root)), recipe.gate.history
+        known = {} if history is None else {"gate.history": _earlier(history, root / _benches(recipe)[0])}
+        return {label: older[kind] for kind, label in BASELINES.items() if kind in older}, known
+
     rules = settings_of("gate", recipe.gate, without=("history",))
     rules |= {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
-    if recipe.gate.history is not None:
-        rules["gate.history"] = _earlier(recipe.gate.history, root / _benches(recipe)[0])
     return stage(
         "gate",
-        calls.gate(recipe, root, baseline),
-        step("gate", recipe, older, baseline.init),
+        calls.gate_call(recipe, root, baseline),
+        step("gate", recipe, baseline),
         outputs=(names.GATE, *(names.HISTORY if recipe.gate.history else ())),
         reads=_measured(recipe),
-        outside={"baseline": older.get("bench"), "baseline_parity": older.get("parity")},
         settings={**rules, "targets": [target.name for target in recipe.targets]},
+        earlier=earlier,
     )
 
 
 def _earlier(history: Path, bench: Path) -> list[str]:
-    """The records that the gate judges this one by: a release made later changes no verdict of an older one."""
+    """Return the records before this one: a later release changes no verdict of an older one."""
     if not bench.is_file() or not history.is_dir():
         return []
     own = f"{release_of_file(bench).name}.json"
@@ -242,14 +244,13 @@ def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baselin
 
 
 def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
-    """Every stage of the recipe."""
     text = text_of_recipe(recipe, root)
     recipe_stage = Stage(
         name="recipe",
         outputs=(names.RECIPE,),
         run=lambda dirs: write_text(dirs.into / names.RECIPE, text),
         settings={"recipe": text},
-        command=str(calls.only("recipe", recipe)),
+        command=str(calls.only_call("recipe", recipe)),
     )
     stages = [
         recipe_stage,

@@ -18,8 +18,8 @@ NO_PARITY = "no parity.json: nothing shows that the model's answers agree with t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
-    """The verdict of every record in a directory, in one line, by the record's name."""
+class ProofVerdicts:
+    """The verdict of every record of a directory, by name."""
 
     lines: dict[str, str]
 
@@ -28,12 +28,11 @@ class Proof:
 
     @property
     def failed(self) -> list[str]:
-        """Records with the verdict FAIL, with their failed links or rules."""
         return self._with("FAIL")
 
     @property
     def undecided(self) -> list[str]:
-        """Records that neither passed nor failed, and the lack of a proof of the outputs."""
+        """Return records that neither passed nor failed, and a missing proof."""
         undecided = self._with("INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED")
         return undecided if any(name.startswith("parity") for name in self.lines) else [*undecided, NO_PARITY]
 
@@ -44,7 +43,7 @@ class Proof:
 
 
 def _line_of_gate(gate: Gate) -> str:
-    """The verdict with its gravest rules; the proof's own rule is told by the proof."""
+    """Return the verdict with its gravest rules."""
     unmet = [rule for rule in gate.rules if rule.verdict == gate.verdict != "PASS"]
     told = [rule.rule if rule.metric == OF_PARITY else f"{rule.rule}: {rule.message}" for rule in unmet]
     return f"{gate.verdict}: {'; '.join(told)}" if told else gate.verdict
@@ -59,6 +58,6 @@ def _lines(directory: Path) -> Iterator[tuple[str, str]]:
         yield GATE, _line_of_gate(load_gate(directory / GATE))
 
 
-def proof_of_directory(directory: Path) -> Proof:
+def proof_of_directory(directory: Path) -> ProofVerdicts:
     """Read parity.json, those of other targets, and gate.json. Raises BadInput for a record that can't be read."""
-    return Proof(lines=dict(_lines(directory)))
+    return ProofVerdicts(lines=dict(_lines(directory)))

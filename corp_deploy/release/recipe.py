@@ -4,16 +4,17 @@ See recipe_tables for the tables, recipe_file for reading one. Imports no torch.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, get_type_hints
 
 from corp_deploy.invocation.engine import TargetName
-from corp_deploy.invocation.inputs import InputOptions
-from corp_deploy.invocation.option import option, options_of, path_from
+from corp_deploy.invocation.input_choice import InputOptions
+from corp_deploy.invocation.option import Record, option, path_from
 from corp_deploy.invocation.proof import GateOptions, MetricOptions, ProofOptions
+from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.invocation.values import FILE, Repeated
 from corp_deploy.proof.custom_metrics import OUTPUTS, MetricRequest, metrics_from_texts
@@ -24,21 +25,20 @@ from ground.quantity import quoted
 from perf.gate.rule import Rule
 
 from . import recipe_tables as tables
-from .recipe_record import Table, keys_alone, record_of, table_of, told_at
-from .targets import ON_CPU, Target, rules_of, target_of
-
-FILES = keys_alone(
-    metric_files=option(
-        Repeated(each=FILE), (), help="Files that the commands of `metric` name; their digests stand in the record."
-    )
-)
+from .recipe_keys import in_keys
+from .targets import ON_CPU, ReleaseTarget, release_target, rules_of
 
 
-class ParityTable(table_of(options_of(MetricOptions), FILES, options_of(ProofOptions))):  # type: ignore[misc]
+@dataclass(frozen=True, kw_only=True)
+class ParityTable(MetricOptions, ProofOptions):
     """What is proved; `metric`: commands that measure outputs, of which some read `metric_files`."""
 
+    metric_files: tuple[Path, ...] = option(
+        Repeated(each=FILE), (), help="Files that the commands of `metric` name; their digests stand in the record."
+    )
+
     def __post_init__(self) -> None:
-        _ = self.options
+        super().__post_init__()
         if self.metric_files and not self.metric:
             raise BadInput("parity.metric_files are what the commands of parity.metric read, and there are none")
         names = [path.name for path in self.metric_files]
@@ -73,11 +73,6 @@ class ParityTable(table_of(options_of(MetricOptions), FILES, options_of(ProofOpt
             if Path(word).name not in file_names and (beside / word).is_file() and not (directory / word).is_file()
         ]
 
-    @property
-    def options(self) -> ProofOptions:
-        """The same as `verify` takes it."""
-        return record_of(ProofOptions, self, "parity")
-
 
 def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
     """The measures of a recipe, whose commands nobody typed. Raises BadInput where code isn't trusted."""
@@ -87,23 +82,24 @@ def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
     return tuple(requests)
 
 
-class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
     """A checked recipe, defaults filled in and paths absolute. The first target is the one that the gate asks about."""
 
     release: tables.ReleaseTable
     model: tables.ModelTable
     calibration: tables.CalibrationTable
     held_out: tables.HeldOutTable
-    reduce: tables.ReduceTable
-    export: tables.ExportTable = tables.ExportTable()
-    parity: ParityTable = ParityTable()
-    bench: tables.BenchTable = tables.BenchTable()
-    gate: tables.GateTable = tables.GateTable()
-    samples: tables.SamplesTable = tables.SamplesTable()
-    package: tables.PackageTable = tables.PackageTable()
-    licences: tables.LicencesTable = tables.LicencesTable()
-    target_tables: dict[TargetName, tables.TargetTable] = msgspec.field(
-        default_factory=lambda: {"onnxruntime-cpu": tables.TargetTable()}, name="targets"
+    reduce: ReduceOptions
+    export: tables.ExportTable = field(default_factory=tables.ExportTable)
+    parity: ParityTable = field(default_factory=ParityTable)
+    bench: BenchOptions = field(default_factory=BenchOptions)
+    gate: tables.GateTable = field(default_factory=tables.GateTable)
+    samples: tables.SamplesTable = field(default_factory=tables.SamplesTable)
+    package: tables.PackageTable = field(default_factory=tables.PackageTable)
+    licences: tables.LicencesTable = field(default_factory=tables.LicencesTable)
+    target_tables: Mapping[TargetName, tables.TargetTable] = field(
+        default_factory=lambda: {"onnxruntime-cpu": tables.TargetTable()}
     )
 
     def __post_init__(self) -> None:
@@ -118,24 +114,26 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._refuse_idle_threads()
         self._refuse_idle_system()
         rules = [rule.text for rules in (self.rules, *(target.rules for target in self.targets)) for rule in rules]
-        record_of(GateOptions, self.gate, "gate", rules=rules)
+        with in_keys(tables.GateTable, "gate"):
+            judging = GateOptions(rules=rules, confidence=self.gate.confidence)
+            judging.refuse_ignored(judging.non_default)
         if self.reduce.sparse is None and any(table.sparse for table in self.target_tables.values()):
             raise BadInput(
                 "targets: sparse asks for sparse kernels, but reduce.sparse for no sparse weights; give both"
             )
 
     def _refuse_beside_loop(self) -> None:
-        loop = "asymmetric" if self.reduce.choice.composes else self.reduce.choice.loop
+        loop = "asymmetric" if self.reduce.composes else self.reduce.loop
         if loop is None:
             return
-        key = "reduce.effort" if self.reduce.choice.composes else "reduce.closed_loop"
+        key = "reduce.effort" if self.reduce.composes else "reduce.closed_loop"
         judges = self.reduce.within is not None or self.proves_on_own
         if self.calibration.hold_out is not None and not judges:
             raise BadInput(
                 f"calibration.hold_out judges sites that were fitted to moments; {key}: {NOT_HELD_OUT[loop]}; "
                 "give one of the two"
             )
-        if self.calibration.snapshots is not None:
+        if self.calibration.snapshots:
             raise BadInput(
                 f"calibration.snapshots tells how many images a fit to moments needs; {key} fits to the images "
                 "themselves; give one of the two"
@@ -161,7 +159,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _refuse_unjudged_limit(self) -> None:
         """A limit is judged on what the calibration holds out: [held_out] proves the model that was chosen."""
-        limit = self.reduce.choice.limit
+        limit = self.reduce.limit
         if limit is None:
             return
         if self.proves_on_own:
@@ -182,12 +180,12 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         deaf = [name for name in self.target_tables if not BENCH.variants[name].supports("threads", 1)]
         if self.bench.threads is None or len(deaf) < len(self.target_tables):
             return
-        with told_at("[bench]"):
+        with in_keys(BenchOptions, "bench"):
             BENCH.refuse([("", deaf[0])], {"threads": self.bench.threads})
 
     def _refuse_idle_system(self) -> None:
         """Raise BadInput for a per-image system that nothing needs, or that leaves out what the reduction keeps."""
-        system, method = self.calibration.attention_system, self.reduce.choice.method_asked
+        system, method = self.calibration.attention_system, self.reduce.method_asked
         value = f"calibration.attention_system is {system!r}"
         if system is not None and not method.needs_attention_system:
             raise BadInput(
@@ -203,8 +201,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        name: str = self.release.name
-        return name
+        return self.release.name
 
     def trust(self, *, measures: bool) -> dict[str, Any]:
         """What a release of this recipe is told: its inputs lie elsewhere, and it may run code of its user's;
@@ -215,7 +212,6 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def proves_on_own(self) -> bool:
-        """Whether what the calibration holds out proves the result."""
         return self.held_out.images is None
 
     @property
@@ -223,8 +219,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether moments of held-out images judge every site. What is merged is judged on the images themselves, which
         are not shown to the reduction where they prove the result.
         """
-        merges = self.reduce.choice.method_asked.merges or self.reduce.choice.method_asked.folds_heads
-        looped = self.reduce.choice.loop is not None or self.reduce.choice.composes
+        merges = self.reduce.method_asked.merges or self.reduce.method_asked.folds_heads
+        looped = self.reduce.loop is not None or self.reduce.composes
         judged = self.calibration.hold_out is not None and not looped
         return judged and not (merges and self.proves_on_own)
 
@@ -239,9 +235,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The gate's own, judged on the first target."""
         first = next(iter(self.target_tables))
-        return rules_of("gate.fail_if", self.gate.fail_if, first, self.bench.batches, self.parity.metric_names)
+        return rules_of("gate.fail_if", self.gate.rules, first, self.bench.batches, self.parity.metric_names)
 
     @property
     def served_on_cpu(self) -> TargetName | None:
@@ -249,9 +244,14 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return next((target.name for target in self.targets if target.name in ON_CPU), None)
 
     @property
-    def targets(self) -> tuple[Target, ...]:
-        """In the order in which they are written."""
+    def targets(self) -> tuple[ReleaseTarget, ...]:
         return tuple(
-            target_of(name, table, self.export, self.bench.batches, self.parity.metric_names)
+            release_target(name, table, self.export, self.bench.batches, self.parity.metric_names)
             for name, table in self.target_tables.items()
         )
+
+
+SECTIONS: Mapping[str, type[Record]] = {
+    name: kind for name, kind in get_type_hints(Recipe).items() if name != "target_tables"
+}
+"""The tables of a recipe but for [targets], whose own are of one kind."""

@@ -8,44 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import msgspec
-
 from corp_deploy.invocation.engine import TargetName
-from corp_deploy.invocation.option import options_of
+from corp_deploy.invocation.option import Record, options_of
 from corp_deploy.invocation.option_support import spelled
-from corp_deploy.invocation.source import Source
+from corp_deploy.invocation.source import ModelSource
 from corp_deploy.spec import trusted_code
 from corp_deploy.spec.trusted_code import file_and_function, is_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.files import refuse_utf16, regular_file
 
-from .recipe import Recipe
-from .recipe_record import Table, told_at
+from .recipe import SECTIONS, Recipe
+from .recipe_keys import keys_of, record_of, told_at
 from .recipe_tables import ModelTable, TargetTable
 
 MOST_BYTES = 2**20
 DEEPEST = 40
-S = TypeVar("S", bound=Source)
+S = TypeVar("S", bound=ModelSource)
 Tables = dict[str, dict[str, Any]]
 
 
-SECTIONS: Mapping[str, type[Table]] = {
-    field.name: field.type for field in msgspec.structs.fields(Recipe) if field.encode_name != "targets"
-}
-"""The tables of a recipe but for [targets], whose own are of one kind."""
 TARGETS: tuple[TargetName, ...] = get_args(TargetName)
-
-
-def keys_of(table: type[Table]) -> dict[str, msgspec.structs.FieldInfo]:
-    return {field.encode_name: field for field in msgspec.structs.fields(table)}
-
-
-def schema_of(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
-    """What a key's type says of itself beside its bounds: a description, and whether a list's items must differ."""
-    info = msgspec.inspect.type_info(field.type)
-    kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
-    return next(kind.extra_json_schema or {} for kind in kinds if isinstance(kind, msgspec.inspect.Metadata))
 
 
 def _text(path: Path) -> str:
@@ -108,32 +91,13 @@ def _model_text(folder: Path, model: str) -> str:
     return str(beside.resolve()) if "/" in model or beside.is_dir() else model
 
 
-def typed_value(name: str, field: msgspec.structs.FieldInfo, value: object, folder: Path) -> Any:
-    """A key's value by its type, paths made absolute. Raises BadInput, naming the key, for another."""
-
-    def location(_: type, text: Any) -> Path:
-        if not isinstance(text, str) or not text.strip() or "\0" in text:
-            raise ValueError("no path")
-        return (folder / text).resolve()
-
-    schema = schema_of(field)
-    try:
-        typed = msgspec.convert(value, field.type, dec_hook=location)
-        refused = schema.get("uniqueItems", False) and len({*typed}) < len(typed)
-    except msgspec.ValidationError:
-        refused = True
-    if refused:
-        raise BadInput(f"{name} is {value!r:.200}, expected {schema['description']}")
-    return typed
-
-
-def _table(path: Path, name: str, raw: object, kind: type[Table]) -> dict[str, Any]:
+def _table(path: Path, name: str, raw: object, kind: type[Record]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise BadInput(f"{path}: {name} is {raw!r:.200}, expected a table: [{name}]")
     keys = keys_of(kind)
     _refuse_unknown(f"{path}: [{name}]", raw, keys)
     with told_at(str(path)):
-        return {word: typed_value(f"{name}.{word}", keys[word], value, path.parent) for word, value in raw.items()}
+        return {word: keys[word].decoded(name, value, path.parent) for word, value in raw.items()}
 
 
 def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
@@ -152,7 +116,6 @@ def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
 
 
 def places(tables: Tables) -> Iterator[tuple[str, Path]]:
-    """Every path that the tables name, by its key."""
     for name, table in tables.items():
         for word, value in table.items():
             if (name, word) == ("model", "model"):
@@ -192,19 +155,10 @@ def _with_bases(path: Path, extending: tuple[Path, ...], bound: Path | None) -> 
     return merged | {name: merged.get(name, {}) | table for name, table in own.items()}
 
 
-def _built(path: Path, name: str, table: Mapping[str, Any], kind: type[Table]) -> Any:
-    missing = [word for word, field in keys_of(kind).items() if field.required and word not in table]
-    if missing:
-        raise BadInput(f"{path}: {name}.{missing[0]} is missing; write it under [{name}]")
-    with told_at(str(path)):
-        return kind(**table)
-
-
-def model_table(source: Source) -> ModelTable:
+def model_table(source: ModelSource) -> ModelTable:
     """A model as it was named here, as the table of a recipe, paths made absolute."""
-    table = {name: value for name, value in source.values.items() if value is not None}
-    table |= {"weights": Path(table["weights"]).resolve()} if "weights" in table else {}
-    return ModelTable(model=_model_text(Path.cwd(), os.fspath(source.name)), **table)
+    weights = None if source.weights is None else Path(source.weights).resolve()
+    return ModelTable(**source.values | {"weights": weights, "name": _model_text(Path.cwd(), os.fspath(source.name))})
 
 
 def load_model_table(path: Path) -> ModelTable:
@@ -215,8 +169,8 @@ def load_model_table(path: Path) -> ModelTable:
     table = _with_bases(path, (), None).get("model")
     if table is None:
         raise BadInput(f"{path}: has no [model], expected the table that says which model, as a recipe has it")
-    model: ModelTable = _built(path, "model", table, ModelTable)
-    return model
+    with told_at(str(path)):
+        return record_of(ModelTable, "model", table)
 
 
 def as_named(source: S) -> S:
@@ -225,25 +179,25 @@ def as_named(source: S) -> S:
     if path.suffix != ".toml":
         return source
     if source.non_default:
-        others = ", ".join(spelled(options_of(Source)[name].typed) for name in source.non_default)
+        others = ", ".join(spelled(options_of(ModelSource)[name].typed) for name in source.non_default)
         raise BadInput(f"{path}: says itself what goes with its model; drop {others}, or change [model] in it")
-    table = load_model_table(path)
-    return replace(source, name=table.model, **table.source.values)
+    return replace(source, **load_model_table(path).values)
 
 
 def load_recipe(path: Path, *, trust_paths: bool = False) -> Recipe:
     """Read a recipe and what it extends; `trust_paths`: its paths may lead out of its directory. Raises BadInput,
     naming file and key, for anything that will not do.
 
-    Whether the model and images exist is not asked here: see inputs.require_inputs.
+    Whether the model and images exist is not asked here: see recipe_checks.require_inputs.
     """
     path = path.resolve()
     tables = _with_bases(path, (), None if trust_paths else path.parent)
     tables["release"] = {"name": path.stem} | tables.get("release", {})
-    sections: dict[str, Any] = {name: _built(path, name, tables.get(name, {}), kind) for name, kind in SECTIONS.items()}
-    targets = [name for name in tables if name not in SECTIONS]
-    if targets:
-        own = {name.removeprefix("targets."): _built(path, name, tables[name], TargetTable) for name in targets}
-        sections["target_tables"] = own
-    recipe: Recipe = _built(path, "", sections, Recipe)
-    return recipe
+    with told_at(str(path)):
+        sections: dict[str, Any] = {
+            name: record_of(kind, name, tables.get(name, {})) for name, kind in SECTIONS.items()
+        }
+        if targets := [name for name in tables if name not in SECTIONS]:
+            own = {name.removeprefix("targets."): record_of(TargetTable, name, tables[name]) for name in targets}
+            sections["target_tables"] = own
+        return Recipe(**sections)

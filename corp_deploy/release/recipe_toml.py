@@ -2,7 +2,6 @@
 this file. Imports no torch.
 """
 
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -10,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tomli_w
 from jinja2 import Environment
 
@@ -24,7 +22,8 @@ from ground.templates import templates_of
 from ground.text import one_line, printable
 
 from .digests import files_of
-from .recipe import Recipe
+from .recipe import SECTIONS, Recipe
+from .recipe_keys import content_of, relative_text
 from .recipe_tables import ModelTable
 
 
@@ -48,7 +47,6 @@ def _environment() -> Environment:
 
 
 def rendered(template: str, **content: Any) -> str:
-    """A template filled in."""
     return _environment().get_template(f"{template}.jinja").render(content)
 
 
@@ -56,29 +54,12 @@ HEAD = "# The resolved recipe of this release: every key with its value, default
 HEAD_OF_MODEL = "# A model with all that goes with its name: give this file wherever a model is named, or in a recipe."
 
 
-def relative_text(path: Path, directory: Path) -> str:
-    """A path as a recipe in the directory writes it: with a slash in it, so that it is no name of a model."""
-    relative = Path(os.path.relpath(path, directory.resolve())).as_posix()
-    return relative if "/" in relative else f"./{relative}"
-
-
-def _content(table: msgspec.Struct, directory: Path) -> Any:
-    """Without the keys that nothing is set for; TOML has no word for them."""
-
-    def set_in(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: set_in(each) for key, each in value.items() if each is not None}
-
-    return set_in(msgspec.to_builtins(table, enc_hook=lambda path: relative_text(path, directory)))
-
-
 def _model_content(model: ModelTable, directory: Path) -> dict[str, Any]:
-    content: dict[str, Any] = _content(model, directory)
+    content = content_of(model, directory)
     if model.directory is not None:
         content["model"] = f"{model.prefix}{relative_text(model.directory, directory)}"
     if model.code is not None:
-        function = model.model.rpartition(":")[2]
+        function = model.name.rpartition(":")[2]
         content["model"] = f"{trusted_code.PREFIX}{relative_text(model.code, directory)}:{function}"
     return content
 
@@ -90,7 +71,9 @@ def text_of_model(model: ModelTable, directory: Path) -> str:
 
 def text_of_recipe(recipe: Recipe, directory: Path) -> str:
     """The whole recipe with its defaults, paths relative to `directory`; it reads back as the same recipe there."""
-    content = _content(recipe, directory) | {"model": _model_content(recipe.model, directory)}
+    content = {name: content_of(getattr(recipe, name), directory) for name in SECTIONS}
+    content["model"] = _model_content(recipe.model, directory)
+    content["targets"] = {name: content_of(table, directory) for name, table in recipe.target_tables.items()}
     return f"{HEAD}\n\n{toml_from(content)}"
 
 

@@ -4,7 +4,7 @@ here, so a run with nothing to do never waits for it.
 Every function reads what earlier stages left in `dirs.root` and writes below `dirs.into` only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
-from corp_deploy.proof.chain import prove
+from corp_deploy.proof.chain import prove_chain
 from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.gate import (
     evidence_of_files,
@@ -26,9 +26,9 @@ from corp_deploy.proof.gate import (
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
 from corp_deploy.proof.outcome import save_proof
-from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
+from corp_deploy.proof.report_input import json_of_file, record_of_directory, shown_lineage
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, entry_of, input_of_graphs, rows_of_efforts
 from corp_deploy.store.model_config import load_model_config
 from export.engine.build import build_engine, write_engine
@@ -43,6 +43,7 @@ from perf.parity.parity import load_parity
 from perf.report.render import html, junit, markdown
 
 from . import names
+from .baseline import Baseline
 from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
@@ -50,15 +51,14 @@ from .pace import efforts_of
 from .recipe import Recipe, trusted_metrics
 from .sbom import bill_of_release, provenance
 from .steps import named_samples
-from .targets import Target
+from .targets import ReleaseTarget
 
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
-    """The trained model as a directory of its own."""
-    save(recipe.model.source.opened(), dirs.into / "dense")
+    save(recipe.model.opened(), dirs.into / "dense")
 
 
-def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:
+def write_engines(dirs: StageDirs, target: ReleaseTarget, invocation: Invocation) -> None:
     """Dense and reduced plans with their records, and a quantised one's rival; the dense one has no sparse kernels."""
     plans = [(names.plan_name(target, subject), subject, target.precision) for subject in names.SUBJECTS]
     if target.rest is not None:
@@ -82,7 +82,7 @@ def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> No
 IN_OPENVINO: dict[str, Runtime] = {"fp32": "openvino", "fp16": "openvino-fp16", "bf16": "openvino-bf16"}
 
 
-def _candidate(target: Target, root: Path) -> Candidate:
+def _candidate(target: ReleaseTarget, root: Path) -> Candidate:
     candidate = candidate_from_path(names.artefact_name(target, "reduced"), below=root)
     if target.is_engine:
         return candidate
@@ -91,15 +91,15 @@ def _candidate(target: Target, root: Path) -> Candidate:
     return replace(candidate, label=f"{target.name} {target.precision}", name=target.name, provider="cuda")
 
 
-def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None:
+def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) -> None:
     """The chain down to what the target runs, on the samples, which travel with the release."""
     dense, profile = load_checkpoint(dirs.root / "dense"), target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / names.SAMPLES))
     metrics = trusted_metrics(recipe.parity.metrics(dirs.root))
     meter = Meter(metrics, named_samples(inputs, dirs.root) if metrics else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
-    limits = ParityLimits.from_options(recipe.parity.options.values)
-    proof = prove(
+    limits = ParityLimits.from_options(recipe.parity.values)
+    proof = prove_chain(
         dense,
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
         inputs,
@@ -110,13 +110,14 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     save_proof(meter.beside(proof), dirs.into / names.parity_name(target))
 
 
-def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], starting: bool) -> None:
+def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
     """Parity first, then the recipe's rules on the first target, each target's own, and the first one's history."""
     # The recipe's rules judge the first target, which ships, and with it the chain down to its graph.
     first, *others = recipe.targets
     own_rules = {names.parity_name(target): target.rules for target in others}
     own_rules |= dict.fromkeys((names.PARITY, names.parity_name(first)), (*recipe.rules, *first.rules))
     rows = [parity_row(dirs.root / name, own_rules.get(name, ())) for name in names.parities_of(recipe)]
+    older = baseline.older(names.own_records(recipe, dirs.root))
     before = evidence_of_files(older.get("bench"), older.get("parity"))
     for target in recipe.targets:
         records = dirs.root / names.bench_name(recipe, target), dirs.root / names.parity_name(target)
@@ -125,7 +126,7 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], start
             # Samples are arrays made of held-out images: whether those were fitted to, the chain of the whole tells.
             assert now.parity is not None, dirs.root
             now = replace(now, parity=replace(now.parity, fitted=load_parity(dirs.root / names.PARITY).fitted))
-            rows += judged_rows(with_fitted_rule(recipe.rules, now), now, before, starting=starting)
+            rows += judged_rows(with_fitted_rule(recipe.rules, now), now, before, starting=baseline.init)
         own = judged_rows(target.rules, now, None, starting=False)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
         rows += _gain_rows(dirs.root, target, recipe.bench.batches)
@@ -136,7 +137,7 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], start
     save_gate(Gate(rules=tuple(rows), confidence=recipe.gate.confidence), dirs.into / names.GATE)
 
 
-def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[JudgedRule]:
+def _gain_rows(root: Path, target: ReleaseTarget, batches: Sequence[int]) -> list[JudgedRule]:
     """A quantised model that isn't measured to be faster than what it rests on is none to ship: decided as `package`
     decides what is served, whatever the confidence of the recipe's rules.
     """
@@ -148,10 +149,10 @@ def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[Judge
 
 
 def _lineage(root: Path) -> dict[str, Any]:
-    return lineage_of_model(load_model_config(root / "reduced"))
+    return shown_lineage(load_model_config(root / "reduced"))
 
 
-def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
+def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
     """The report of the first target in three forms, of the others as pages, and the model card."""
     efforts = efforts_of(dirs.root, stages)
     record = record_of_directory(dirs.root) | {  # lineage and commands too, since the manifest is made after it

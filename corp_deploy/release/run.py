@@ -1,7 +1,7 @@
 """What is done with the stages of a recipe: planned, run, run one by one, or written as a script. Imports no torch."""
 
 import fnmatch
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,10 +15,10 @@ from perf.stats.trend import add_release
 from . import calls, incremental
 from .baseline import Baseline
 from .incremental import Outcome, Stage, StageStatus
-from .inputs import require_inputs
-from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS
-from .pipeline import own_records, stages_of
+from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS, own_records
+from .pipeline import stages_of
 from .recipe import Recipe
+from .recipe_checks import require_inputs
 from .recipe_toml import rendered
 from .signature import sums_from_file
 from .signer import Signer, sign
@@ -49,7 +49,7 @@ def _names_like(patterns: Sequence[str], stages: Sequence[Stage], option: str) -
 
 
 def _unsign(root: Path) -> bool:
-    """Remove a signature, first of all; whether there was one."""
+    """Remove a signature; return True where there was one."""
     there = (root / SIGNATURE).is_file()
     for name in (SIGNATURE, ATTESTATION):
         (root / name).unlink(missing_ok=True)
@@ -76,17 +76,16 @@ class Job:
     signer: Signer | None = None
     again: Sequence[str] = ()
 
-    def _stages(self, *, finished: Collection[str] = ()) -> list[Stage]:
-        """Return all stages; those of `again` run although they are done, but for those that just were."""
+    def _stages(self) -> list[Stage]:
+        """Return all stages; those of `again` run although they are done."""
         stages = stages_of(self.recipe, self.root, self.baseline)
-        again = _names_like(self.again, stages, "--again") - {*finished}
+        again = _names_like(self.again, stages, "--again")
         return [replace(stage, again=True) if stage.name in again else stage for stage in stages]
 
     def _required(self, stages: Sequence[Stage]) -> list[StageStatus]:
         return require_inputs(self.recipe, self.root, stages, self.baseline, path=self.path, warn=self.warn)
 
     def plan(self) -> list[StageStatus]:
-        """What `release` would do now; writes nothing."""
         return self._required(self._stages())
 
     def _plan_to_write(self, stages: Sequence[Stage]) -> list[StageStatus]:
@@ -100,8 +99,8 @@ class Job:
         return statuses
 
     def release(self) -> Released:
-        """Run what is not done, and sign what passes."""
-        self.planned(self._plan_to_write(self._stages()))
+        stages = self._stages()
+        self.planned(self._plan_to_write(stages))
         if self.signer is not None:
             if self.recipe.release.version is None:
                 raise BadInput(
@@ -110,7 +109,7 @@ class Job:
                 )
             self.signer.require()
         self.root.mkdir(parents=True, exist_ok=True)
-        outcome = self._run_all()
+        outcome = self._run_all(stages)
         if outcome.blocked:
             if outcome.finished:
                 _unsign(self.root)
@@ -122,20 +121,18 @@ class Job:
         signature = self._signature(passed=gate.exit_code == 0, changed=bool(outcome.finished))
         return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
 
-    def _run_all(self) -> Outcome:
-        """In two parts: whether the baseline is this very record is known only when the bench stands."""
-        stages = self._stages()
+    def _run_all(self, stages: Sequence[Stage]) -> Outcome:
+        """Run the stages that measure, then those that judge, where none waits for another machine."""
         gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
-        first = incremental.run(stages[:gate], self.root, starts=self.starts, is_complete=False)
+        first = incremental.run_stages(stages[:gate], self.root, starts=self.starts)
         if first.blocked:
             return first
-        rest = incremental.run(self._stages(finished=first.finished), self.root, starts=self.starts)
-        finished = (*first.finished, *rest.finished)
-        cached = tuple(name for name in rest.cached if name not in finished)
+        rest = incremental.run_stages(stages[gate:], self.root, starts=self.starts, every=stages)
+        finished, cached = (*first.finished, *rest.finished), (*first.cached, *rest.cached)
         return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
 
     def _signature(self, *, passed: bool, changed: bool) -> Signature | None:
-        """A release that passes its gate is signed where that was asked; a signature never outlives what it is of."""
+        """Sign a release that passes; a signature never outlives its files."""
         if self.signer is not None and passed:
             files = frozenset((*sums_from_file(self.root / SUMS), SUMS))
             return "signed" if sign(self.root, self.signer, files) else "kept"
@@ -143,29 +140,32 @@ class Job:
         return "refused" if self.signer is not None else "removed" if removed else None
 
     def run_only(self, names: Sequence[str]) -> Outcome:
-        """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
+        """Run the named stages alone; raise Missing when this machine can't run one."""
         stages = self._stages()
         named = _names_like(names, stages, "--only")
         chosen = [stage for stage in stages if stage.name in named]
         self._plan_to_write(chosen)
-        outcome = incremental.run(chosen, self.root, starts=self.starts, is_complete=False)
+        outcome = incremental.run_stages(chosen, self.root, starts=self.starts)
         if outcome.blocked:
             raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
         return outcome
 
     def write_script(self) -> tuple[Path, list[StageStatus]]:
-        """remaining.sh, with the stages that this machine can't run, for one that can; its path, and these stages."""
+        """Write remaining.sh with the stages for another machine; return its path and these stages."""
         stages, root = self._stages(), self.root
         self._required(stages)
         root.mkdir(parents=True, exist_ok=True)
-        incremental.run(stages[:1], root, starts=self.starts, is_complete=False)
-        pairs = zip(stages, incremental.plan(stages, root), strict=True)
+        incremental.run_stages(stages[:1], root, starts=self.starts)
+        pairs = zip(stages, incremental.stage_statuses(stages, root), strict=True)
         elsewhere = [each for each in pairs if each[1].state != "cached" and each[0].missing() is not None]
         rows = [
             {
                 "name": stage.name,
                 "why": status.why,
-                "words": (*calls.only(stage.name, self.recipe).argv, *(("--again", stage.name) if stage.again else ())),
+                "words": (
+                    *calls.only_call(stage.name, self.recipe).argv,
+                    *(("--again", stage.name) if stage.again else ()),
+                ),
             }
             for stage, status in elsewhere
         ]

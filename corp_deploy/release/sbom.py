@@ -40,7 +40,7 @@ CALIBRATION, HELD_OUT = "data:calibration", "data:held-out"
 
 
 def licences(expression: str) -> list[dict[str, Any]]:
-    """The entry `licenses` for an SPDX expression; a licence that SPDX doesn't know goes by name, none by nothing."""
+    """Return the entry `licenses`: an SPDX expression, or a name for licences that SPDX doesn't know."""
     if not expression:
         return []
     if expression.startswith(OWN_REFERENCE) and " " not in expression:
@@ -62,7 +62,6 @@ def _licensed(expression: str | None) -> dict[str, Any]:
 
 
 def _data(reference: str, name: str, digest: str, count: int, licence: str | None) -> dict[str, Any]:
-    """A set of images, told by the digest over their content in order."""
     counted = [{"name": "images", "value": str(count)}]
     return {
         "type": "data",
@@ -116,7 +115,7 @@ def _card(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> di
             "architectureFamily": config.family,
             "modelArchitecture": config.architecture_line,
             "datasets": [{"ref": CALIBRATION}, {"ref": HELD_OUT}],
-            "inputs": [{"format": f"{recipe.export.input} images, {shape}"}],
+            "inputs": [{"format": f"{recipe.export.graph_input} images, {shape}"}],
             "outputs": [{"format": parity.compared}],
         },
         "quantitativeAnalysis": {"performanceMetrics": metrics},
@@ -125,7 +124,6 @@ def _card(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> di
 
 
 def _model(root: Path, recipe: Recipe, subject: str, config: ModelConfig) -> dict[str, Any]:
-    """With the files that hold it, each with its digest."""
     version = {} if recipe.release.version is None else {"version": recipe.release.version}
     return {
         "type": "machine-learning-model",
@@ -175,12 +173,12 @@ def _sbom(
 
 
 def bill_of_environment(packages: Sequence[Package]) -> dict[str, Any]:
-    """Of this tool and every package that is installed beside it."""
+    """Describe this tool and every package that is installed beside it."""
     return _sbom({**TOOL, "licenses": licences("Apache-2.0")}, (), packages, {})
 
 
 def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
-    """Of the reduced model: the dense one that it comes from, the images that both met, and the environment."""
+    """Describe the reduced model, the dense one, their images and the environment."""
     configs = {subject: load_model_config(root / subject) for subject in SUBJECTS}
     parity, reduced = load_parity(root / PARITY), configs["reduced"]
     dense, subject = (_model(root, recipe, each, configs[each]) for each in SUBJECTS)
@@ -200,7 +198,7 @@ _OF_FOLDER = "a folder or shards: sha256 over the lines 'sha256 name' of all its
 
 
 def _read_outside(root: Path, stages: Sequence[Stage]) -> dict[str, tuple[Path, str]]:
-    """What stages had read beyond the release, by label: the path, and the digest that it had then."""
+    """Return inputs beyond the release by label: the path, and the digest at that time."""
     read: dict[str, tuple[Path, str]] = {}
     for stage in stages:
         stamp = read_stamp(root / STATE, stage.name)
@@ -230,7 +228,7 @@ def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str
 
 
 def provenance(root: Path, recipe: Recipe, stages: Sequence[Stage], digests: Mapping[str, str]) -> dict[str, Any]:
-    """The statement over the files of a release, `digests` by name."""
+    """Return the statement over the files of a release, `digests` by name."""
     definition = _definition(root, recipe, stages)
     measured = sorted({*(path.name for path in root.glob("bench*.json")), PARITY, GATE})
     details = {

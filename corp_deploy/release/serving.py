@@ -27,13 +27,13 @@ from perf.record.runs import Bench, load_bench
 from perf.stats.summary import summarise
 
 from .names import BENCH, MANIFEST, PARITY, SIGNATURE, graph_name
-from .proven import Proof
+from .proven import ProofVerdicts
 from .signature import entries_below
 from .signer import Signer, sign
 
 
 def to_serve(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
-    """What is served in place of `quantised`, and why where that is another: one that wasn't measured faster."""
+    """Return the file to serve and, where a quantised one was not faster, the reason for another."""
     path = directory / f"gain.{target}.json"
     bench = load_bench(path) if path.is_file() else None
     if bench is None or is_faster(bench):
@@ -47,13 +47,12 @@ def to_serve(directory: Path, target: str, quantised: Path) -> tuple[Path, str |
 
 
 def is_faster(bench: Bench) -> bool:
-    """Whether the candidate's speed-up lies above 1 with its whole interval at every batch size."""
+    """Return True where the whole interval of the speed-up lies above 1 at every batch size."""
     gains = [row.speedup for row in summarise(bench).rows]
     return bool(gains) and all(gain is not None and gain.low > 1.0 for gain in gains)
 
 
 def quantised_graph(directory: Path, target: str) -> Path | None:
-    """The graph that an ONNX Runtime target of a release runs, where it is a quantised one."""
     path = directory / f"gain.{target}.json"
     if not path.is_file():
         return None
@@ -80,7 +79,6 @@ def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str], set[str]]:
 
 
 def _latencies(bench: Bench) -> tuple[Latency, ...]:
-    """The reduced model's medians with their intervals, where there were enough rounds for one."""
     summary = summarise(bench)
     medians = [(row.batch, row.sides[summary.candidate].p50_ms) for row in summary.rows]
     return tuple(
@@ -106,7 +104,6 @@ MOST_LABELS_BYTES = 2**26
 
 
 def class_names(path: Path) -> tuple[str, ...]:
-    """Names of classes, one a line. Raises BadInput for a file that holds none."""
     try:
         text = text_from_file(path, most_bytes=MOST_LABELS_BYTES)
     except OSError as error:
@@ -131,7 +128,6 @@ def _own_class_names(directory: Path, graph: Path) -> tuple[str, ...]:
 
 
 def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> dict[str, Expected]:
-    """What was measured of the reduced model, by the variant of the repository that it was measured of."""
     described, here = bench.subjects[1].describe, bench.environment
     variant = "cpu" if described.get("device") == "cpu" else "plan" if has_plans else "onnx"
     where = f"{here.get('gpu') or here.get('cpu')}, {described.get('backend')}"
@@ -139,7 +135,7 @@ def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> 
 
 
 def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, Serving, list[str]]:
-    """The graph that was measured in OpenVINO and what it was computed in; the FP32 one where none was."""
+    """Return the graph measured in OpenVINO and its precision; the FP32 one where none was."""
     for path in (directory / BENCH, directory / "bench.openvino.json"):
         description = load_bench(path).subjects[1].describe if path.is_file() else {}
         if description.get("backend") != "openvino":
@@ -154,7 +150,7 @@ def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, S
     return fp32, serving, []
 
 
-def package_of_directory(directory: Path, proof: Proof, options: ServingOptions) -> tuple[Package, list[str]]:
+def package_of_directory(directory: Path, proof: ProofVerdicts, options: ServingOptions) -> tuple[Package, list[str]]:
     """Return what a directory of results offers to a server, and notes: what is left out and why, and what its proof
     lacks. The batch to prefer, and the largest one where the options name none, come from what was measured.
 
@@ -200,7 +196,7 @@ def package_of_directory(directory: Path, proof: Proof, options: ServingOptions)
 
 
 def unsign_repository(repository: Path) -> bool:
-    """Remove a signature and its manifest, which hold no longer; whether there was one."""
+    """Remove a signature and its manifest; return True where there was one."""
     there = (repository / SIGNATURE).is_file()
     for name in (SIGNATURE, MANIFEST) if there else ():
         (repository / name).unlink(missing_ok=True)

@@ -2,24 +2,23 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from corp_deploy.invocation.budget_choice import MACS, BudgetChoice
 from corp_deploy.invocation.calibration import PassOptions
 from corp_deploy.invocation.engine import MOST_HELD_OUT, ShipOptions, TargetName
-from corp_deploy.invocation.inputs import Drawn
+from corp_deploy.invocation.input_choice import Drawn
 from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.running import BenchOptions
-from corp_deploy.invocation.source import Source
+from corp_deploy.invocation.source import ModelSource
 from ground.errors import BadInput
 
 from .names import RECIPE
-from .recipe import Recipe
-from .recipe_file import SECTIONS, load_recipe, model_table, places
+from .recipe import SECTIONS, Recipe
+from .recipe_file import load_recipe, model_table, places
+from .recipe_keys import record_of, values_of
 from .recipe_tables import TargetTable
 from .targets import missing_to_run
 
@@ -30,9 +29,9 @@ BY_SPEED: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx", "onnxruntime-cud
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToShip:
-    """What was asked for, with the options of the steps."""
+    """The request, with the options of the steps."""
 
-    source: Source
+    source: ModelSource
     options: ShipOptions
     drawn: Drawn
     budget: BudgetChoice
@@ -41,10 +40,9 @@ class ToShip:
 
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The keys of a recipe that this settles, by their tables."""
         held_out, labels, tables = self.options.held_out, self.options.labels, self.budget.latency_tables
         return {
-            "model": msgspec.structs.asdict(model_table(self.source)),
+            "model": values_of(model_table(self.source)),
             "calibration": {"images": self.options.images.resolve(), **self.drawn.drawn, "device": self.run.device},
             "held_out": {"images": held_out and held_out.resolve(), "labels": labels and labels.resolve()},
             "reduce": {
@@ -63,7 +61,7 @@ def recipe_to_ship(request: ToShip, root: Path) -> Recipe:
     """The recipe that stands in the directory, where that is of what is asked for; a new one where none is.
 
     Raises BadInput, naming the keys, for a directory that holds the release of another one, or of one with paths of its
-    own that lead out of it; for what `Source.opened` refuses, and for fewer images than can be parted.
+    own that lead out of it; for what `ModelSource.opened` refuses, and for fewer images than can be parted.
     """
     path = root / RECIPE
     if not path.exists():
@@ -75,7 +73,7 @@ def recipe_to_ship(request: ToShip, root: Path) -> Recipe:
             f"`{again(recipe, root)}`, or give another --output"
         )
     named = {place for _, place in places(request.tables)}
-    for name, place in places({name: msgspec.structs.asdict(getattr(recipe, name)) for name in SECTIONS}):
+    for name, place in places({name: values_of(getattr(recipe, name)) for name in SECTIONS}):
         if place not in named and not place.is_relative_to(here):
             raise BadInput(
                 f"{path}: {name} leads out of {here}, to {str(place)[:200]}, which no option names; look at it, and "
@@ -86,8 +84,11 @@ def recipe_to_ship(request: ToShip, root: Path) -> Recipe:
 
 def _differences(request: ToShip, recipe: Recipe) -> Iterator[str]:
     for section, keys in request.tables.items():
-        for key, here in keys.items():
-            there = getattr(getattr(recipe, section), key)
+        of_recipe, wanted = (
+            values_of(each) for each in (getattr(recipe, section), record_of(SECTIONS[section], section, keys))
+        )
+        for key in keys:
+            there, here = of_recipe[key], wanted[key]
             if there != here:
                 words = ["not set" if value is None else str(value)[:200] for value in (there, here)]
                 yield f"{section}.{key} is {words[0]} there, {words[1]} here"
@@ -97,7 +98,6 @@ def _differences(request: ToShip, recipe: Recipe) -> Iterator[str]:
 
 
 def again(recipe: Recipe, root: Path) -> Invocation:
-    """What carries the recipe in the directory out once more."""
     options = {"output": str(root), **recipe.trust(measures=True)}
     return Invocation(command="release", arguments=(str(root / RECIPE),), options=options)
 
@@ -105,7 +105,7 @@ def again(recipe: Recipe, root: Path) -> Invocation:
 def _new(request: ToShip, root: Path) -> Recipe:
     from corp_deploy.families import traced_model
     from corp_deploy.families.family import output_ports
-    from corp_deploy.store.inputs import images_for_model
+    from corp_deploy.store.input_sets import images_for_model
 
     limit, held_out = request.budget.limit, request.options.held_out
     if limit is not None and held_out is None:
@@ -142,9 +142,9 @@ def _new(request: ToShip, root: Path) -> Recipe:
     }
     tables = request.tables
     sections: dict[str, Any] = {
-        name: kind(**tables.get(name, {}), **own.get(name, {})) for name, kind in SECTIONS.items()
+        name: record_of(kind, name, {**tables.get(name, {}), **own.get(name, {})}) for name, kind in SECTIONS.items()
     }
     recipe = Recipe(**sections, target_tables={request.options.target or BY_SPEED[-1]: TargetTable()})
     faster = () if request.options.target else BY_SPEED[:-1]
-    others = (msgspec.structs.replace(recipe, target_tables={name: TargetTable()}) for name in faster)
+    others = (replace(recipe, target_tables={name: TargetTable()}) for name in faster)
     return next((each for each in others if missing_to_run(each.targets[0]) is None), recipe)

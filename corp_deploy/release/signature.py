@@ -32,7 +32,7 @@ MOST_BYTES = 2**26
 
 
 class Unverified(Exception):
-    """A signature that doesn't vouch for a directory; `differs` says in what, a line each."""
+    """A signature that doesn't hold; `differs` has a line for each reason."""
 
     def __init__(self, *differs: str) -> None:
         super().__init__("; ".join(differs))
@@ -41,7 +41,7 @@ class Unverified(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signed:
-    """What a signature that holds says: by whom, and the digest of every file."""
+    """The signer, and the digest of every file."""
 
     by: str
     files: Mapping[str, str]
@@ -57,7 +57,6 @@ def require_library() -> None:
 
 
 def hashed() -> "hashing.Config":
-    """All files by SHA-256, links refused."""
     from model_signing import hashing
 
     config = hashing.Config().use_file_serialization(hashing_algorithm="sha256", allow_symlinks=False)
@@ -65,7 +64,7 @@ def hashed() -> "hashing.Config":
 
 
 def entries_below(folder: Path, without: Sequence[str] = UNSIGNED) -> Iterator[Path]:
-    """What lies below a directory but for what is never signed; a link is an entry and isn't followed."""
+    """Yield the entries of a directory that a signature covers; links are not followed."""
     for path in sorted(each for each in folder.iterdir() if each.name not in without):
         if path.is_dir() and not path.is_symlink():
             yield from entries_below(path, ())
@@ -89,7 +88,6 @@ def _listed(data: bytes) -> dict[str, str]:
 
 
 def _differences(folder: Path, listed: Mapping[str, str]) -> list[str]:
-    """What is there and isn't signed, the other way about, and what is changed."""
     there = {path.relative_to(folder).as_posix(): path for path in entries_below(folder)}
     differences = [f"{name}: not signed, it was added" for name in sorted(there.keys() - listed.keys())]
     differences += [f"{name}: missing, the signature lists it" for name in sorted(listed.keys() - there.keys())]
@@ -118,7 +116,7 @@ def _why(error: Exception) -> str:
     return f"does not hold ({words[:300] or type(error).__name__})"
 
 
-def verify(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], str]) -> Signed:
+def verify_signature(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], str]) -> Signed:
     """What is signed, once the signature holds by `verifier` and covers every file as it is. `who` names the signer
     by the bundle. Nothing but the signature is parsed.
 
@@ -149,7 +147,7 @@ UNLISTED = (SUMS, ATTESTATION, SCRIPT)
 
 
 def sums_from_file(path: Path) -> dict[str, str]:
-    """Digests by name. Raises BadInput for no such list, and for a name that leads out of the release."""
+    """Read digests by name; raise BadInput for a damaged list and for names outside the release."""
     try:
         lines = text_from_file(path, most_bytes=MOST_SUMS_BYTES).splitlines()
     except FileNotFoundError:
@@ -164,6 +162,6 @@ def sums_from_file(path: Path) -> dict[str, str]:
 
 
 def added_to(folder: Path, sums: dict[str, str]) -> list[str]:
-    """What lies in a release and is in no list of it."""
+    """Return files that are in no list of the release."""
     names = (path.relative_to(folder).as_posix() for path in entries_below(folder))
     return [name for name in names if name not in sums and name not in UNLISTED]

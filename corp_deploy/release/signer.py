@@ -41,7 +41,6 @@ def _private_key(path: Path, password: str | None) -> "ec.EllipticCurvePrivateKe
 
 
 def password_from_file(path: Path) -> str:
-    """Its first line. Raises BadInput for a file that can't be read, or is empty."""
     try:
         lines = text_from_file(path).splitlines()
     except OSError as error:
@@ -58,7 +57,7 @@ def _public_text(key: "ec.EllipticCurvePrivateKey") -> str:
 
 
 def _envelope(payload: bytes, key: "ec.EllipticCurvePrivateKey") -> dict[str, Any]:
-    """DSSE v1: what is signed is its type and its payload, each behind its length."""
+    """Return a DSSE v1 envelope: signed are the type and the payload, each behind its length."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -107,7 +106,6 @@ class KeySigner:
         return config.use_elliptic_key_signer(private_key=self.key, password=password)
 
     def has_signed(self, folder: Path, scratch: Path) -> bool:
-        """Whether a signature of this signer's holds for what lies there."""
         if self.certificate is not None:
             names = names_in_certificate(certificates_from_file(self.certificate)[0])
             return bool(names) and _holds(Certified(identity=names[0], roots=(*self.chain, self.certificate)), folder)
@@ -116,7 +114,6 @@ class KeySigner:
         return _holds(PublicKey(path=public), folder)
 
     def attest(self, folder: Path) -> None:
-        """The provenance, where there is one, once more in an envelope that tools for attestations verify by itself."""
         if not (folder / PROVENANCE).is_file():
             return
         payload = text_from_file(folder / PROVENANCE, most_bytes=2**28).encode()
@@ -152,11 +149,9 @@ class SigstoreSigner:
         return signing.Config().use_sigstore_signer(identity_token=self._token)
 
     def has_signed(self, folder: Path, scratch: Path) -> bool:
-        """Never known: whose it is, the signature of a job before this one doesn't say."""
         return False
 
     def attest(self, folder: Path) -> None:
-        """Nothing: the provenance is signed as a file, by its digest."""
         (folder / ATTESTATION).unlink(missing_ok=True)
 
 

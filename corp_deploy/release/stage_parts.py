@@ -8,35 +8,31 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from msgspec.structs import asdict
-
 from corp_deploy import __version__
-from corp_deploy.invocation.option import Invocation
+from corp_deploy.invocation.option import Invocation, Record
 from corp_deploy.machine import versions
 from perf.timing.watch import environment, watching
 
 from . import calls, names
 from .incremental import Stage, StageDirs
 from .recipe import Recipe
-from .recipe_record import Table
-from .targets import ON_CPU, Target, missing_to_build, missing_to_run
+from .recipe_keys import content_of
+from .targets import ON_CPU, ReleaseTarget, missing_to_build, missing_to_run
 
 TORCH = ("torch", "timm", "numpy")
 
 
-def settings_of(name: str, table: Table, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    return {f"{name}.{key}": value for key, value in asdict(table).items() if key not in without}
+def settings_of(name: str, table: Record, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    return {f"{name}.{key}": value for key, value in content_of(table, Path()).items() if key not in without}
 
 
 def step(name: str, *words: Any) -> Callable[[StageDirs], None]:
-    """What a command, or a release alone, does in a stage; imported when it is called."""
-
     def run(dirs: StageDirs) -> None:
         from . import release_steps, steps
 
         functions: dict[str, Callable[..., object]] = {
             "dense": release_steps.write_dense,
-            "calibrate": steps.write_moments,
+            "calibrate": steps.write_calibration,
             "reduce": steps.write_reduced,
             "size": steps.write_size,
             "export": steps.write_graphs,
@@ -45,9 +41,9 @@ def step(name: str, *words: Any) -> Callable[[StageDirs], None]:
             "engine": release_steps.write_engines,
             "target-parity": release_steps.write_target_parity,
             "bench": steps.write_bench,
-            "gate": release_steps.write_gate,
+            "gate": release_steps.write_verdicts,
             "package": steps.write_package,
-            "report": release_steps.write_report,
+            "report": release_steps.write_release_report,
             "manifest": release_steps.write_release_manifest,
         }
         functions[name](dirs, *words)
@@ -67,6 +63,7 @@ def stage(
     tools: Sequence[str] = (),
     missing: Callable[[], str | None] = lambda: None,
     machine: Callable[[], Mapping[str, Any]] | None = None,
+    earlier: Callable[[], tuple[Mapping[str, Path], Mapping[str, Any]]] = lambda: ({}, {}),
 ) -> Stage:
     """What this command does, or `run` in its place; a file that may be `outside` is None where it isn't asked for.
     `tools`: the packages that its result depends on. A GPU's stages name none: that machine has others.
@@ -84,13 +81,14 @@ def stage(
         },
         missing=missing,
         machine=machine,
+        earlier=earlier,
         command=str(command),
     )
 
 
 def heads_read(recipe: Recipe) -> dict[str, Path]:
     of_metrics = {f"parity.metric_files.{place}": path for place, path in enumerate(recipe.parity.metric_files)}
-    return {f"parity.head.{place}": path for place, path in enumerate(recipe.parity.head)} | of_metrics
+    return {f"parity.head.{place}": path for place, path in enumerate(map(Path, recipe.parity.heads))} | of_metrics
 
 
 # What times a target on the CPU; a GPU's machine has versions of its own.
@@ -103,17 +101,16 @@ RUNTIMES = {
 }
 
 
-def _with_records(plans: Sequence[str], target: Target) -> tuple[str, ...]:
-    """What a target runs; engines stand beside their records."""
+def _with_records(plans: Sequence[str], target: ReleaseTarget) -> tuple[str, ...]:
     return (*plans, *(f"{plan}.json" for plan in plans if target.is_engine))
 
 
-def _engine_stage(recipe: Recipe, target: Target, graphs: Sequence[str]) -> Stage:
+def _engine_stage(recipe: Recipe, target: ReleaseTarget, graphs: Sequence[str]) -> Stage:
     plans, reads = [names.plan_name(target, subject) for subject in names.SUBJECTS], [*graphs]
     if target.rest is not None:
         plans.append(names.rival_name(target))
         reads.append(f"reduced/{names.graph_name(target.rest)}")
-    command = calls.only(f"engine.{target.name}", recipe)
+    command = calls.only_call(f"engine.{target.name}", recipe)
     return stage(
         f"engine.{target.name}",
         command,
@@ -126,13 +123,13 @@ def _engine_stage(recipe: Recipe, target: Target, graphs: Sequence[str]) -> Stag
     )
 
 
-def _target_parity_stage(recipe: Recipe, target: Target, reads: Sequence[str]) -> Stage:
+def _target_parity_stage(recipe: Recipe, target: ReleaseTarget, reads: Sequence[str]) -> Stage:
     name, record = f"{names.PARITY_OF_TARGET}{target.name}", names.parity_name(target)
     labels = (names.SAMPLE_LABELS,) if names.has_sample_labels(recipe) else ()
     named = (names.SAMPLES_RECORD, *labels) if recipe.parity.metric else ()
     return stage(
         name,
-        calls.only(name, recipe),
+        calls.only_call(name, recipe),
         step("target-parity", recipe, target),
         outputs=(record, names.outputs_name(record)),
         reads=(*names.BOTH_MODELS, *reads, *named),
@@ -142,15 +139,15 @@ def _target_parity_stage(recipe: Recipe, target: Target, reads: Sequence[str]) -
     )
 
 
-def measured_by(target: Target) -> dict[str, Any]:
-    """Describe what of this machine decides a target's times."""
+def measured_by(target: ReleaseTarget) -> dict[str, Any]:
+    """Return the facts of this machine that decide a target's times."""
     with nullcontext((None, None)) if target.name in ON_CPU else watching() as (_, gpu):
         here = environment(gpu)
     return {key: here[key] for key in (*OF_MACHINE, *RUNTIMES.get(target.name, ())) if here[key] is not None}
 
 
 def _timing_stage(
-    name: str, recipe: Recipe, target: Target, call: Invocation, reads: Sequence[str], **compared: Any
+    name: str, recipe: Recipe, target: ReleaseTarget, call: Invocation, reads: Sequence[str], **compared: Any
 ) -> Stage:
     return stage(
         f"{name}.{target.name}",
@@ -164,14 +161,14 @@ def _timing_stage(
     )
 
 
-def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
+def target_stages(recipe: Recipe, target: ReleaseTarget) -> Iterator[Stage]:
     graphs = tuple(f"{subject}/{names.graph_name(target.precision)}" for subject in names.SUBJECTS)
     reads = (*graphs, *_with_records([names.artefact_name(target, subject) for subject in names.SUBJECTS], target))
     if target.is_engine:
         yield _engine_stage(recipe, target, graphs)
     if target.name != "onnxruntime-cpu":
         yield _target_parity_stage(recipe, target, (*reads, names.SAMPLES))
-    yield _timing_stage("bench", recipe, target, calls.bench(recipe, target), reads, precision=target.precision)
+    yield _timing_stage("bench", recipe, target, calls.bench_call(recipe, target), reads, precision=target.precision)
     if target.rest is not None:  # the quantised model against the precision that it rests on, which it has to beat
         sides = _with_records([names.rival_name(target), names.artefact_name(target, "reduced")], target)
-        yield _timing_stage("gain", recipe, target, calls.gain(recipe, target), sides, rest=target.rest)
+        yield _timing_stage("gain", recipe, target, calls.gain_call(recipe, target), sides, rest=target.rest)

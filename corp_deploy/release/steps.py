@@ -18,7 +18,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.engine import ServingOptions
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.invocation.inputs import Decoded, Drawn, HoldOutOptions
+from corp_deploy.invocation.input_choice import Decoded, Drawn, HoldOutOptions
 from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, FedOptions
@@ -28,19 +28,19 @@ from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import Judges, scored_inputs
 from corp_deploy.planning.request import merging_checkpoint, request_of
 from corp_deploy.proof.candidates import candidate_from_path
-from corp_deploy.proof.chain import prove
+from corp_deploy.proof.chain import prove_chain
 from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.graphs import Graphs
-from corp_deploy.proof.inputs import ProofInputs
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import fed_to_graph, inputs_from_set
 from corp_deploy.proof.outcome import save_proof
+from corp_deploy.proof.proof_inputs import ProofInputs
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.moments import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from export.triton.repository import write_repository
 from ground.arrays import array_from_npy
@@ -77,7 +77,7 @@ def _groups(dirs: StageDirs, run: Invocation) -> str | None:
     return groups if groups is None or groups in BY_NAME else str(dirs.root / groups)
 
 
-def write_moments(dirs: StageDirs, run: Invocation) -> None:
+def write_calibration(dirs: StageDirs, run: Invocation) -> None:
     """The calibration, which goes on from its own states after an interruption where it saves them."""
     options = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
     drawn = Drawn.from_options(run.options)
@@ -100,19 +100,16 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
         write_json(dirs.into / run["summary"], reference_of_summary(fitted, run["output"]))
 
 
-def write_reduced(dirs: StageDirs, run: Invocation) -> None:
-    """The smaller model."""
-    options = dict(run.options)
-    if run["latency_tables"] is not None:
-        options["latency_tables"] = dirs.root / options["latency_tables"]
-    choice, dense = ReduceOptions.from_options(options), load_checkpoint(dirs.root / run["model"])
-    seed, images = Drawn.from_options(run.options).seed, None
+def write_reduced(dirs: StageDirs, run: Invocation, choice: ReduceOptions) -> None:
+    """Write the smaller model, of which the invocation says where its inputs are."""
+    dense, seed, images = load_checkpoint(dirs.root / run["model"]), Drawn.from_options(run.options).seed, None
     if choice.needs_images:
         images = _held_out(dirs, run).split(_images(dense, dirs, run), seed).fitted
     reduce_checkpoint(
         dense,
-        dirs.root / run["moments"],
+        load_moments(dirs.root / run["moments"]),
         request_of(choice, seed=seed),
+        moments_file=dirs.root / run["moments"],
         directory=dirs.into / run["output"],
         images=images,
         judges=None if choice.within is None else Judges(),
@@ -122,9 +119,9 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     )
 
 
-def write_graphs(dirs: StageDirs, run: Invocation) -> None:
-    """Typed ONNX graphs of a model."""
-    checkpoint, options = load_checkpoint(dirs.root / run["model"]), ExportOptions.from_options(run.options)
+def write_graphs(dirs: StageDirs, run: Invocation, options: ExportOptions) -> None:
+    """Write typed ONNX graphs of a model."""
+    checkpoint = load_checkpoint(dirs.root / run["model"])
     feeds = inputs_from_set(_images(checkpoint, dirs, run)).feeds if options.quantised else None
     graphs = Graphs(checkpoint, options, feeds)
     for precision, path in graphs.paths(dirs.into / run["output"]).items():
@@ -141,7 +138,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     limits = ParityLimits.from_options(run.options)
     inputs = inputs_from_set(source, labels)
     meter = Meter(trusted_metrics(run["metric"] or ()), inputs, below=dirs.root)
-    proof = prove(
+    proof = prove_chain(
         dense,
         [candidate_from_path(path, below=dirs.root) for path in candidates],
         inputs,
@@ -186,8 +183,7 @@ def write_package(dirs: StageDirs, run: Invocation) -> None:
         write_repository(packaged, dirs.into / run["output"])
 
 
-def write_report(dirs: StageDirs, run: Invocation) -> None:
-    """The report of a directory of results as one page."""
+def write_page(dirs: StageDirs, run: Invocation) -> None:
     (directory,) = run.arguments
     write_text(dirs.into / run["output"], html(record_of_directory(dirs.root / directory, run["title"])))
 
@@ -199,7 +195,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
     source = recipe.proof_images.proving_images(dense.model)
     count = min(recipe.samples.count, source.count)
     images = next(iter(source.batches(count))).numpy()
-    images = single_array(fed_to_graph(dense, {"images": images}, recipe.export.input))
+    images = single_array(fed_to_graph(dense, {"images": images}, recipe.export.graph_input))
     (dirs.into / names.SAMPLES).parent.mkdir()
     np.save(dirs.into / names.SAMPLES, images)
     graphs = {}
@@ -237,7 +233,7 @@ def write_size(dirs: StageDirs, recipe: Recipe) -> None:
     """The release's widths from the moments of ever more images, each fitted in one pass over them, judged on held-out
     images, and site by site on those that calibration.hold_out left out.
     """
-    choice, calibration, drawn_by = recipe.reduce.choice, recipe.calibration, recipe.proof_images.seed
+    choice, calibration, drawn_by = recipe.reduce, recipe.calibration, recipe.proof_images.seed
     dense = merging_checkpoint(load_checkpoint(dirs.root / "dense"), choice.of_statistics)
     proving = recipe.proof_images.proving_images(dense.model)
     judging = proving if proving.count <= MOST_JUDGED else shuffled(proving, seed=drawn_by).subset(range(MOST_JUDGED))

@@ -1,6 +1,7 @@
 """Where a release's model is to run: a recipe's targets, what each needs of this machine, and how it is run there."""
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_by_name
 from perf.gate.evidence import require_figure
 from perf.gate.rule import OF_ENGINES, Rule, rule_from_text
 
-from .recipe_record import told_at
+from .recipe_keys import told_at
 from .recipe_tables import (
     ExportTable,
     TargetTable,
@@ -25,7 +26,7 @@ ON_CPU: tuple[TargetName, ...] = ("onnxruntime-cpu", "openvino")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ReleaseTarget:
     """One place where the model is to run; `profile`, `sms` and `sparse` shape engines only. `rules` are judged there
     alone.
 
@@ -46,9 +47,9 @@ class Target:
 
 
 def rules_of(
-    where: str, texts: tuple[str, ...], target: TargetName, batches: tuple[int, ...], metrics: tuple[str, ...]
+    where: str, texts: Sequence[str], target: TargetName, batches: Sequence[int], metrics: tuple[str, ...]
 ) -> tuple[Rule, ...]:
-    """`metrics`: names of the user's own measures. Raises BadInput for a figure that the target will not have."""
+    """Parse rules; raise BadInput for a figure that the target will not have. `metrics` are the user's own."""
     with told_at(where):
         rules = tuple(map(rule_from_text, texts))
         for rule in rules:
@@ -70,9 +71,9 @@ def rules_of(
     return rules
 
 
-def target_of(
-    name: TargetName, table: TargetTable, export: ExportTable, batches: tuple[int, ...], metrics: tuple[str, ...]
-) -> Target:
+def release_target(
+    name: TargetName, table: TargetTable, export: ExportTable, batches: Sequence[int], metrics: tuple[str, ...]
+) -> ReleaseTarget:
     where, precisions = f"targets.{name}", export.precisions
     fp16 = "fp16" if "fp16" in precisions else precisions[-1]
     precision = table.precision or (precisions[0] if name in ON_CPU else fp16)
@@ -89,28 +90,28 @@ def target_of(
             f"{where}: OpenVINO computes a whole graph in one precision here, got {precision!r}; name fp32, fp16 or "
             "bf16 of export.precisions"
         )
-    rules = rules_of(f"{where}.fail_if", table.fail_if, name, batches, metrics)
+    rules = rules_of(f"{where}.fail_if", table.rules, name, batches, metrics)
     if any(rule.wants_baseline for rule in rules):
         raise BadInput(f"{where}.fail_if: the baseline is one of the first target; put this rule under [gate]")
-    return Target(
+    return ReleaseTarget(
         name=name,
         precision=precision,
         profile=_profile(where, name, table, batches),
-        sms=table.sms,
+        sms=table.sm,
         sparse=table.sparse,
         rules=rules,
-        rest=export.resting_on if precision in QUANTISED else None,
+        rest=export.rest if precision in QUANTISED else None,
     )
 
 
-def _profile(where: str, name: TargetName, table: TargetTable, batches: tuple[int, ...]) -> BatchProfile:
-    """The batch sizes that a target's engine takes; of a graph, which takes any, those that are measured."""
-    if name not in ENGINES and (table.batch or table.sms or table.sparse):
+def _profile(where: str, name: TargetName, table: TargetTable, batches: Sequence[int]) -> BatchProfile:
+    """Return the batch sizes of an engine, or those that are measured of a graph."""
+    if name not in ENGINES and (table.batch or table.sm or table.sparse):
         raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
     with told_at(where):
         profile = BatchProfile.from_text(table.batch or f"1:{max(batches)}:{max(batches)}")
         if name in ENGINES:
-            BuildOptions(backend=name, profiles=(profile,), sms=table.sms, sparse=table.sparse)
+            BuildOptions(backend=name, profiles=(profile,), sms=table.sm, sparse=table.sparse)
     outside = [batch for batch in batches if not profile.smallest <= batch <= profile.largest]
     if name in ENGINES and outside:
         raise BadInput(f"{where}.batch is {profile}, but bench.batches asks for {outside[0]}")
@@ -121,17 +122,16 @@ OPENVINO = "pip install 'corp-deploy[openvino]'"
 LIBRARY = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
-def _missing_library(target: Target) -> str | None:
+def _missing_library(target: ReleaseTarget) -> str | None:
     return None if importlib.util.find_spec(LIBRARY[target.name]) else f"{target.name} is not installed here"
 
 
-def missing_to_build(target: Target) -> str | None:
-    """Why this machine can't build the target's engines; TensorRT-RTX needs no GPU for it."""
+def missing_to_build(target: ReleaseTarget) -> str | None:
+    """Return why this machine can't build the engines, None where it can."""
     return _missing_library(target) or (None if target.name == "tensorrt-rtx" else missing_gpu())
 
 
-def missing_to_run(target: Target) -> str | None:
-    """Why this machine can't run the target."""
+def missing_to_run(target: ReleaseTarget) -> str | None:
     if target.is_engine:
         return _missing_library(target) or missing_gpu()
     if target.name == "openvino":
@@ -148,8 +148,8 @@ def missing_to_run(target: Target) -> str | None:
     )
 
 
-def run_options(target: Target, threads: int | None) -> dict[str, Any]:
-    """How `bench` runs the target's artefacts: options of its table and their values."""
+def run_options(target: ReleaseTarget, threads: int | None) -> dict[str, Any]:
+    """Return the options of `bench` for the target's artefacts."""
     options: dict[str, Any] = {
         "onnxruntime-cpu": {"provider": "cpu", "threads": threads},
         "onnxruntime-cuda": {"provider": "cuda", "threads": threads},

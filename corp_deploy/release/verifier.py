@@ -10,7 +10,7 @@ from ground.errors import BadInput, Missing
 from ground.files import sha256_of_text, text_from_file
 
 from .signature import Signed, Unverified, require_library
-from .signature import verify as verify_with
+from .signature import verify_signature as verify_with
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -21,7 +21,6 @@ PUBLIC_PART = "its public part is made with: openssl ec -in key.pem -pubout -out
 
 
 def pem_from_file(path: Path, what: str) -> bytes:
-    """The text of a PEM file. Raises BadInput for another one."""
     try:
         text = text_from_file(path)
     except FileNotFoundError:
@@ -32,7 +31,6 @@ def pem_from_file(path: Path, what: str) -> bytes:
 
 
 def certificates_from_file(path: Path) -> "list[x509.Certificate]":
-    """Raises BadInput for a file that has none."""
     from cryptography import x509
 
     try:
@@ -42,7 +40,7 @@ def certificates_from_file(path: Path) -> "list[x509.Certificate]":
 
 
 def names_in_certificate(certificate: "x509.Certificate") -> list[str]:
-    """Whom it is for: alternative names (mail addresses, URIs, hosts), then the common name."""
+    """Return the names in a certificate: mail addresses, URIs, hosts, then the common name."""
     from cryptography import x509
 
     names: list[str] = []
@@ -63,7 +61,6 @@ class PublicKey:
     path: Path
 
     def verify(self, folder: Path) -> Signed:
-        """Raises Unverified, BadInput for a file that holds no such key, Missing without the library."""
         require_library()
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -102,7 +99,6 @@ class Certified:
         return self.identity
 
     def verify(self, folder: Path) -> Signed:
-        """As PublicKey.verify."""
         require_library()
         from model_signing import verifying
 
@@ -120,7 +116,6 @@ class Sigstore:
     issuer: str
 
     def verify(self, folder: Path) -> Signed:
-        """As PublicKey.verify; raises Missing where Sigstore can't be asked for its roots."""
         require_library()
         from model_signing import verifying
 
@@ -136,7 +131,7 @@ Verifier = PublicKey | Certified | Sigstore
 
 
 def verifier_from_options(verify: str, roots: tuple[Path, ...], issuer: str | None) -> Verifier:
-    """Who is meant by an option: with roots or an issuer an identity, else the file of a public key."""
+    """Return the verifier: of an identity with roots or an issuer, else of a public key."""
     if roots and issuer is not None:
         raise BadInput("--root is of certificates, --issuer of Sigstore; give one of the two")
     if roots:

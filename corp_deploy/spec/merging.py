@@ -62,17 +62,13 @@ class Merging:
 
 
 def most_merged(how: How, tokens: int, protected: int) -> int:
-    """How many of so many tokens one block can merge away: half of the unprotected, as each is in one of two sets;
-    dropping leaves one.
-    """
+    """Return how many of the tokens one block can merge away: half of the unprotected, in all but one when dropping."""
     free = max(0, tokens - protected)
     return free // 2 if how == "merge" else max(0, free - 1)
 
 
 def tokens_after(merging: Merging, tokens: int, protected: int) -> tuple[int, ...]:
-    """Tokens behind each block, of so many that enter the first one. Raises BadInput, naming the block, for a schedule
-    that merges away more than a block can.
-    """
+    """Return the tokens behind each block. Raises BadInput for a block that is to merge more than it can."""
     behind = []
     for block, count in enumerate(merging.schedule):
         most = most_merged(merging.how, tokens, protected)

@@ -32,9 +32,7 @@ def narrow_step(dense: int, align: int) -> int:
 
 
 def finer_step(dense: int, least: int, align: int) -> int:
-    """What kept channels of convolutions are a multiple of, itself a multiple of `least`: finer than asked where that
-    would leave no choice.
-    """
+    """Return the multiple for channels of convolutions, finer than asked where that would leave no choice."""
     steps = (least * -(-each // least) for each in (align, MIN_WIDTH))
     return next((step for step in steps if 2 * step <= dense), least)
 

@@ -23,7 +23,7 @@ from corp_deploy.families.shared_programs import share_program_
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.module import TracedModule, replaced
 from corp_deploy.traced.models.module import device as device_of
-from corp_deploy.traced.models.narrowing import as_recorded, program_record, sites_record
+from corp_deploy.traced.models.narrowed_model import as_recorded, program_record, sites_record
 from corp_deploy.traced.programs.threads import one_thread
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
@@ -67,10 +67,7 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
 
 @one_thread()
 def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
-    """Set every weight of a model from a state dict of the same names and shapes.
-
-    Raises BadInput for others, for weights that are no real floating numbers, and for what is not finite as float32.
-    """
+    """Set every weight of a model from a state dict. Raises BadInput for other names, shapes, types or NaN and Inf."""
     require_fit(model, state, where)
     expected = model.state_dict()
     foreign = [
@@ -97,7 +94,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _tied(model: nn.Module, state: State) -> State:
-    """With one parameter where the model has one under several names, and these have the same values here."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
@@ -131,7 +127,6 @@ def _apart(state: State) -> dict[str, torch.Tensor]:
 
 
 def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
-    """What config.json says; timm's models are built again by its own key, any others by their family's name."""
     model, architecture = checkpoint.model, checkpoint.architecture
     assert isinstance(model, TracedModule), type(model)
     built = {"name": architecture.name, "kwargs": dict(architecture.kwargs)}
@@ -156,7 +151,6 @@ def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
 
 @contextmanager
 def _recorded_at(where: str) -> Iterator[None]:
-    """What the model can't be is a mistake of its record."""
     try:
         yield
     except BadInput as error:

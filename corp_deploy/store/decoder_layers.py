@@ -27,7 +27,7 @@ from ground.errors import BadInput
 
 from .checkpoint import Checkpoint, load_weights
 from .hub_snapshot import weights_of_transformers
-from .inputs import digest_of_tensors
+from .input_sets import digest_of_tensors
 from .transformers_directory import decoder_arguments, lineage_of_decoder
 from .weight_file import files_of_tensors
 

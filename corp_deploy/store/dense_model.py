@@ -90,7 +90,6 @@ def model_of_directory(directory: Path) -> Checkpoint:
 
 
 def _with_class_names(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint with the names that its library's configuration has for its classes."""
     names = class_names_in(config, traced_model.classes(checkpoint.model))
     return replace(checkpoint, lineage={**checkpoint.lineage, CLASS_NAMES: names}) if names else checkpoint
 
@@ -160,7 +159,6 @@ def comes_with_weights(model: str) -> bool:
 def _architecture_of_transformers(
     directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing
 ) -> Architecture:
-    """Of a configuration alone."""
     config = config_of_transformers(directory)
     if config.get("model_type") in decoder_config.MODEL_TYPES:
         _refuse_beside(directory, preprocessing.settings)

@@ -67,9 +67,7 @@ def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:
 
 
 def input_of_graphs(directory: Path) -> dict[str, Any]:
-    """Nothing of graphs that take what the preprocessing gives; else that they take its pixels, and where those are
-    normalised.
-    """
+    """Return where graphs that take pixels normalise them; nothing for others."""
     from .graph_facts import facts_of_onnx
 
     facts = [facts_of_onnx(path) for path in sorted((directory / "reduced").glob("*.onnx"))]
@@ -176,15 +174,12 @@ def efforts_below(directory: Path) -> Efforts:
 
 
 def _artefact(path: Path, directory: Path) -> str:
-    """What a record lies beside."""
     beside = path.parent if path.name == NAME else path.with_name(path.name.removesuffix(f".{NAME}"))
     return beside.relative_to(directory).as_posix()
 
 
 def rows_of_efforts(efforts: Efforts) -> list[dict[str, Any]]:
-    """A row a part, as a report takes them; what all steps read and wrote together is the last one. A step stands under
-    its own name alone, unless several were about something.
-    """
+    """Return a row for each part, as a report takes them; the last one is what all steps read and wrote together."""
     rows, of_files = list[dict[str, Any]](), list[Effort]()
     counts = Counter(step for step, _ in efforts)
     for (step, about), record in efforts.items():

@@ -71,10 +71,7 @@ def _size(value: Any) -> str:
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the dense model is built, the widths of its sites, how tokens are merged, what it gives and takes, which
-    program was narrowed where the model is traced, which layers are sparse (2:4 by layer), and what its weights' file
-    is.
-    """
+    """The content of config.json: how the dense model is built, what is kept of its sites, and its weights' digest."""
 
     family: str = "timm"
     timm: Built | None = None

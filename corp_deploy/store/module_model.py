@@ -72,7 +72,6 @@ def _of_torchvision(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
 
 
 def _of_transformers(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
-    """As the directory that it writes is read."""
     if not hf_classes.is_theirs(model):
         raise BadInput(f"model is {type(model).__name__}, no model of transformers")
     with TemporaryDirectory() as scratch:

@@ -28,7 +28,7 @@ from ground.records import record_from_text
 from .checkpoint import Checkpoint
 from .fitted import ids_of_lineage
 from .graph_facts import DIGEST, NORMALISED, PREFIX, SPARSITY
-from .inputs import model_digest
+from .input_sets import model_digest
 
 # Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
 CARRIED = ("dense", "moments", "images", "preset")
@@ -142,9 +142,7 @@ def export_checkpoint(
     breaks: Sequence[str] = (),
     graph_input: GraphInput = "float32",
 ) -> None:
-    """Write the model as one typed ONNX file; `breaks` name what builders must not fuse across, `graph_input` as for
-    export_form. Raises export's BadInput when the graph will not do.
-    """
+    """Write the model as one typed ONNX file; `breaks` name what builders must not fuse across."""
     form = export_form(checkpoint, precision=precision, geometry=geometry, graph_input=graph_input)
     proto = onnx_from_model(
         form.model,

@@ -50,9 +50,7 @@ def quantiser_of(
     geometry: HeadGeometry | None = None,
     graph_input: GraphInput = "float32",
 ) -> Quantiser:
-    """All that quantised graphs of a model are made of; `feeds` are as the graph takes them, see export_form. Raises
-    export's BadInput when a graph will not do.
-    """
+    """Return the quantiser of a model's graphs; `feeds` are as the graph takes them, see export_form."""
     form = export_form(checkpoint, precision=chosen.rest, geometry=geometry, graph_input=graph_input, quantised=True)
 
     def batches() -> Iterator[Feeds]:

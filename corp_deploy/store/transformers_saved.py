@@ -17,7 +17,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.hf_saved import INSTEAD, WHERE
 from corp_deploy.families.sentence_files import FILES, require_decoder_files, require_sentence_files
 from corp_deploy.spec.widths import Widths
-from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.narrowed_model import at_widths
 from ground.errors import BadInput
 from ground.files import write_json
 from ground.records import record_from_value

@@ -41,7 +41,7 @@ def _sides(tensor: torch.Tensor) -> list[int]:
 
 
 def _notes(before: State, after: State) -> list[str]:
-    """What timm's filter did, told by comparing names, shapes and memory."""
+    """Note what timm's filter did, told by names, shapes and memory."""
     kept = {tensor.untyped_storage().data_ptr() for tensor in after.values()}
     renamed = sorted(after.keys() - before.keys())
     dropped = sorted(n for n in before.keys() - after.keys() if before[n].untyped_storage().data_ptr() not in kept)

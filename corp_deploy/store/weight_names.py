@@ -90,9 +90,7 @@ def _behind(state: State, theirs: dict[str, str], own: dict[str, str], prefix: s
 
 
 def named_for(state: State, own: Collection[str]) -> list[Named]:
-    """Return the ways to name a state dict as a model's: its own names first, then behind each prefix behind which all
-    of them stand, or most; without any by what is known to stand around models.
-    """
+    """Return the ways to name a state dict as a model's: by its own names, then behind each fitting prefix."""
     needed = [name for name in own if not name.endswith(_COUNT)]
     plain = {name: name for name in own}
     if all(name in state for name in needed):

@@ -31,14 +31,13 @@ WIDTH_WITHOUT_TERMINAL = 110
 
 
 class _Console(Console):
-    """Every text of a result, cells of tables among them, is made here."""
+    """A console that makes every text printable."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
 
 
 def _console(*, stderr: bool) -> Console:
-    """Text is shown as it is: brackets and colons in names and remedies are no markup."""
     console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = WIDTH_WITHOUT_TERMINAL
@@ -46,7 +45,7 @@ def _console(*, stderr: bool) -> Console:
 
 
 class _Count(MofNCompleteColumn):
-    """Nothing where it isn't known how many there are."""
+    """A column that is empty while the total is unknown."""
 
     def render(self, task: Task) -> Text:
         return Text() if task.total is None else super().render(task)
@@ -65,20 +64,19 @@ class Bar:
         self.progress.update(self.task, completed=count, total=total)
 
     def renamed(self, title: str, count: int, total: int, unit: str) -> None:
-        """Other work follows, or the same has something new to say."""
         self.progress.update(self.task, description=printable(title), completed=count, total=total, unit=unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Where a command's words go; `waiting` speaks while they are lacking."""
+    """The destination of a command's words."""
 
     json: bool
     quiet: bool
     waiting: Waiting = field(default_factory=Waiting)
 
     def result(self, record: Mapping[str, Any], *shown: RenderableType) -> None:
-        """The command's result: the record as JSON, or the renderables made for people."""
+        """Print the record as JSON, or the renderables made for people."""
         self.waiting.restart()
         if self.json:
             click.echo(json.dumps(record, indent=2, allow_nan=False))
@@ -88,19 +86,18 @@ class Output:
                 _console(stderr=False).print(item, soft_wrap=isinstance(item, str))
 
     def note(self, text: str) -> None:
-        """One line about what is going on, for people only."""
         self.waiting.restart()
         if not (self.quiet or self.json):
             click.echo(printable(text), err=True)
 
     def warn(self, text: str) -> None:
-        """A line that is shown even when --quiet is given: it changes what the result means."""
+        """Print a line even with --quiet: it changes the meaning of the result."""
         self.waiting.restart()
         click.echo(printable(f"warning: {text}"), err=True)
 
     @contextmanager
     def progress(self, title: str, total: int | None, *, unit: str = "") -> Iterator[Bar]:
-        """A bar on stderr; yields a function that is told how many units are done."""
+        """Show a bar on stderr; yield a function that takes the number of finished units."""
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -118,17 +115,14 @@ MOST = 40
 
 
 def reason_cell(reason: str) -> str:
-    """The reason where it is short."""
     return reason if len(reason) <= MOST else "told below"
 
 
 def reasons_below(named: Iterable[tuple[str, str]]) -> list[str]:
-    """The others, a line each, behind the name of their row."""
     return [f"{name}: {reason}" for name, reason in named if len(reason) > MOST]
 
 
 def machine_table(record: Mapping[str, Any]) -> Table:
-    """One row a thing that commands need, with the command that installs it."""
     table = Table("what", "found", "its lack disables")
     table.add_column("remedy", no_wrap=True, overflow="fold")  # a command is one line, to be copied
     for row in record["findings"]:

@@ -20,7 +20,6 @@ from .speed import compared, interval, noise_told, p50, ratios, throughputs
 
 
 def bytes_in_words(size: float) -> str:
-    """As people write sizes: three digits and a unit."""
     for unit in ("B", "kB", "MB"):
         if float(f"{size:.3g}") < 1000:
             return f"{plain(size, 3)} {unit}"
@@ -29,13 +28,11 @@ def bytes_in_words(size: float) -> str:
 
 
 def cache_record(cache: KvCache, *, length: int, batch: int) -> dict[str, Any]:
-    """What a cache is made of, what it takes a token, and in all."""
     own = asdict(cache) | {"token_bytes": cache.token_bytes, "length": length, "batch": batch}
     return own | {"size_bytes": cache.size_bytes(length=length, batch=batch)}
 
 
 def cache_table(caches: Mapping[str, KvCache], *, length: int, batch: int) -> Table:
-    """One row a model; shares are of the first."""
     table = Table("cache", "layers", "groups", "head", "a token", f"{batch} x {length} tokens", "share")
     first = next(iter(caches.values()))
     for name, cache in caches.items():
@@ -45,8 +42,7 @@ def cache_table(caches: Mapping[str, KvCache], *, length: int, batch: int) -> Ta
     return table
 
 
-def parity_table(parity: DecoderParity) -> Table:
-    """One row a way of running it."""
+def decoder_parity_table(parity: DecoderParity) -> Table:
     table = Table("graph against transformers", "relative error", "largest", "tokens agreeing", "bound", "")
     for link in parity.links:
         found = link.measures
@@ -61,7 +57,7 @@ def _scientific(value: float | None) -> str:
 
 
 def decoder_record(record: DecoderBench) -> dict[str, Any]:
-    """The tables' figures for machines: value, low, high; the raw samples are in the file."""
+    """Return the figures of the tables: value, low, high."""
     decode = summarise(record.decode).rows  # a call gives one token of each sequence
     return {
         "prefill": [{"length": each.length, **compared(summarise(each.bench).rows[0])} for each in record.prefill],
@@ -73,7 +69,6 @@ def decoder_record(record: DecoderBench) -> dict[str, Any]:
 
 
 def prefill_table(record: DecoderBench) -> Table:
-    """One row a length of prompts; 95 % intervals in brackets."""
     one, other = (subject.name for subject in record.decode.subjects)
     table = Table("prompt", f"{one} p50 ms", f"{other} p50 ms", "speed-up", "A/A noise", **noise_told(one))
     for each in record.prefill:
@@ -83,7 +78,6 @@ def prefill_table(record: DecoderBench) -> Table:
 
 
 def decode_table(record: DecoderBench) -> Table:
-    """One row a batch size."""
     one, other = (subject.name for subject in record.decode.subjects)
     rates = (f"{one} tokens/s", f"{other} tokens/s")
     table = Table("decoding", "cached", *rates, "speed-up", "A/A noise", **noise_told(one))
@@ -101,7 +95,6 @@ def _shown(value: Range, show: Callable[[float], str]) -> str:
 
 
 def perplexity_shown(proof: LanguageProof) -> list[RenderableType]:
-    """One row a model, with intervals over sequences; why each verdict is what it is; all of it, and on how much."""
     table = Table("model", "perplexity", "of the dense one's", "token agreement", "KL, nats a token", "verdict")
     for row in proof.rows:
         against = [""] * 4

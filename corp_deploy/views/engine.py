@@ -13,7 +13,6 @@ from ground.precision import PRECISIONS, QUANTISED
 
 
 def engine_table(record: EngineRecord) -> Table:
-    """What the engine is and what it holds."""
     table = Table("", "")
     sites, fused = len(record.attention_sites), record.fused_attention
     small = sum(record.weight_types.get(each.name, 0.0) for each in QUANTISED.values())
@@ -46,7 +45,6 @@ def _or_unknown(count: int | None) -> str:
 
 
 def _price(price: CompatibilityPrice) -> dict[str, str]:
-    """What running on more hardware costs, a row for each plan that was built for one GPU."""
     rows = {}
     for plan in price.plans:
         parts = [f"{100 * (price.own.plan_bytes / plan.plan_bytes - 1):+.1f} % bytes"]
@@ -68,7 +66,6 @@ def _price(price: CompatibilityPrice) -> dict[str, str]:
 
 
 def _memory(record: EngineRecord) -> str:
-    """Weights, and what activations take beside them by profile."""
     memory = record.memory
     if memory.weights_bytes is None and memory.activations_bytes is None:
         return f"unknown ({memory.reason})"
@@ -81,7 +78,6 @@ def _memory(record: EngineRecord) -> str:
 
 
 def _sparse_kernels(record: EngineRecord) -> str:
-    """What the builder made of them."""
     if record.sparse_layers is None:
         return "the builder doesn't say which kernels it took"
     eligible = "" if record.sparse_eligible is None else f" of {record.sparse_eligible} that it could run sparse"
@@ -89,7 +85,6 @@ def _sparse_kernels(record: EngineRecord) -> str:
 
 
 def audit_table(audits: Sequence[Audit]) -> Table:
-    """Dense beside reduced, one row a target."""
     heads = ("fused, dense", "reduced", "kernels, dense", "reduced", "plan MB, dense", "reduced")
     table = Table("target", *heads, "memory MB, dense", "reduced", "")
     for audit in audits:
@@ -99,7 +94,6 @@ def audit_table(audits: Sequence[Audit]) -> Table:
 
 
 def lost_lines(audits: Sequence[Audit]) -> list[str]:
-    """Which blocks lost their fused kernel, one line a target that has any."""
     return [f"{each.target}: {', '.join(each.lost)} lost the fused attention kernel" for each in audits if each.lost]
 
 
@@ -112,7 +106,7 @@ def _cells(record: EngineRecord) -> tuple[str, str, str, str]:
 
 
 def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequence[str]]) -> list[str]:
-    """One line a graph; then what each search for sites to keep in FP32 came to, by the mixed precision's word."""
+    """Return a line for each graph, then one for each search for sites to keep in FP32."""
     lines = [
         f"{row['path']}: {row['precision']}, opset {row['opset']}, {row['size_bytes'] / 1e6:.2f} MB" for row in rows
     ]

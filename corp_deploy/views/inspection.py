@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Without the configuration that it was read from."""
     source = dict(checkpoint.lineage.get("source", {}))
     source.pop(ORIGIN, None)
     return source
 
 
 def preprocessing_record(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The preprocessing with its source, and which weights were taken, as JSON values."""
     origin = _origin(checkpoint)
     return {
         "preprocessing": traced_model.input_spec(checkpoint.model).as_json(),
@@ -37,7 +35,6 @@ def preprocessing_record(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def preprocessing_line(checkpoint: Checkpoint) -> str:
-    """The preprocessing in one line."""
     line = f"preprocessing: {traced_model.input_spec(checkpoint.model).as_line()}"
     source = _origin(checkpoint).get("preprocessing")
     assumed = "" if source is not None else _assumed(checkpoint)
@@ -48,7 +45,7 @@ DIRECTORY = "the model's directory"
 
 
 def _assumed(checkpoint: Checkpoint) -> str:
-    """Return what is assumed of images that a user's module takes, which says nothing of them; empty of others."""
+    """Return the assumptions about images of a user's module, empty for other models."""
     model = checkpoint.model
     if _origin(checkpoint).keys().isdisjoint({"code", "module"}) or traced_model.input_spec(model).medium != "images":
         return ""
@@ -71,7 +68,6 @@ def _mmacs(macs: int) -> str:
 
 
 def inspection_table(record: Mapping[str, Any]) -> Table:
-    """One row a site, then what belongs to no site."""
     table = Table("site", "width", "parameters", "MACs", "can't be reduced because")
     for row in record["sites"]:
         cells = f"{row['parameters']:,}", _mmacs(row["macs"]), reason_cell(row["reason"])
@@ -83,7 +79,6 @@ def inspection_table(record: Mapping[str, Any]) -> Table:
 
 
 def refusal_lines(record: Mapping[str, Any]) -> list[str]:
-    """Why sites can't be reduced, reason by reason, where a cell doesn't tell."""
     sites: dict[str, list[str]] = {}
     for row in record["sites"]:
         sites.setdefault(row["reason"], []).append(row["site"])
@@ -91,7 +86,6 @@ def refusal_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def merging_lines(record: Mapping[str, Any]) -> list[str]:
-    """How the model merges tokens, block by block; nothing for one that merges none."""
     merging = record.get("merging")
     if merging is None:
         return []
@@ -108,7 +102,6 @@ def _least(plan: "FirstPlan") -> str:
 
 
 def _plan_lines(plan: "FirstPlan") -> list[str]:
-    """What a budget would take, and what it can't."""
     rest = [f"{name} {share:.0%} ({reason})" for name, share, reason in plan.stays if share >= SHOWN]
     sites = f"{plan.sites} site{'s'[: plan.sites != 1]}"
     have = f"plan: {sites} that a budget may cut have {plan.offered:.0%} of the MACs"

@@ -12,7 +12,7 @@ DENSE, ALL_TOKENS = "dense model", "dense model with all tokens"
 
 
 def latency_rows(tables: Tables, batches: Sequence[int]) -> list[dict[str, Any]]:
-    """Median milliseconds by block and width at every batch size, the dense model last."""
+    """Return median milliseconds by block and width at every batch size, the dense model last."""
     named = {**tables.by_name, DENSE: tables.dense} | ({ALL_TOKENS: tables.all_tokens} if tables.all_tokens else {})
     return [
         {"block": name, "width": width, "p50_ms": {str(size): table.latency_ms(width, size) for size in batches}}
@@ -22,7 +22,6 @@ def latency_rows(tables: Tables, batches: Sequence[int]) -> list[dict[str, Any]]
 
 
 def latency_view(rows: Sequence[dict[str, Any]], batches: Sequence[int]) -> Table:
-    """One row a block and width."""
     table = Table("block", "width", *(f"batch {size} (ms)" for size in batches))
     for row in rows:
         width = "-" if row["block"] in (DENSE, ALL_TOKENS) or row["block"].startswith(MERGE) else str(row["width"])

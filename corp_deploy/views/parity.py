@@ -11,7 +11,6 @@ from .console import reason_cell, reasons_below
 
 
 def parity_table(parity: Parity) -> Table:
-    """One row a link, then the structural tests that didn't pass."""
     agreement = "top-1 agreement" if parity.compared == "logits" else "agreement"
     table = Table("link", "against", "relative error", "max abs", "cosine", agreement, "verdict")
     for column in table.columns[:2]:
@@ -51,7 +50,6 @@ def parity_shown(parity: Parity) -> list[RenderableType]:
 
 
 def gate_shown(gate: Gate) -> list[RenderableType]:
-    """One row a rule, and below what is too long for a cell."""
     table = Table("fails if", "verdict", "why")
     for rule in gate.rules:
         table.add_row(rule.rule, rule.verdict, reason_cell(rule.message))

@@ -58,7 +58,6 @@ def site_table(sites: Sequence[SiteReport]) -> Table:
 
 
 def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableType]:
-    """The sites, the ways that were weighed where there were any, and a sentence on each thing that was decided."""
     merging = merging_record(reduction.model)
     merged = merging.sentences() if merging is not None else ()
     ways = Table("widths", "of the dense cost", "logit error predicted", "found on calibration images")
@@ -69,7 +68,7 @@ def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableTyp
 
 
 def polishing_shown(progress: Progress) -> tuple[str, int, int, str]:
-    """A polish under way: what is at work, how far it is, of how much, in which unit."""
+    """Return title, count, total and unit of a polish under way."""
     errors = f"held-out error {progress.error:.4f} from {progress.error_before:.4f}"
     return f"polishing {progress.part}, {errors}", round(100.0 * progress.share), 100, "%"
 
@@ -102,7 +101,7 @@ def _point(entry: Entry) -> tuple[str, Interval]:
 
 
 def redundancy_plot(entries: Sequence[Entry]) -> str:
-    """Share of dimensions that hold 95 % of the energy, block by block, as an SVG file."""
+    """Draw the share of dimensions that hold 95 % of the energy, block by block, as SVG."""
     channels = tuple(_point(entry) for entry in entries if isinstance(entry, ChannelRedundancy))
     heads = tuple(_point(entry) for entry in entries if isinstance(entry, HeadRedundancy))
     series = [Series(name="MLP", tone="dense", points=channels), Series(name="Q/K", tone="reduced", points=heads)]
@@ -112,7 +111,6 @@ def redundancy_plot(entries: Sequence[Entry]) -> str:
 
 
 def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:
-    """A summary in one line; `noun` is what was calibrated on."""
     sites = sum(summary[kind] for kind in ("mlp_sites", "attention_sites", "convolutions"))
     size = f"{sites} sites, {summary['images']} {noun}, {summary['size_bytes'] / 1e6:.1f} MB"
     patches = summary["patches_of"]
@@ -123,6 +121,5 @@ def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:
 
 
 def lines_of_overfitting(summary: Mapping[str, Any]) -> list[str]:
-    """What MLPs cut to half lose on images of the fit and on others, and how many more would help; a line or none."""
     gap = summary.get("overfitting")
     return [] if gap is None else [Overfitting(**gap).sentence("cut to half, MLPs lose")]

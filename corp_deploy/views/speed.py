@@ -12,28 +12,24 @@ BRACKETS = " [{}, {}]"
 
 
 def interval(value: Interval | None, form: str = ".2f") -> str:
-    """As a cell of a table."""
     return "-" if value is None else value.describe(form, bounds=BRACKETS)
 
 
 def ratios(row: SummaryRow) -> tuple[str, str]:
-    """The speed-up and the noise beside it."""
     return interval(row.speedup, ".3f"), interval(row.noise, ".3f")
 
 
 def p50(side: Side) -> str:
-    """What became of a side that has no times, in its place."""
+    """Return the median, or the status of a side without times."""
     return interval(side.p50_ms) if side.status == "ok" else side.status
 
 
 def noise_told(one: str) -> dict[str, Any]:
-    """What stands below a table with the column."""
     caption = f"95 % intervals in brackets; A/A noise: {one} against itself, 1 on a quiet machine"
     return {"caption": caption, "caption_justify": "left"}
 
 
 def speed_table(bench: Bench) -> Table:
-    """One row a batch size; 95 % intervals in brackets."""
     summary = summarise(bench)
     one, other = summary.reference, summary.candidate
     names = (f"{name} {figure}" for figure in ("p50 ms", "p90", "img/s") for name in (one, other))
@@ -48,29 +44,27 @@ def speed_table(bench: Bench) -> Table:
     return table
 
 
-def figures(value: Interval | None) -> list[float | None] | None:
-    """Value, low, high; bounds are null where there were too few rounds."""
+def interval_figures(value: Interval | None) -> list[float | None] | None:
+    """Return value, low, high; bounds are None after too few rounds."""
     return None if value is None else list(value.figures)
 
 
 def throughputs(row: SummaryRow) -> dict[str, list[float | None] | None]:
-    """What each gives a second, as figures."""
-    return {name: figures(side.throughput) for name, side in row.sides.items()}
+    return {name: interval_figures(side.throughput) for name, side in row.sides.items()}
 
 
 def compared(row: SummaryRow) -> dict[str, Any]:
-    """A row's figures for machines; `messages` say why there are none."""
     return {
-        "p50_ms": {name: figures(side.p50_ms) for name, side in row.sides.items()},
+        "p50_ms": {name: interval_figures(side.p50_ms) for name, side in row.sides.items()},
         "status": {name: side.status for name, side in row.sides.items()},
         "messages": {name: side.message for name, side in row.sides.items() if side.message},
-        "speedup": figures(row.speedup),
-        "noise": figures(row.noise),
+        "speedup": interval_figures(row.speedup),
+        "noise": interval_figures(row.noise),
     }
 
 
 def speed_record(bench: Bench) -> dict[str, Any]:
-    """The table's figures for machines: value, low, high; the raw samples are in the file."""
+    """Return the figures of the table: value, low, high."""
     summary = summarise(bench)
     return {
         "rows": [
@@ -78,7 +72,7 @@ def speed_record(bench: Bench) -> dict[str, Any]:
                 "batch": row.batch,
                 **compared(row),
                 "images_per_s": throughputs(row),
-                "repeats": {name: figures(gain) for name, gain in row.repeats.items()},
+                "repeats": {name: interval_figures(gain) for name, gain in row.repeats.items()},
                 "realised_share": row.realised_share,
             }
             for row in summary.rows
@@ -89,7 +83,6 @@ def speed_record(bench: Bench) -> dict[str, Any]:
 
 
 def repeat_lines(bench: Bench) -> list[str]:
-    """How much quicker each is on one batch again and again than on varied ones, where that was asked."""
     times = "times as quick on one batch again and again as on varied ones"
     return [
         f"batch {row.batch}, {name}: {gain.describe('.3f', bounds=BRACKETS)} {times}"
@@ -99,6 +92,5 @@ def repeat_lines(bench: Bench) -> list[str]:
 
 
 def best_batch(bench: Bench) -> list[str]:
-    """The knee of the throughput curve in a sentence, where there is one."""
     knee = summarise(bench).knee
     return [] if knee is None else [f"preferred_batch_size {knee.batch}: {knee.reason}"]

@@ -20,7 +20,6 @@ def _share(value: float | None) -> str:
 
 
 def _figures(speed: SpeedAtBatch | None) -> tuple[str, str]:
-    """p50 and speed-up with its interval."""
     if speed is None or speed.p50_ms is None:
         return "-", "-" if speed is None else speed.message or "-"
     gain = speed.speedup
@@ -62,7 +61,6 @@ def sweep_table(trials: Sequence[SweepPoint]) -> Table:
 
 
 def lines_of_gaps(trials: Sequence[SweepPoint]) -> list[str]:
-    """What sites of each trial lose on images that they are not fitted to, a line each where groups tell it."""
     return [
         f"{trial.describe}: sites lose {trial.gap[0]:.1%} of their output on images of the fit, {trial.gap[1]:.1%} on "
         "others"
@@ -91,12 +89,10 @@ def sweep_speeds(trials: Sequence[SweepPoint]) -> Table | None:
 
 
 def fused_of(engine: EngineFigures) -> str:
-    """How many attentions are fused, as far as the builder tells."""
     return "-" if engine.fused_attention is None else f"{engine.fused_attention} of {engine.attention_sites}"
 
 
 def _at(speed: SpeedAtBatch | None, name: str, batch: int) -> dict[str, object]:
-    """A figure at a batch size as columns, with its interval."""
     figure: Interval | None = None if speed is None else getattr(speed, name)
     values = (None, None, None) if figure is None else figure.figures
     return {f"{name}{end}@b{batch}": value for end, value in zip(("", "_low", "_high"), values, strict=True)}
@@ -124,14 +120,13 @@ def _row(trial: SweepPoint, batches: Sequence[int]) -> dict[str, object]:
 
 
 def csv_of_sweep(trials: Sequence[SweepPoint]) -> str:
-    """All figures, unrounded."""
     rows = [_row(trial, batches_of(trials)) for trial in trials]
     names = list(dict.fromkeys(name for row in rows for name in row))
     return csv_text((names, *(map(row.get, names) for row in rows)))
 
 
 def sweep_plot(trials: Sequence[SweepPoint]) -> str:
-    """Relative logit error (logarithmic) against the share of MACs that stays, as an SVG file; the front is filled."""
+    """Draw the logit error (logarithmic) against the share of MACs as SVG; the front is filled."""
     clouds: dict[str, list[Spot]] = {}
     for trial in trials:
         tip = f"{trial.describe}: {trial.macs_share:.1%} of the MACs, error {trial.relative_error:.4f}"

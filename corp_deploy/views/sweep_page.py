@@ -24,7 +24,7 @@ Front = Callable[[SweepPoint], bool]
 def _figure(
     points: Sequence[SweepPoint], what: str, across: tuple[str, Across], unit: str, value: Across, filled: Front
 ) -> Figure | None:
-    """Spots of the trials that have both values; none without two of them."""
+    """Draw the trials that have both values; None for fewer than two."""
     clouds: dict[str, list[Spot]] = {}
     name, place = across
     for point in points:
@@ -67,7 +67,6 @@ def _share(value: float | None) -> str:
 
 
 def trials_table(points: Sequence[SweepPoint]) -> Table:
-    """What each costs and how near it is."""
     labelled = any(point.accuracy is not None for point in points)
     columns = ("Model", "Images", "MACs", "Parameters", "Error", "Agreement", *(("Top-1", "Top-5") if labelled else ()))
     rows = tuple(
@@ -85,8 +84,7 @@ def trials_table(points: Sequence[SweepPoint]) -> Table:
     return Table(key="trials", title="All trials", columns=columns, rows=rows)
 
 
-def speed_table(points: Sequence[SweepPoint], batch: int) -> Table:
-    """Each beside the dense model at one batch size."""
+def trial_speeds(points: Sequence[SweepPoint], batch: int) -> Table:
     rows = []
     for point in points:
         if (speed := point.speed_at(batch)) is None:
@@ -108,7 +106,6 @@ def speed_table(points: Sequence[SweepPoint], batch: int) -> Table:
 
 
 def engines_table(points: Sequence[SweepPoint]) -> Table | None:
-    """Engines built of the trials."""
     built = [(point, point.engine) for point in points if point.engine is not None]
     rows = tuple(
         (
@@ -147,7 +144,7 @@ def sweep_page(
             title="Speed and fidelity",
             remarks=(Remark(text="Time is paired: the front is of speed-ups, each measured beside the dense model."),),
             figures=tuple(figure for batch in batches for figure in _against_latency(points, batch)),
-            tables=tuple(speed_table(points, batch) for batch in batches),
+            tables=tuple(trial_speeds(points, batch) for batch in batches),
         )
     ] * bool(batches)
     sections.append(

@@ -27,7 +27,7 @@ _BATCH = BatchProfile(smallest=1, tuned=8, largest=64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """Dense beside reduced for one target; `target` is an SM such as 86, portable, or gpu for full TensorRT."""
+    """A dense engine beside the reduced one; `target` is an SM such as 86, portable, or gpu for full TensorRT."""
 
     target: str
     dense: EngineRecord
@@ -35,13 +35,12 @@ class Audit:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Sites that are fused in the dense engine and still there, but not fused, in the reduced one."""
+        """Return the sites that are fused in the dense engine and present, but not fused, in the reduced one."""
         unfused = set(self.reduced.attention_sites) - set(self.reduced.fused_attention_sites or ())
         return tuple(site for site in self.dense.fused_attention_sites or () if site in unfused)
 
     @property
     def passed(self) -> bool:
-        """True when no site lost its fused kernel; a dense engine without any has nothing to lose."""
         return not self.lost
 
     def as_json(self) -> dict[str, Any]:
@@ -65,10 +64,9 @@ def audit_fusion(
     batch: BatchProfile = _BATCH,
     command: str = "",
 ) -> list[Audit]:
-    """Builds both graphs once per target and compares them; one entry per target, in the order of `sms`.
+    """Build both graphs for each target and compare them; full TensorRT builds for the GPU at hand and takes no `sms`.
 
-    TensorRT-RTX needs no GPU; full TensorRT builds for the GPU at hand and takes no `sms`. `batch` is used for graphs
-    with a dynamic batch. Raises what build_engine raises, and Missing when the library lists no kernels.
+    Raises what build_engine raises, and Missing when the library lists no kernels.
     """
     options = BuildOptions(backend=backend, profiles=(batch,), command=command)
     targets = {sm: replace(options, sms=(sm,)) for sm in sms} if backend == "tensorrt-rtx" else {"gpu": options}
@@ -79,7 +77,6 @@ def audit_fusion(
 
 
 def audit_to_json(audits: Sequence[Audit], *, dense: str, reduced: str) -> str:
-    """The whole audit as one versioned object; `dense` and `reduced` are the names to show."""
     entries = [audit.as_json() for audit in audits]
     content = {"version": VERSION, "kind": KIND, "dense": dense, "reduced": reduced, "targets": entries}
     return json.dumps(content, indent=2) + "\n"

@@ -1,7 +1,6 @@
-"""Engines from ONNX by TensorRT (10.16.1 and newer, 11) and TensorRT-RTX, one path for both; and for ONNX Runtime the
-graph as its optimizer leaves it, saved as ONNX, with the record of an engine.
+"""Engines from ONNX by TensorRT (10.16.1 and newer, 11), TensorRT-RTX and ONNX Runtime.
 
-Precision is in the graph's types: networks are strongly typed and no precision flag exists anywhere.
+Precision is in the graph's types: networks are strongly typed and no precision flag exists.
 """
 
 import importlib.metadata
@@ -35,10 +34,7 @@ T = TypeVar("T")
 
 
 def interruptible(work: Callable[[], T], stop: Callable[[], None]) -> T:
-    """Runs `work` in a thread of its own. Ctrl-C calls `stop`, after which `work` is to end by KeyboardInterrupt.
-
-    Python delivers signals to the main thread only, so callbacks that run in the worker are never broken into.
-    """
+    """Run `work` in a thread of its own, so that signals never break into callbacks; Ctrl-C calls `stop`."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(work)
         while True:
@@ -67,13 +63,11 @@ class Engine:
 def build_engine(
     onnx_path: Path, choices: BuildOptions, *, library: Library | None = None, progress: Progress | None = None
 ) -> Engine:
-    """Builds one plan; `library` defaults to the backend's own bindings.
+    """Build one plan; `library` defaults to the backend's own bindings.
 
-    `progress` is called as (phase, steps done, steps in all) from the thread that builds; the phase "Building engine"
-    spans the others.
-
-    Raises BadInput for a graph or a choice that won't do, with every parser or builder error and its site, and Missing
-    when the bindings or the GPU are not there. Ctrl-C stops the builder at its next step.
+    `progress` is called as (phase, steps done, steps in all) from the thread that builds. Raises BadInput for a graph
+    or option that won't do, with every error and its site, and Missing without bindings or GPU. Ctrl-C stops the
+    builder.
     """
     proto = require_onnx(onnx_path, precision=choices.precision, backend=choices.backend)
     _refuse_old_targets(proto, choices.sms, onnx_path)
@@ -120,9 +114,7 @@ def build_engine(
 def engine_of(
     onnx_path: Path, proto: ModelProto, plan: bytes, fusion: Mapping[str, Any], *, weights: ModelProto, **own: Any
 ) -> Engine:
-    """A plan with what its graph, its kernels and the graph that has its `weights` tell of it; `own` fields of the
-    record go before those.
-    """
+    """Return a plan with its record; `own` fields replace those of the graph, the kernels and the `weights`."""
     content, shares = onnx_path.read_bytes(), weight_shares(weights)
     inputs, outputs = ports_of_graph(proto)
     facts: dict[str, Any] = {
@@ -142,10 +134,7 @@ def engine_of(
 
 
 def write_engine(engine: Engine, plan_path: Path) -> None:
-    """Writes the plan, then `<plan>.json` beside it, which carries its digest; each whole or not at all.
-
-    From then on it is known as built here.
-    """
+    """Write the plan, then `<plan>.json`, and remember it as built here."""
     with replacing(plan_path) as temporary:
         temporary.write_bytes(engine.plan)
     write_text(record_path(plan_path), engine.record.to_json())
@@ -155,7 +144,7 @@ def write_engine(engine: Engine, plan_path: Path) -> None:
 def _settled_profiles(
     proto: ModelProto, profiles: tuple[BatchProfile, ...], onnx_path: Path
 ) -> tuple[BatchProfile, ...]:
-    """What a dynamic graph was asked for; nothing for a static one, whose batch may be named but not changed."""
+    """Return the profiles of a dynamic graph, none for a static one."""
     batch = graph_inputs(proto)[0].type.tensor_type.shape.dim[0]  # the check saw that all share it
     if batch.dim_param:
         if not profiles:
@@ -171,7 +160,6 @@ def _settled_profiles(
 
 
 def _refuse_old_targets(proto: ModelProto, sms: tuple[str, ...], onnx_path: Path) -> None:
-    """BF16 came with SM80; a builder says it of an older target in its own words, after minutes."""
     old = [sm for sm in sms if sm.isdigit() and int(sm) < FIRST_BF16_SM]
     if old and BFLOAT16.onnx in element_types(proto.graph).values():
         raise BadInput(
@@ -181,7 +169,6 @@ def _refuse_old_targets(proto: ModelProto, sms: tuple[str, ...], onnx_path: Path
 
 
 def _refuse_old_gpu(choices: BuildOptions) -> None:
-    """Hardware compatibility begins with Ampere, and a builder on an older GPU leaves it out."""
     gpu, target = _gpu() if choices.compatibility == "ampere-plus" else (None, None)
     if target is not None and int(target) < FIRST_AMPERE_SM:
         raise BadInput(
@@ -191,7 +178,6 @@ def _refuse_old_gpu(choices: BuildOptions) -> None:
 
 
 def _sparse_share(proto: ModelProto, onnx_path: Path) -> float:
-    """The share of matrices that sparse kernels can take; BadInput when there is none."""
     sparse = sparse_matrices(proto)
     if not any(sparse.values()):
         raise BadInput(
@@ -217,11 +203,10 @@ _INSTALL = {"cpu": "pip install onnxruntime", "cuda": "pip install onnxruntime-g
 def build_ort_artifact(
     onnx_path: Path, *, device: str = "cpu", precision: str | None = None, command: str = ""
 ) -> Engine:
-    """Optimises the graph for `device` cpu or cuda, at the level that is valid on every machine (extended).
+    """Optimise the graph for `device` cpu or cuda, at the level that is valid on every machine (extended).
 
-    `Engine.plan` holds the optimised ONNX; its record counts graph nodes where an engine's counts kernels. Raises
-    Missing when ONNX Runtime or its CUDA provider is not there, BadInput for a graph that won't do: the CPU kernels
-    compute half graphs in float32, so those are refused for cpu.
+    The record counts graph nodes as kernels. Raises Missing without ONNX Runtime or its CUDA provider, BadInput for a
+    graph that won't do, such as a half graph on the CPU, whose kernels compute in float32.
     """
     from export.graph.to_onnx import onnx_bytes  # torch comes with it
 

@@ -33,7 +33,7 @@ _TYPE_WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One launch of an engine; `types` are those that it reads or writes, by name, None when it touches no tensor."""
+    """One launch of an engine; `types` are those of its tensors, None without any."""
 
     name: str
     kind: str
@@ -60,11 +60,9 @@ UNLISTED: Mapping[str, Any] = MappingProxyType(
 
 
 def fusion_of(kernels: Sequence[Kernel], attention_sites: tuple[str, ...], profiles: int = 1) -> dict[str, Any]:
-    """The kernels of an engine against the attention sites of the graph that it was built from, as its record has them.
+    """Return a record's fields on kernels and fused attention; empty ones where the library listed no kernels.
 
-    Kernels are counted over all profiles; shares are of those with tensors, that read or write sixteen bits or a
-    floating type. A site is fused that has a fused kernel in every profile. Where the library listed no kernels,
-    nothing is known about them.
+    A site is fused that has a fused kernel in every profile. Shares are of kernels with tensors.
     """
     if not kernels:
         return dict(UNLISTED)
@@ -87,9 +85,7 @@ def fusion_of(kernels: Sequence[Kernel], attention_sites: tuple[str, ...], profi
 
 
 def attention_sites(proto: ModelProto) -> tuple[str, ...]:
-    """Sites of Attention operators and of softmaxes, in graph order; a softmax whose shares a mean reads ranks tokens
-    (token merging drops those of little attention) and mixes none.
-    """
+    """Return sites of Attention and softmax in graph order, but for softmaxes that token merging ranks tokens by."""
     readers = readers_by_value(proto.graph)
 
     def is_averaged(node: NodeProto) -> bool:
@@ -101,7 +97,6 @@ def attention_sites(proto: ModelProto) -> tuple[str, ...]:
 
 
 def kernels_from_log(text: str) -> tuple[Kernel, ...]:
-    """Kernels that a builder listed under detailed profiling verbosity, one line `Name: ..., LayerType: ...` each."""
     return tuple(
         Kernel(
             name=match["name"],
@@ -116,7 +111,6 @@ def kernels_from_log(text: str) -> tuple[Kernel, ...]:
 
 
 def kernels_from_inspector(text: str) -> tuple[Kernel, ...]:
-    """Kernels from IEngineInspector's JSON, of TensorRT 10 (tensors carry Format/Datatype) and 11 (Datatype)."""
     try:
         layers = json.loads(text)["Layers"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
@@ -143,7 +137,6 @@ def kernels_from_inspector(text: str) -> tuple[Kernel, ...]:
 
 
 def _types(type_names: list[str]) -> frozenset[str] | None:
-    """The floating types that the library's words for tensors mean."""
     if not type_names:
         return None
     return frozenset(

@@ -1,6 +1,4 @@
-"""What a builder says while it works: its log kept in memory, its progress passed on, its errors as one text, and how
-many layers it has sparse kernels for and took them.
-"""
+"""A builder's log in memory, its progress, its errors, and its sparse layers."""
 
 import re
 from collections.abc import Callable, Collection
@@ -10,10 +8,7 @@ Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
 
 
 class Messages:
-    """Lines of one build as (severity, text), severity 0 internal error, 1 error, 2 warning, 3 info, 4 verbose.
-
-    `stop` asks the builder to end at its next step.
-    """
+    """Lines of one build as (severity, text): 0 internal error, 1 error, 2 warning, 3 info, 4 verbose."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
@@ -28,12 +23,10 @@ class Messages:
 
     @property
     def errors(self) -> list[str]:
-        """Each error once, in the order of appearance, on one line."""
         return list(dict.fromkeys(" ".join(text.split()) for severity, text in self.lines if severity <= 1))
 
 
 def logger_of(trt: Any, messages: Messages) -> Any:
-    """An ILogger of these bindings that keeps every line in `messages` and prints nothing."""
 
     class RecordingLogger(trt.ILogger):  # type: ignore[misc]  # the bindings come untyped
         def __init__(self) -> None:
@@ -46,7 +39,7 @@ def logger_of(trt: Any, messages: Messages) -> Any:
 
 
 def monitor_of(trt: Any, messages: Messages, progress: Progress | None) -> Any:
-    """An IProgressMonitor of these bindings that passes every phase's steps on and cancels a stopped build."""
+    """Return an IProgressMonitor that passes steps on and cancels a stopped build."""
     totals: dict[str, int] = {}
 
     class ProgressMonitor(trt.IProgressMonitor):  # type: ignore[misc]  # the bindings come untyped
@@ -71,7 +64,6 @@ def monitor_of(trt: Any, messages: Messages, progress: Progress | None) -> Any:
 
 
 def parser_errors(parser: Any) -> list[str]:
-    """Each parser error as 'site/node (operator): what'."""
     lines = []
     for index in range(parser.num_errors):
         error = parser.get_error(index)
@@ -82,7 +74,7 @@ def parser_errors(parser: Any) -> list[str]:
 
 
 def with_sites(errors: list[str], nodes: Collection[str]) -> list[str]:
-    """Builder errors with the graph's node names that they mention put in front."""
+    """Prefix builder errors with the sites of the nodes that they mention."""
     if not nodes:
         return errors
     pattern = re.compile("|".join(re.escape(name) for name in sorted(nodes, key=len, reverse=True) if "/" in name))
@@ -107,10 +99,9 @@ _LINES = tuple(
 
 
 def sparse_layers_from_log(text: str) -> dict[str, Any]:
-    """From a builder's lines, as TensorRT 8 (names alone) and later ones (counts) have them: how many layers it could
-    run sparse and how many it does, None where it says nothing, and the latter's names, as an engine's record has them.
+    """Return how many layers could run sparse and how many do, with names, by the last such lines of the log.
 
-    They come once for each time that it chooses kernels; the last ones are of the engine.
+    TensorRT 8 logs names alone, later versions counts; None where nothing is logged.
     """
     (eligible, _), (selected, names) = (_layers_of_line(line, text) for line in _LINES)
     return {"sparse_eligible": eligible, "sparse_layers": selected, "sparse_names": names}

@@ -28,8 +28,6 @@ REFUSALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProfile:
-    """One optimisation profile: the smallest, the tuned and the largest batch."""
-
     smallest: int
     tuned: int
     largest: int
@@ -104,7 +102,7 @@ class BuildOptions:
 
     @property
     def exact(self) -> "dict[str, BuildOptions]":
-        """What a compatible plan is priced against, by target: the same without compatibility, for one GPU each."""
+        """Return the options for one GPU each that a compatible plan is compared with, by target."""
         alone = replace(self, compatibility=None, version_compatible=False)
         if self.compatibility is None:
             return {}

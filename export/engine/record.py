@@ -1,9 +1,6 @@
-"""The record that lies beside every engine: what it was made from, by what, what it holds, what it needs of a GPU's
-memory (its weights, and the most that activations take at once, profile by profile), and what it costs that it runs on
-more hardware.
+"""The record beside every engine: its graph and builder, its kernels, its GPU memory, and the price of compatibility.
 
-The builder says both while it works, on a machine without a GPU too (TensorRT-RTX 1.7); a loaded engine is asked
-itself. Buffers of inputs and outputs are the caller's and are not counted.
+Buffers of inputs and outputs are the caller's and are not counted.
 """
 
 import hashlib
@@ -30,9 +27,7 @@ _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Bytes. `activations` stand in the order of the engine's profiles, one of a fixed batch; each holds for the
-    profile's largest batch, as a context of it is given that much at any. None is what nobody tells, `reason` why.
-    """
+    """Bytes, None if unknown for this `reason`; `activations` by profile, for its largest batch."""
 
     weights_bytes: Natural | None = None
     activations_bytes: tuple[Natural, ...] | None = None
@@ -40,7 +35,6 @@ class EngineMemory:
 
 
 def memory_from_log(text: str, profiles: int) -> EngineMemory:
-    """From what a builder logged for `profiles` profiles (1 of a fixed batch)."""
     weights, activations = _WEIGHTS.findall(text), tuple(map(int, _ACTIVATIONS.findall(text)))
     unknown = [] if weights else [WITHOUT_WEIGHTS]
     if len(activations) != profiles:
@@ -55,13 +49,12 @@ def memory_from_log(text: str, profiles: int) -> EngineMemory:
 VERSION = 1
 KIND = "engine"
 AGAIN = "build it again with `corp-deploy build`"
-UNRECORDED = "the record is older than this figure; build it again"
 WITHOUT_MEMORY = "ONNX Runtime tells no memory of a graph"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan and what it costs; None where its builder doesn't tell. `device_memory_bytes`: of its largest profile."""
+    """A plan's costs, None if unknown; `device_memory_bytes` is of its largest profile."""
 
     target: str
     plan_bytes: Positive
@@ -72,7 +65,7 @@ class PricedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedLatency:
-    """The compatible plan's time over the other's at a batch, with its interval: 1.04 is 4 % slower."""
+    """A compatible plan's time over the other's at a batch, with its interval: 1.04 is 4 % slower."""
 
     target: str
     batch: Positive
@@ -96,15 +89,10 @@ class CompatibilityPrice:
 class EngineRecord:
     """Sizes in bytes, time in seconds, shares in [0, 1]; None where the backend does not say.
 
-    `roles` holds what outputs are for that are not logits, by their names.
-    `precision` is what the weights are, in the words of ground.precision, not what somebody calls them. `half_*` are
-    shares of sixteen bits, `weight_types` and `kernel_types` shares by floating type, empty where they weren't told;
-    a kernel that touches several types counts with each. `kernels` and `kernel_kinds`
-    count over all profiles; with several TensorRT-RTX targets in one plan the builder lists one of them.
-    `sparse_eligible` is how many layers the builder says it could run sparse, `sparse_layers` how many it does, by
-    `sparse_names` where it tells them. `fusion_breaks` are outputs that stand there only to be written: nobody reads
-    them. `notes` are what the graph carried beside the exporter's own, such as its preprocessing. `compatibility`: what
-    running on more hardware costs, None for a plan that was not built to.
+    `roles`: of outputs that aren't logits. `precision`: of the weights as stored. `half_*`: shares of sixteen bits; a
+    kernel that touches several types counts with each. `kernels` count over all profiles. `sparse_eligible`: layers
+    that could run sparse, `sparse_layers` those that do. `fusion_breaks`: outputs that nobody reads. `notes`: the
+    graph's own, such as preprocessing. `compatibility`: the price of running on more hardware.
     """
 
     backend: str
@@ -137,7 +125,7 @@ class EngineRecord:
     fusion_breaks: tuple[GraphPort, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     compatibility: CompatibilityPrice | None = None
-    memory: EngineMemory = field(default_factory=lambda: EngineMemory(reason=UNRECORDED))
+    memory: EngineMemory
 
     def __post_init__(self) -> None:
         for profile in self.profiles:
@@ -148,7 +136,7 @@ class EngineRecord:
 
     @property
     def batches(self) -> tuple[BatchProfile, ...]:
-        """Its profiles; of a fixed batch that one alone."""
+        """Return its profiles, or the fixed batch as one."""
         if self.profiles:
             return tuple(map(BatchProfile.from_text, self.profiles))
         fixed = self.inputs[0].shape[0]
@@ -157,7 +145,7 @@ class EngineRecord:
 
     @property
     def device_memory_bytes(self) -> dict[str, int]:
-        """Weights and activations together, by profile; empty where one of both is unknown."""
+        """Return weights and activations together by profile; empty if either is unknown."""
         weights, activations = self.memory.weights_bytes, self.memory.activations_bytes
         if weights is None or activations is None:
             return {}
@@ -165,11 +153,9 @@ class EngineRecord:
 
     @property
     def fused_attention(self) -> int | None:
-        """How many attention sites run as one fused kernel."""
         return None if self.fused_attention_sites is None else len(self.fused_attention_sites)
 
     def priced(self, target: str) -> PricedPlan:
-        """What this plan costs, as one for `target`."""
         return PricedPlan(
             target=target,
             plan_bytes=self.plan_bytes,
@@ -179,18 +165,16 @@ class EngineRecord:
         )
 
     def to_json(self) -> str:
-        """The record as it is written beside the plan."""
         content = {"version": VERSION, "kind": KIND, **asdict(self), "fused_attention": self.fused_attention}
         return json.dumps(content, indent=2, sort_keys=False) + "\n"
 
 
 def record_path(plan_path: Path) -> Path:
-    """`model.plan` -> `model.plan.json`."""
     return plan_path.with_name(plan_path.name + ".json")
 
 
 def record_of_plan(plan_path: Path, *, where: str | None = None) -> EngineRecord:
-    """The record beside a plan, called `where` in the BadInput that is raised when it is missing or none."""
+    """Return the record beside a plan. Raises BadInput, naming it `where`, when it is missing or invalid."""
     path = record_path(plan_path)
     if not path.exists():
         raise BadInput(f"{plan_path}: no engine record beside it ({path.name}); build it with `corp-deploy build`")
@@ -198,5 +182,4 @@ def record_of_plan(plan_path: Path, *, where: str | None = None) -> EngineRecord
 
 
 def sha256_of(content: bytes) -> str:
-    """64 hex digits."""
     return hashlib.sha256(content).hexdigest()

@@ -1,9 +1,8 @@
-"""One build on opened bindings of TensorRT or TensorRT-RTX: parse, configure, build, and ask what kernels came out.
+"""One build on opened bindings of TensorRT or TensorRT-RTX, which share an object model, so the bindings are an
+argument.
 
-Both libraries export the same object model (Builder, OnnxParser, IBuilderConfig, ...), so the seam is the bindings
-module itself, opened here and passed on. polygraphy is not in between, for three reasons: it picks one of the two
-libraries for the whole process by an environment variable read at import; it sends the builder's log, which is where
-TensorRT-RTX lists its kernels, to a global logger; and its parser errors lose the node that they belong to.
+Polygraphy is not in between: it chooses one library for the process, sends the log with RTX's kernels to a global
+logger, and loses the node of a parser error.
 """
 
 import importlib
@@ -60,7 +59,7 @@ def open_library(name: str, *, command: str = "") -> Library:
 
 
 def missing_message(backend: str, what: str, command: str, install: str = "") -> str:
-    """One message: what is missing, the command that installs it, the command line to run on another machine."""
+    """Say what is missing, how to install it, and the command to run on another machine."""
     message = f"{backend} can't build here: {what}\n  install: {install or f'pip install --upgrade {backend}'}"
     return f"{message}\n  or run on a machine that has it: {command}" if command else message
 
@@ -70,7 +69,7 @@ _RTX_WITH_INT8_CONVOLUTIONS = (1, 7)
 
 
 def remedies(library: Library, proto: ModelProto) -> list[str]:
-    """What to do about what this version can't build in the graph: convolutions that read INT8 weights."""
+    """Return what to do about convolutions with INT8 weights that this version can't build."""
     if not library.is_rtx or version_numbers(library.version) >= _RTX_WITH_INT8_CONVOLUTIONS:
         return []
     small = {tensor.name for tensor in proto.graph.initializer if tensor.data_type == TensorProto.INT8}
@@ -89,7 +88,7 @@ _INSTALL_DRIVER = "the NVIDIA driver for this machine's GPU"
 
 
 class Session:
-    """One build. Every plan is made with detailed profiling verbosity: it costs no bytes and lists the kernels."""
+    """One build, with detailed profiling verbosity: it costs no bytes and lists the kernels."""
 
     def __init__(self, onnx_path: Path, proto: ModelProto, choices: BuildOptions, library: Library) -> None:
         self.onnx_path, self.proto, self.choices, self.library = onnx_path, proto, choices, library
@@ -99,7 +98,6 @@ class Session:
         self.cache_state = "none"
 
     def build(self, profiles: tuple[BatchProfile, ...], progress: Progress | None) -> bytes:
-        """The plan; KeyboardInterrupt when `messages.stop` was called meanwhile."""
         trt = self.trt
         builder = self._builder()
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -124,9 +122,7 @@ class Session:
         return bytes(plan)
 
     def inspected(self, plan: bytes, profiles: int) -> tuple[tuple[Kernel, ...], EngineMemory]:
-        """A plan's kernels and memory: from the builder's log for TensorRT-RTX, which needs no GPU; else from the
-        engine itself.
-        """
+        """Return a plan's kernels and memory, from the log for TensorRT-RTX (no GPU needed), else from the engine."""
         logged = memory_from_log(self.messages.text, profiles)
         if self.library.is_rtx:
             return kernels_from_log(self.messages.text), logged

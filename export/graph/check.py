@@ -30,8 +30,7 @@ OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is no
 
 
 def unsupported_nodes(proto: ModelProto) -> list[tuple[NodeProto, int | None]]:
-    """Every node that holds bfloat16 where its operator, in the graph's operator set, takes other types alone; with the
-    first of OPSETS in which it does, None where none does.
+    """Return nodes that hold bfloat16 where their operator doesn't take it, with the first of OPSETS in which it does.
 
     onnx.checker compares no types with an operator's own, and builders name them one by one.
     """
@@ -64,7 +63,6 @@ def _supports_bfloat16(node: NodeProto, types: dict[str, int], version: int) -> 
 def _allowed(
     names: Sequence[str], parameters: Sequence[onnx.defs.OpSchema.FormalParameter]
 ) -> Iterator[tuple[str, set[str]]]:
-    """Each value with the types that it may have; the last parameter of an operator stands for all further values."""
     for place, name in enumerate(names):
         if name and parameters:
             yield name, set(parameters[min(place, len(parameters) - 1)].types)
@@ -79,7 +77,7 @@ SPELLED_OUT = "norms are spelled out in"
 
 
 def load_onnx(path: Path) -> ModelProto:
-    """The graph in `path`, weights outside of it left there. Raises BadInput as read_onnx does, and without a graph."""
+    """Return the graph without external weights. Raises BadInput as read_onnx does, and without a graph."""
     proto = read_onnx(path, weights=False)
     if not proto.ir_version or not proto.graph.node or not proto.opset_import:
         raise BadInput(f"{path}: not an ONNX model, or cut short: it has no graph or no opset; export it again")
@@ -87,7 +85,6 @@ def load_onnx(path: Path) -> ModelProto:
 
 
 def require_onnx(path: Path, *, precision: str | None = None, backend: str = "tensorrt") -> ModelProto:
-    """The graph in `path` when check_onnx finds nothing against it, else BadInput with every reason."""
     proto = load_onnx(path)
     reasons = check_onnx(proto, precision=precision, backend=backend)
     if reasons:
@@ -103,10 +100,10 @@ def check_onnx(
     inputs: Sequence[Port] | None = None,
     outputs: Sequence[OutputPort] | None = None,
 ) -> list[str]:
-    """Every reason why this graph will not do, empty when it will.
+    """Return every reason why this graph will not do.
 
-    `precision` is what the caller calls the graph, one of ground.precision.WORDS, `inputs` and `outputs` what it must
-    take and give; None takes the graph's own word, and one without any is a classifier of images.
+    `precision`: what the caller calls the graph; `inputs` and `outputs`: the expected ports; None takes the graph's own
+    notes.
     """
     reasons = [*_file_reasons(proto, backend)] or [*_operator_reasons(proto)]
     if not reasons and (invalid := checker_error(proto, full=True)):
@@ -153,7 +150,6 @@ def _name_reasons(proto: ModelProto) -> Iterator[str]:
 
 
 def _operator_reasons(proto: ModelProto) -> Iterator[str]:
-    """Operators that don't take the types that they are given, each once."""
     by_first: dict[int | None, list[NodeProto]] = defaultdict(list)
     for node, first in unsupported_nodes(proto):
         by_first[first].append(node)
@@ -180,7 +176,6 @@ def _typing_reasons(proto: ModelProto, precision_name: str | None) -> Iterator[s
 
 
 def _weight_type_reasons(precision: Precision, weights: Sequence[Weight]) -> Iterator[str]:
-    """Where the matrices are not of the types that the precision says."""
     others = [(node, each) for node, each in weights if each not in (precision.type, None)]
     called, name, every = f"called {precision.name} but", precision.type.name, f"{len(weights)} weight matrices"
     if precision.type is not FLOAT32 and all(each is not precision.type for _, each in weights):
@@ -199,9 +194,6 @@ def _weight_type_reasons(precision: Precision, weights: Sequence[Weight]) -> Ite
 
 
 def _norm_reasons(proto: ModelProto) -> Iterator[str]:
-    """Norms whose mean of squares is summed in sixteen bits, where it overflows or loses small terms; their operators
-    sum in float32.
-    """
     if not any(node.op_type == "Sqrt" for node in proto.graph.node):
         return
     types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
@@ -216,7 +208,7 @@ def _norm_reasons(proto: ModelProto) -> Iterator[str]:
 
 
 def decomposed_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Norms that are not one operator, in whatever type: each root that is taken of a mean, with that mean."""
+    """Yield norms that are not one operator: each root of a mean, with that mean."""
     producers = {name: node for node in proto.graph.node for name in node.output}
     for node in proto.graph.node:
         if node.op_type == "Sqrt" and (mean := _mean_below(node, producers)) is not None:
@@ -224,7 +216,6 @@ def decomposed_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]]
 
 
 def _mean_below(root: NodeProto, producers: Mapping[str, NodeProto]) -> NodeProto | None:
-    """The mean that a root is taken of, with an epsilon added or a floor on the way."""
     inputs = [producers[name] for name in root.input if name in producers]
     for node in inputs:
         if node.op_type == "ReduceMean":

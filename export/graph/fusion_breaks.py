@@ -1,7 +1,7 @@
-"""Fusion breaks: values marked as outputs of a graph, so that a builder can't hide them inside one fused kernel.
+"""Fusion breaks: values marked as float32 outputs `fusion_break.SITE`, so that a builder can't hide them in a fused
+kernel.
 
-A break is an output beside those that the graph is for, named `fusion_break.` and what is broken, in float32. What runs
-or serves the graph knows it by that name (ground.ports) and drops it.
+Whoever runs or serves the graph knows them by that name (ground.ports) and drops them.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def with_fusion_breaks(proto: ModelProto, patterns: Sequence[str]) -> ModelProto:
-    """A copy in which every value that a pattern names is an output too; the graph itself without any.
+    """Return a copy in which every value that a pattern names is an output too; the graph itself without patterns.
 
-    A pattern names modules, as `keep_fp32` does (`blocks.7.attn`, `blocks.*.mlp`): what leaves them last is marked; or,
-    with a slash, nodes (`blocks.7.attn/Softmax`). Raises BadInput for patterns that fit nothing, and for values that
-    have no batch in front or sizes that are free behind it.
+    A pattern names modules (`blocks.7.attn`, `blocks.*.mlp`: their last value) or, with a slash, nodes
+    (`blocks.7.attn/Softmax`). Raises BadInput for patterns that fit nothing, and for values without a batch in front or
+    with free sizes.
     """
     if not patterns:
         return proto
@@ -48,19 +48,16 @@ def with_fusion_breaks(proto: ModelProto, patterns: Sequence[str]) -> ModelProto
 
 
 def breakable(proto: ModelProto, sites: Sequence[str]) -> tuple[str, ...]:
-    """Those of these modules and nodes that can be broken, in the order of the graph."""
     values = _typed(proto)
     return tuple(site for site, name in _marked(proto, sites).items() if _unfit(proto, values.get(name)) is None)
 
 
 def _typed(proto: ModelProto) -> dict[str, ValueInfoProto]:
-    """By name what is inside; with shapes that the graph computes: keys are turned by those of their own."""
     typed = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     return {value.name: value for value in typed.graph.value_info}
 
 
 def modules_of_graph(proto: ModelProto) -> tuple[str, ...]:
-    """Every module that has nodes, and those around it, in the order of the graph."""
     paths = dict.fromkeys(map(module_of, proto.graph.node))
     found: dict[str, None] = {}
     for path in paths:
@@ -70,7 +67,6 @@ def modules_of_graph(proto: ModelProto) -> tuple[str, ...]:
 
 
 def _marked(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
-    """What is broken -> the value that is marked, in the order of the graph."""
     nodes = {node.name: node.output[0] for node in proto.graph.node if "/" in node.name}
     modules = modules_of_graph(proto)
     marked: dict[str, str] = {}
@@ -95,7 +91,6 @@ def _marked(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def _last_value(proto: ModelProto, module: str) -> str | None:
-    """The last value that is read outside of a module, and that a builder could hide: a float."""
     inside = [node for node in proto.graph.node if f"{module_of(node)}.".startswith(f"{module}.")]
     names = {node.name for node in inside}
     read = {name for node in proto.graph.node if node.name not in names for name in node.input}
@@ -105,7 +100,6 @@ def _last_value(proto: ModelProto, module: str) -> str | None:
 
 
 def _unfit(proto: ModelProto, value: ValueInfoProto | None) -> str | None:
-    """Why a value can be no output."""
     if value is None or value.type.tensor_type.elem_type not in _FLOATS:
         return "what it gives is no float tensor of a known shape; break another one"
     batch = graph_inputs(proto)[0].type.tensor_type.shape.dim[0]

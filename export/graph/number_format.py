@@ -1,8 +1,6 @@
-"""The number formats that weights and activations are quantised to, symmetric around zero; and how large the values of
-a tensor are: counts of |x| in bins that grow with what is seen, and where to clip. PURE.
+"""PURE: symmetric number formats, histograms of |x| that grow with the values, and where to clip.
 
-A range is a power of two and widens by joining bins two by two, so one pass over batches in any cut gives the same
-counts as all at once.
+A range is a power of two and widens by joining bins two by two, so that batches in any cut give the same counts.
 """
 
 import math
@@ -21,7 +19,7 @@ from ground.precision import FLOAT8, INT8, FloatType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberFormat:
-    """`name` is the precision's word, `dtype` numpy's type of the stored numbers, `bits` how many of it are used."""
+    """A number format: the precision's word, numpy's stored type, and how many of its bits are used."""
 
     name: str
     float_type: FloatType
@@ -30,17 +28,15 @@ class NumberFormat:
 
     @property
     def largest(self) -> float:
-        """What the end of a range becomes."""
         return self.float_type.largest if self.bits == 8 else 2.0 ** (self.bits - 1) - 1
 
     def stored(self, values: NDArray[np.floating[Any]], scale: NDArray[Any] | float) -> NDArray[Any]:
-        """The numbers that stand for `values`, which are those times the scale: rounded to even and clipped."""
+        """Return the stored numbers for `values` at a scale: rounded to even and clipped."""
         ratio = np.asarray(values, dtype=np.float32) / np.asarray(scale, np.float32)
         ratio = np.clip(ratio, -self.largest, self.largest)
         return (np.rint(ratio) if self.dtype == np.int8 else ratio).astype(self.dtype)
 
     def rounded(self, values: NDArray[np.floating[Any]], scale: NDArray[Any] | float) -> NDArray[np.float32]:
-        """What is left of `values`."""
         kept: NDArray[np.float32] = self.stored(values, scale).astype(np.float32) * np.asarray(scale, np.float32)
         return kept
 
@@ -58,7 +54,6 @@ WEIGHT_BITS = (8, 7)
 
 
 def format_of_weights(form: NumberFormat, bits: int) -> NumberFormat:
-    """What weights beside activations of `form` are stored in; FP8 has no such sums and keeps its range."""
     assert bits in WEIGHT_BITS, bits
     return replace(form, bits=bits) if form.float_type is INT8 else form
 
@@ -73,7 +68,7 @@ _ENTROPY_LEVELS, _ENTROPY_BINS = 128, 512
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts [BINS] of |x| over [0, `end`), the largest |x| seen, and how many values there were."""
+    """Counts [BINS] of |x| over [0, `end`) and the largest |x|."""
 
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
     end: float = 0.0
@@ -97,17 +92,15 @@ class Histogram:
 
     @property
     def centres(self) -> NDArray[np.float64]:
-        """The middle of each bin."""
         middles: NDArray[np.float64] = (np.arange(BINS, dtype=np.float64) + 0.5) * (self.end / BINS)
         return middles
 
 
 def clipped_at(histogram: Histogram, form: NumberFormat, choice: Clipping) -> float:
-    """The |x| that becomes the format's largest number: the largest seen, or less where that loses less.
+    """Return the |x| that becomes the format's largest number; 1 for a tensor of zeros.
 
-    `mse`: least mean square of what rounding and clipping change. `entropy`: least divergence of the counts rounded to
-    128 levels from the counts as they are (TensorRT's calibration, Migacz, GTC 2017, by ONNX Runtime's function).
-    Of a tensor that is zero everywhere any size will do: 1.
+    `mse`: least mean square error of rounding and clipping. `entropy`: least divergence of the counts at 128 levels
+    (TensorRT's calibration, Migacz, GTC 2017, by ONNX Runtime's function).
     """
     if histogram.largest == 0.0:
         return 1.0

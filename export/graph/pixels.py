@@ -1,6 +1,6 @@
-"""A model of images made to take their pixels, uint8: normalised inside, in the first convolution where that is exact.
+"""A model made to take uint8 pixels: normalised inside, in the first convolution where that is exact.
 
-A convolution that pads is left as it is: the zeros around a normalised image are the mean, and no uint8 pixel is.
+A convolution that pads is left: zeros around a normalised image are the mean, and no uint8 pixel is.
 """
 
 import copy
@@ -18,7 +18,7 @@ ENTRY = "pixels"
 
 
 class PixelEntry(nn.Module):
-    """uint8 -> (pixel - shift) * scale in float32, by channel; nothing but the cast where both are left out."""
+    """uint8 -> (pixel - shift) * scale in float32 by channel; only the cast without both."""
 
     def __init__(self, shift: Tensor | None = None, scale: Tensor | None = None) -> None:
         super().__init__()
@@ -35,12 +35,10 @@ class PixelEntry(nn.Module):
 def takes_pixels(
     model: nn.Module, shape: tuple[int, ...], normalisation: Normalisation, *, folded: bool = True
 ) -> tuple[nn.Module, str]:
-    """A copy of a model of one input that takes uint8 pixels [B,*shape] in place of normalised images, and the
-    convolution that normalises them, empty where operators ahead of the model do.
+    """Return a copy that takes uint8 pixels [B,*shape], and the path of the convolution that normalises, if one does.
 
-    `folded`: the first convolution reads pixels as they are, by W/(255 std) and b - sum(W mean/std), unless something
-    else reads the images than one plain convolution that does not pad. That is for float32: sixteen bits round those
-    weights against the sum of all pixels, which errs more than normalising ahead, in float32.
+    `folded`: the first convolution reads pixels by W/(255 std) and b - sum(W mean/std), if it is plain, unpadded and
+    the only reader. That is for float32: sixteen bits round those weights against the sum of all pixels.
     """
     own = copy.deepcopy(model).cpu().eval()
     path, convolution = _first_convolution(own, shape) if folded else ("", None)
@@ -52,14 +50,11 @@ def takes_pixels(
 
 
 def _real(shares: tuple[float, ...]) -> Tensor:
-    """In pixels, float64."""
     return LARGEST * torch.tensor(shares, dtype=torch.float64)
 
 
 def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, nn.Conv2d | None]:
-    """What the module does, and its path, that alone reads images [1,*shape] and is run once, for nothing but a plain
-    convolution without padding; empty and None where there is none.
-    """
+    """Find the one plain, unpadded convolution that alone reads images [1,*shape], once; with its path."""
     images = torch.zeros(1, *shape)
     before = images._version
     calls: list[tuple[str, bool]] = []
@@ -87,22 +82,17 @@ def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DerivedTensor:
-    """What was made of a tensor, and the plain convolution that did it, or None."""
-
     tensor: Tensor
     version: int
     convolution: nn.Conv2d | None
 
     def is_all_of(self, module: nn.Module, answer: Any) -> bool:
-        """Whether it is a convolution by the module's own weights, and its answer."""
         if self.convolution is None or answer is not self.tensor or self.tensor._version != self.version:
             return False
         return getattr(module, "weight", None) is self.convolution.weight
 
 
 class _Readers(TorchFunctionMode):
-    """What reads a tensor and makes another one."""
-
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self._tensor = tensor
@@ -131,7 +121,6 @@ def _plain_convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> nn.Conv2d | None:
-    """As a module by the same tensors, where it neither pads nor has groups, and they are parameters."""
     are_own = isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter | None)
     if groups != 1 or padding not in (0, (0, 0), [0, 0], "valid") or not are_own:
         return None
@@ -143,7 +132,7 @@ def _plain_convolution(
 
 
 def _folded(convolution: nn.Conv2d, shift: Tensor, scale: Tensor) -> nn.Conv2d:
-    """What gives for x what the convolution gives for x * scale + shift, both [C]; made in float64."""
+    """Return the convolution of x * scale + shift, both [C]; computed in float64."""
     own = copy.deepcopy(convolution)
     weight = convolution.weight.detach().double()
     bias = torch.einsum("ocij,c->o", weight, shift)
@@ -160,7 +149,7 @@ def _column(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _prepend_(model: nn.Module, entry: PixelEntry) -> None:
-    """Modules keep their paths; the hook asks its own module, so that it holds in copies too."""
+    """Normalise in a hook that asks its own module, so that copies keep it; paths stay."""
     name = ENTRY
     while name in dict(model.named_children()):
         name += "_"

@@ -1,5 +1,4 @@
-"""The ports of an ONNX graph: what it takes and gives, the note in which it says what that is for, and whether they are
-the ports that they should be, by name, type and shape.
+"""An ONNX graph's ports, the note on what they are for, and how they differ from the expected ones.
 
 A graph without a note is a classifier of images: one input `images`, one output `logits`.
 """
@@ -31,33 +30,30 @@ class GraphPort:
     shape: Annotated[tuple[Positive | str, ...], msgspec.Meta(min_length=1)]
 
     def dims(self, *, batched: bool) -> tuple[int, ...]:
-        """As a server writes them: without the batch when it batches, -1 for what is open."""
+        """Return sizes for a server: without the batch if it batches, -1 for open ones."""
         return tuple(size if isinstance(size, int) else -1 for size in self.shape[int(batched) :])
 
 
 def graph_inputs(proto: ModelProto) -> list[ValueInfoProto]:
-    """Inputs that a caller fills: weights may be listed among a graph's inputs too."""
+    """Return the inputs that are no stored weights."""
     stored = {tensor.name for tensor in proto.graph.initializer}
     return [value for value in proto.graph.input if value.name not in stored]
 
 
 def graph_outputs(proto: ModelProto, *, breaks: bool = False) -> list[ValueInfoProto]:
-    """Outputs that a caller asks for; or the fusion breaks beside them."""
     return [value for value in proto.graph.output if is_fusion_break(value.name) == breaks]
 
 
 def ports_of_graph(proto: ModelProto, *, breaks: bool = False) -> tuple[tuple[GraphPort, ...], tuple[GraphPort, ...]]:
-    """The graph's inputs and outputs; with `breaks` its fusion breaks in place of its outputs."""
+    """Return the graph's inputs, and its outputs or fusion breaks."""
     return tuple(map(_graph_port, graph_inputs(proto))), tuple(map(_graph_port, graph_outputs(proto, breaks=breaks)))
 
 
 def roles_of_graph(proto: ModelProto) -> dict[str, Role]:
-    """What outputs are for that are not logits, by their names."""
     return {port.name: port.role for port in noted_outputs(proto) if port.role != LOGITS.role}
 
 
 def port_notes(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> dict[str, str]:
-    """Metadata that say what the ports are; none for those of a classifier of images."""
     notes = {}
     shape = inputs[0].shape
     if len(shape) != 3 or list(inputs) != [image_port((shape[0], shape[1], shape[2]))]:
@@ -68,13 +64,11 @@ def port_notes(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> dict[st
 
 
 def noted_inputs(proto: ModelProto) -> list[Port] | None:
-    """The inputs by the graph's own note; None for images of a size that no note tells."""
     text = notes_of(proto).get(INPUTS_KEY)
     return None if text is None else _read(text, list[Port], INPUTS_KEY)
 
 
 def noted_outputs(proto: ModelProto) -> list[OutputPort]:
-    """The outputs by the graph's own note, the logits alone without one."""
     text = notes_of(proto).get(OUTPUTS_KEY)
     return [LOGITS] if text is None else _read(text, list[OutputPort], OUTPUTS_KEY)
 
@@ -99,8 +93,8 @@ _FOREIGN = ("float32", "float16", "uint8", "int64", "int32", "bool")
 def port_mismatches(
     proto: ModelProto, inputs: Sequence[Port] | None, outputs: Sequence[OutputPort] | None
 ) -> Iterator[str]:
-    """Every way in which the graph's borders are not these ports; None takes what the graph's own notes say. Of a graph
-    of another tool, which carries none of our notes, any names and floating types will do.
+    """Yield mismatches with the ports; None takes the graph's notes. Graphs of other tools may have any names and
+    types.
     """
     is_foreign = inputs is None and outputs is None and not any(key.startswith(_OWN) for key in notes_of(proto))
     try:
@@ -153,7 +147,6 @@ def _foreign_reasons(inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueIn
 
 
 def _side_reasons(side: str, values: Sequence[ValueInfoProto], expected: Mapping[str, Any]) -> Iterator[str]:
-    """`expected`: by name what _tensor_reasons holds a value to."""
     names = list(expected)
     if [value.name for value in values] != names:
         wanted = f"one {side} named {names[0]!r}" if len(names) == 1 else f"the {side}s {', '.join(map(repr, names))}"
@@ -171,9 +164,7 @@ def _tensor_reasons(
     sizes: tuple[int, ...] | None = None,
     pooled: bool = False,
 ) -> Iterator[str]:
-    """Yield why a value is not such a tensor. `ranks` count the batch, none take any; `sizes` are those behind it.
-    `pooled`: it holds one vector for each input, so that a rank of 3 means vectors that were not pooled.
-    """
+    """Yield why a value is not such a tensor. `ranks` count the batch, none take any; `pooled`: one vector an input."""
     if dtype_of(value) != dtype:
         yield f"{value.name} must be {dtype}, got {dtype_of(value)}"
     dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
@@ -187,5 +178,4 @@ def _tensor_reasons(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """`a, b and c`."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

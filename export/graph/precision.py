@@ -20,15 +20,12 @@ NORMS: Norms = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.In
 
 
 def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = (), *, norms: Norms = NORMS) -> nn.Module:
-    """A copy of `model` on the CPU, in eval mode, typed as asked; what it takes and gives as floats stays float32.
+    """Return a copy on the CPU in eval mode, typed as asked; floats at its ports stay float32.
 
-    fp16 and bf16 hold every parameter and floating buffer in sixteen bits, except those of modules of the types
-    `norms` and of what normalises pixels: they see float32 and give sixteen bits back. mixed and mixed-bf16 do the same
-    but leave the modules that match a pattern of `keep_fp32` in float32 too. Casts stand at the borders of those. A
-    module all of whose children are kept is kept itself, so `blocks.7.*` also keeps the residual additions of that
-    block.
-
-    Raises BadInput for an unknown precision, patterns that fit nothing, and weights that float16 can't hold.
+    fp16 and bf16 hold everything in sixteen bits but modules of the types `norms` and what normalises pixels; mixed
+    ones also leave modules that match `keep_fp32`. A module all of whose children are kept is kept, so `blocks.7.*`
+    keeps its residual additions. Raises BadInput for an unknown precision, patterns that fit nothing, and weights
+    beyond the type.
     """
     named = precision_by_name(precision)
     if named.mixed and not keep_fp32:
@@ -61,14 +58,13 @@ def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = (), 
 
 
 def torch_dtype(float_type: FloatType) -> torch.dtype:
-    """torch.bfloat16 of BFLOAT16."""
     dtype = getattr(torch, float_type.name)
     assert isinstance(dtype, torch.dtype), float_type
     return dtype
 
 
 def kept_modules(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Names of the modules that the glob patterns keep in float32; BadInput when a pattern fits none."""
+    """Return the modules that the patterns keep in float32. Raises BadInput when a pattern fits none."""
     names = [name for name, _ in model.named_modules() if name]
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if idle:
@@ -126,7 +122,7 @@ def _has_ancestor(name: str, names: set[str]) -> bool:
 
 
 def _cast_at_border_(module: nn.Module, *, inner: torch.dtype, outer: torch.dtype) -> None:
-    """Casts floating tensors to `inner` on the way in, to `outer` on the way out; module paths stay as they were."""
+    """Cast floating tensors to `inner` on the way in, to `outer` on the way out."""
 
     def cast(values: Any, dtype: torch.dtype) -> Any:
         return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values)

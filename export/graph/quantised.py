@@ -1,13 +1,8 @@
-"""A typed graph whose linear layers and convolutions read INT8 or FP8: Q/DQ pairs on activations, stored weights; and
-what plain quantisation does to a torch model: the yardstick that quantised graphs are held against.
+"""A typed graph whose linear layers and convolutions read INT8 or FP8, and the same simulated in torch as a yardstick.
 
-QuantizeLinear and DequantizeLinear stand in front of every such layer, one pair a tensor, and each weight is stored in
-the format with one DequantizeLinear behind it, a scale for each output channel. Both are symmetric, as TensorRT needs
-them. What stands between layers keeps its type: norms, softmax, both products of attention, residual additions.
-
-By the yardstick every linear layer and convolution reads rounded inputs and rounded weights, be it a module or a call
-of a traced program: the largest value seen is the end of the range, nothing is balanced and nothing clipped. Sums and
-all between the layers stay float32. As in graphs, a layer that gives a single number stays as it is.
+Symmetric Q/DQ pairs stand in front of every such layer, one a tensor; weights are stored with a scale for each output
+channel. Norms, softmax, attention's products and residual additions keep their type, as does a layer that gives a
+single number. The yardstick takes the largest values as ranges.
 """
 
 import copy
@@ -39,7 +34,7 @@ Run = Callable[[nn.Module], object]
 
 
 def simulated(model: nn.Module, precision: str, run: Run) -> nn.Module:
-    """A copy of `model` on the CPU that rounds. `run` runs it, or a copy of it, on the inputs that ranges are of."""
+    """Return a copy on the CPU that rounds; `run` runs it on the inputs that ranges are computed from."""
     ranges = _Ranges(form=FORMATS[precision])
     own = Simulated(copy.deepcopy(model).cpu().float().eval(), ranges)
     with torch.inference_mode():
@@ -50,9 +45,7 @@ def simulated(model: nn.Module, precision: str, run: Run) -> nn.Module:
 
 @dataclass(slots=True, kw_only=True)
 class _Ranges:
-    """The largest inputs of layers in the order in which they are called, and their rounded weights; copies share
-    them.
-    """
+    """Largest inputs of layers in call order, and their rounded weights; shared by copies."""
 
     form: NumberFormat
     is_watching: bool = True
@@ -64,8 +57,6 @@ class _Ranges:
 
 
 class Simulated(nn.Module):
-    """A model whose layers are watched, then round."""
-
     def __init__(self, model: nn.Module, ranges: _Ranges) -> None:
         super().__init__()
         self.model, self.ranges = model, ranges
@@ -106,7 +97,7 @@ _SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A node that multiplies a stored weight: its name and what it multiplies it with. `module` is its path."""
+    """A node that multiplies a stored weight with `activation`."""
 
     node: str
     activation: str
@@ -117,9 +108,7 @@ class Layer:
 
 
 def layers(proto: ModelProto) -> tuple[Layer, ...]:
-    """Every linear layer and convolution, in graph order. One of two stored operands is none, nor is one that gives a
-    single number: little is saved there, and what is divided by it, as by the mean of a norm, would lose all.
-    """
+    """Return linear layers and convolutions in graph order, but for those that give a single number."""
     stored = {tensor.name for tensor in proto.graph.initializer}
     return tuple(
         Layer(node=node.name, activation=node.input[1 - index])
@@ -130,9 +119,7 @@ def layers(proto: ModelProto) -> tuple[Layer, ...]:
 
 
 def quantised_layers(proto: ModelProto, keep: Sequence[str]) -> tuple[Layer, ...]:
-    """Those that no glob pattern keeps as they are; a pattern names modules, with all below them. Raises BadInput where
-    a pattern fits no layer, or nothing is left.
-    """
+    """Return layers that no pattern keeps. Raises BadInput for a pattern that fits none, and for nothing left."""
     every = layers(proto)
     idle = [pattern for pattern in keep if not any(_fits(each.module, pattern) for each in every)]
     if idle:
@@ -154,9 +141,9 @@ def _fits(module: str, pattern: str) -> bool:
 def quantised(
     proto: ModelProto, form: NumberFormat, ends: Mapping[str, float], layers: Collection[Layer], *, weight_bits: int = 8
 ) -> ModelProto:
-    """A new graph in which these layers read `form`. `ends`: by node, the |x| of its activation that becomes the
-    format's largest number. Scales have the type of what they scale, as the layers behind them need. `weight_bits`: how
-    many bits INT8 weights use.
+    """Return a graph in which these layers read `form`.
+
+    `ends`: by node, the |x| that becomes the format's largest number. `weight_bits`: of INT8 weights.
     """
     new = ModelProto()
     new.CopyFrom(proto)
@@ -178,8 +165,6 @@ def quantised(
 
 
 class _Writer:
-    """Nodes in front of layers, each tensor and each weight quantised once."""
-
     def __init__(
         self, *, form: NumberFormat, weights: NumberFormat, types: Mapping[str, int], stored: Mapping[str, TensorProto]
     ) -> None:
@@ -189,7 +174,6 @@ class _Writer:
         self.stored_tensors: list[TensorProto] = []
 
     def in_front_of(self, node: NodeProto, end: float) -> Iterator[NodeProto]:
-        """The pairs that this node reads from now on, as far as none has made them yet."""
         index = next(place for place in (1, 0) if node.input[place] in self._stored)
         weight, activation = node.input[index], node.input[1 - index]
         axis = _output_axis(node, index, len(self._stored[weight].dims))
@@ -224,14 +208,12 @@ class _Writer:
         yield self._node("DequantizeLinear", node, [small, *reads], self._read[name, end])
 
     def _node(self, kind: str, reader: NodeProto, reads: Sequence[str], gives: str, **attributes: Any) -> NodeProto:
-        """Named after the module that reads it, as all nodes are."""
         stem = "/".join(filter(None, (module_of(reader), kind)))
         name = f"{stem}_{self._name_counts[stem]}" if self._name_counts[stem] else stem
         self._name_counts[stem] += 1
         return helper.make_node(kind, reads, [gives], name=name, **attributes)
 
     def _typed(self, scales: NDArray[Any], kind: int) -> NDArray[Any]:
-        """Scales in the type of what they scale, never so small that they round to zero."""
         assert kind in _SCALE_TYPES, kind
         dtype = helper.tensor_dtype_to_np_dtype(kind)
         least = 2.0**-20 if kind == TensorProto.FLOAT16 else 2.0**-100
@@ -245,7 +227,6 @@ class _Writer:
 
 
 def _output_axis(node: NodeProto, index: int, rank: int) -> int:
-    """The axis of a stored weight along which outputs differ."""
     if node.op_type == "Conv":
         return 0
     if node.op_type == "Gemm":

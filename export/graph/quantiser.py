@@ -36,9 +36,7 @@ Batches = Callable[[], Iterable[Feeds]]
 
 
 def observed(proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]) -> Iterator[dict[str, NDArray[Any]]]:
-    """Of each batch what these values of a float32 graph are, inputs of the graph among them. Raises Missing without
-    ONNX Runtime.
-    """
+    """Yield the named values of a float32 graph for each batch. Raises Missing without ONNX Runtime."""
     wider = ModelProto()
     wider.CopyFrom(proto)
     border = {value.name for value in (*proto.graph.input, *proto.graph.output)}
@@ -54,7 +52,6 @@ def observed(proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]
 
 
 def session_of(proto: ModelProto) -> Any:
-    """A graph ready to run on the CPU. Raises Missing without ONNX Runtime."""
     try:
         import onnxruntime as ort
     except ImportError as error:
@@ -73,7 +70,6 @@ def session_of(proto: ModelProto) -> Any:
 
 
 def histograms(proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]) -> dict[str, Histogram]:
-    """How large the values of each tensor are, over all batches. Raises BadInput for values that are not finite."""
     found = {name: Histogram() for name in names}
     for values in observed(proto, names, batches):
         for name, value in values.items():
@@ -82,7 +78,6 @@ def histograms(proto: ModelProto, names: Collection[str], batches: Iterable[Feed
 
 
 def observed_outputs(proto: ModelProto, batches: Iterable[Feeds]) -> dict[str, NDArray[np.float32]]:
-    """What a graph gives, by output, of all batches together."""
     names = [value.name for value in proto.graph.output]
     rows = list(observed(proto, names, batches))
     return {name: np.concatenate([row[name] for row in rows]) for name in names}
@@ -91,7 +86,6 @@ def observed_outputs(proto: ModelProto, batches: Iterable[Feeds]) -> dict[str, N
 def largest_by_channel(
     proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]
 ) -> dict[str, NDArray[np.float32]]:
-    """The largest |x| [C] at each place of the last axis."""
     found: dict[str, NDArray[np.float32]] = {}
     for values in observed(proto, names, batches):
         for name, value in values.items():
@@ -106,17 +100,13 @@ _NORMS = ("LayerNormalization", "RMSNormalization")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balanced:
-    """A norm and the linear layers that alone read what it gives, by their paths; `value`: what that is called in the
-    graph.
-    """
-
     norm: str
     readers: tuple[str, ...]
     value: str
 
 
 def balanceable(proto: ModelProto, model: nn.Module) -> tuple[Balanced, ...]:
-    """Every norm over channels, with a weight of its own, that linear layers alone read."""
+    """Return norms over channels, with a weight of their own, that linear layers alone read."""
     modules = dict(model.named_modules())
     matrices = {node.name: index for node, index, _ in read_matrices(proto)}
     readers, places = readers_by_value(proto.graph), list[Balanced]()
@@ -139,7 +129,7 @@ def balanceable(proto: ModelProto, model: nn.Module) -> tuple[Balanced, ...]:
 
 @torch.no_grad()
 def balance_(model: nn.Module, places: tuple[Balanced, ...], largest: Mapping[str, NDArray[np.float32]]) -> None:
-    """In place. `largest`: by value the largest |x| of each channel [C]."""
+    """Move scales from norms into the layers behind, in place; `largest`: by value the largest |x| [C]."""
     for place in places:
         norm: Any = model.get_submodule(place.norm)
         linears = [model.get_submodule(path) for path in place.readers]
@@ -153,7 +143,7 @@ def balance_(model: nn.Module, places: tuple[Balanced, ...], largest: Mapping[st
 
 
 def strengths(largest_C: Tensor, weights: list[Tensor]) -> Tensor:
-    """SmoothQuant's s [C], float64: max |x_j|^a / max |w_j|^(1-a), with mean logarithm 0; 1 where either is zero."""
+    """Return SmoothQuant's s [C]: max |x_j|^a / max |w_j|^(1-a), with mean logarithm 0; 1 where either is zero."""
     weight_C = torch.stack([weight.double().abs().amax(dim=0) for weight in weights]).amax(dim=0)
     activation_C = largest_C.double()
     alive_C = (weight_C > 0) & (activation_C > 0)
@@ -169,9 +159,7 @@ JUDGED_BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiser:
-    """What quantised graphs of a model are made of. `fp32_graph` and `typed`: its graph in float32 and as typed, both
-    balanced; `histograms`: how large the values are, by tensor of the former; `balanced`: the norms whose scales moved.
-    """
+    """Graphs of a model in float32 and as typed, balanced, with histograms of its values."""
 
     fp32_graph: ModelProto
     typed: ModelProto
@@ -185,10 +173,9 @@ class Quantiser:
     def graph(
         self, precision: str, *, scales: ScaleChoice = "auto", keep: Sequence[str] = (), weight_bits: int = 8
     ) -> ModelProto:
-        """The graph in `int8` or `fp8`, modules that a glob pattern of `keep` fits left as typed, with all below them.
-        `weight_bits`: how many bits the weights of INT8 use, 8 or 7; those of FP8 are as they are.
+        """Return the graph in `int8` or `fp8`; modules that `keep` fits stay as typed. `weight_bits`: of INT8, 8 or 7.
 
-        Raises BadInput where a pattern fits nothing, nothing is left to quantise, or the graph will not do.
+        Raises BadInput where a pattern fits nothing, nothing is left, or the graph will not do.
         """
         form = FORMATS[precision]
         layers = quantised_layers(self.fp32_graph, keep)
@@ -212,10 +199,10 @@ class Quantiser:
         return proto
 
     def clipping(self, form: NumberFormat, weight_bits: int = 8) -> Clipping:
-        """The one whose outputs are nearest to the float32 graph's, on the first inputs.
+        """Return the clipping whose outputs are nearest to the float32 graph's on the first inputs.
 
-        No measure of a tensor alone tells: values that are clipped for a smaller square error are in some transformers
-        the few that all else hangs on (Sun et al. 2024, "Massive activations", arXiv 2402.17762).
+        Values that are clipped for a smaller square error may be the few that all else hangs on (Sun et al. 2024, arXiv
+        2402.17762).
         """
         key = form.name, weight_bits
         if key not in self._clippings:
@@ -230,7 +217,6 @@ class Quantiser:
         return self._clippings[key]
 
     def _ends_of(self, layers: Sequence[Layer], form: NumberFormat, clipping: Clipping) -> dict[str, float]:
-        """By layer the |x| of what it reads that becomes the format's largest number."""
         key = form.name, clipping
         if key not in self._ends:
             self._ends[key] = {
@@ -252,9 +238,9 @@ def quantiser(
     metadata: Mapping[str, str],
     norms: Norms = NORMS,
 ) -> Quantiser:
-    """Look at a model's inputs, which `batches` gives anew at each call. `model` is left as it is.
+    """Look at a model's values on `batches`, given anew at each call; `model` stays.
 
-    `rest_precision`: of what isn't quantised; other arguments as for onnx_from_model, whose BadInput may be raised.
+    `rest_precision`: of what isn't quantised; other arguments and BadInput as for onnx_from_model.
     """
     own = copy.deepcopy(model).cpu().eval()
 
@@ -282,6 +268,5 @@ def quantiser(
 
 
 def _distance(new: Mapping[str, NDArray[np.float32]], exact: Mapping[str, NDArray[np.float32]]) -> float:
-    """Relative, the largest over the outputs."""
     sizes = {name: max(float(np.linalg.norm(values)), 1e-30) for name, values in exact.items()}
     return max(float(np.linalg.norm(new[name] - values)) / sizes[name] for name, values in exact.items())

@@ -25,10 +25,9 @@ _ABOVE_ZERO: Mapping[int, float] = {
 
 
 def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[str]) -> None:
-    """In place: safe softmax, borders that stay zeros, duplicate weights merged, nodes and values named by site,
-    exporter's notes removed.
+    """Make a graph fit to ship, in place.
 
-    `modules` and `parameters` are the paths that the traced model has; folded constants are named after their reader.
+    `modules` and `parameters` are the traced model's paths; folded constants are named after their reader.
     """
     sites = node_sites(model.graph, modules)
     for node in model.graph.node:
@@ -44,7 +43,7 @@ def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[
 
 
 def node_sites(graph: GraphProto, modules: Collection[str]) -> dict[str, str]:
-    """Module path per node, keyed by its first output; a node without a path lies where its neighbours meet."""
+    """Return the module path of each node by its first output; one without lies where its neighbours meet."""
     sites = {node.output[0]: site for node in graph.node if (site := _traced_site(node, modules)) is not None}
     readers = readers_by_value(graph)
     for node in graph.node:
@@ -57,7 +56,7 @@ def node_sites(graph: GraphProto, modules: Collection[str]) -> dict[str, str]:
 
 
 def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
-    """Casts around every softmax of sixteen bits: the exporter casts behind it, too late for its exponentials."""
+    """Cast around softmaxes of sixteen bits, as the exporter casts too late for the exponentials."""
     types, narrow = element_types(graph), {each.onnx for each in HALVES}
     nodes: list[NodeProto] = []
     for node in graph.node:
@@ -76,9 +75,9 @@ def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
 
 
 def narrow_folded(graph: GraphProto) -> None:
-    """Convolutions' weights typed as what they multiply: the exporter folds a bfloat16 normalisation into float32 ones.
+    """Type convolutions' weights as their inputs, as the exporter folds bfloat16 norms into float32.
 
-    Raises BadInput where the folded weights are beyond what the type holds.
+    Raises BadInput for folded weights that the type can't hold.
     """
     types, stored = element_types(graph), {tensor.name: tensor for tensor in graph.initializer}
     value_infos = {value.name: value for value in graph.value_info}
@@ -107,9 +106,7 @@ def _stored_as(tensor: TensorProto, float_type: FloatType) -> TensorProto:
 
 
 def use_lowest_padding(graph: GraphProto) -> None:
-    """Zeros that are put around what a MaxPool reads become the least number above: of zeros ONNX Runtime makes the
-    pool's own borders, which are below all numbers.
-    """
+    """Replace zeros around a MaxPool's input by the least number above, as ONNX Runtime would pad below all numbers."""
     types, stored = element_types(graph), {tensor.name: tensor for tensor in graph.initializer}
     pooled = {node.input[0] for node in graph.node if node.op_type == "MaxPool"}
     for node in graph.node:
@@ -126,7 +123,6 @@ def use_lowest_padding(graph: GraphProto) -> None:
 
 
 def merge_initializers(graph: GraphProto) -> None:
-    """Keeps one of the initializers with equal type, shape and bytes, and drops those that nothing reads."""
     first: dict[tuple[int, tuple[int, ...], bytes], str] = {}
     merged: dict[str, str] = {}
     for tensor in graph.initializer:
@@ -139,7 +135,6 @@ def merge_initializers(graph: GraphProto) -> None:
 
 
 def name_by_site(graph: GraphProto, sites: Mapping[str, str], parameters: Collection[str]) -> None:
-    """`blocks.3.attn/MatMul_1`: the module path, the operator, a running number where one path has several."""
     counts: Counter[str] = Counter()
     border = {value.name for value in (*graph.input, *graph.output)}
     renamed: dict[str, str] = {}
@@ -159,14 +154,12 @@ def name_by_site(graph: GraphProto, sites: Mapping[str, str], parameters: Collec
 
 
 def name_ports(graph: GraphProto, names: Mapping[str, str]) -> None:
-    """Inputs and outputs renamed, wherever they stand."""
     _rename_values(graph, names)
     for value in (*graph.input, *graph.output):
         value.name = names.get(value.name, value.name)
 
 
 def strip_notes(model: ModelProto) -> None:
-    """Removes doc strings and the exporter's metadata: stack traces, source paths, traced operators."""
     graph = model.graph
     for holder in (model, graph, *graph.node, *graph.initializer, *graph.value_info, *graph.input, *graph.output):
         del holder.metadata_props[:]

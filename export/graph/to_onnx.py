@@ -28,9 +28,7 @@ from .precision import NORMS, Norms, typed_copy
 
 
 class FourAxes(TorchFunctionMode):
-    """While it is entered, attention over any axes in front of tokens is one over a batch and heads: the exporter takes
-    no other.
-    """
+    """Attention over any leading axes as over a batch and heads, the exporter's only form."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default):
@@ -58,14 +56,11 @@ def _of_four_axes(
 
 
 def _four(x: Tensor) -> Tensor:
-    """One head of each in a batch, or the heads of all that stand in front of them."""
     return x.unsqueeze(1) if x.dim() == 3 else x.reshape(-1, *x.shape[-3:])
 
 
 def _clamp(self: Any, min: Any = None, max: Any = None) -> Any:
-    """Between numbers that the model holds: Max and Min, which are written otherwise, onnxscript makes one Clip of by
-    bounds that lose their names where one tensor is clamped twice.
-    """
+    """Clamp by Max and Min, as onnxscript's Clip loses the names of bounds of a tensor that is clamped twice."""
     bounds = [None if each is None else opset20.CastLike(each, self) for each in (min, max)]
     if all(each is None or len(each.shape) == 0 for each in (min, max)):
         return opset20.Clip(self, *bounds)
@@ -82,9 +77,7 @@ DTYPES = ("float32", "uint8", "int64", "int32", "bool")  # of inputs, as numpy a
 
 
 def _samples(ports: Sequence[Port], batch: int) -> dict[str, Tensor]:
-    """By name one tensor [batch, *shape] for each port, in their order: zeros, as every embedding has a row 0, and ones
-    for masks, which are ports of integers or bools whose name ends with `mask`.
-    """
+    """Return a tensor [batch, *shape] for each port: zeros, and ones for integer or bool ports named `*mask`."""
     masks = {port.name for port in ports if port.dtype != "float32" and port.name.endswith("mask")}
     return {
         port.name: torch.full((batch, *port.shape), int(port.name in masks), dtype=getattr(torch, port.dtype))
@@ -99,10 +92,7 @@ _NEWER_HINT = f"\n  opset {OPSETS[-1]} will do: export with --opset {OPSETS[-1]}
 
 
 def _graph_bytes(model: nn.Module, precision: str) -> int:
-    """Return how many bytes the weights take in a graph; at least so many where some are kept in float32.
-
-    Quantised graphs are made of a float32 one.
-    """
+    """Return the bytes of the weights in a graph, a float32 one for quantised precisions; a lower bound if mixed."""
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
     float_bytes = 4 if precision in QUANTISED else type_by_name(precision).size_bytes
     return sum(each.numel() * (float_bytes if each.is_floating_point() else each.element_size()) for each in tensors)
@@ -132,17 +122,11 @@ def onnx_from_model(
     metadata: Mapping[str, str],
     norms: Norms = NORMS,
 ) -> onnx.ModelProto:
-    """One named tensor [batch,*shape] for each input, one float32 for each output, by torch's dynamo exporter.
+    """Export by torch's dynamo exporter: a named tensor [batch,*shape] for each input, a float32 one for each output.
 
-    `model` is left as it is; it takes its inputs in the order of the ports and gives its outputs so. Inputs keep the
-    type of their port in every precision. `opset` None takes the first of OPSETS in which every operator takes the
-    types that it is given, or the last where the model has norms that only that has as operators. `batch` None keeps
-    the one batch of all ports symbolic, a number fixes it. `metadata` goes into the model's metadata_props beside the
-    entries `export.*` (precision, opset, versions, and the ports where they are not those of a classifier of images).
-    Softmax and modules of the types `norms` are computed in float32 in every precision. Equal inputs give equal bytes
-    (see `onnx_bytes`).
-
-    Raises BadInput when the model refuses the shapes, can't be traced or typed, or gives a graph that won't do.
+    `opset` None takes the first of OPSETS that fits the operators. `batch` None keeps it symbolic. `metadata` goes
+    beside the entries `export.*`. Softmax and `norms` are computed in float32. Equal inputs give equal bytes. Raises
+    BadInput when the model can't be traced or typed, or gives a graph that won't do.
     """
     assert opset is None or opset in OPSETS, opset
     assert all(key[: len(PREFIX)] != PREFIX for key in metadata), metadata
@@ -183,7 +167,7 @@ def onnx_from_model(
 
 
 def onnx_bytes(proto: onnx.ModelProto) -> bytes:
-    """The bytes that `save` writes: protobuf in its deterministic order. Raises BadInput where these are too many."""
+    """Return the bytes that `save` writes, in protobuf's deterministic order. Raises BadInput for too many."""
     try:
         return bytes(proto.SerializeToString(deterministic=True))
     except EncodeError:
@@ -192,7 +176,6 @@ def onnx_bytes(proto: onnx.ModelProto) -> bytes:
 
 
 def save(proto: onnx.ModelProto, path: Path) -> None:
-    """Writes one file with the weights inside; its size was checked to lie under 2 GB."""
     path.write_bytes(onnx_bytes(proto))
 
 
@@ -213,7 +196,7 @@ def _refuse_odd_ports(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> 
 
 
 def _refusal(model: nn.Module, samples: Mapping[str, torch.Tensor], error: Exception) -> str:
-    """Why tracing failed: the model's own words when it can't run the samples at all, else the tracer's."""
+    """Say why tracing failed: the model's own words if it can't run the samples, else the tracer's."""
     try:
         model(*samples.values())
     except (RuntimeError, AssertionError, ValueError, TypeError, IndexError) as own:
@@ -226,7 +209,6 @@ def _refusal(model: nn.Module, samples: Mapping[str, torch.Tensor], error: Excep
 
 
 def _traced_names(inputs: int, outputs: int) -> list[str]:
-    """What ports are called while traced: torch calls values by operators, and `embedding` is one of those."""
     return [f"{PREFIX}input.{index}" for index in range(inputs)] + [
         f"{PREFIX}output.{index}" for index in range(outputs)
     ]

@@ -14,7 +14,7 @@ READERS = ("MatMul", "Gemm", "Conv")
 
 
 def weight_shares(proto: ModelProto) -> dict[str, float]:
-    """Of the matrix weights' elements the share, in (0, 1], that each floating type holds, by its name."""
+    """Return the share of the matrix weights' elements that each floating type holds."""
     elements, total = Counter[str](), 0
     for _, _, tensor in read_matrices(proto):
         total += math.prod(tensor.dims)
@@ -24,10 +24,10 @@ def weight_shares(proto: ModelProto) -> dict[str, float]:
 
 
 def sparse_matrices(proto: ModelProto, kept: int = 2, of: int = 4) -> dict[str, bool]:
-    """By node whether at most `kept` of every `of` neighbouring weights along the summed axis are not zero.
+    """Return by node whether at most `kept` of every `of` neighbouring weights along the summed axis are not zero.
 
-    Of a convolution groups run along the input channels at each place of the kernel, as TensorRT counts them. Left out
-    are matrices that sum over no multiple of `of`, as a patch embedding over three colours does.
+    A convolution's groups run along input channels, as TensorRT counts them. Matrices that sum over no multiple of `of`
+    are left out.
     """
     holds = {}
     for node, index, tensor in read_matrices(proto):
@@ -39,7 +39,6 @@ def sparse_matrices(proto: ModelProto, kept: int = 2, of: int = 4) -> dict[str, 
 
 
 def name_of(node: NodeProto) -> str:
-    """As messages and records call it."""
     return node.name or node.output[0]
 
 
@@ -49,12 +48,10 @@ def module_of(node: NodeProto) -> str:
 
 
 def attribute_of(node: NodeProto, name: str, default: int = 0) -> int:
-    """A whole number that a node carries."""
     return next((each.i for each in node.attribute if each.name == name), default)
 
 
 def readers_by_value(graph: GraphProto) -> dict[str, list[NodeProto]]:
-    """The nodes that read each value, in graph order."""
     readers: dict[str, list[NodeProto]] = defaultdict(list)
     for node in graph.node:
         for name in node.input:
@@ -63,12 +60,10 @@ def readers_by_value(graph: GraphProto) -> dict[str, list[NodeProto]]:
 
 
 def notes_of(proto: ModelProto) -> dict[str, str]:
-    """What a graph says of itself."""
     return {entry.key: entry.value for entry in proto.metadata_props}
 
 
 def drop_unread(graph: GraphProto) -> None:
-    """Remove the stored tensors that nothing reads."""
     read = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
     for index in reversed(range(len(graph.initializer))):
         if graph.initializer[index].name not in read:
@@ -76,13 +71,11 @@ def drop_unread(graph: GraphProto) -> None:
 
 
 def element_types(graph: GraphProto) -> dict[str, int]:
-    """ONNX element type by value name, as far as the graph names them."""
     typed = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
     return typed | {tensor.name: tensor.data_type for tensor in graph.initializer}
 
 
 def read_matrices(proto: ModelProto) -> Iterator[tuple[NodeProto, int, TensorProto]]:
-    """Every reader with the place of a stored operand of rank 2 and more, and that; quantised ones as stored."""
     stored = {tensor.name: tensor for tensor in proto.graph.initializer if len(tensor.dims) >= 2}
     for node in proto.graph.node:
         if node.op_type == "DequantizeLinear" and node.input[0] in stored:
@@ -94,7 +87,6 @@ def read_matrices(proto: ModelProto) -> Iterator[tuple[NodeProto, int, TensorPro
 
 
 def _summed_last(node: NodeProto, index: int, tensor: TensorProto) -> NDArray[np.generic]:
-    """A matrix with the axis that its node sums over last."""
     matrix = numpy_helper.to_array(tensor)
     if node.op_type == "Conv":
         return np.moveaxis(matrix, 1, -1)

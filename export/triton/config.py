@@ -1,6 +1,4 @@
-"""The config.pbtxt of one served model, made from its artefact and from what was measured; and what it should show,
-written beside it with the command lines of the perf client that check it.
-"""
+"""The config.pbtxt of one served model, and its expected figures with the perf client's commands that check them."""
 
 import json
 from collections.abc import Mapping
@@ -31,14 +29,12 @@ CPU_BACKENDS = tuple(THREAD_KEYS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """How a server is to run the models.
+    """How a server runs the models.
 
-    `preferred_batches` is the measured knee (one size or several); requests wait at most `queue_delay_us` for such a
-    batch. `max_batch` limits graphs with an open batch, a plan always gets its profiles' maximum; None takes the plan's
-    maximum, or 8 without plans. `graph_batches` are the sizes at which CUDA graphs were measured (plans only).
-    `policy` latest serves the newest version, all every one, specific the one just written. `cpu_backend` python runs
-    ONNX Runtime inside the Python backend, onnxruntime and openvino use the server's own backends; `cpu_bf16` has the
-    latter compute in BF16.
+    `preferred_batches`: the measured knee; requests wait `queue_delay_us` at most for it. `max_batch`: None for the
+    plan's maximum, or 8. `graph_batches`: measured CUDA graphs (plans only). `policy` latest serves the newest version,
+    all every one, specific the one just written. `cpu_backend` python runs ONNX Runtime in the Python backend;
+    `cpu_bf16` is for openvino.
     """
 
     preferred_batches: tuple[int, ...] = ()
@@ -70,9 +66,8 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One served model: its name, what runs it, and the files that Triton does not find by their default name. `files`:
-    by name in the version directory, either a path to copy or the text itself; `pending` is the plan that a script
-    among them will build, and whose config waits beside it.
+    """A served model. `files` of its version directory are paths or texts; `pending` is the plan that a script will
+    build.
     """
 
     name: str
@@ -89,10 +84,9 @@ class Variant:
 
 
 def config_text(variant: Variant, serving: Serving, version: int, *, labelled: bool) -> str:
-    """config.pbtxt with one warm-up request for every batch size that a profile names or the batcher prefers.
+    """Return config.pbtxt with a warm-up request for every batch size of profiles and batcher.
 
-    A fixed batch is no batching to Triton: max_batch_size 0 and dims with the batch in front. So is the OpenVINO
-    backend's: it would compute the largest batch for every request.
+    A fixed batch is no batching to Triton, nor is OpenVINO's, which would compute the largest batch for every request.
     """
     batched = variant.max_batch > 0
     fields: dict[str, Plain] = {"name": variant.name, "backend": variant.backend}
@@ -128,7 +122,6 @@ def config_text(variant: Variant, serving: Serving, version: int, *, labelled: b
 
 
 def _parameters(variant: Variant, serving: Serving) -> dict[str, str]:
-    """What a backend is told by keys of its own."""
     parameters = {}
     if variant.backend == "openvino":
         parameters = {"NUM_STREAMS": str(serving.instances), "PERFORMANCE_HINT": "LATENCY"}
@@ -140,7 +133,6 @@ def _parameters(variant: Variant, serving: Serving) -> dict[str, str]:
 
 
 def _warmup_batches(variant: Variant, serving: Serving) -> list[int]:
-    """1, what the profiles name and what the batcher prefers, within the limits; [1] without batching."""
     signature = variant.signature
     sizes = {signature.smallest_batch, *signature.profile_batches, *serving.preferred_batches, variant.max_batch}
     return sorted(size for size in sizes if size <= variant.max_batch) if variant.max_batch > 0 else [1]
@@ -173,8 +165,6 @@ KIND = "expected"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """The median time of one call and its interval, in ms; `measure` is compute or end_to_end."""
-
     batch: int
     measure: str
     p50_ms: float
@@ -194,8 +184,6 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """The share of `images` on which the artefact's first class is the reference's, with its interval if known."""
-
     share: float
     images: int
     low: float | None = None
@@ -224,7 +212,6 @@ class _Document(msgspec.Struct, frozen=True):
 
 
 def read_expected(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """The entries by model and version; empty when the file is not there yet."""
     if not path.exists():
         return {}
     again = "remove it and package again"
@@ -232,14 +219,11 @@ def read_expected(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def expected_text(models: Mapping[str, Any]) -> str:
-    """The file of `read_expected`."""
     return json.dumps({"version": VERSION, "kind": KIND, "models": models}, indent=2) + "\n"
 
 
 def expected_entry(variant: Variant, version: int, proof: Mapping[str, str]) -> dict[str, Any]:
-    """Return one model's entry: figures (null where none were given), the verdicts of its proof, what its outputs are
-    for, how to start and to measure it.
-    """
+    """Return one model's figures, proof, output roles, and the commands that start and measure it."""
     expected = variant.expected
     latencies = None if expected is None else [each.as_json() for each in expected.latencies]
     agreement = None if expected is None else expected.top1_agreement
@@ -259,7 +243,7 @@ def expected_entry(variant: Variant, version: int, proof: Mapping[str, str]) -> 
 
 
 def _client_commands(variant: Variant, version: int, batches: list[int]) -> list[str]:
-    """perf_analyzer over gRPC, one request at a time, so that its p50 stands beside the measured end to end time."""
+    """Return perf_analyzer commands over gRPC, one request at a time, to compare p50 with the measured time."""
     batched = variant.max_batch > 0
     sizes = [[f"-b {size}"] for size in batches if size <= variant.max_batch] if batched else [[]]
     inputs = variant.signature.inputs

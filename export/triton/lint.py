@@ -9,7 +9,7 @@ from typing import Any
 from ground.errors import BadInput
 from ground.transaction import FORMER
 
-from .lint_artifact import ERROR, WARNING, LintFinding, error, finding, in_config, openvino_limits, own_limits
+from .lint_artifact import ERROR, WARNING, LintFinding, error, in_config, lint_finding, openvino_limits, own_limits
 from .lint_files import DEFAULT_FILES, foreign_config, foreign_files, lint_version
 from .pbtxt import Message, Name, ParseError, parse
 from .server_releases import ServerRelease, server_release, vulnerability_warnings
@@ -17,7 +17,7 @@ from .versions import versions_of
 
 
 def _fields(text: str = "", number: str = "", truth: str = "", word: str = "", **others: Any) -> dict[str, Any]:
-    """What the fields of a message hold, by name: of these kinds, messages, or None for what is not looked into."""
+    """Return the kinds of a message's fields by name; None for what is not checked."""
     names = {"text": text, "int": number, "bool": truth, "name": word}
     return {name: kind for kind, each in names.items() for name in each.split()} | others
 
@@ -82,7 +82,6 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
 
 
 def misused_fields(message: Message, fields: dict[str, Any] = FIELDS, path: str = "") -> Iterator[tuple[int, str]]:
-    """Line and complaint for every field that Triton does not know or that holds the wrong kind of value."""
     for field in message.fields:
         where = f"{path}{field.name}"
         if field.name not in fields:
@@ -106,10 +105,9 @@ PLATFORMS = {"tensorrt_plan": "tensorrt", "onnxruntime_onnx": "onnxruntime"}
 
 
 def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFinding, ...]:
-    """Every fault of every model, errors before warnings within a file; empty when a server can load it all.
+    """Return every fault of every model, errors first within a file.
 
-    `server` is a release of the table, such as 26.07, to compare versions with. Raises BadInput when the directory
-    holds no models at all.
+    `server`: a release such as 26.07 to compare versions with. Raises BadInput for a directory without models.
     """
     if not repository.is_dir():
         raise BadInput(f"{repository}: there is no such directory; name the model repository")
@@ -119,10 +117,13 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
         raise BadInput(f"{repository}: no model directory in it; name the directory that holds them")
     findings = [each for model in models for each in _lint_model(model, release)]
     if (repository / FORMER).is_dir():
-        findings.append(finding(repository, ERROR, HALF_DONE, "package or serve a version again: it is put back first"))
+        findings.append(
+            lint_finding(repository, ERROR, HALF_DONE, "package or serve a version again: it is put back first")
+        )
     if release is not None:
         findings += [
-            finding(repository, WARNING, warning, "take a newer release") for warning in vulnerability_warnings(release)
+            lint_finding(repository, WARNING, warning, "take a newer release")
+            for warning in vulnerability_warnings(release)
         ]
     return tuple(
         sorted(set(findings), key=lambda each: (str(each.path), each.severity == WARNING, each.line or 0, each.what))
@@ -133,25 +134,25 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
     yield from foreign_files(model)
     path = model / "config.pbtxt"
     if not path.is_file():
-        yield finding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
+        yield lint_finding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
         return
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise ParseError(f"it has {size} bytes, {MOST_BYTES} at most are read", 1)
         config = parse(path.read_text(encoding="utf-8-sig"))
     except ParseError as fault:
-        yield finding(path, ERROR, fault.what, "correct the text", fault.line)
+        yield lint_finding(path, ERROR, fault.what, "correct the text", fault.line)
         return
     except UnicodeDecodeError:
-        yield finding(path, ERROR, "it is not text in UTF-8", "write it again")
+        yield lint_finding(path, ERROR, "it is not text in UTF-8", "write it again")
         return
     yield from in_config(path, _config_faults(model, config))
     have, backend = versions_of(model), _backend(config)
     for entry in sorted(model.iterdir()):
         if entry.is_dir() and re.fullmatch(r"0\d*", entry.name):
-            yield finding(entry, ERROR, "versions count from 1, without leading zeros", "rename the directory")
+            yield lint_finding(entry, ERROR, "versions count from 1, without leading zeros", "rename the directory")
     if not have:
-        yield finding(model, ERROR, "there is no version directory", "put the artefact into 1/")
+        yield lint_finding(model, ERROR, "there is no version directory", "put the artefact into 1/")
     for version in _served_versions(have, config) if backend in DEFAULT_FILES else ():
         yield from lint_version(model / str(version), config, path, backend, release)
 

@@ -1,6 +1,4 @@
-"""Faults of a model repository: where, how bad, what to do; and those of a config against what its artefact takes and
-gives.
-"""
+"""Faults of a model repository, and those of a config against its artefact."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -18,7 +16,7 @@ WARNING = "warning"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintFinding:
-    """One fault: where it lies, how bad it is (error: it will not load or serve), and what to do."""
+    """A fault: where it lies, how bad it is (an error will not load or serve), and what to do."""
 
     severity: str
     path: Path = Path("config.pbtxt")
@@ -31,23 +29,19 @@ class LintFinding:
         return f"{where}: {self.severity}: {self.what}; {self.remedy}"
 
 
-def finding(path: Path, severity: str, what: str, remedy: str, line: int | None = None) -> LintFinding:
-    """A Finding, by position."""
+def lint_finding(path: Path, severity: str, what: str, remedy: str, line: int | None = None) -> LintFinding:
     return LintFinding(severity=severity, path=path, line=line, what=what, remedy=remedy)
 
 
 def error(line: int, what: str, remedy: str) -> LintFinding:
-    """Of a config, wherever that lies."""
     return LintFinding(severity=ERROR, line=line, what=what, remedy=remedy)
 
 
 def warning(line: int, what: str, remedy: str) -> LintFinding:
-    """As `error`, of what loads and serves."""
     return LintFinding(severity=WARNING, line=line, what=what, remedy=remedy)
 
 
 def in_config(path: Path, faults: Iterable[LintFinding]) -> Iterator[LintFinding]:
-    """Those of the config that lies there."""
     return (replace(each, path=path) for each in faults)
 
 
@@ -68,7 +62,6 @@ PARAMETERS = {
 
 
 def openvino_limits(config: Message) -> Iterator[LintFinding]:
-    """Where it would not load, would fail at a request, or would not do what the config seems to ask."""
     parameters = {}
     for entry in config.messages("parameters"):
         key, value = entry.text("key"), entry.inner("value").text("string_value")
@@ -97,7 +90,6 @@ def openvino_limits(config: Message) -> Iterator[LintFinding]:
 
 
 def against_artifact(config: Message, signature: Signature, source: str) -> Iterator[LintFinding]:
-    """Everything in which `config` contradicts the artefact called `source`."""
     batched = config.number("max_batch_size") > 0
     yield from _port_faults(config, "input", signature.inputs, batched, source)
     yield from _port_faults(config, "output", signature.outputs, batched, source)
@@ -106,7 +98,6 @@ def against_artifact(config: Message, signature: Signature, source: str) -> Iter
 
 
 def own_limits(config: Message) -> Iterator[LintFinding]:
-    """What the config contradicts in itself: sizes beyond the largest batch, batching without batches."""
     limit = config.number("max_batch_size")
     batching = config.message("dynamic_batching")
     if batching is not None and limit == 0:

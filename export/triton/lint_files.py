@@ -1,8 +1,6 @@
-"""The files of one served version against the config that names them and against each other; and what of them would run
-somebody's code in the server, or lead it to files elsewhere.
+"""The files of one served version against their config, and what of them would run foreign code or lead elsewhere.
 
-A server looks for the libraries of its backends in the folders of a model before its own, imports model.py, and follows
-paths of config.pbtxt wherever they lead.
+A server looks for backends' libraries in a model's folders first, imports model.py, and follows all paths.
 """
 
 import os
@@ -15,7 +13,7 @@ from export.engine.record import EngineRecord, record_of_plan, record_path, sha2
 from ground.errors import BadInput
 from ground.files import escapes_directory
 
-from .lint_artifact import ERROR, WARNING, LintFinding, against_artifact, error, finding, in_config
+from .lint_artifact import ERROR, WARNING, LintFinding, against_artifact, error, in_config, lint_finding
 from .pbtxt import Field, Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
@@ -32,14 +30,13 @@ _CODE = re.compile(r"\.(py[a-z]?|pth|pt2?|pkl|pickle|jar|egg)$", re.IGNORECASE)
 
 
 def foreign_files(model: Path) -> Iterator[LintFinding]:
-    """Links, libraries and code in the folders of a model, but for the model.py of this tool."""
     if model.is_symlink():
-        yield finding(model, ERROR, f"a link, to {model.readlink()}", "put the model itself there")
+        yield lint_finding(model, ERROR, f"a link, to {model.readlink()}", "put the model itself there")
     own = BACKEND_MODEL.read_bytes()
     for folder, folders, files in os.walk(model):
         for path in sorted(Path(folder) / name for name in (*folders, *files)):
             if what := _fault_message(path, own):
-                yield finding(path, ERROR, what, "remove it; package the model again from a release of yours")
+                yield lint_finding(path, ERROR, what, "remove it; package the model again from a release of yours")
 
 
 def _fault_message(path: Path, own: bytes) -> str:
@@ -57,7 +54,6 @@ def _fault_message(path: Path, own: bytes) -> str:
 
 
 def foreign_config(config: Message) -> Iterator[LintFinding]:
-    """Backends, agents, parameters and paths that bring code, or lead out of the model's directory."""
     known = {
         "backend": ("a backend of somebody else's", BACKENDS),
         "platform": ("a platform that this tool doesn't know", PLATFORMS),
@@ -81,7 +77,6 @@ def foreign_config(config: Message) -> Iterator[LintFinding]:
 
 
 def _fields(message: Message, within: str = "") -> Iterator[tuple[str, Field]]:
-    """Those of any depth, each with the name of the message that it is in."""
     for field in message.fields:
         yield within, field
         if isinstance(field.value, Message):
@@ -89,7 +84,6 @@ def _fields(message: Message, within: str = "") -> Iterator[tuple[str, Field]]:
 
 
 def _parameter(entry: Message, line: int) -> Iterator[LintFinding]:
-    """One of the model, or of what accelerates it."""
     key, value = entry.text("key"), entry.inner("value").text("string_value") or entry.text("value")
     if key in CODE_PARAMETERS or key.upper().endswith("_PATH") or _LIBRARY.search(value):
         yield error(line, f"parameter {key!r} names code or a path, {value[:100]!r}", "remove it")
@@ -104,7 +98,6 @@ DEFAULT_FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx", "python"
 def lint_version(
     folder: Path, config: Message, path: Path, backend: str, release: ServerRelease | None
 ) -> Iterator[LintFinding]:
-    """What is wrong in the version directory `folder` of a model whose config.pbtxt is `path`."""
     yield from _labels(folder, config, path)
     files = _artifact_files(config, backend)
     for name, line in files.items():
@@ -112,13 +105,13 @@ def lint_version(
             continue  # told of where paths are
         if not (folder / name).is_file():
             fault = f"{name} is missing in {folder.name}/" + (", config.pbtxt names it" if line else "")
-            yield finding(path if line else folder, ERROR, fault, "build or package it again", line)
+            yield lint_finding(path if line else folder, ERROR, fault, "build or package it again", line)
             continue
         if backend == "tensorrt":
             yield from _lint_plan(folder / name, config, path, release)
         if name.endswith(".xml") and not (folder / name).with_suffix(".bin").is_file():
             fault = f"{Path(name).with_suffix('.bin')} with the weights of {name} is missing in {folder.name}/"
-            yield finding(folder, ERROR, fault, "save the model again, or serve model.onnx")
+            yield lint_finding(folder, ERROR, fault, "save the model again, or serve model.onnx")
     default = "model.onnx" if backend == "python" else DEFAULT_FILES[backend]
     graph = folder / (default if backend == "python" else config.text("default_model_filename", default))
     if backend != "tensorrt" and graph.suffix == ".onnx" and graph.is_file():
@@ -126,7 +119,6 @@ def lint_version(
 
 
 def _artifact_files(config: Message, backend: str) -> dict[str, int | None]:
-    """Each file that the server opens, with the line that names it; None where it is the default name."""
     files: dict[str, int | None] = {each.text("value"): each.line for each in config.messages("cc_model_filenames")}
     field = config.one("default_model_filename")
     if files and field is None:
@@ -139,48 +131,48 @@ def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease |
     beside = record_path(plan)
     if not beside.is_file():
         fault = f"there is no record {beside.name}, so the plan can't be compared with its config here"
-        yield finding(plan, WARNING, fault, "keep the record beside the plan")
+        yield lint_finding(plan, WARNING, fault, "keep the record beside the plan")
         return
     try:
         record = record_of_plan(plan, where=beside.name)
         signature = signature_from_record(record)
     except BadInput as error:
-        yield finding(beside, ERROR, str(error), "build the plan again")
+        yield lint_finding(beside, ERROR, str(error), "build the plan again")
         return
     if record.plan_sha256 != sha256_of(plan.read_bytes()):
-        yield finding(plan, ERROR, f"its bytes are not those that {beside.name} describes", "package it again")
+        yield lint_finding(plan, ERROR, f"its bytes are not those that {beside.name} describes", "package it again")
     if record.backend != "tensorrt":
         fault = f"it was built for {record.backend}, which Triton does not load"
-        yield finding(plan, ERROR, fault, "build it with TensorRT, by the build script")
+        yield lint_finding(plan, ERROR, fault, "build it with TensorRT, by the build script")
     yield from _capability(plan, record, config, path)
     written = replace(signature, outputs=(*signature.outputs, *signature.fusion_breaks))
     yield from in_config(path, against_artifact(config, written, plan.name))
     if release is not None:
         compatible = record.options.get("version_compatible") is True
         for fault in plan_warnings(release, record.library_version, version_compatible=compatible):
-            yield finding(plan, WARNING, fault, "see the build script beside the ONNX model")
+            yield lint_finding(plan, WARNING, fault, "see the build script beside the ONNX model")
 
 
 def _capability(plan: Path, record: EngineRecord, config: Message, path: Path) -> Iterator[LintFinding]:
     for entry in config.messages("cc_model_filenames"):
         key = entry.text("key")
         if not re.fullmatch(r"\d{1,2}\.\d", key):
-            yield finding(path, ERROR, f'compute capability {key!r} is not like "8.6"', "write it so", entry.line)
+            yield lint_finding(path, ERROR, f'compute capability {key!r} is not like "8.6"', "write it so", entry.line)
         elif entry.text("value") == plan.name and record.targets != (key.replace(".", ""),):
             fault = f"{plan.name} stands for compute capability {key}, it was built for SM {', '.join(record.targets)}"
-            yield finding(path, ERROR, fault, "name the plan of that GPU", entry.line)
+            yield lint_finding(path, ERROR, fault, "name the plan of that GPU", entry.line)
 
 
 def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
     try:
         signature = signature_from_onnx(graph)
     except BadInput as error:
-        yield finding(graph, ERROR, str(error), "package it again")
+        yield lint_finding(graph, ERROR, str(error), "package it again")
         return
     yield from in_config(path, against_artifact(config, signature, graph.name))
     if release is not None:
         for fault in onnx_warnings(release, opset=signature.opset, ir=signature.ir):
-            yield finding(graph, WARNING, fault, "or take a newer server")
+            yield lint_finding(graph, WARNING, fault, "or take a newer server")
 
 
 def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
@@ -190,13 +182,13 @@ def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
             continue
         file = folder.parent / name
         if not file.is_file():
-            yield finding(path, ERROR, f"the label file {name} is missing", "package the labels again", line)
+            yield lint_finding(path, ERROR, f"the label file {name} is missing", "package the labels again", line)
             continue
         if file.stat().st_size > MOST_LABELS_BYTES:
-            yield finding(file, ERROR, f"it is larger than {MOST_LABELS_BYTES} bytes", "write one line per class")
+            yield lint_finding(file, ERROR, f"it is larger than {MOST_LABELS_BYTES} bytes", "write one line per class")
             continue
         labels = [text for text in file.read_text(errors="replace").splitlines() if text.strip()]
         (*_, classes) = output.numbers("dims") or (0,)
         if classes > 0 and len(labels) != classes:
             fault = f"{len(labels)} labels for {classes} outputs of {output.text('name')}"
-            yield finding(file, ERROR, fault, "write one line per class")
+            yield lint_finding(file, ERROR, fault, "write one line per class")

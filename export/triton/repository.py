@@ -23,17 +23,14 @@ CHOOSES_BF16 = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedVersion:
-    """The models that got a new version, and what may go wrong when a server loads them."""
-
     models: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
 def write_repository(package: Package, repository: Path) -> AddedVersion:
-    """Adds one version of every variant to the repository, which is made if it is not there.
+    """Add one version of every variant, all or none; older versions stay.
 
-    Older versions stay. All models appear whole or none does. Raises BadInput when artefacts contradict each other,
-    their records or what is asked, and when the version is already there.
+    Raises BadInput when artefacts contradict each other, their records or the options, and when the version exists.
     """
     release = None if package.server is None else server_release(package.server)
     roll_back_interrupted(repository)
@@ -88,7 +85,6 @@ def _refuse_contradictions(package: Package, variant: Variant) -> None:
 
 
 def _install(repository: Path, moves: Mapping[str, Path]) -> None:
-    """All of it; where that fails a repository that was not there is none again."""
     is_new = not repository.exists()
     try:
         repository.mkdir(exist_ok=True)
@@ -101,7 +97,6 @@ def _install(repository: Path, moves: Mapping[str, Path]) -> None:
 
 
 def _written(package: Package, model: Variant, repository: Path, staging: Path) -> dict[str, Path]:
-    """One model written into `staging`, and what of it goes where in the repository."""
     version, name = str(package.version), model.name
     folder = staging / version
     folder.mkdir(parents=True)
@@ -130,7 +125,6 @@ def _warnings(
     release: ServerRelease | None,
     repository: Path,
 ) -> Iterator[str]:
-    """What may go wrong when a server, or one of this release, loads the version."""
     for name in (each.name for each in variants):
         newest = max(versions_of(repository / name))
         if package.serving.policy == "latest" and newest > package.version:

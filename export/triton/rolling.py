@@ -1,16 +1,9 @@
-"""Another version of a model in a running server, with no request refused and none answered by what was not checked.
+"""Another version of a model in a running server, with no request refused and no answer unchecked.
 
-The order, for each variant that the server has loaded:
+For each variant that is loaded: a copy is staged under its own name and warmed up, checked on samples, added beside the
+served versions, and then served alone. When a step fails the old config is loaded again.
 
-1. stage: the version's files are copied beside under a name of their own, whole or not at all, and loaded. The server
-   warms it up by its config before it is ready. No client knows that name.
-2. check: samples are sent to it and its answers compared with the expected ones.
-3. add: the config names the versions served so far and the new one; the server loads the new one beside them.
-4. switch: the config names the new version alone; the server unloads the others after their last request.
-
-When a step fails the config is put back as it was and loaded again: what was served is served. The staged copy goes in
-any case. Two versions need room beside each other, for a moment three. A server takes this by its load API, which it
-has in explicit mode (--model-control-mode=explicit) alone; in poll mode an edited config is enough.
+It needs the load API (--model-control-mode=explicit) and room for two versions, briefly three.
 """
 
 import re
@@ -38,7 +31,7 @@ _SPECIFIC = re.compile(r"(?s)^version_policy\b.*?versions:\s*(?:\[[^\]]*\]|\d+)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Inputs [N,...] of the model's only input, what the version answers to them [N,F] and how far it may be off."""
+    """Inputs [N,...] of the only input, the version's answers [N,F], and their largest relative error."""
 
     images: NDArray[Any]
     answers: NDArray[Any]
@@ -51,9 +44,8 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollResult:
-    """What serves the version now, `idle` (not loaded in this server: config changed alone), and `failure`.
-
-    With a failure the models named in it and those after it serve what they served before.
+    """Models that serve the version, `idle` ones (not loaded, config changed) and a `failure`, from which on the old
+    serves.
     """
 
     served: ServedVersion
@@ -63,9 +55,7 @@ class RollResult:
 
 
 def roll(repository: Path, name: str, version: int, server: TritonServer, samples: Samples | None = None) -> RollResult:
-    """Roll every variant of `name`. Raises BadInput for an unknown version, a server that is not there or has none of
-    the variants loaded.
-    """
+    """Roll every variant. Raises BadInput for an unknown version, and a server that is missing or has none loaded."""
     having, unchanged = models_by_version(repository, name, version)
     server.require_live()
     try:
@@ -99,7 +89,7 @@ def roll(repository: Path, name: str, version: int, server: TritonServer, sample
 
 
 def _roll_model(folder: Path, version: int, server: TritonServer, samples: Samples | None) -> dict[str, float]:
-    """The relative error on the samples by model; nothing without samples. Raises ServerError with all put back."""
+    """Return the relative error on the samples. Raises ServerError with everything put back."""
     model, before = folder.name, server.ready_versions(folder.name)
     config, pinned = folder / "config.pbtxt", _pinned(folder, version)
     with _staged(folder, version, server) as staged:
@@ -134,7 +124,6 @@ def _wait_until_ready(server: TritonServer, model: str, version: int) -> None:
 
 @contextmanager
 def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
-    """The version alone, loaded under another name; gone from server and disk afterwards."""
     name = folder.name + STAGED
     target = folder.parent / name
     with staging_folder(folder.parent) as scratch:
@@ -157,7 +146,6 @@ def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
 
 
 def _checked(server: TritonServer, model: str, version: int, samples: Samples) -> float:
-    """The relative error of the answers. Raises ServerError beyond the bound."""
     names = server.input_names(model, version)
     if len(names) != 1:
         raise BadInput(f"samples are of one input, {model} takes {', '.join(names)}; leave out --samples")
@@ -182,7 +170,6 @@ def _pinned(folder: Path, version: int) -> str:
 
 
 def _with_versions(text: str, versions: list[int]) -> str:
-    """The config with another list of versions. Raises BadInput for one that `package` did not write."""
     policy = f"version_policy {{\n  specific {{\n    versions: [{', '.join(map(str, versions))}]"
     changed, count = _SPECIFIC.subn(policy, text)
     if count != 1:

@@ -47,21 +47,18 @@ class TritonServer:
             raise BadInput(f"server {self.address[:200]!r}: expected an address such as http://127.0.0.1:8000")
 
     def require_live(self) -> None:
-        """Raise BadInput when nothing answers there, or it is not live."""
         try:
             self._ask("health/live")
         except ServerError as error:
             raise BadInput(f"server {self.address}: {error}; is it running?") from None
 
     def ready_versions(self, model: str) -> tuple[int, ...]:
-        """The versions that answer requests now, rising; none of a model that is not loaded."""
         index = self._ask("repository/index", {"ready": True})
         entries = [each for each in index if isinstance(each, dict)] if isinstance(index, list) else []
         own = [each for each in entries if (each.get("name"), each.get("state")) == (model, "READY")]
         return tuple(sorted(int(each["version"]) for each in own if str(each.get("version", "")).isdigit()))
 
     def is_ready(self, model: str, version: int) -> bool:
-        """Whether this version answers requests."""
         try:
             self._ask(f"models/{quote(model)}/versions/{version}/ready")
         except ServerError:
@@ -69,15 +66,12 @@ class TritonServer:
         return True
 
     def load(self, model: str) -> None:
-        """Load by the config that lies in its repository; returns when it stands. Raises ServerError."""
         self._ask(f"repository/models/{quote(model)}/load", {})
 
     def unload(self, model: str) -> None:
-        """Requests that it has are answered first."""
         self._ask(f"repository/models/{quote(model)}/unload", {})
 
     def infer(self, model: str, version: int, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float64]]:
-        """The outputs of one request by name. Raises ServerError."""
         inputs = []
         for name, array in feed.items():
             kind, shape, data = DATA_TYPES[array.dtype.name], list(array.shape), array.ravel().tolist()
@@ -89,7 +83,6 @@ class TritonServer:
             raise ServerError(f"its answer is not that of an inference request ({error!s:.200})") from None
 
     def input_names(self, model: str, version: int) -> tuple[str, ...]:
-        """As the loaded model names them."""
         answer = self._ask(f"models/{quote(model)}/versions/{version}")
         try:
             return tuple(str(each["name"]) for each in answer["inputs"])

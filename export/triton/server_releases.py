@@ -27,10 +27,7 @@ REGISTRY = "nvcr.io/nvidia"  # where NVIDIA publishes it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRelease:
-    """One container image. `tensorrt` is None where no published table names it.
-
-    `opset` and `ir` are the newest ONNX opset and IR version that its ONNX Runtime reads (at least).
-    """
+    """A container image. `tensorrt` is None if unpublished; `opset` and `ir`: the newest that its ONNX Runtime has."""
 
     tag: str
     server: str
@@ -46,8 +43,6 @@ class ServerRelease:
 
 
 class _Table(msgspec.Struct, frozen=True):
-    """By version of ONNX Runtime what it reads, and by month what a release has, but TensorRT by flavour."""
-
     onnxruntime: dict[str, dict[str, Any]]
     releases: dict[str, dict[str, Any]]
 
@@ -74,7 +69,7 @@ def server_tags() -> tuple[str, ...]:
 
 
 def plan_warnings(release: ServerRelease, library_version: str, *, version_compatible: bool = False) -> list[str]:
-    """Why a plan of this TensorRT may not load in this server; empty when the versions are the same."""
+    """Return why a plan may not load; empty for the same TensorRT."""
     built, remedy = f"the plan was built with TensorRT {library_version}", "rebuild it with build_plan.sh"
     if release.tensorrt is None:
         return [f"{built}; the table does not know the TensorRT of {release.image}: if it differs, {remedy}"]
@@ -89,13 +84,11 @@ def plan_warnings(release: ServerRelease, library_version: str, *, version_compa
 
 
 def vulnerability_warnings(release: ServerRelease) -> list[str]:
-    """The published holes that this release has and a newer one has not."""
     holes = vulnerabilities_of(IMAGE, release.tag.partition("-")[0], SERVER)
     return [f"{release.image} has published holes, closed in {holes[-1].fixed_in}: {described(holes)}"] if holes else []
 
 
 def onnx_warnings(release: ServerRelease, *, opset: int, ir: int) -> list[str]:
-    """Why this server's ONNX Runtime may not read a graph; empty when it is known to."""
     runs = f"{release.image} has ONNX Runtime {release.onnxruntime}, which reads"
     warnings = []
     if opset > release.opset:
@@ -128,7 +121,6 @@ def build_script(
     image_tag: str,
     pending: bool,
 ) -> str:
-    """POSIX shell, every word quoted; `pending` installs the config that waits while there is no plan."""
     return (
         _environment()
         .get_template("build_plan.sh.jinja")
@@ -148,7 +140,6 @@ def build_script(
 
 @cache
 def _environment() -> Environment:
-    """Templates of texts that are no HTML: each word goes through `sh`, or through `comment`."""
     environment = templates_of("export.triton")
     environment.filters |= {"sh": shlex.quote, "comment": one_line}
     return environment

@@ -21,9 +21,7 @@ FLOATING = ("float32", "float16", "float64", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """`roles`: what outputs are for that are not logits; `profiles` are the batch ranges of a plan, `opset` and `ir`
-    the versions of a graph, 0 where there is none. `fusion_breaks` are outputs of a plan that nobody asks for.
-    """
+    """An artefact's ports, batch profiles of a plan, and opset and IR version of a graph (0 without one)."""
 
     inputs: tuple[GraphPort, ...]
     outputs: tuple[GraphPort, ...]
@@ -35,12 +33,10 @@ class Signature:
 
     @property
     def output_roles(self) -> dict[str, Role]:
-        """What each output is for."""
         return {port.name: self.roles.get(port.name, LOGITS.role) for port in self.outputs}
 
     @property
     def fixed_batch(self) -> int | None:
-        """The only batch it takes; None when the batch is open."""
         size = self.inputs[0].shape[0] if self.inputs and self.inputs[0].shape else None
         return size if isinstance(size, int) else None
 
@@ -50,17 +46,15 @@ class Signature:
 
     @property
     def largest_batch(self) -> int | None:
-        """Over all profiles; None when nothing limits it."""
         return max((profile.largest for profile in self.profiles), default=None)
 
     @property
     def profile_batches(self) -> tuple[int, ...]:
-        """Every smallest, tuned and largest batch, each once, rising."""
         return tuple(sorted({size for each in self.profiles for size in (each.smallest, each.tuned, each.largest)}))
 
 
 def signature_from_onnx(path: Path) -> Signature:
-    """Reads the graph's borders. Raises BadInput for no ONNX, one without borders, and inputs of several batches."""
+    """Read a graph's ports. Raises BadInput for no ONNX, no ports, and inputs of several batches."""
     proto = load_onnx(path)
     inputs, outputs = ports_of_graph(proto)
     if not inputs or not outputs:
@@ -84,7 +78,6 @@ def signature_from_onnx(path: Path) -> Signature:
 
 
 def signature_from_record(record: EngineRecord) -> Signature:
-    """What the plan of this record takes and gives."""
     own = Signature(
         inputs=record.inputs,
         outputs=record.outputs,
@@ -96,7 +89,7 @@ def signature_from_record(record: EngineRecord) -> Signature:
 
 
 def _served(own: Signature, where: Path | str) -> Signature:
-    """The same. Raises BadInput for a port of a type that no inference server has."""
+    """Return it. Raises BadInput for a port of a type that no inference server has."""
     for port in (*own.inputs, *own.outputs, *own.fusion_breaks):
         if port.dtype not in SERVED_TYPES:
             raise BadInput(

@@ -1,6 +1,4 @@
-"""The models of a package: what one version of each is made from, which artefact it serves, and the files that lie in
-its version directory.
-"""
+"""The models of a package: the artefact that each serves and the files of its version directory."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,6 @@ from .versions import require_name
 
 
 def require_labels(labels: Sequence[str], *, where: str) -> None:
-    """Raise BadInput for names of classes that a server can't tell apart, or that can't be shown."""
     if len(set(labels)) < len(labels) or any(not text.strip() or "\n" in text for text in labels):
         raise BadInput(f"{where}: every label must be one line, not empty and unique")
     if unprintable := [text for text in labels if printable(text) != text]:
@@ -28,13 +25,11 @@ def require_labels(labels: Sequence[str], *, where: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """What goes into a repository as one version of one model.
+    """One version of a model for a repository; any artefact may be missing.
 
-    `plans` are TensorRT plans with their records beside them, one per compute capability; `onnx` the graph they were
-    built from, served by ONNX Runtime on the GPU; `cpu_onnx` the graph for the CPU. Any of them may be missing.
-    `expected` goes by variant: plan, onnx, cpu. `server` names the release that will serve, such as 26.07.
-    `profiles` are for the build script when there is no plan to take them from. `proof` is the verdict of each record
-    that proves the model, by the record's name; empty where nothing proved it.
+    `plans`: one per compute capability, with records beside them; `onnx`: their graph, served on the GPU; `cpu_onnx`:
+    the graph for the CPU. `expected` goes by variant: plan, onnx, cpu. `profiles`: for the build script without a plan.
+    `proof`: verdicts by record.
     """
 
     name: str
@@ -111,7 +106,6 @@ def _plan_variant(package: Package, signature: Signature, names: Mapping[str, st
 
 
 def _cc_filenames(plans: tuple[Path, ...], records: tuple[EngineRecord, ...]) -> dict[str, str]:
-    """{"8.6": "model.sm86.plan"} for plans of several compute capabilities, nothing for one plan."""
     names: dict[str, str] = {}
     for plan, record in zip(plans, records, strict=True) if len(records) > 1 else ():
         target = record.targets[0] if len(record.targets) == 1 else ""
@@ -129,7 +123,6 @@ def _cc_filenames(plans: tuple[Path, ...], records: tuple[EngineRecord, ...]) ->
 def _onnx_model(
     package: Package, graph: Path, records: tuple[EngineRecord, ...], release: ServerRelease | None, limit: int | None
 ) -> Variant:
-    """With the script that builds its plan, and that plan's config while there is none."""
     variant = _graph_variant(package, graph, "onnx", limit)
     profiles = _profiles_to_build(package, graph, variant.signature, records)
     pending = None if records else _plan_variant(package, replace(variant.signature, profiles=profiles), {})
@@ -170,7 +163,6 @@ def _graph_variant(package: Package, path: Path, suffix: str, limit: int | None)
 def _profiles_to_build(
     package: Package, graph: Path, signature: Signature, records: tuple[EngineRecord, ...]
 ) -> tuple[BatchProfile, ...]:
-    """Those of the plans that are there, else those that the package names; none for a fixed batch."""
     if signature.fixed_batch is not None:
         if package.profiles:
             raise BadInput(
@@ -187,7 +179,6 @@ def _profiles_to_build(
 
 
 def models_of(package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None) -> list[Variant]:
-    """The plan model, the ONNX model and the CPU model, those whose artefacts were given."""
     models = [_plan_model(package, records)] if records else []
     limit = package.serving.max_batch or (signature_from_record(records[0]).largest_batch if records else None)
     if package.onnx is not None:

@@ -17,9 +17,7 @@ from ground.transaction import exclusive_access, replacing_files, roll_back_inte
 
 @contextmanager
 def staging_folder(repository: Path) -> Iterator[Path]:
-    """A folder of this process alone, gone afterwards: beside the repository, or hidden inside where that is a file
-    system of its own, such as a container's volume, or nothing may be written beside it.
-    """
+    """Make a temporary folder on the repository's file system: beside it, or hidden inside."""
     beside = repository.resolve().parent
     beside.mkdir(parents=True, exist_ok=True)
     inside = repository.is_dir() and not (_is_one_disk(beside, repository) and os.access(beside, os.W_OK))
@@ -28,7 +26,6 @@ def staging_folder(repository: Path) -> Iterator[Path]:
 
 
 def _is_one_disk(one: Path, other: Path) -> bool:
-    """A rename never leaves a file system."""
     return one.stat().st_dev == other.stat().st_dev
 
 
@@ -38,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedVersion:
-    """The models whose config now names another version, and those that lack it and stayed as they were."""
+    """Models whose config names another version now, and those that lack it."""
 
     version: int
     models: tuple[str, ...]
@@ -46,7 +43,6 @@ class ServedVersion:
 
 
 def require_name(name: str) -> None:
-    """Raise BadInput for a name that is none of a model: it is a directory of the repository, no path."""
     if not _NAME.fullmatch(name):
         raise BadInput(
             f"model name {name[:100]!r}: use up to 100 letters, digits, '_', '.' and '-', a letter or digit first"
@@ -54,23 +50,20 @@ def require_name(name: str) -> None:
 
 
 def model_names(repository: Path, name: str) -> tuple[str, ...]:
-    """The variants of `name` that the repository holds."""
     return tuple(name + suffix for suffix in SUFFIXES if (repository / (name + suffix)).is_dir())
 
 
 def versions_of(model: Path) -> tuple[int, ...]:
-    """The version directories of one model, rising."""
     names = [entry.name for entry in model.iterdir() if entry.is_dir()]
     return tuple(sorted(int(name) for name in names if re.fullmatch(r"[1-9][0-9]{0,18}", name)))
 
 
 def config_path(model: Path, version: int) -> Path:
-    """Where the config of one version is kept; a server also takes it by --model-config-name=<version>."""
     return model / "configs" / f"{version}.pbtxt"
 
 
 def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
-    """Has every variant serve this version alone, newer ones stay on disk; BadInput when no variant has it."""
+    """Make every variant serve this version alone. Raises BadInput when no variant has it."""
     roll_back_interrupted(repository)
     having, unchanged = models_by_version(repository, name, version)
     configs = [f"{each}/config.pbtxt" for each in having]
@@ -81,7 +74,6 @@ def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
 
 
 def models_by_version(repository: Path, name: str, version: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The variants that have the version, and those that don't. Raises BadInput when none has it."""
     require_name(name)
     names = tuple(each for each in model_names(repository, name) if versions_of(repository / each))
     if not names:
@@ -97,7 +89,6 @@ def models_by_version(repository: Path, name: str, version: int) -> tuple[tuple[
 
 
 def install_text(text: str, path: Path) -> None:
-    """Whole or not at all: a server may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         beside.write_text(text)

@@ -1,7 +1,4 @@
-"""One batch size within its time limit: bound, warmed up, against itself, side by side, and held against plain calls.
-
-The first calls tell whether there is time for an interval; where there isn't, no more are made.
-"""
+"""One batch size within its time limit: warmed up, against itself, side by side, and compared with plain calls."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,10 +23,10 @@ AMPLE = 1.5  # times the least is what is advised: some of it is for the warm-up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """What is measured, and the time that there is for it.
+    """One batch size to measure within its time.
 
-    `stations` are reference and candidate, and a second instance of the reference where the plan has an A/A run;
-    `before_s` is the part of opening them that falls to this batch size.
+    `subjects` are reference and candidate, and a second reference where the plan has an A/A run; `before_s` is this
+    batch size's part of the time that opening them took.
     """
 
     batch: int
@@ -42,7 +39,7 @@ class BatchSize:
     report: Callable[[str], None]
 
     def timed(self) -> tuple[Row, list[StructuralTest]]:
-        """The row, and what was timed held against plain calls. Nothing stays bound."""
+        """Return the row and the structural tests of what was timed; nothing stays bound."""
         try:
             return self._timed()
         finally:
@@ -90,9 +87,7 @@ class BatchSize:
         return bool(running) and least_s([subject.fastest_s for subject in running]) > self.limit.left_s
 
     def _first_calls(self) -> None:
-        """Each bound and called, and called again where that leaves no time: a first call does more than later ones.
-        Where there is no time for the reference the candidate is left alone.
-        """
+        """Bind and call each subject, twice where the first call leaves no time, as it does more than later ones."""
         self.report("first calls")
         for subject in self._compared:
             subject.first_call(self.feeds, self.batch, self.plan, self.limit)
@@ -103,7 +98,6 @@ class BatchSize:
                 break
 
     def _warm(self) -> None:
-        """Each in its share of the time; what an interval takes stays free."""
         running = self._running
         for place, subject in enumerate(running):
             free_s = self.limit.left_s - least_s([each.fastest_s for each in running])
@@ -116,7 +110,6 @@ class BatchSize:
             subject.warm(self.plan, self.limit, limit_s)
 
     def _noise_run(self, allocation: TimeAllocation) -> tuple[tuple[Block, ...], tuple[str, ...]]:
-        """The A/A run, or why there is none."""
         reference = self.subjects[0]
         if not self.plan.noise_rounds or reference.bound is None:
             return (), ()
@@ -144,7 +137,6 @@ class BatchSize:
         }
 
     def _side_by_side(self, allocation: TimeAllocation) -> tuple[tuple[Block, ...], str]:
-        """The comparison, or of one alone its times."""
         how = self._how(allocation, "side by side", self.limit.left_s - allocation.audit_s - allocation.plain_s)
         bounds = {subject.name: subject.bound for subject in self._compared if subject.bound is not None}
         if len(bounds) == 2:
@@ -152,7 +144,6 @@ class BatchSize:
         return measure_rounds(bounds, self.plan.min_rounds, **how), "one subject only"
 
     def _repeat_blocks(self, allocation: TimeAllocation) -> dict[str, tuple[Block, ...]]:
-        """Each on one batch against varied ones, the time shared by both; left out where it isn't enough."""
         repeats: dict[str, tuple[Block, ...]] = {}
         subjects = self._running if allocation.audit_rounds else []
         for place, subject in enumerate(subjects):
@@ -184,7 +175,6 @@ class BatchSize:
         )
 
     def skipped_as_too_slow(self, smaller: Row) -> Row:
-        """Not tried where a smaller batch size takes too long."""
         least = least_of(list(smaller.trials.values()))
         assert least is not None, smaller
         needed_s = self.before_s + AMPLE * least * self.batch / smaller.batch
@@ -201,7 +191,7 @@ class BatchSize:
         return self._late_row(message, **measured)
 
     def _advice(self, needed_s: float) -> str:
-        """Rounded up to two digits."""
+        """Return the advised time limit, rounded up to two digits."""
         step = 10.0 ** (math.floor(math.log10(needed_s)) - 1)
         needed = f"{step * math.ceil(needed_s / step):g}"
         return f"it takes about {needed} s, the limit is {self.plan.time_limit_s:g} s; give --time-limit {needed}"
@@ -216,9 +206,7 @@ class BatchSize:
 
 
 def least_of(trials: Sequence[BenchTrial]) -> float | None:
-    """What an interval takes by the fastest calls of both, in seconds; one that wasn't called passes for as slow as the
-    other. None where first calls alone are known, which tell too little.
-    """
+    """Return the seconds that an interval takes at least by the fastest calls; None of first calls alone."""
     called = [trial.warm_up_samples_ms for trial in trials if trial.warm_up_samples_ms]
     if not called or min(map(len, called)) < 2:
         return None

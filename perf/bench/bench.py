@@ -28,7 +28,7 @@ OPENING_SHARE = 1 / 2  # of the time limit, at most: where opening takes longer,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject(SubjectRecord):
-    """One of the two: as it is recorded, and a function that makes a runner not yet entered."""
+    """A subject as it is recorded, and a function that makes its runner, not yet entered."""
 
     describe: Flat = field(default_factory=dict)
     open: Callable[[], Runner]
@@ -143,9 +143,7 @@ def _require_sweep(subjects: tuple[Subject, Subject], batches: Sequence[int], st
 
 
 def _require_measured(rows: Sequence[Row]) -> None:
-    """Raise Missing when no batch size has a time, or when one of the two failed at every one; a batch size that one of
-    them has no memory for is a finding.
-    """
+    """Raise Missing if no batch size has a time, or if a subject failed at every one."""
     for name in rows[0].trials:
         trials = {row.batch: row.trials[name] for row in rows}
         failures = "; ".join(f"batch {batch}: {trial.message}" for batch, trial in trials.items())
@@ -166,7 +164,6 @@ def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> Open
 def _stage_progress(
     progress: Progress | None, index: int, count: int, stage: str, limit: TimeLimit
 ) -> Callable[[str], None]:
-    """Progress inside one of `count` equal parts, by the clock: how many rounds will do isn't known beforehand."""
 
     def say(text: str) -> None:
         if progress is not None:

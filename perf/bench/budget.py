@@ -1,8 +1,7 @@
-"""How the time limit of a batch size is spent: the least that makes an interval is kept free for the comparison, the
-rest is shared out to the warm-up, the A/A run and the audit.
+"""How a batch size's time is shared out: the least that makes an interval is kept free, the rest is for warm-up, A/A
+run and audit.
 
-Nothing is begun that isn't expected to end in time; a call can't be interrupted, so that the one under way may end
-later. Times are in seconds; `calls_s` are those of a call of each subject that is compared.
+Nothing begins that isn't expected to end in time. Times are in seconds; `calls_s` are those of a call of each subject.
 """
 
 from collections.abc import Sequence
@@ -21,18 +20,18 @@ SLACK = 1.1  # some calls are slower than those seen so far
 
 
 def round_s(calls_s: Sequence[float], calls: int) -> float:
-    """A round: two blocks of so many calls of each subject."""
+    """Return the duration of a round: two blocks of so many calls of each subject."""
     return 2 * (calls + settle_calls(calls)) * sum(calls_s)
 
 
 def least_s(calls_s: Sequence[float]) -> float:
-    """What an interval takes at least: one call in each block, and a plain one that their answers are held against."""
+    """Return the duration of the shortest interval: one call a block, and a plain one to compare answers with."""
     return SLACK * (MIN_ROUNDS * round_s(calls_s, 1) + sum(calls_s))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rounds that are wanted, what each takes, and what stands around them."""
+    """Rounds to make, the duration of each, and the time around them."""
 
     rounds: int
     round_s: float
@@ -42,15 +41,15 @@ class _Part:
         return self.around_s + rounds * self.round_s if rounds else 0.0
 
     def within(self, limit_s: float) -> int:
-        """The rounds that fit in, none where they are too few for an interval."""
+        """Return the rounds that fit in, 0 where they are too few for an interval."""
         fitting = min(self.rounds, int((limit_s - self.around_s) / self.round_s)) if self.rounds else 0
         return fitting if fitting >= MIN_ROUNDS else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeAllocation:
-    """Calls in each block; rounds of the A/A run and of the audit, 0 where there is no time for them, and what these
-    take, the A/A run at most. `plain_s`: the plain calls at the end, which answers are held against.
+    """Calls a block, rounds of the A/A run and the audit (0: no time), and what they take; `plain_s`: plain calls at
+    the end.
     """
 
     calls: int
@@ -65,14 +64,10 @@ class TimeAllocation:
 def allocated(
     plan: Plan, left_s: float, calls_s: Sequence[float], *, reference_s: float | None, again_s: float
 ) -> TimeAllocation:
-    """What fits into the time that is left.
+    """Share out the time that is left: blocks are shortened until everything planned fits.
 
-    Blocks are shortened until all that is planned fits. Where it doesn't with one call in each, the A/A run and the
-    audit get what the comparison's rounds leave, or their share, but nothing of the least that makes an interval.
-
-    Args:
-        reference_s: a call of the reference, None where there is nothing to run against itself.
-        again_s: what it takes to make a second instance of the reference ready.
+    Where it doesn't fit with one call a block, A/A run and audit get what the comparison leaves, or their share.
+    `reference_s`: a call of the reference, None without one; `again_s`: making a second reference ready.
     """
     own_s = reference_s or 0.0
 

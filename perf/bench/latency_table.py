@@ -31,7 +31,7 @@ SUFFIX = ".latency-table.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One width at one batch size: raw times of the quiet rounds, and whether there were too few of those."""
+    """One width at one batch size: times of the quiet rounds, and whether there were too few of those."""
 
     width: int
     batch: int
@@ -68,7 +68,7 @@ class LatencyTable:
         return tuple(sorted({cell.batch for cell in self.cells}))
 
     def latency_ms(self, width: int, batch: int) -> float:
-        """Between measured points piecewise linear in both; outside the grid is refused, not extrapolated."""
+        """Interpolate linearly in both; outside the grid is refused."""
         for what, size, sizes in (("width", width, self.widths), ("batch", batch, self.batches)):
             if not sizes[0] <= size <= sizes[-1]:
                 raise BadInput(f"latency table {self.name!r}: {what} {size} lies outside {sizes[0]} to {sizes[-1]}")
@@ -81,10 +81,9 @@ class LatencyTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What to measure: `open_width(width)` makes a runner, not yet entered, of the block at that width.
+    """A grid to measure; `open_width(width)` makes a runner, not yet entered, of the block at that width.
 
-    The runner takes `inputs`, which are of fixed sizes and fed with noise. `identity` is whatever else of the block its
-    latency depends on: tables of other identities are never taken for this one's.
+    `identity`: what else of the block its latency depends on; tables of other identities are never taken for this one.
     """
 
     name: str
@@ -103,10 +102,7 @@ class Grid:
 def measure_table(
     grid: Grid, plan: Plan, *, described: Flat | None = None, clock: Clock = perf_counter_ns, watch: Watch = unwatched
 ) -> LatencyTable:
-    """Measure every cell: the widths of one batch size forth and back, `plan.min_rounds` times.
-
-    Raises Missing when a batch size can't be measured: a table with holes predicts nothing.
-    """
+    """Measure every cell. Raises Missing when a batch size can't be measured."""
     machine = environment() if described is None else described
     cells: list[Cell] = []
     with ExitStack() as stack:
@@ -131,10 +127,8 @@ def measure_table(
 def cached_table(
     grid: Grid, plan: Plan, directory: Path, *, described: Flat | None = None, **how: Any
 ) -> tuple[LatencyTable, bool]:
-    """The table from `directory` if it holds one of this machine, grid and runner, else measured and kept there.
-
-    Returns the table and whether it came from the cache. A table in the way that doesn't fit is left alone: the file's
-    name carries what it was measured for.
+    """Return the table kept in `directory` for this machine, grid and runner, or measure and keep it; True if it was
+    kept.
     """
     machine = environment() if described is None else described
     with grid.open_width(grid.widths[0]) as runner:
@@ -157,12 +151,10 @@ def cached_table(
 
 
 def save_table(table: LatencyTable, path: Path) -> None:
-    """Write the table as JSON, kind "latency-table"."""
     write_json(path, {"kind": KIND, "version": VERSION, **asdict(table)}, indent=None)
 
 
 def load_table(path: Path) -> LatencyTable:
-    """Read a table; raises BadInput, naming the entry, when the file is none."""
     return record_from_file(path, LatencyTable, kind=KIND, version=VERSION, remedy=AGAIN)
 
 

@@ -1,9 +1,7 @@
-"""An opened subject: its runners, the memory booked on them, how it fares at one batch size, and with one batch again
-and again against varied ones: what answers out of a cache is quicker on the one.
+"""An opened subject: its runners, their memory, and how it fares at one batch size.
 
-Outputs taken inside a timed run are held against a plain call's (after MLPerf Inference's compliance test 01): a number
-is worth nothing when what was timed (a graph captured with other weights, a call that returned early) isn't what was
-verified. One sample, repeated, is held against many after its test 04.
+Outputs of timed calls are compared with plain calls' (MLPerf Inference's compliance test 01), one repeated batch with
+varied ones (test 04).
 """
 
 import math
@@ -30,9 +28,7 @@ CALLS_AROUND = 2 * BATCHES + BATCHES + 1  # ahead of the rounds, and the plain o
 
 
 def varied_batches(feeds: Feeds, batch: int) -> list[Feeds]:
-    """BATCHES different batches of these inputs [N, ...]: others of them first, moved on along their last axis, so that
-    one input varies too. What all inputs of one batch share, they share still.
-    """
+    """Return BATCHES batches of these inputs [N, ...], shifted along the first and the last axis."""
 
     def shifted(array: np.ndarray, step: int) -> np.ndarray:
         rows = np.roll(array, -step, axis=0)
@@ -44,7 +40,7 @@ def varied_batches(feeds: Feeds, batch: int) -> list[Feeds]:
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """Bound batches of one runner, called one after the other, endlessly."""
+    """Bound batches of one runner, called one after the other."""
 
     bounds: Iterator[Bound]
 
@@ -53,7 +49,7 @@ class RoundRobin:
 
 
 def joined(laps: list[Laps]) -> Laps:
-    """Calls of several as those of one, without the time between them; what one of them doesn't tell, none tells."""
+    """Return several laps as one; what one doesn't tell, none tells."""
     every = {each.name: [getattr(lap, each.name) for lap in laps] for each in fields(Laps)}
     known = {name: values for name, values in every.items() if None not in values}
     totals: dict[str, Any] = {name: sum(known[name]) for name in ("calls", "wall_ms", "enqueue_ms") if name in known}
@@ -62,14 +58,14 @@ def joined(laps: list[Laps]) -> Laps:
 
 
 def round_robin_calls(calls: int) -> int:
-    """About so many calls, in whole turns over the bound batches."""
+    """Round calls up to whole turns over the bound batches."""
     return max(round(calls / BATCHES), 1) * BATCHES
 
 
 def repeat_blocks(
     bind: Callable[[Feeds], Bound], feeds: Feeds, batch: int, rounds: int, *, calls: int, limit: TimeLimit, watch: Watch
 ) -> tuple[Block, ...]:
-    """Both ways measured in rounds, in turns over equally many bound batches. A round has whole turns of them."""
+    """Measure one batch against varied ones, in rounds of equally many bound batches."""
     varied = [bind(each) for each in varied_batches(feeds, batch)]
     pair = {VARIED: RoundRobin(cycle(varied)), ONE: RoundRobin(repeat(bind(batch_of(feeds, batch))))}
     for bound in pair.values():
@@ -83,7 +79,7 @@ BOUND = 1e-4
 
 @dataclass(slots=True)
 class Sample:
-    """One batch bound to a runner, and what the last timed call on it gave, None before the first."""
+    """One batch bound to a runner, and the answer of the last timed call on it."""
 
     runner: Runner
     feeds: Feeds
@@ -91,7 +87,6 @@ class Sample:
     _answer: object = field(default=None, init=False, repr=False)
 
     def bound_to_keep(self) -> Bound:
-        """The bound batch, whose calls leave their answer here."""
         call = self.bound.call
 
         def keeping() -> None:
@@ -100,8 +95,8 @@ class Sample:
         return replace(self.bound, call=keeping)
 
     def test(self, name: str) -> StructuralTest | None:
-        """The last answer against that of a plain call, which is made here; None where nothing was timed. Raises
-        BadInput where a call didn't answer each input: what was timed is no model.
+        """Compare the last timed answer with a plain call's; None where nothing was timed. Raises BadInput for another
+        batch.
         """
         if self._answer is None:
             return None
@@ -116,8 +111,8 @@ UNTRIED = BenchTrial(status="ok")
 
 @dataclass(slots=True)
 class OpenedSubject:
-    """Its runners, as many as streams, the memory booked on them, and how it fares at the batch size at hand: `trial`,
-    all of whose calls are warm-up, and `bound`, None where it can't run.
+    """A subject's runners, as many as streams, and how it fares at a batch size: its trial, and what is bound, if it
+    runs.
     """
 
     name: str
@@ -130,12 +125,10 @@ class OpenedSubject:
 
     @property
     def fastest_s(self) -> float:
-        """Of the calls so far, the first of which also allocates, chooses kernels or compiles; endless before it."""
         return min(self.trial.warm_up_samples_ms, default=math.inf) / 1e3
 
     @property
     def call_s(self) -> float:
-        """A warm call."""
         return WarmUp(samples_ms=self.trial.warm_up_samples_ms, flat=self.trial.warm_up_flat).call_ms() / 1e3
 
     def bind(self, feeds: Feeds) -> Bound:
@@ -150,18 +143,16 @@ class OpenedSubject:
         return self._samples[-1].bound_to_keep()
 
     def tests(self) -> list[StructuralTest]:
-        """What was timed on all that was bound, against plain calls; it is let go of."""
+        """Compare all timed answers with plain calls'."""
         tests = [sample.test(self.name) for sample in self._samples]
         self.release()
         return [test for test in tests if test is not None]
 
     def release(self) -> None:
-        """Let go of what was bound, and begin anew."""
         self._samples.clear()
         self.trial, self.bound = UNTRIED, None
 
     def first_call(self, feeds: Feeds, batch: int, plan: Plan, limit: TimeLimit) -> None:
-        """The batch gathered, bound, and called once if there is time left."""
 
         def work() -> tuple[Bound, WarmUp]:
             bound = self.bind(batch_of(feeds, batch))
@@ -171,13 +162,12 @@ class OpenedSubject:
         self._try(work)
 
     def warm(self, plan: Plan, limit: TimeLimit, limit_s: float) -> None:
-        """Called until the times are flat, or for so many seconds: one call more at least."""
         bound, begun = self.bound, self.trial.warm_up_samples_ms
         assert bound is not None, self.name
         self._try(lambda: (bound, warm_up(bound, plan, limit.clock, begun=begun, limit_s=limit_s)))
 
     def _try(self, work: Callable[[], tuple[Bound, WarmUp]]) -> None:
-        """To run out of memory or to fail is a finding about a batch size, not the sweep's end."""
+        """Do the work; running out of memory or failing becomes the batch size's finding."""
         try:
             (self.bound, warmed), peak = self.ledger.phase(work)
         except (BadInput, Missing):

@@ -1,6 +1,4 @@
-"""The figure that a rule asks for, found in the records, with how far it can be trusted; whether an older record may
-judge it, and what of a change between them is the machine's own.
-"""
+"""The figure that a rule asks for, with how far it can be trusted, and what of a change is the machine's own."""
 
 import math
 from collections.abc import Collection
@@ -22,16 +20,14 @@ from .rule import ACCURACY, FITTED, TIMED, Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a gate judges by: a bench record, a parity record, or both; `confidence`: of every interval read from them,
-    0 where the point alone decides.
-    """
+    """The records that a gate judges, and the confidence of every interval, 0 where the point alone decides."""
 
     bench: Bench | None = None
     parity: Parity | None = None
     confidence: float = DEFAULT_CONFIDENCE
 
     def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
-        """The rule's figure for a subject (None: the candidate); raises BadInput when the records don't have it."""
+        """Return the rule's figure for a subject (None: the candidate). Raises BadInput when the records lack it."""
         bench = self._bench(rule, where) if rule.is_of_bench else None
         _require_subject(rule, subject, () if bench is None else [each.name for each in bench.subjects], where)
         if bench is not None:
@@ -43,7 +39,6 @@ class Evidence:
         return parity_reading(self.parity, rule, subject, where, self.confidence)
 
     def covers(self, rule: Rule) -> bool:
-        """Whether there is a record of the kind that the rule's figure stands in."""
         return (self.bench if rule.is_of_bench else self.parity) is not None
 
     def _bench(self, rule: Rule, where: str) -> Bench:
@@ -53,7 +48,7 @@ class Evidence:
 
 
 def require_figure(rule: Rule, subjects: Collection[str], where: str) -> None:
-    """Raises BadInput for a figure that no record of these subjects has, whatever is measured."""
+    """Raise BadInput for a figure that no record of these subjects has."""
     _require_subject(rule, rule.subject, subjects, where)
     if not rule.wants_baseline:
         _require_subject(rule, rule.name, subjects, where)
@@ -135,9 +130,8 @@ def _or_doubt(interval: Interval | None, doubt: str) -> Reading:
 
 
 def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
-    """Return what a rule's figure differs by from the dense model's on the same images, and the dense figure; None
-    where the rule compares otherwise. Both models are right or wrong together on most images, so that the difference is
-    known better than either figure.
+    """Return how a figure differs from the dense model's on the same images, and the dense figure; None if not
+    comparable so.
     """
     parity = now.parity
     if parity is None or rule.name != DENSE or rule.subject is not None:
@@ -169,9 +163,7 @@ SHOWN = 16  # of a digest
 
 
 def differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
-    """The keys that forbid comparing a figure with the baseline's: a timed one needs an equal machine, an error equal
-    inputs, a measure of the user's own an equal command too; a size needs nothing.
-    """
+    """Return the keys that forbid comparing a figure with the baseline's: machine, inputs, or a measure's command."""
     keys: dict[str, tuple[Any, Any]] = {}
     if not rule.wants_baseline:
         return ()
@@ -191,7 +183,7 @@ def differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
 
 
 def divided_by_machine_change(figure: Interval, machine_change: Interval) -> Interval:
-    """The figure with the machine's own change divided out, as uncertain as both together."""
+    """Divide the machine's own change out of a figure; uncertainties add."""
     value = figure.value / machine_change.value
     below, above = (
         math.hypot(end / figure.value - 1, machine_change.half_width_rel) for end in (figure.low, figure.high)
@@ -200,7 +192,7 @@ def divided_by_machine_change(figure: Interval, machine_change: Interval) -> Int
 
 
 def machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval | None:
-    """The reference model's figure now over then, when it is the same model and not the one the rule is about."""
+    """Return the reference model's figure now over then, if it is the same model and not the rule's subject."""
     if not rule.wants_baseline or rule.is_own or rule.metric not in MACHINE_METRICS:
         return None
     if now.bench is None or baseline.bench is None:

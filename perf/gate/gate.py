@@ -1,8 +1,7 @@
-"""Judge records by rules: PASS, FAIL, INCONCLUSIVE or NOT-COMPARABLE, each with its reason; UNJUDGED without a bound.
+"""Judge records by rules: PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE or UNJUDGED, each with its reason.
 
-A rule is decided as every figure with an interval is (perf.stats.decision). An older record judges a newer one only if
-both were measured alike; and when both hold the same reference model, a change that this model shows as well is the
-machine's and decides nothing.
+An older record judges a newer one only if both were measured alike; a change that the same reference model shows is the
+machine's.
 """
 
 import math
@@ -68,8 +67,8 @@ class JudgedRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """All rules, judged; the gravest verdict is the gate's. `confidence`: of the intervals that rules were judged by, 0
-    where the point alone decides; None in records that don't tell, where it was 0.95. Raises BadInput without any rule.
+    """All rules, judged; the gravest verdict counts. `confidence`: 0 where the point decided; None in old records
+    (0.95).
     """
 
     rules: tuple[JudgedRule, ...]
@@ -86,18 +85,17 @@ class Gate:
 
     @property
     def exit_code(self) -> int:
-        """0 also where rules wait for the baseline that this record becomes, but not for a proof alone."""
+        """Return the exit code: 0 also where rules wait for a baseline, but not for a proof alone."""
         if self.verdict == "UNJUDGED" and all(judged.metric == PARITY for judged in self.rules):
             return EXIT_CODES["INCONCLUSIVE"]
         return EXIT_CODES[self.verdict]
 
 
 def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None, *, starting: bool = False) -> Gate:
-    """Judge every rule, at each output that has its figure unless it names one. With `starting` this record may become
-    the baseline: rules that ask for one are UNJUDGED, but for those whose figure this record doesn't have either.
+    """Judge every rule, at each output that has its figure unless it names one.
 
-    Raises:
-        BadInput: no rules, a rule asks for something the records lack, or for a baseline when there is none.
+    With `starting` this record may become the baseline, so rules that ask for one are UNJUDGED. Raises BadInput for no
+    rules, and for a figure or baseline that is missing.
     """
     older = replace(baseline or Evidence(), confidence=now.confidence)
     lost = [rule for rule in rules if rule.wants_baseline and not older.covers(rule)]
@@ -117,7 +115,6 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
 
 
 def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
-    """Without a baseline, a figure that no older record has a bound for; without it the record is no baseline."""
     value, bound, keys = now.reading(rule, rule.subject, "this record"), Reading(interval=None), tuple[str, ...]()
     if baseline is not None:
         bound, keys = _bound(rule, now, baseline), differing(rule, now, baseline)
@@ -176,7 +173,7 @@ def _decided(
 
 
 def _changed(rule: Rule, change: Reading, dense: Interval, confidence: float) -> tuple[Verdict, str]:
-    """Judge a figure by its difference from the dense model's on the same images: mine - (scale * dense + offset)."""
+    """Judge a figure by its difference from the dense model's: mine - (scale * dense + offset)."""
     difference = change.interval
     assert difference is not None, rule
     # What a factor other than 1 takes of the dense figure is as uncertain as that.
@@ -206,13 +203,12 @@ def _bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
 
 
 def _scaled(rule: Rule, reference: Interval) -> Interval:
-    """The bound that a rule makes of the figure that it names."""
     low, high = sorted(rule.scale * end + rule.offset for end in (reference.low, reference.high))
     return Interval(value=rule.scale * reference.value + rule.offset, low=low, high=high)
 
 
 def _paired(rule: Rule, now: Evidence, figure: Interval) -> Interval:
-    """Two subjects of one record ran side by side, so that their ratio is known better than either latency."""
+    """Narrow a p50's interval by the speed-up's: both subjects of a record ran side by side."""
     bench = now.bench
     if rule.is_own or rule.metric != "p50" or rule.name in (None, BASELINE) or bench is None:
         return figure
@@ -227,7 +223,6 @@ def _paired(rule: Rule, now: Evidence, figure: Interval) -> Interval:
 
 
 def _compared(rule: Rule, figure: Interval, limit: Interval) -> Decision:
-    """Where the interval of (mine - limit) lies; independent uncertainties add in quadrature."""
     return decide(*_gap(figure, limit), lambda end: rule.breaks(end, 0.0))
 
 
@@ -239,7 +234,6 @@ def _gap(figure: Interval, limit: Interval) -> tuple[float, float]:
 
 
 def _data_needed(rule: Rule, value: Reading, bound: Reading, confidence: float) -> str:
-    """About how much more data would take the interval off the bound."""
     mine, limit = value.interval, bound.interval
     assert mine is not None, rule
     assert limit is not None, rule
@@ -271,7 +265,6 @@ def _too_few(value: Reading, confidence: float) -> str:
 
 
 def _figure_text(value: Reading, bound: Reading, confidence: float) -> str:
-    """The figure with its interval, and the bound where there is one."""
     mine, limit = value.interval, bound.interval
     number, of_limit = (_number, _number) if value.share is None else (percent, percent_limit)
     shown = None if limit is None else of_limit(limit.value)

@@ -1,8 +1,7 @@
-"""What a history says about its newest release, as a row of the gate for each batch size.
+"""A history's newest release as a row of the gate for each batch size.
 
-A row fails where the level rose at one of the newest RECENT releases by LEAST_RISE at least and the newest release is
-still there, nearer to the new level than to the old: measured again it fails again, mended it passes. An older rise is
-the new normal and only shown.
+A row fails while a rise of LEAST_RISE at one of the RECENT releases stands: the newest is nearer to the new level.
+Older rises are only shown.
 """
 
 import math
@@ -24,22 +23,19 @@ LEAST_RISE = 0.01  # smaller ones are found and shown; few would hold a release 
 
 
 def save_trend(trend: Trend, path: Path) -> None:
-    """Write the trend as JSON: kind "history", version, releases, batches, left_out, test."""
     write_json(path, {"kind": KIND, "version": VERSION, **json_from_record(trend)}, indent=1)
 
 
 def load_trend(path: Path) -> Trend:
-    """Read it back; raises BadInput, naming the entry, when the file holds none."""
     return record_from_file(path, Trend, kind=KIND, version=VERSION, remedy=AGAIN)
 
 
 def history_rows(trend: Trend) -> tuple[JudgedRule, ...]:
-    """A row for each batch size."""
     return tuple(_row(trend, batch) for batch in trend.batches)
 
 
 def change_text(trend: Trend, change: ChangePoint) -> str:
-    """Such as: rose 3.1 % (2.7 to 3.5) at release 3 of 5, 20260501T120000Z-...; found at release 4."""
+    """Describe a change: rose 3.1 % (2.7 to 3.5) at release 3 of 5, 20260501T120000Z-...; found at release 4."""
     low, mid, high = (100 * (end - 1) for end in (change.ratio.low, change.ratio.value, change.ratio.high))
     verb, sign = ("rose", 1) if change.is_rise else ("fell", -1)
     ends = sorted((sign * low, sign * high))
@@ -49,7 +45,6 @@ def change_text(trend: Trend, change: ChangePoint) -> str:
 
 
 def standing_rise(series: Series) -> ChangePoint | None:
-    """The rise that holds the newest release back, if there is one."""
     if not series.changes or series.values[-1] is None:
         return None
     change = series.changes[-1]

@@ -19,11 +19,9 @@ DENSE = "dense"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A figure with its interval (as wide as the value when it is exact).
+    """A figure with its interval, from `count` units (rounds or images), with the `share` of images where it is one.
 
-    `count` units (rounds or images) stand behind it. `share`: of those images, where the figure is one; it stays as it
-    is where the interval becomes a bound. `doubt` is why no verdict may rest on it, `broken` why there is no figure at
-    all although it was asked of the machine.
+    `doubt` is why no verdict may rest on it, `broken` why there is no figure although one was asked for.
     """
 
     interval: Interval | None
@@ -69,9 +67,7 @@ def parity_reading(parity: Parity | None, rule: Rule, subject: str | None, where
 
 
 def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> OwnMetric:
-    """Of a link's candidate, else of what ships; of the dense model where that is the subject. Raises BadInput where
-    there is none.
-    """
+    """Return the measure of a link's candidate, of what ships, or of the dense model. Raises BadInput for none."""
     rows = [] if parity is None else [row for row in parity.metrics if row.name == rule.metric]
     if parity is None or not rows:
         known_names = ", ".join(dict.fromkeys(row.name for row in parity.metrics)) if parity else ""
@@ -88,7 +84,6 @@ def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: st
 
 
 def _shipped(links: Sequence[Link]) -> list[Link]:
-    """Return the links, one for each output, from the dense model to what ships; else those of the last step."""
     last = next((link for link in reversed(links) if link.kind == "whole"), links[-1])
     return [link for link in links if (link.kind, link.candidate) == (last.kind, last.candidate)]
 
@@ -108,7 +103,6 @@ def link_of(links: Sequence[Link], rule: Rule, where: str) -> Link:
 
 
 def for_each_output(rule: Rule, parity: Parity | None) -> list[Rule]:
-    """Return the rule once for each output that has its figure, if it names none and the model gives several."""
     if parity is None or rule.link is not None or rule.is_own or rule.is_of_bench or rule.metric in (FITTED, ACCURACY):
         return [rule]
     telling = [link for link in _shipped(parity.links) if rule.metric in asdict(link.measures)]
@@ -131,7 +125,6 @@ def outputs_judged(rule: Rule, parity: Parity) -> list[str]:
 
 
 def _accuracy(parity: Parity, rule: Rule, subject: str | None, where: str, confidence: float) -> Reading:
-    """Return the accuracy of what ships, of a link's candidate, or of the dense model."""
     if not parity.accuracy:
         raise BadInput(
             f"rule {rule.text!r}: {where} has no accuracy, since it was made without labels; verify again with --labels"
@@ -143,7 +136,6 @@ def _accuracy(parity: Parity, rule: Rule, subject: str | None, where: str, confi
 
 
 def reading_of_own(metric: OwnMetric, confidence: float) -> Reading:
-    """Return the figure of a user's own measure: with an interval where it has a value for each image."""
     if metric.error is None or metric.images is None:
         return Reading(interval=exact(metric.value))
     width = z_of(confidence) * metric.error

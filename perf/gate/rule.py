@@ -58,7 +58,7 @@ _BOUND = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A rule, read. The bound is `scale` times the named figure plus `offset`, or `offset` alone without a name."""
+    """A parsed rule. The bound is `scale` times the named figure plus `offset`; without a name `offset` alone."""
 
     text: str
     subject: str | None
@@ -72,12 +72,10 @@ class Rule:
     offset: float
 
     def breaks(self, value: float, bound: float) -> bool:
-        """Whether a value known exactly is what the rule forbids."""
         return COMPARE[self.compare](value, bound)
 
     @property
     def is_own(self) -> bool:
-        """Whether it asks for a measure of the user's own."""
         return self.measure == OWN
 
     @property
@@ -86,12 +84,11 @@ class Rule:
 
     @property
     def is_of_bench(self) -> bool:
-        """Whether its figure stands in a bench record; else it does in a parity record."""
+        """Return whether the figure is in a bench record, not in a parity record."""
         return not self.is_own and self.metric in (*TIMED, *COUNTED, *PLACED)
 
 
 def rule_from_text(text: str) -> Rule:
-    """Read one rule; raises BadInput that says what a rule looks like."""
     match = _RULE.match(text)
     bound = None if match is None else _BOUND.match(match["bound"])
     if match is None or bound is None:
@@ -149,7 +146,6 @@ def _number(text: str, part: str, quantity: Quantity) -> float:
 
 
 def _unit(text: str, measure: str, metric: str, match: re.Match[str]) -> int:
-    """How many bytes a bound's unit is; 1 without one. Raises BadInput where none has a meaning."""
     unit = match["unit"]
     if unit is None:
         return 1

@@ -1,7 +1,5 @@
-"""A judged gate as files: JSON (the record), JUnit XML (for a CI's test tab), Markdown (for a pull request).
-
-And a bench record as the JSON that benchmark-tracking actions read: a list of {name, unit, value, range, extra} in two
-files, one whose values should fall (`customSmallerIsBetter`) and one whose values should rise (`customBiggerIsBetter`).
+"""A judged gate as JSON, JUnit XML and Markdown, and a bench record as JSON for benchmark-tracking actions: {name,
+unit, value, range, extra}.
 """
 
 import json
@@ -25,18 +23,15 @@ AGAIN = "make the record again with `corp-deploy gate`"
 
 
 def save_gate(gate: Gate, path: Path) -> None:
-    """Write the verdicts as JSON: kind "gate", version, verdict, exit_code, rules."""
     head = {"kind": KIND, "version": VERSION, "verdict": gate.verdict, "exit_code": gate.exit_code}
     write_json(path, {**head, **asdict(gate)}, indent=1)
 
 
 def load_gate(path: Path) -> Gate:
-    """Read the verdicts back; raises BadInput, naming the entry, when the file holds none."""
     return record_from_file(path, Gate, kind=KIND, version=VERSION, remedy=AGAIN)
 
 
 def junit_from_gate(gate: Gate) -> str:
-    """One test case per rule. FAIL is a failure, what could not be decided an error, what had no bound is skipped."""
     judged = gate.rules
     failed = sum(rule.verdict == "FAIL" for rule in judged)
     errors = sum(rule.verdict in ("INCONCLUSIVE", "NOT-COMPARABLE") for rule in judged)
@@ -56,7 +51,6 @@ def junit_from_gate(gate: Gate) -> str:
 
 
 def markdown_from_gate(gate: Gate) -> str:
-    """The verdict and a table of the rules."""
     lines = [f"**Gate: {gate.verdict}**", "", "| verdict | must not be | measured | why |", "|---|---|---|---|"]
     lines += [
         f"| {rule.verdict} | `{_cell(rule.rule)}` | {_measured(rule)} | {markdown_line(rule.message)} |"
@@ -66,7 +60,6 @@ def markdown_from_gate(gate: Gate) -> str:
 
 
 def tracked_from_summary(summary: Summary, better: Literal["smaller", "bigger"]) -> str:
-    """The figures of a record for a benchmark-tracking action, latencies and sizes or throughputs and speed-ups."""
     figures = (_figure(name, unit, value) for name, unit, value in _figures(summary, better) if value is not None)
     return json.dumps(list(figures), indent=1, allow_nan=False) + "\n"
 
@@ -86,7 +79,6 @@ def _cell(text: str) -> str:
 def _figures(
     summary: Summary, better: Literal["smaller", "bigger"]
 ) -> Iterator[tuple[str, str, Interval | float | None]]:
-    """Names, units and values; None: not measured."""
     for row in summary.rows:
         for side in row.sides.values():
             if side.status != "ok":

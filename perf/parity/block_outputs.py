@@ -1,8 +1,7 @@
-"""Each block's output, of an ONNX graph cut at its blocks and of a torch module, and a graph's largest activations; and
-from a failing link to the block that breaks it: both sides are run block by block on a few inputs and compared.
+"""Each block's output, of an ONNX graph and of a torch module, and the block that breaks a failing link.
 
-A graph's nodes are expected to carry their module's path, `blocks.3.attn.qkv/MatMul_1`. A site is that path up to one
-name behind the number, `blocks.3.attn`, or the first name where there is no number, `head`.
+Nodes carry their module's path, `blocks.3.attn.qkv/MatMul_1`. A site is that path up to one name behind the number,
+`blocks.3.attn`, or the first name, `head`.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -31,19 +30,17 @@ FLOATS = (TensorProto.FLOAT, *NARROW)
 
 
 def site_of(node_name: str) -> str:
-    """`blocks.3.attn.qkv/MatMul_1` -> `blocks.3.attn`; empty for a node outside of any module."""
+    """Return the site in a node's name: `blocks.3.attn.qkv/MatMul_1` -> `blocks.3.attn`; empty outside modules."""
     parts = node_name.rpartition("/")[0].split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 2] if numbers else parts[:1])
 
 
 def site_outputs(model: ModelProto) -> dict[str, str]:
-    """Values that leave a site, in the order of the graph: key -> value name.
+    """Return the values that leave a site by key, in the graph's order.
 
-    The key is the site; where several values leave it (the residual sums of `blocks.3`), the last one has that key and
-    the earlier ones are `blocks.3:0` and so on, as is the last one of a site that goes on in another behind it (the sum
-    of `layer1.0` in front of `layer1.0.act2`): what the module gives is that one's. Raises BadInput when no node
-    carries a path.
+    The last value that leaves a site has the site as its key, earlier ones (residual sums) are `blocks.3:0` and so on,
+    as is the last one of a site that goes on in a site below it. Raises BadInput when no node carries a path.
     """
     types, sites = element_types(model), {node.name: site_of(node.name) for node in model.graph.node}
     readers: dict[str, set[str]] = {value.name: {""} for value in model.graph.output}
@@ -70,7 +67,7 @@ def site_outputs(model: ModelProto) -> dict[str, str]:
 
 
 def outputs_of_graph(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
-    """Every block's output by key, in the order of the graph, float32 [N, ...], rounded as the types say."""
+    """Return each block's output by key, float32 [N, ...], rounded as the graph's types say."""
     outputs_by_key = site_outputs(model)
     cut = rounded_graph(model)
     _add_outputs(cut, outputs_by_key.values())
@@ -79,10 +76,7 @@ def outputs_of_graph(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict
 
 
 def outputs_of_module(model: nn.Module, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
-    """Outputs of all modules that are sites (`blocks.3`, `blocks.3.attn`, `head`), in the order computed, [N, ...].
-
-    Modules that give no single tensor are left out. No hook is left behind.
-    """
+    """Return the outputs [N, ...] of all modules that are sites, in order, but for those without a tensor."""
     pieces: dict[str, list[Array]] = {}
 
     def keep(name: str, output: object) -> None:
@@ -106,7 +100,7 @@ def outputs_of_module(model: nn.Module, feeds: Feeds, *, batch: int = 8) -> dict
 
 
 def largest_activations(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict[str, float]:
-    """The largest absolute value of every floating value that the graph computes, by value name."""
+    """Return the largest absolute value of every floating value that the graph computes."""
     types = element_types(model)
     names = {name for node in model.graph.node for name in node.output if types.get(name) in FLOATS}
     probed = rounded_graph(model)
@@ -126,7 +120,6 @@ def largest_activations(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> d
 
 
 def by_site(model: ModelProto, values: Mapping[str, float]) -> dict[str, float]:
-    """The largest of the named values within each site."""
     largest: dict[str, float] = {}
     for node in model.graph.node:
         for name in node.output:
@@ -137,7 +130,6 @@ def by_site(model: ModelProto, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def fp16_values(model: ModelProto) -> set[str]:
-    """Names of the values that the graph holds in float16."""
     types = element_types(model)
     return {name for node in model.graph.node for name in node.output if types.get(name) == TensorProto.FLOAT16}
 
@@ -172,7 +164,6 @@ def _run(model: ModelProto, feeds: Feeds, batch: int) -> Iterator[dict[str, Any]
 
 
 def block_noise(dense_fp32: ModelProto, dense_half: ModelProto, feeds: Feeds) -> dict[str, float]:
-    """Each block's own noise in sixteen bits, of the dense model, by key."""
     fp32, half = (outputs_of_graph(graph, feeds) for graph in (dense_fp32, dense_half))
     return {block.key: block.error for block in block_errors(fp32, half)}
 
@@ -188,10 +179,10 @@ def locate_in_half(
     float_type: FloatType = FLOAT16,
     scaled: Collection[str] = (),
 ) -> FaultLocation:
-    """Where a graph held in fewer bits, or mixed of them, leaves its FP32 twin. `fix_command` is the command that
-    helps, with `{site}` in it. `scaled`: sites that are meant to give something else, which is undone behind them.
+    """Locate where a narrow graph leaves its FP32 twin, on the few inputs (8 to 32) on which the link failed worst.
 
-    A few inputs do (8 to 32): those on which the link failed worst. Raises BadInput when the graphs share no block.
+    `fix_command`: the command that helps, with `{site}` in it. `scaled`: sites that give something else on purpose.
+    Raises BadInput when the graphs share no block.
     """
     sides = [outputs_of_graph(graph, feeds) for graph in (fp32, half)]
     activations = by_site(fp32, largest_activations(fp32, feeds))
@@ -201,7 +192,7 @@ def locate_in_half(
 
 
 def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds, *, products: int) -> FaultLocation:
-    """Where a float32 graph leaves the torch model that it was exported from. Raises BadInput as above."""
+    """Locate where a float32 graph leaves the torch model that it was exported from. Raises BadInput as above."""
     sides = outputs_of_module(model, feeds), outputs_of_graph(graph, feeds)
     bound = exact(products=products, largest_logit=0.0).max_relative_error
     assert bound is not None
@@ -209,12 +200,9 @@ def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds
 
 
 def headroom(candidate: str, fp32: Path, fp16: Path, feeds: Feeds) -> StructuralTest:
-    """The largest value, computed in float32 by the graph in `fp32`, among those that the one in `fp16` holds in
-    float16; named by site. What reaches the very end of float32 is hidden by a mask: a graph in float16 has the end of
-    that type there.
+    """Test that the values held in float16 stay under 65,504, by their size in float32.
 
-    Both are exports of one model, so that their values have the same names; else BadInput is raised. FAIL over 65,504.
-    One graph is in memory at a time.
+    Both graphs are exports of one model, else BadInput is raised. Masks at the end of float32 don't count.
     """
     fp16_names = fp16_values(read_onnx(fp16))
     graph = read_onnx(fp32)

@@ -1,6 +1,4 @@
-"""PURE: accuracy on labels with its interval, McNemar's test for two models on the same images, measures of the user's
-own; and what a link's side was: the artefact, what built and runs it, and the graph it was made of.
-"""
+"""PURE: accuracy on labels, McNemar's test, a user's own measures, and the artefacts that links compare."""
 
 import math
 from dataclasses import dataclass
@@ -17,10 +15,8 @@ from .logits import threshold_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Top-1 accuracy of one model on labelled images, with its 95 % Wilson interval.
-
-    `chance`: the accuracy that answers and labels with these frequencies would have if they were independent; None for
-    labels of one class alone, and in records that don't tell.
+    """Top-1 accuracy with its 95 % Wilson interval. `chance`: that of independent answers and labels of these
+    frequencies.
     """
 
     model: str
@@ -33,13 +29,12 @@ class Accuracy:
 
     @property
     def is_near_chance(self) -> bool:
-        """Return whether the interval reaches down to what labels in a wrong order would give."""
         return self.chance is not None and self.low <= self.chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedAccuracy:
-    """Two models on the same labelled images: images that only one of them gets right, and McNemar's exact p value."""
+    """Images that only one of two models gets right, and McNemar's exact p value."""
 
     a: str
     b: str
@@ -49,17 +44,15 @@ class PairedAccuracy:
 
     @property
     def line(self) -> str:
-        """Return the counts in one line, from the second model's side."""
         return f"{self.only_a} images right in {self.a} alone, {self.only_b} here alone (McNemar p {self.p_value:.2g})"
 
 
 def accuracy(
     model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer], *, threshold: float | None = None
 ) -> Accuracy:
-    """Return the share of images [N] whose label the logits [N, C], or a single logit [N, 1], tell.
+    """Return the accuracy of logits [N, C], or of a single logit [N, 1] by a threshold, against labels [N].
 
-    `threshold`: of a single logit, with labels 0 and 1. An image whose logits are not finite counts as wrong. Raises
-    BadInput for labels that don't fit the logits.
+    Logits that are not finite are wrong. Raises BadInput for labels that don't fit.
     """
     answers_N = _answers(model, logits_NC, labels_N, threshold)
     correct, images = int((answers_N == labels_N).sum()), len(labels_N)
@@ -86,7 +79,7 @@ def mcnemar(
     *,
     threshold: float | None = None,
 ) -> PairedAccuracy:
-    """McNemar's exact test: of two equally good models, who is right alone on an image is a fair coin (two-sided)."""
+    """Return McNemar's exact test (two-sided): of equal models, who is right alone on an image is a fair coin."""
     right_a_N, right_b_N = (
         _answers(model, logits_NC, labels_N, threshold) == labels_N
         for model, logits_NC in ((a, logits_a_NC), (b, logits_b_NC))
@@ -112,7 +105,6 @@ def predicted_classes(logits_NC: NDArray[np.floating], threshold: float | None =
 def _answers(
     model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer], threshold: float | None
 ) -> NDArray[np.int64]:
-    """Return the class that each image is given [N]; -1 where the logits are not finite."""
     if logits_NC.ndim not in (1, 2) or labels_N.shape != logits_NC.shape[:1] or len(labels_N) == 0:
         raise BadInput(
             f"labels for {model}: got {labels_N.shape} labels for logits {logits_NC.shape}, expected one label "
@@ -130,11 +122,10 @@ def _answers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnMetric:
-    """A measure of the user's own of one artefact.
+    """A user's own measure of the artefact labelled `model`; `sha256` covers command, files and labels.
 
-    `model` is the label of the artefact whose outputs were measured, `sha256` covers the command, the files that it
-    names and the labels. `images`, `error` and `change_error` are known where the measure has a value for each image:
-    how many, the standard error of their mean, and that of its difference from the reference's on the same images.
+    `images`, `error` and `change_error` are known of measures with a value for each image: how many, the standard error
+    of the mean, and that of its difference from the reference's.
     """
 
     name: str
@@ -149,9 +140,7 @@ class OwnMetric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """`backend` and `version` are of the library that built an engine, or that ran a graph; `targets` GPUs it was built
-    for (SM 86 is "86"); `graph_sha256` of the ONNX file that it was built of, or is.
-    """
+    """An artefact that was compared: the library that built or ran it, its GPUs (SM 86 is "86") and its ONNX file."""
 
     label: str
     backend: str
@@ -163,6 +152,5 @@ class Source:
 
     @property
     def line(self) -> str:
-        """For people."""
         where = f" for SM {', '.join(self.targets)}" if self.targets else ""
         return f"{self.label}: {self.backend} {self.version}{where}, {self.precision}, graph {self.graph_sha256[:12]}"

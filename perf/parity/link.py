@@ -19,10 +19,7 @@ LinkKind = Literal["exact", "half", "quantised", "reduced", "whole"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """A link's errors at one batch size, on all images or, where `images` says so, on the first of them only.
-
-    `top1_agreement` is of logits, `agreement` of outputs with another role that has one.
-    """
+    """A link's errors at one batch size; `images` if these were the first ones only."""
 
     batch: int
     relative_error: Figure
@@ -34,10 +31,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One step of the chain on real images, at one output. `measures` are those of the batch size with the largest
-    relative error, of those that ran all images or that failed. `output` names it where the model has several. `ties`:
-    images that are judged apart, since the two merge other tokens there.
-    """
+    """One step of the chain at one output. `measures` are of the worst batch size; `ties`: images judged apart."""
 
     name: str
     kind: LinkKind
@@ -55,12 +49,11 @@ class Link:
 
     @property
     def apart(self) -> int:
-        """Images that are judged apart."""
         return 0 if self.ties is None else self.ties.apart
 
 
 def json_from_link(link: Link) -> dict[str, Any]:
-    """The role and the output's name stand in a record only where there is more than logits."""
+    """Encode a link; role and output are left out of a record of logits alone."""
     row: dict[str, Any] = json_from_record(link)
     left_out = {"output": link.output is None, "ties": link.ties is None, "role": link.role == "logits"}
     left_out_of_limits = {
@@ -89,14 +82,14 @@ def link(
     choices: Choices | None = None,
     threshold: float | None = None,
 ) -> Link:
-    """Measure and judge one link at one output. `candidate_by_batch`: by batch size, the candidate's answers [N, ...]
-    to all images, or to the first M of them at all sizes but one. `several`: the model has other outputs beside this
-    one, so that the link is named by it. `choices`: how near each image is to other merged tokens; those that rounding
-    alone has merge others are left out of the measures and judged by their share. `threshold`: above which a single
-    logit, or a score map of one class, tells something.
+    """Measure and judge one link at one output.
 
-    A limit that the user set is one on all images; what rounding bounds, every image has to keep. Raises BadInput when
-    shapes differ, the reference is not finite, or a least agreement is asked where none is defined.
+    `candidate_by_batch`: answers [N, ...] to all images by batch size, or to the first M of them. `several`: the link
+    is named by its output. `choices`: margins of token merging; images on which rounding alone changes it are judged
+    apart. `threshold`: of a single logit or a one-class score map.
+
+    What the user limits holds over all images, what rounding bounds at each. Raises BadInput when shapes differ, the
+    reference is not finite, or an agreement is asked for where none is defined.
     """
     images = len(reference_rows)
     if tolerance.min_agreement is not None:

@@ -18,7 +18,7 @@ Arrays = Mapping[str, NDArray[np.floating]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockError:
-    """One block's output on both sides: relative Frobenius error (inf where only the candidate is not finite)."""
+    """A block's relative Frobenius error (inf where only the candidate is not finite) and its noise."""
 
     key: str
     error: float
@@ -27,12 +27,10 @@ class BlockError:
 
     @property
     def site(self) -> str:
-        """`blocks.3` of `blocks.3:0`."""
         return self.key.partition(":")[0]
 
     @property
     def times(self) -> float:
-        """The error in multiples of the noise."""
         return self.error / self.noise
 
 
@@ -58,10 +56,10 @@ def block_errors(
     noise: Mapping[str, float] | float = FLOAT16.unit_roundoff,
     float_type: FloatType = FLOAT16,
 ) -> list[BlockError]:
-    """Every block that both sides have, in the reference's order.
+    """Compare every block that both sides have, in the reference's order.
 
-    `noise` is what each block's output may be off by: of links in sixteen bits the dense model's own error in that type
-    at that block, of exact links one bound for all. Raises BadInput when no block is shared or shapes differ.
+    `noise`: what each block's output may be off by, or one bound for all. Raises BadInput when no block is shared or
+    shapes differ.
     """
     shared = [key for key in reference if key in candidate]
     if not shared:
@@ -82,10 +80,9 @@ def locate(
     factor: float = 4.0,
     float_type: FloatType = FLOAT16,
 ) -> FaultLocation:
-    """The first block (in the order given) that is off by more than `factor` times its noise, or gives NaN or Inf.
+    """Find the first block that is off by more than `factor` times its noise, or not finite.
 
-    `activations` holds the largest absolute value inside each site, computed in float32. `fix_command` is what helps,
-    with `{site}` where the site's name goes.
+    `activations`: the largest absolute value in each site. `fix_command` may have `{site}` in it.
     """
     first_bad = next((block for block in blocks if block.nonfinite or not block.error <= factor * block.noise), None)
     block = first_bad or max(blocks, key=lambda block: block.times)
@@ -111,10 +108,9 @@ def locate(
 def keep_until_it_passes(
     attempt: Callable[[tuple[str, ...]], FaultLocation | None], *, most: int = 16
 ) -> tuple[tuple[str, ...], FaultLocation | None]:
-    """Sites to keep in float32: `attempt(kept)` builds and checks, and says where it still breaks (None: it passes).
+    """Return the sites to keep in float32 until `attempt(kept)` returns None, and what is still wrong.
 
-    Returns the kept sites and what is still wrong, None when the last attempt passed. Ends when an attempt names no new
-    site or `most` sites are kept.
+    Ends when an attempt names no new site or `most` are kept.
     """
     kept: tuple[str, ...] = ()
     located = attempt(kept)
@@ -140,7 +136,6 @@ def _block_error(
 
 
 def _floor(noise: Mapping[str, float] | float, key: str, float_type: FloatType) -> float:
-    """A block that the dense model breaks in that type as well, or computes without any error, gives no yardstick."""
     if isinstance(noise, float | int):
         return float(noise)
     return min(max(noise.get(key, float_type.unit_roundoff), float_type.unit_roundoff), CEILINGS[float_type])

@@ -1,7 +1,6 @@
-"""PURE: how far a candidate's logits are from a reference's, those of inputs and those of tokens. N inputs, T tokens of
-each, C classes; float64 inside.
+"""PURE: errors of logits of inputs and of tokens. N inputs, T tokens of each, C classes; float64 inside.
 
-One logit tells two classes apart by a threshold: agreement is the share of images on the same side of it.
+A single logit tells two classes apart by a threshold.
 """
 
 from dataclasses import dataclass, replace
@@ -33,13 +32,10 @@ TOKEN_LOGITS = OutputKind(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitMeasures(CommonMeasures):
-    """Errors of a whole set of images.
+    """Errors of a set of images: KL in nats from the reference's softmax, agreement with Wilson's bounds at 95 %.
 
-    KL is in nats from the reference's softmax to the candidate's, the agreement's bounds are Wilson's at 95 %. A
-    decisive flip is a top-1 flip on an image whose reference margin (first minus second logit) exceeds margin_noise.
-    `threshold` and `positives` belong to a single logit, None otherwise: the threshold that it is compared with, and
-    the images on which the reference lies above it. If that is all of them or none, agreement proves nothing, and
-    top1_agreement is None.
+    A flip is decisive where the reference's margin (first minus second logit) exceeds margin_noise. `threshold` and
+    `positives` (images above it) are of a single logit; if all or none are above, top1_agreement is None.
     """
 
     output_kind: ClassVar[OutputKind] = LOGITS
@@ -77,9 +73,7 @@ class LogitMeasures(CommonMeasures):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogitMeasures(CommonMeasures):
-    """The same of the tokens of a whole set of inputs; cosine and KL are of tokens. Tokens of one input are alike, so
-    that the agreement's bounds are Wilson's as if each input had been asked once.
-    """
+    """Errors of tokens; Wilson's bounds count each input once, as its tokens are alike."""
 
     output_kind: ClassVar[OutputKind] = TOKEN_LOGITS
     share: ClassVar[str] = "token_agreement"
@@ -102,9 +96,7 @@ class TokenLogitMeasures(CommonMeasures):
 
 
 def threshold_of(reference_NC: NDArray[np.floating], threshold: float | None) -> float | None:
-    """Return the threshold of a single logit, None for several classes. Without a given one it is 0, or 0.5 if all of
-    the reference's answers lie in [0, 1], as those of a sigmoid do.
-    """
+    """Return a single logit's threshold, None for several classes: 0, or 0.5 where the reference's lie in [0, 1]."""
     if reference_NC.ndim > 1 and reference_NC.shape[1] != 1:
         return None
     if threshold is not None:
@@ -113,7 +105,7 @@ def threshold_of(reference_NC: NDArray[np.floating], threshold: float | None) ->
 
 
 def with_two_classes(rows: Rows, threshold: float | None) -> Rows:
-    """Return rows in which a single logit stands beside the threshold, as the logit of the other class."""
+    """Return rows in which a single logit stands beside the threshold as the other class."""
     if threshold is None:
         return rows
     sides = (np.hstack((np.full_like(side, threshold), side)) for side in (rows.reference_NF, rows.candidate_NF))
@@ -128,8 +120,8 @@ def logit_measures(
     margin_noise: float,
     threshold: float | None = None,
 ) -> LogitMeasures:
-    """The errors of a candidate over all images; see LogitMeasures. `threshold`: of a single logit, see threshold_of.
-    Raises BadInput when the shapes differ, there is no image, or the reference itself is not finite.
+    """Return the errors over all images. Raises BadInput for different shapes, no image, or a reference that is not
+    finite.
     """
     rows = LOGITS.rows(reference_NC, candidate_NC)
     between = threshold_of(reference_NC, threshold)
@@ -150,7 +142,6 @@ def logit_measures(
 def token_logit_measures(
     reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating], *, margin_noise: float
 ) -> TokenLogitMeasures:
-    """The errors of a candidate over all tokens; see TokenLogitMeasures. Raises BadInput as logit_measures does."""
     by_input = TOKEN_LOGITS.rows(reference_NTC, candidate_NTC)
     rows = _rows_of_tokens(reference_NTC, candidate_NTC)
     of_rows = _, margin_N, agrees_N = classified(rows)
@@ -173,7 +164,6 @@ def margins(logits_NC: NDArray[np.floating]) -> Floats:
 
 
 def tokens_agreeing(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating]) -> Floats:
-    """The share of each input's tokens whose first class is the same [N]."""
     rows = _rows_of_tokens(reference_NTC, candidate_NTC)
     return np.asarray(_agrees(rows).reshape(reference_NTC.shape[:2]).mean(axis=1), dtype=np.float64)
 
@@ -190,14 +180,13 @@ def _common(rows: Rows, kl_N: Floats, margin_N: Floats, agrees_N: Bools, margin_
 
 
 def _rows_of_tokens(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating]) -> Rows:
-    """One row a token."""
     flat = (side.reshape(-1, side.shape[-1]) for side in (reference_NTC, candidate_NTC))
     return LOGITS.rows(*flat)
 
 
 def classified(rows: Rows) -> tuple[Floats, Floats, Bools]:
-    """Of each row, whose columns are classes, KL, the reference's margin, and whether both agree. Where the candidate
-    gives NaN or Inf, KL is infinite and nothing agrees.
+    """Return KL, the reference's margin and agreement of each row; infinite and False where the candidate is not
+    finite.
     """
     log_p_NC, log_q_NC = log_softmax(rows.reference_NF), log_softmax(rows.candidate_NF)
     kl_N = np.maximum((np.exp(log_p_NC) * (log_p_NC - log_q_NC)).sum(axis=1), 0.0)
@@ -218,6 +207,5 @@ def _agrees(rows: Rows) -> Bools:
 
 
 def log_softmax(logits_NC: Floats) -> Floats:
-    """Of each row."""
     shifted_NC = logits_NC - logits_NC.max(axis=1, keepdims=True)
     return np.asarray(shifted_NC - np.log(np.exp(shifted_NC).sum(axis=1, keepdims=True)), dtype=np.float64)

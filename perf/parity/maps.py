@@ -1,8 +1,6 @@
-"""PURE: how far a candidate's score maps are from a reference's. N inputs, K classes, H and W places; a map at a time,
-in float64, as the maps of all inputs are large.
+"""PURE: errors of score maps. N inputs, K classes, H and W places; a map at a time, in float64.
 
-[N,H,W] and [N,1,H,W] are scores of one thing, which is there above a threshold; of [N,K,H,W] the highest score tells
-the class of a place.
+[N,H,W] and [N,1,H,W] are scores of one class by a threshold; of [N,K,H,W] the highest score tells the class.
 """
 
 from dataclasses import dataclass
@@ -41,12 +39,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapMeasures(WithoutMargins):
-    """Errors of the score maps of a whole set of inputs; relative_error_mean and relative_error_worst are of inputs.
+    """Errors of the score maps of a set of inputs.
 
-    iou is intersection over union of what is above the threshold on each side, all inputs together, 1 where nothing is
-    on either; of several classes the mean over those that are anywhere on either side. iou_worst is the lowest of an
-    input. pixel_agreement is the share of places with the same answer, with Wilson's bounds as if each input had been
-    asked once. threshold is None where classes are told by the highest score.
+    iou: intersection over union of places above the threshold, all inputs together, 1 where both sides are empty; of
+    several classes the mean over those present. iou_worst: the lowest of an input. pixel_agreement has Wilson's bounds,
+    each input counted once. threshold is None where the highest score tells the class.
     """
 
     output_kind: ClassVar[OutputKind] = SCORE_MAP
@@ -79,10 +76,7 @@ class MapMeasures(WithoutMargins):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerMap(RowErrors):
-    """One figure per input. Where the candidate gives NaN or Inf, nothing agrees.
-
-    The counts are by class of places: the reference's, the candidate's and those of both; of one thing it is class 1.
-    """
+    """One figure per input; counts of places are by class. Where the candidate is not finite, nothing agrees."""
 
     agreement_N: Floats
     reference_NK: Places
@@ -93,18 +87,15 @@ class PerMap(RowErrors):
 
     @property
     def iou_N(self) -> Floats:
-        """The mean over the classes of each input."""
         counts = zip(self.reference_NK, self.candidate_NK, self.both_NK, strict=True)
         return np.asarray([_iou(*each) for each in counts])
 
     @property
     def iou(self) -> float:
-        """The same over all inputs together."""
         return _iou(*(each_NK.sum(axis=0) for each_NK in (self.reference_NK, self.candidate_NK, self.both_NK)))
 
 
 def per_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> PerMap:
-    """Raises BadInput when the shapes differ or are of no maps, or the reference is not finite."""
     if reference.ndim not in RANKS:
         raise BadInput(f"{SCORE_MAP.name}: got {list(reference.shape)}, expected {SCORE_MAP.shape}")
     SCORE_MAP.refuse_misfit(reference, candidate)
@@ -113,7 +104,6 @@ def per_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -
 
 
 def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> MapMeasures:
-    """See MapMeasures. Raises BadInput as per_map does."""
     each, images = per_map(reference, candidate, threshold=threshold), len(reference)
     places_N = np.flatnonzero(each.finite_N)
     spreads = [_spread(maps, places_N) for maps in (candidate, reference)] if len(places_N) > 1 else [1.0, 1.0]
@@ -141,13 +131,11 @@ def _is_of_one(map_KHW: Maps) -> bool:
 
 
 def _answers(map_KHW: Floats, threshold: float) -> Places:
-    """The class of each place."""
     one = _is_of_one(map_KHW)
     return (map_KHW > threshold).reshape(-1).astype(np.int64) if one else map_KHW.argmax(axis=0).reshape(-1)
 
 
 def _figures_of_map(reference_KHW: Maps, candidate_KHW: Maps, threshold: float) -> dict[str, Any]:
-    """Of one input, by PerMap's fields."""
     ours, finite = reference_KHW.astype(np.float64), bool(np.isfinite(candidate_KHW).all())
     theirs = candidate_KHW.astype(np.float64) if finite else np.zeros_like(ours)
     classes = slice(1, 2) if _is_of_one(ours) else slice(len(ours))
@@ -174,7 +162,6 @@ def _figures_of_map(reference_KHW: Maps, candidate_KHW: Maps, threshold: float) 
 
 
 def _iou(reference_K: Places, candidate_K: Places, both_K: Places) -> float:
-    """The mean over classes that are on either side; 1 where none is."""
     union_K = reference_K + candidate_K - both_K
     present_K = union_K > 0
     return float((both_K[present_K] / union_K[present_K]).mean()) if present_K.any() else 1.0

@@ -1,8 +1,6 @@
-"""PURE: the measures of an output by what it is for, those of embeddings and feature maps among them, and one figure
-per input for the side file.
+"""PURE: measures of outputs by their role, and figures per input for the side file.
 
-An embedding is used by its angle to others, so that it agrees where the nearest of the other inputs stays the same; so
-are the tokens of a feature map.
+Embeddings, and tokens of feature maps, agree where the nearest other one stays the same.
 """
 
 from collections.abc import Mapping
@@ -39,11 +37,10 @@ FEATURE_MAP = OutputKind(name="feature map", shape="[inputs, ...]", rank=None, h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingMeasures(WithoutMargins):
-    """Errors of the embeddings of a whole set of inputs.
+    """Errors of the embeddings of a set of inputs.
 
-    neighbour_agreement is the share of inputs whose nearest neighbour among the others, by cosine, is the reference's,
-    with Wilson's bounds at 95 %; None for fewer than 3 inputs. linear_cka is debiased and of at
-    most 1,024 inputs, None for fewer than 4.
+    neighbour_agreement: the share of inputs with the same nearest neighbour by cosine, with Wilson's bounds at 95 %;
+    None for fewer than 3. linear_cka is debiased, of at most 1,024 inputs, None for fewer than 4.
     """
 
     output_kind: ClassVar[OutputKind] = EMBEDDING
@@ -69,11 +66,10 @@ class EmbeddingMeasures(WithoutMargins):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureMapMeasures(WithoutMargins):
-    """Errors of the feature maps of a whole set of inputs. cosine_mean and cosine_min are of inputs.
+    """Errors of the feature maps of a set of inputs.
 
-    Of a map of tokens [N,T,C] or [N,C,H,W]: the cosine of tokens, its mean and 1 % quantile; and of at most 1,024
-    tokens drawn among all, the share whose nearest other by cosine is the reference's, with Wilson's bounds as if
-    each input had been asked once, and linear CKA (debiased).
+    Of tokens [N,T,C] or [N,C,H,W]: their cosine's mean and 1 % quantile, and of at most 1,024 drawn tokens the
+    agreement of nearest neighbours and debiased linear CKA.
     """
 
     output_kind: ClassVar[OutputKind] = FEATURE_MAP
@@ -106,7 +102,6 @@ class FeatureMapMeasures(WithoutMargins):
 
 
 def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray[np.floating]) -> EmbeddingMeasures:
-    """See EmbeddingMeasures. Raises BadInput when the shapes differ or the reference is not finite."""
     rows = EMBEDDING.rows(reference_NF, candidate_NF)
     agrees_N = same_neighbour(rows.reference_NF, rows.candidate_NF, rows.finite_N)
     images = len(rows.finite_N)
@@ -119,7 +114,6 @@ def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray
 
 
 def feature_map_measures(reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> FeatureMapMeasures:
-    """See FeatureMapMeasures. Raises BadInput as embedding_measures does."""
     rows = FEATURE_MAP.rows(reference, candidate)
     images = len(rows.finite_N)
     tokens = token_figures(reference, candidate, rows.finite_N)
@@ -170,9 +164,10 @@ def measures(
     margin_noise: float = 0.0,
     threshold: float | None = None,
 ) -> Measures:
-    """The errors of a candidate over all inputs, both [N, ...] of one role; flips on margins up to `margin_noise` are
-    not decisive. A single logit, and a score map of one class, tell something where they lie above `threshold`. Raises
-    BadInput when the shapes differ or aren't the role's, or the reference is not finite.
+    """Measure a candidate's errors by the output's role, both [N, ...]; flips on margins up to `margin_noise` don't
+    count.
+
+    Raises BadInput when the shapes differ or aren't the role's, or the reference is not finite.
     """
     match role:
         case "logits":
@@ -195,12 +190,11 @@ def relative_errors(reference: Array, candidate: Array, *, role: Role = "logits"
 
 
 def largest_logit(reference: Array, role: Role) -> float:
-    """The largest absolute logit; 0 for what has no classes, and so no margin between them."""
+    """Return the largest absolute logit; 0 for outputs without classes."""
     return float(np.abs(reference).max()) if role in CLASSIFYING else 0.0
 
 
 def require_agreement(port: OutputPort, inputs: int) -> None:
-    """Raises BadInput where a least agreement was asked of an output on which inputs can't agree or differ."""
     if port.role == "embedding" and inputs < LEAST_ROWS:
         raise BadInput(
             f"min agreement: {port.name} is an embedding, whose nearest neighbours need {LEAST_ROWS} inputs, got "

@@ -43,9 +43,8 @@ class ImageSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The whole proof; verdict and reason follow from its parts. `sources`: what was compared where it was engines, the
-    reference first. `metrics`: measures of the user's own, the reference's first of each name. `fitted`: how many of
-    the images the candidates were fitted to, None where that is unknown.
+    """The whole proof. `sources`: compared engines, the reference first; `fitted`: images that candidates were fitted
+    to.
     """
 
     images: ImageSet
@@ -68,9 +67,7 @@ class Parity:
 
     @property
     def verdict(self) -> Verdict:
-        """FAIL when a link or a structural test fails, else INCONCLUSIVE when a link's limit lies within its interval,
-        UNJUDGED when no link had a bound to meet.
-        """
+        """Return FAIL if a link or test fails, INCONCLUSIVE if a limit lies in an interval, UNJUDGED without limits."""
         if any(finding.status == "FAIL" for finding in self.structure):
             return "FAIL"
         order: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS")
@@ -80,7 +77,7 @@ class Parity:
 
     @property
     def outputs(self) -> dict[str, list[Link]]:
-        """Return the links of each output that isn't excluded by name, by what a message calls it."""
+        """Return the links of each output that isn't excluded, by the name that messages use."""
         by_output = dict[str, list[Link]]()
         for each in self.links:
             if not each.tolerance.excluded:
@@ -89,26 +86,20 @@ class Parity:
 
     @property
     def unjudged(self) -> tuple[str, ...]:
-        """Return the outputs for which no limit judged how far what ships is from the dense model: neither the whole
-        chain nor each of its steps. A share that is judged on other inputs counts as judged.
-        """
+        """Return the outputs that no limit judged from the dense model to what ships, as a whole or step by step."""
         return tuple(name for name, links in self.outputs.items() if not _is_judged(links))
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """Return the outputs that the user excluded by name."""
         return tuple(dict.fromkeys(each.output or each.role for each in self.links if each.tolerance.excluded))
 
     @property
     def compared(self) -> str:
-        """What outputs are for: `logits`, or what else the links compare."""
         return " and ".join(dict.fromkeys(link.role for link in self.links))
 
     @property
     def judged(self) -> str:
-        """Return how many links a limit judged and how many were measured only, and the outputs that nothing judged or
-        that were excluded: a link without a limit has not passed.
-        """
+        """Count the links that a limit judged, and name outputs that none judged or that were excluded."""
         free = sum(link.status == "UNJUDGED" for link in self.links)
         judged = len(self.links) - free
         sentence = f"{judged} {'link' if judged == 1 else 'links'} judged"
@@ -118,7 +109,6 @@ class Parity:
 
     @property
     def reason(self) -> str:
-        """What it was found on, and what failed or could not be decided."""
         unmet = [f"{link.name}: {link.reason}" for link in self.links if link.status == "FAIL"]
         unmet += [f"{f.test} of {f.candidate}: {f.reason}" for f in self.structure if f.status == "FAIL"]
         unmet += [f"{link.name}: {link.reason}" for link in self.links if link.status == "INCONCLUSIVE"]
@@ -130,7 +120,6 @@ class Parity:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return what to look at before the verdict is believed."""
         first = self.accuracy[0] if self.accuracy else None
         if first is None or not first.is_near_chance:
             return ()
@@ -143,7 +132,6 @@ class Parity:
 
     @property
     def accuracy_lines(self) -> tuple[str, ...]:
-        """Return a line on each model's accuracy on labelled images, and how it differs from the first one's."""
         pairs = {each.b: each for each in self.comparisons}
         return tuple(
             f"accuracy of {row.model}: {percent(row.accuracy)} ({percent(row.low)} to {percent(row.high)} at 95 % "
@@ -153,11 +141,9 @@ class Parity:
 
     @property
     def line(self) -> str:
-        """The verdict in one line, the same wherever it stands."""
         return f"{self.verdict} ({self.judged}) {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
-        """The record as JSON values; null stands for a number that is not finite."""
         head = {"kind": KIND, "version": VERSION, "verdict": self.verdict, "reason": self.reason, "line": self.line}
         sizes = sorted({batch.batch for link in self.links for batch in link.batches})
         links = [json_from_link(link) for link in self.links]
@@ -169,7 +155,6 @@ class Parity:
 
 
 def _is_judged(links: Sequence[Link]) -> bool:
-    """Return whether limits judged one output from the dense model to what ships."""
     whole = [each for each in links if each.kind == "whole"]
     steps = [each for each in links if each.kind != "whole"]
     if any(each.status != "UNJUDGED" for each in whole):
@@ -178,14 +163,11 @@ def _is_judged(links: Sequence[Link]) -> bool:
 
 
 def load_parity(path: Path) -> Parity:
-    """Read a record back; raises BadInput, naming the entry, when the file is none."""
     return parity_from_value(record_from_file(path, dict[str, Any], remedy=AGAIN), where=str(path))
 
 
 def parity_from_value(raw: Mapping[str, Any], *, where: str) -> Parity:
-    """The proof that JSON values hold; raises BadInput, naming the entry, when they hold none. A link's measures are
-    those of its role.
-    """
+    """Read a proof; each link's measures are those of its role. Raises BadInput, naming the entry."""
     roles = record_from_value(raw, _Roles, where=where, kind=KIND, version=VERSION, remedy=AGAIN).links
     kinds = tuple(msgspec.defstruct("Measured", [("measures", MEASURES[each.role])]) for each in roles)
     measured = msgspec.defstruct("Links", [("links", GenericAlias(tuple, kinds))])

@@ -1,7 +1,4 @@
-"""PURE: how well logits tell the next token of a text, and how far a candidate's are from a reference's.
-
-What is summed is kept by sequence: tokens of one sequence are alike, so that intervals are drawn over sequences, and a
-candidate and its reference are compared on the same ones.
+"""PURE: how well logits tell a text's next tokens, beside a reference's; intervals are drawn over sequences.
 
 Shapes: S sequences, T tokens of one, V words; float64 inside.
 """
@@ -27,8 +24,6 @@ LEAST_SEQUENCES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """A value with the bounds of its interval, None for either where there are too few sequences."""
-
     value: Figure
     low: float | None
     high: float | None
@@ -36,9 +31,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMeasures:
-    """Means over the tokens of one sequence that have a next one: nats of it, and against the reference the share of
-    tokens with the same first word and KL from its softmax, in nats.
-    """
+    """Means over the tokens of a sequence: nats of the next one, agreement with the reference and KL in nats."""
 
     nats: float
     agreement: float
@@ -48,9 +41,7 @@ class SequenceMeasures:
 def sequence_measures(
     reference_TV: NDArray[np.floating], candidate_TV: NDArray[np.floating], ids_T: NDArray[np.integer]
 ) -> SequenceMeasures:
-    """One sequence of ids with the logits at each place. Raises BadInput for other shapes, a single token, and
-    reference logits that are not finite; a candidate's that are not are infinitely far.
-    """
+    """Measure one sequence of ids. Raises BadInput for other shapes, one token, or a reference that is not finite."""
     shape = reference_TV.shape
     if len(shape) != 2 or candidate_TV.shape != shape or ids_T.shape != shape[:1] or len(ids_T) < 2:
         raise BadInput(
@@ -71,7 +62,7 @@ def sequence_measures(
 
 
 def _range(value_S: Floats, confidence: float, change: Callable[[Floats], Floats] = lambda x: x) -> Range:
-    """The mean over sequences, and where this share of the means of as many drawn with replacement lies."""
+    """Return the mean over sequences with its bootstrap interval."""
     value = float(change(value_S.mean(keepdims=True))[0])
     if confidence == 0:
         return Range(value=value, low=value, high=value)
@@ -86,8 +77,8 @@ def _range(value_S: Floats, confidence: float, change: Callable[[Floats], Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageMeasures:
-    """One model on a text: `perplexity` is exp of the mean nats of a token. Against the reference: `ratio` of both
-    perplexities, `agreement` the share of tokens with the same first word, `kl` nats a token.
+    """One model on a text: perplexity (exp of mean nats), its ratio to the reference's, agreement, and KL in nats a
+    token.
     """
 
     model: str
@@ -108,7 +99,6 @@ def measures_of(
     tokens: int,
     confidence: float = DEFAULT_CONFIDENCE,
 ) -> LanguageMeasures:
-    """Of all sequences, each of so many tokens with a next one; `confidence`: of every interval."""
     nats_S, ours_S = (np.array([row.nats for row in side], dtype=np.float64) for side in (rows, reference))
     return LanguageMeasures(
         model=model,

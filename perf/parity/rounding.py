@@ -1,9 +1,7 @@
 """An FP16, BF16 or FP8 graph as a float32 graph that rounds wherever its types say so.
 
-ONNX Runtime's CPU kernels compute FP16 graphs in float32 and carry the wide values on, so that nothing ever overflows
-there: a graph whose attention logits pass 65,504 looks right on a CPU and gives NaN in an engine. Of BF16 they have
-no MatMul at all, of FP8 conversions alone. The rounded graph has the meaning of its types: sums inside an operator are
-wide, as tensor cores keep them, and every result of fewer bits is rounded to nearest, ties to even.
+ONNX Runtime's CPU kernels compute FP16 graphs in float32, where nothing overflows, and have no BF16 products. Here sums
+inside an operator are wide, as in tensor cores, and results are rounded to nearest, ties to even.
 """
 
 from collections.abc import Iterator
@@ -26,7 +24,7 @@ MOVES = {"Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice"
 
 
 def element_types(model: ModelProto) -> dict[str, int]:
-    """The element type of every value in the graph that has a name. Raises BadInput where nodes contradict it."""
+    """Return the element type of every value. Raises BadInput where nodes contradict it."""
     try:
         graph = shape_inference.infer_shapes(model).graph
     except shape_inference.InferenceError as error:
@@ -36,7 +34,7 @@ def element_types(model: ModelProto) -> dict[str, int]:
 
 
 def rounded_graph(model: ModelProto) -> ModelProto:
-    """A new graph with the same names and a float32 border. Raises BadInput for a border of sixteen bits."""
+    """Return a graph with the same names and float32 ports. Raises BadInput for ports of sixteen bits."""
     types = element_types(model)
     for value in (*model.graph.input, *model.graph.output):
         if types[value.name] in NARROW:
@@ -85,8 +83,8 @@ def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
 
 
 def _scaling(node: NodeProto, model: ModelProto) -> tuple[NodeProto, TensorProto | None]:
-    """A dequantisation of FP8 as a product, and its scales along their axis where there are several. Raises BadInput
-    where those are not stored, or not as many as the axis is long.
+    """Return an FP8 dequantisation as a product, with its scales along their axis. Raises BadInput for scales not
+    stored.
     """
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     scale, matrix = stored.get(node.input[1]), stored.get(node.input[0])
@@ -114,9 +112,7 @@ def _widened(tensor: TensorProto) -> TensorProto:
 
 
 def round_file(source: Path, target: Path) -> None:
-    """Write the rounded form of the graph in `source`, for a runner that takes a file. Raises BadInput as above, and
-    for what is no valid graph.
-    """
+    """Write the rounded form of a graph file. Raises BadInput as above, and for an invalid graph."""
     proto = read_onnx(source)
     if reason := checker_error(proto):
         raise BadInput(f"{source}: onnx.checker: {reason}; {AGAIN}")

@@ -1,6 +1,4 @@
-"""PURE: how far a candidate's answers are from a reference's on the same inputs, whatever they are for. N inputs, F
-figures of each; float64 inside.
-"""
+"""PURE: errors of a candidate's answers to the same inputs. N inputs, F figures of each; float64 inside."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,7 +33,6 @@ class Rows:
     finite_N: Bools
 
     def errors(self) -> RowErrors:
-        """Of each input."""
         ref_NF, cand_NF = self.reference_NF, self.candidate_NF
         delta_NF = cand_NF - ref_NF
         ref_norm_N = np.linalg.norm(ref_NF, axis=1)
@@ -55,7 +52,7 @@ class Rows:
         return share(np.linalg.norm(self.candidate_NF - self.reference_NF), np.linalg.norm(self.reference_NF))
 
     def figures(self) -> dict[str, Any]:
-        """What measures of any role have, of all inputs, by their fields' names; see CommonMeasures."""
+        """Return the figures that every role has, by the fields of CommonMeasures."""
         errors, finite_N = self.errors(), self.finite_N
         sides = self.candidate_NF[finite_N], self.reference_NF[finite_N]
         own, theirs = (float(np.linalg.norm(rows - rows.mean(axis=0))) if len(rows) > 1 else 1.0 for rows in sides)
@@ -70,7 +67,6 @@ class Rows:
         }
 
     def filled_where_nonfinite(self, values_N: Floats, worst: float) -> Floats:
-        """The values, `worst` for rows that are not finite."""
         return np.where(self.finite_N, values_N, worst)
 
 
@@ -86,7 +82,7 @@ class OutputKind:
     values: str = "input values"
 
     def rows(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> Rows:
-        """Both sides, all behind the first axis in one row. Raises BadInput as refuse_misfit does."""
+        """Return both sides as rows. Raises BadInput as refuse_misfit does."""
         self.refuse_misfit(reference, candidate)
         ref_NF, cand_NF = (side.reshape(len(side), -1) for side in (reference, candidate))
         finite_N = np.isfinite(cand_NF).all(axis=1)
@@ -97,9 +93,7 @@ class OutputKind:
         )
 
     def refuse_misfit(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> None:
-        """Raise BadInput when the shapes differ or are of another rank, there is no input, or the reference itself is
-        not finite.
-        """
+        """Raise BadInput for differing shapes, another rank, no input, or a reference that is not finite."""
         # A model may give one number for each input, [N], which is [N, 1] here.
         rank = max(2, reference.ndim)
         is_wrong_rank = reference.ndim < 1 or self.rank not in (None, rank)
@@ -122,10 +116,8 @@ class OutputKind:
 
 
 class AnyMeasures:
-    """The measures of any role. A record reads them by the role; see perf.parity.parity.load_parity.
-
-    `share`: the field of the share of inputs, tokens or pixels that agrees, None where none is defined; its bounds
-    stand beside it. `agreement_name`: what it is called.
+    """Measures of any role. `share`: the field of the agreeing share, with its bounds beside it; `agreement_name`: its
+    name.
     """
 
     __slots__ = ()
@@ -149,21 +141,19 @@ class AnyMeasures:
 
     @property
     def agreement_line(self) -> str:
-        """The share in words, with what else tells how alike the answers are."""
         assert self.agreement is not None, self
         return f"{self.agreement_name} {percent(self.agreement)}"
 
     @property
     def overlap(self) -> float | None:
-        """Intersection over union of what is answered at each place, for those that have places."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonMeasures(AnyMeasures):
-    """What is measured in every role. relative_error is ||candidate - reference||_F / ||reference||_F of the answers as
-    they are (not centred), inf where one is not finite; spread_ratio is how much the candidate's finite ones vary over
-    the inputs, relative to the reference's; 0 is a constant output, 1 stands where fewer than two inputs can tell.
+    """Measures of every role: relative_error is ||candidate - reference||_F / ||reference||_F, inf where not finite.
+
+    spread_ratio: how much the finite answers vary over the inputs, relative to the reference's; 0 is a constant output.
     """
 
     images: int
@@ -176,7 +166,7 @@ class CommonMeasures(AnyMeasures):
 
 
 class WithoutMargins(CommonMeasures):
-    """Those of answers that have no margin, so that no flip is decisive."""
+    """Measures of outputs without margins, so that no flip is decisive."""
 
     __slots__ = ()
 
@@ -192,11 +182,9 @@ def ratio(top_N: Floats, bottom_N: Floats, at_zero: float = 0.0) -> Floats:
 
 
 def share(top: float | np.floating, bottom: float | np.floating, at_zero: float = 0.0) -> float:
-    """The same of two numbers."""
     return float(ratio(np.asarray([float(top)]), np.asarray([float(bottom)]), at_zero)[0])
 
 
 def bounded_share(name: str, share: float | None, inputs: int) -> dict[str, Any]:
-    """A share of the inputs by its field's name, with Wilson's bounds at 95 % by theirs; None where there is none."""
     low, high = (None, None) if share is None else wilson(min(share, 1.0) * inputs, inputs)
     return {name: share, f"{name}_low": low, f"{name}_high": high}

@@ -1,7 +1,6 @@
-"""PURE: do these images look like the calibration images at every site? Mean and covariance against sampling noise.
+"""PURE: mean and covariance of a site's features [F] against the calibration's and sampling noise.
 
-Shapes: F features of a site. Tokens of one image are alike, so counting tokens would understate the noise; it is taken
-from how much the statistics of equal parts of the images differ among themselves.
+The noise is from equal parts of the images, as tokens of one image are alike.
 """
 
 import math
@@ -37,10 +36,10 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteShift:
-    """Distances at one site, relative to the calibration's own size, with the distance that sampling alone would give.
+    """Distances at one site in units of the calibration's own, with what sampling alone would give.
 
-    mean_distance is ||mean - calibrated mean|| / sqrt(trace of the calibrated covariance); covariance_distance is the
-    Frobenius norm of the difference over that of the calibrated covariance.
+    mean_distance = ||mean - calibrated|| / sqrt(trace(covariance)); covariance_distance is relative in the Frobenius
+    norm.
     """
 
     site: str
@@ -53,7 +52,7 @@ class SiteShift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """All sites. NOTED when some site is far off: the reduced model was fitted to other images than these."""
+    """The shift at all sites; NOTED when one is far off."""
 
     images: int
     status: str
@@ -62,10 +61,7 @@ class Shift:
 
 
 class Scatter:
-    """Disjoint, equal parts of the images at one site, added one at a time, so that none of them has to be kept.
-
-    Covariances are taken about one centre known beforehand, the calibrated mean.
-    """
+    """Equal, disjoint parts of the images at one site, added one by one; covariances are about the calibrated mean."""
 
     def __init__(self, centre_F: Floats) -> None:
         self.centre_F = centre_F
@@ -75,7 +71,6 @@ class Scatter:
         self._square = 0.0
 
     def add(self, part: Stats) -> None:
-        """Take in one more part. Raises BadInput for another width than the calibrated one."""
         if part.mean_F.shape != self.centre_F.shape:
             raise BadInput(
                 f"got width {len(part.mean_F)}, expected the calibrated {len(self.centre_F)}; use the moments of this "
@@ -90,25 +85,20 @@ class Scatter:
 
     @property
     def mean_F(self) -> Floats:
-        """The mean over all parts."""
         return np.asarray(np.average(self.means, axis=0, weights=self.images), dtype=np.float64)
 
     def covariance_FF(self) -> Floats:
-        """The covariance over all parts, about their common mean."""
         off_F = self.mean_F - self.centre_F
         return np.asarray(self._sum_FF / len(self.means) - np.outer(off_F, off_F), dtype=np.float64)
 
     def mean_scatter(self) -> float:
-        """Sum of squared distances of the parts' means from their mean."""
         return float(np.square(np.stack(self.means) - np.mean(self.means, axis=0)).sum())
 
     def covariance_scatter(self) -> float:
-        """The same of their covariances about the centre."""
         return max(self._square - float(np.square(self._sum_FF).sum()) / len(self.means), 0.0)
 
 
 def shift_of_sites(sites: Sequence[SiteShift], *, images: int) -> Shift:
-    """The verdict over all sites, which saw the same images."""
     far = [
         f"{s.site} (mean {s.mean_distance:.2g}, covariance {s.covariance_distance:.2g})"
         for s in sites
@@ -121,7 +111,6 @@ def shift_of_sites(sites: Sequence[SiteShift], *, images: int) -> Shift:
 
 
 def site_shift(site: str, calibrated: Stats, parts: Scatter) -> SiteShift:
-    """One site; see SiteShift. Raises BadInput for fewer than 2 parts."""
     if len(parts.means) < 2:
         raise BadInput(f"shift at {site}: got {len(parts.means)} part, expected 2 or more; give more images")
     mean_scale = math.sqrt(max(float(np.trace(calibrated.covariance_FF)), np.finfo(float).tiny))

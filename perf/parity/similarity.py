@@ -1,6 +1,4 @@
-"""PURE: how alike two representations of the same things are, beyond the error of each: who is nearest to whom, and
-linear CKA. R rows (inputs, or tokens of inputs), F features of each, which may be others on either side.
-"""
+"""PURE: nearest neighbours and linear CKA of two representations. R rows, F features of each."""
 
 from typing import Any
 
@@ -27,8 +25,8 @@ def drawn_rows(count: int) -> NDArray[np.intp]:
 
 
 def same_neighbour(reference_RF: Floats, candidate_RF: Floats, usable_R: Bools) -> Bools | None:
-    """Whether each row's nearest other in the candidate, by cosine, is a nearest one in the reference (within TIE);
-    None for fewer than 3 rows. Rows that aren't usable have and are no neighbour.
+    """Return whether each row's nearest other by cosine is one in the reference (within TIE); None for fewer than 3
+    rows.
     """
     count = len(usable_R)
     if count < LEAST_ROWS:
@@ -46,11 +44,9 @@ def same_neighbour(reference_RF: Floats, candidate_RF: Floats, usable_R: Bools) 
 
 
 def linear_cka(reference_RF: Floats, candidate_RF: Floats) -> float | None:
-    """Centred kernel alignment of two linear kernels, 1 for representations that are one but for a rotation and a
-    scale (Kornblith et al., arXiv 1905.00414), debiased: with the unbiased estimate of HSIC (Song et al., JMLR 13,
-    2012, eq. 5) in each place, since the plain one nears 1 for any two representations of fewer rows than features.
+    """Return debiased linear CKA (Kornblith et al., arXiv 1905.00414; HSIC by Song et al., JMLR 13, 2012, eq. 5).
 
-    None for fewer than 4 rows, and where a side hardly varies, so that its own estimate is 0 or less.
+    None for fewer than 4 rows, and where a side hardly varies.
     """
     if len(reference_RF) < LEAST_FOR_CKA:
         return None
@@ -73,7 +69,6 @@ def _unbiased_hsic(kernel_RR: Floats, other_RR: Floats) -> float:
 
 
 def _cosines(unit_RF: Floats, chunk: NDArray[np.integer]) -> Floats:
-    """Of some rows with all; with themselves -inf."""
     cosines_PR: Floats = unit_RF[chunk] @ unit_RF.T
     cosines_PR[np.arange(len(chunk)), chunk] = -np.inf
     return cosines_PR
@@ -88,7 +83,6 @@ LOW_QUANTILE = 0.01
 
 
 def _tokens(features: NDArray[np.floating]) -> NDArray[np.floating] | None:
-    """A row for each token, or None where the shape has none."""
     if features.ndim == 3:
         return features.reshape(-1, features.shape[-1])
     if features.ndim == 4:
@@ -97,9 +91,7 @@ def _tokens(features: NDArray[np.floating]) -> NDArray[np.floating] | None:
 
 
 def token_figures(reference: NDArray[np.floating], candidate: NDArray[np.floating], finite_N: Bools) -> dict[str, Any]:
-    """Of feature maps by the fields' names of their measures, none of those that have no tokens. A token of an input
-    that isn't finite has a cosine of 0 and no neighbour.
-    """
+    """Return the figures of feature maps with tokens, by their fields; a token that is not finite has cosine 0."""
     ours_RC, theirs_RC = _tokens(reference), _tokens(candidate)
     if ours_RC is None or theirs_RC is None:
         return {}

@@ -1,7 +1,6 @@
-"""Structural tests: what must hold whatever the weights are: batch slots, order, batch size, sane outputs.
+"""Structural tests: batch slots, order, batch size, sane outputs.
 
-Models take and give named arrays with the batch in front; where there are several outputs, a test is of all of them and
-says which one is off most.
+Models take and give named arrays with the batch in front; a test covers all outputs and names the one that is off most.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ class StructuralTest:
 
 
 def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float) -> StructuralTest:
-    """One input in every slot of a batch gives one answer: no slot is off the median by over `bound` (relative)."""
+    """Test that one input gives the same answer in every slot of a batch."""
     answers = run({name: np.repeat(array, batch, axis=0) for name, array in one.items()})
     medians = {name: np.broadcast_to(np.median(rows, axis=0), rows.shape) for name, rows in answers.items()}
     off, noun = _deviation(candidate, answers, medians), input_noun(one).removesuffix("s")
@@ -46,7 +45,7 @@ def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float
 def permutation(
     candidate: str, run: Run, feeds: Feeds, *, bound: float, straight: Outputs | None = None
 ) -> StructuralTest:
-    """Shuffling a batch shuffles its answers and changes none. `straight`: the unshuffled answers, where known."""
+    """Test that shuffling a batch shuffles its answers. `straight`: the unshuffled answers, where known."""
     count = batch_size(feeds)
     order_N = np.random.default_rng(0).permutation(count)
     straight = run(feeds) if straight is None else straight
@@ -59,10 +58,7 @@ def permutation(
 def batch_sizes(
     candidate: str, by_batch: Mapping[int, Outputs], *, bound: float, noun: str = "images"
 ) -> list[StructuralTest]:
-    """Each input's answer is the same at every batch size as at the one that ran most inputs (the smallest such).
-
-    A size may have run the first few of the inputs only.
-    """
+    """Test that answers are the same at every batch size as at the one that ran most inputs."""
     first = min(by_batch, key=lambda batch: (-batch_size(by_batch[batch]), batch))
     tests = []
     for batch in sorted(by_batch.keys() - {first}):
@@ -75,7 +71,7 @@ def batch_sizes(
 
 
 def outputs(candidate: str, answers: Outputs, *, noun: str = "images") -> list[StructuralTest]:
-    """No NaN or Inf, and outputs that depend on the input (their variation over inputs is no mere rounding)."""
+    """Test that outputs are finite and depend on the input."""
     tests = []
     for name, rows in answers.items():
         finite_N = _finite(rows)
@@ -93,7 +89,7 @@ def outputs(candidate: str, answers: Outputs, *, noun: str = "images") -> list[S
 
 
 def timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float) -> StructuralTest:
-    """Outputs sampled inside a timed run equal those that were verified on the same inputs."""
+    """Compare outputs of a timed run with the verified ones."""
     off = _deviation(candidate, timed, verified)
     reason = (
         f"{batch_size(timed)} answers taken inside the timed run differ by {off.text} from the verified, "
@@ -103,7 +99,7 @@ def timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float
 
 
 def calibrated_range(candidate: str, images_NCHW: NDArray[np.float32], *, low: float, high: float) -> StructuralTest:
-    """The share of images with pixels outside the range seen in calibration. Noted, not failed: it is the data."""
+    """Note the share of images with pixels outside the calibrated range."""
     outside_N = np.asarray([bool((image.min() < low) or (image.max() > high)) for image in images_NCHW])
     share = float(outside_N.mean())
     reason = f"{outside_N.sum()} of {len(images_NCHW)} images leave the calibrated range [{low:.3g}, {high:.3g}]"
@@ -111,9 +107,7 @@ def calibrated_range(candidate: str, images_NCHW: NDArray[np.float32], *, low: f
 
 
 def extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
-    """Inputs pushed outside the calibrated range (all values times FACTOR) still give finite answers. None where no
-    input is float: identifiers and masks have no range to leave.
-    """
+    """Test that inputs times FACTOR give finite answers; no test without float inputs."""
     floats = {name for name, array in feeds.items() if np.issubdtype(array.dtype, np.floating)}
     if not floats:
         return []
@@ -126,9 +120,7 @@ def extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Deviation:
-    """Relative distances of rows from the expected ones [N], the largest over all outputs; inf where either is not
-    finite. `worst` names the output that is off most, empty where there is one only.
-    """
+    """Relative distances of rows from expected ones [N], the largest over outputs, and the output that is off most."""
 
     off_N: NDArray[np.float64]
     worst: str
@@ -150,7 +142,6 @@ class _Deviation:
 
 
 def _deviation(candidate: str, answers: Outputs, expected: Outputs) -> _Deviation:
-    """Raises BadInput for answers of other sizes, which are none to the inputs one by one."""
     assert answers.keys() == expected.keys(), (list(answers), list(expected))
     for name, rows in answers.items():
         if rows.shape != expected[name].shape:
@@ -178,7 +169,6 @@ def _finite(rows: Array) -> NDArray[np.bool_]:
 
 
 def finding(candidate: str, test: str, value: float, bound: float, reason: str) -> StructuralTest:
-    """Of a value that must not be over the bound."""
     return StructuralTest(
         candidate=candidate,
         test=test,

@@ -1,6 +1,4 @@
-"""PURE: how large a link's error may be, and why: float32's bound, a multiple of the FP16 noise, the user's limits; and
-what its measures come to against that: a verdict, and the sentence that says why.
-"""
+"""PURE: how large a link's error may be and why, and the verdict on its measures."""
 
 import math
 from dataclasses import dataclass, replace
@@ -26,10 +24,7 @@ MOST_APART = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ties:
-    """Of the inputs of a link: `tied` have a choice whose margin is at most `margin`, and `apart` of those err more
-    than rounding does, so that the two must have chosen otherwise: they are judged by `limit`, the largest share of
-    them, and the measures are of the others. `worst` is the largest relative error of one that is apart.
-    """
+    """Inputs whose merged tokens depend on rounding: `tied` with a margin up to `margin`, `apart` chosen otherwise."""
 
     inputs: int
     tied: int
@@ -47,7 +42,6 @@ class Ties:
         return self.share <= self.limit
 
     def line(self, noun: str) -> str:
-        """What a link says of it; empty where all chose alike."""
         if not self.apart:
             return ""
         sentence = (
@@ -65,7 +59,7 @@ class Choices:
     limit: float = MOST_APART
 
     def split_ties(self, errors_N: Floats, bound: float) -> tuple[Bools, Ties]:
-        """Which inputs were chosen otherwise, by their relative errors against what rounding alone may do."""
+        """Split inputs by whether rounding changed their choice, by their relative errors."""
         margin = SPREAD * bound
         tied_N = self.margins_N[: len(errors_N)] <= margin
         apart_N: NDArray[np.bool_] = tied_N & (errors_N > bound) & np.isfinite(errors_N)
@@ -81,7 +75,7 @@ class Choices:
         return apart_N, ties
 
     def stable_inputs(self, bound: float) -> NDArray[np.int64]:
-        """Places of the inputs whose choices no rounding changes, in order."""
+        """Return the places of inputs whose choices no rounding changes."""
         return np.flatnonzero(self.margins_N > SPREAD * bound)
 
 
@@ -95,10 +89,8 @@ CEILINGS = {FLOAT16: 0.05, BFLOAT16: 0.2, INT8: 0.5, FLOAT8: 0.5}
 class Tolerance:
     """Bounds on one link; None bounds nothing. Flips on margins up to margin_noise (in logits) count as noise.
 
-    `confidence`: of the interval with which an agreement has to keep to its bound; at 0 the point alone decides, as in
-    records that were written before there was one. Errors are figures of these inputs and have no interval.
-    `elsewhere`: on what an agreement is judged that these inputs leave open; here it can only fail. `excluded`: the
-    user named this output as one that no limit judges; it is measured only.
+    `confidence`: of an agreement's interval, 0 where the point decides. `elsewhere`: other inputs on which an open
+    agreement is judged. `excluded`: the output is measured only.
     """
 
     rule: str
@@ -126,19 +118,15 @@ class Tolerance:
 
     @property
     def bounds(self) -> bool:
-        """Whether anything is bounded."""
         every = self.max_relative_error, self.min_agreement, self.max_decisive_flips, self.min_iou
         return any(bound is not None for bound in every)
 
 
 def exact(*, products: int, largest_logit: float, magnified: float = 1.0) -> Tolerance:
-    """For links that compute the same thing in float32 in another order: 10 unit roundoffs for each product (a linear
-    layer, a convolution, one of attention's two) of the longest row in which each is fed by the one before. A
-    transformer's block has six.
+    """Bound a link that computes the same in float32: 10 unit roundoffs for each product in the longest row of them.
 
-    Rounding differs in every sum, and products in a row add their errors up; `largest_logit` (of the reference) turns
-    the relative bound into the margin under which a flip is a tie. `magnified`: how many times larger a head apart
-    makes the relative errors of what it reads.
+    A transformer's block has six. `largest_logit` turns the bound into a margin; `magnified`: a head's factor on
+    errors.
     """
     assert products > 0, products
     assert largest_logit >= 0, largest_logit
@@ -156,11 +144,9 @@ def exact(*, products: int, largest_logit: float, magnified: float = 1.0) -> Tol
 def half(
     noise: Measures, *, float_type: FloatType = FLOAT16, factor: float = 4.0, whose: str = "the dense model"
 ) -> Tolerance:
-    """For links in sixteen bits: `factor` times a model's own error in that type against FP32 on the same images,
-    mostly the dense one's.
+    """Bound a link in sixteen bits by `factor` times a model's own error in that type, mostly the dense model's.
 
-    Never under the unit roundoff of the type (2^-11 of float16, 2^-8 of bfloat16) nor over 0.05 (0.2). The bound is
-    not widened by a model that breaks in that type: such a model gives no yardstick.
+    Never under the type's unit roundoff nor over its ceiling: a model that breaks in that type gives no yardstick.
     """
     if not factor >= 1:
         raise BadInput(
@@ -193,7 +179,7 @@ def limits(
     noise: Measures | None = None,
     elsewhere: str = "",
 ) -> Tolerance:
-    """For the reduced link and the whole chain: what the user set. `noise` (dense FP16) tells ties from real flips."""
+    """Return the user's limits for the reduced link and the whole chain. `noise` (dense FP16) tells ties from flips."""
     tie = 2 * noise.max_abs if noise is not None and math.isfinite(noise.max_abs) else 0.0
     return Tolerance(
         rule="no limit was set" if min_agreement is max_error is min_iou is None else "the limit that was set",
@@ -215,7 +201,6 @@ Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNJUDGED"]
 
 
 def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
-    """Status and the sentence that says why. Outputs that are not finite or don't depend on the image fail any link."""
     bound, error = tolerance.max_relative_error, f"relative error {errors.relative_error:.2g}"
     if tolerance.excluded:
         return "UNJUDGED", f"{error}, {errors.agreement_line}; excluded by name"
@@ -249,9 +234,7 @@ def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
 
 
 def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
-    """Whether the agreement keeps to its limit, in words; empty without a limit. Where there is no agreement nothing is
-    decided, and what is open here is not judged where it is elsewhere.
-    """
+    """Judge the agreement; empty without a limit. What is open here is left to inputs elsewhere."""
     least = tolerance.min_agreement
     if least is None:
         return "PASS", ""
@@ -267,10 +250,7 @@ def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
 
 
 def with_ties(status_and_reason: tuple[Verdict, str], ties: Ties | None, noun: str) -> tuple[Verdict, str]:
-    """A judgement with a note on the inputs whose ties were broken differently; too many of them fail the link.
-
-    A share is one of all inputs: of the first few one may be a quarter.
-    """
+    """Add a note on inputs with ties to a judgement; too many of them fail the link."""
     status, reason = status_and_reason
     if ties is None or not ties.apart:
         return status_and_reason

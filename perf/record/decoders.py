@@ -1,7 +1,4 @@
-"""The record of one comparison of decoders: prefill by length, one step of decoding by batch, and what a cache takes.
-
-The file is one JSON object: kind "decoder-bench", version 1, and the fields of `DecoderBench`.
-"""
+"""The record of one comparison of decoders: a JSON object of kind "decoder-bench" with the fields of `DecoderBench`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -32,7 +29,6 @@ class KvCache:
         return 2 * self.layers * self.groups * self.head * self.value_bytes
 
     def size_bytes(self, *, length: int, batch: int) -> int:
-        """Of `batch` sequences of `length` tokens."""
         return self.token_bytes * length * batch
 
 
@@ -50,9 +46,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderBench:
-    """The whole record; every bench in it is of the same two subjects. `cached`: tokens in the cache when a step is
-    timed; `decode` has a row a batch size, in which a call is one token of each sequence.
-    """
+    """Benches of the same two decoders: prefill by length, and one decoding step with `cached` tokens by batch size."""
 
     created: str
     command: tuple[str, ...]
@@ -73,15 +67,12 @@ class DecoderBench:
 
     @property
     def is_timed(self) -> bool:
-        """Whether there was time for any length or batch size."""
         return self.decode.is_timed or any(each.bench.is_timed for each in self.prefill)
 
 
 def save_decoder_bench(record: DecoderBench, path: Path) -> None:
-    """Write the record as JSON, whole or not at all."""
     write_json(path, {"kind": KIND, "version": VERSION, **asdict(record)}, indent=1)
 
 
 def load_decoder_bench(path: Path) -> DecoderBench:
-    """Read a record; raises BadInput, naming the entry, when the file is none."""
     return record_from_file(path, DecoderBench, kind=KIND, version=VERSION, remedy=AGAIN)

@@ -1,8 +1,6 @@
-"""The record of one `bench`: raw samples of two subjects, block by block, and the machine they ran on.
+"""The record of one `bench`: raw samples of two subjects, block by block, and their machine.
 
-Nothing derived is stored: `perf.stats.quiet` says which times statistics keep, `perf.stats.summary` reads them. The
-file is one JSON object: kind "bench", version (1 is the first), and the fields of `Bench`. null is what is unknown, or
-what there is none of.
+A JSON object of kind "bench" with the fields of `Bench`; nothing derived is stored (see perf.stats), null is unknown.
 """
 
 import re
@@ -19,9 +17,7 @@ from ground.records import record_from_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedInputs:
-    """Of `judging` inputs, those that a model was fitted to: `same` by their content, and `alike` more that only look
-    like one of them. Of several models, those that any was fitted to.
-    """
+    """How many of `judging` inputs the models were fitted to (`same`), and how many more look like such (`alike`)."""
 
     judging: int
     same: int
@@ -38,18 +34,15 @@ class FittedInputs:
 
     @property
     def clause(self) -> str:
-        """Behind `on 64 images`; nothing where none is one of them. A likeness is a hint, and not in it."""
         return f", {self.same} of which the model was fitted to" if self.same else ""
 
     @property
     def sentence(self) -> str:
-        """All of it."""
         alike = f", {self.alike} of which look like {self.noun} that it was fitted to" if self.alike else ""
         return f"the model is judged on {self.judging} {self.noun}{self.clause}{alike}"
 
     @property
     def warning(self) -> str:
-        """And what to do."""
         return f"{self.sentence}; judge it on {self.noun} that calibration never saw"
 
 
@@ -88,9 +81,9 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Consecutive calls of one subject; times in milliseconds, `at_s` seconds since the row began. `end_to_end_ms`:
-    None where the call's wall time on the CPU is both; `lost_ms`: per call, what its threads waited for a CPU that
-    others had; `dropped`: why it doesn't count.
+    """Consecutive calls of one subject; `at_s` since the row began. `dropped`: why the block doesn't count.
+
+    `end_to_end_ms` is None where compute is both; `lost_ms`: per call, the wait for a CPU that others had.
     """
 
     round: int
@@ -128,10 +121,10 @@ class BenchTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One batch size, in the order asked for; one that failed stays. `stop`: narrow, time limit, round limit, one
-    subject only, nothing to measure, or out of time. Blocks stand in the order run: `noise_blocks` of the reference
-    against a second instance of itself, `repeat_blocks`, where asked for, of each subject on one batch again and again
-    against varied ones. `left_out`: sentences on what there was no time or memory for.
+    """One batch size. `stop`: narrow, time limit, round limit, one subject only, nothing to measure, or out of time.
+
+    `noise_blocks`: the reference against itself; `repeat_blocks`: one batch against varied ones; `left_out`: what there
+    was no time or memory for.
     """
 
     batch: int
@@ -151,9 +144,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectRecord:
-    """A subject as recorded: its name, what it really ran on and what it costs. `device_memory`: bytes by profile
-    min:opt:max of an engine, weights and activations.
-    """
+    """A subject as recorded. `device_memory`: bytes of an engine's weights and activations by profile min:opt:max."""
 
     name: str
     describe: Flat
@@ -172,7 +163,6 @@ class SubjectRecord:
             raise BadInput(f"{self.name}: device memory of {quoted(strange[0])}, expected profiles such as 1:8:64")
 
     def device_memory_at(self, batch: int) -> int | None:
-        """Of the first profile that takes the batch, as an engine runs in it."""
         for profile, size in (self.device_memory or {}).items():
             sizes = [int(part) for part in profile.split(":")]
             if sizes[0] <= batch <= sizes[-1]:
@@ -182,10 +172,7 @@ class SubjectRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The whole record; the first subject is the reference. `created`: ISO 8601, UTC; `environment`: see
-    perf.timing.watch; `settings`: the plan of the measurement, see perf.timing.laps.Plan; `fitted`: how many of the
-    inputs that were fed a model was fitted to, None where noise was fed.
-    """
+    """The whole record; the first subject is the reference. `fitted`: None where noise was fed."""
 
     created: str
     command: tuple[str, ...]
@@ -218,7 +205,6 @@ class Bench:
 
     @property
     def is_timed(self) -> bool:
-        """Whether there was time for any batch size."""
         return any(row.blocks and row.stop != OUT_OF_TIME for row in self.rows)
 
     def row(self, batch: int) -> Row | None:
@@ -226,12 +212,10 @@ class Bench:
 
 
 def save_bench(bench: Bench, path: Path) -> None:
-    """Write the record as JSON, whole or not at all."""
     write_json(path, {"kind": KIND, "version": VERSION, **asdict(bench)}, indent=1)
 
 
 def load_bench(path: Path) -> Bench:
-    """Read a record; raises BadInput, naming the entry, when the file is none."""
     return record_from_file(path, Bench, kind=KIND, version=VERSION, remedy=AGAIN)
 
 

@@ -1,6 +1,4 @@
-"""What a report shows: the records of one release and what is known beside them, checked; and what stands on top of it,
-in plain words: verdicts, one sentence, large numbers, where it was measured.
-"""
+"""A report's content: the records of one release, checked, and its verdicts, lead, large numbers and place."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,10 +20,9 @@ from .numbers import error, percent, signed_percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteLine:
-    """One site: its widths and the relative error of its output without and with the compensation.
+    """One site's widths and relative errors without and with compensation, on fitted and held-out images.
 
-    `error_held_out` is the compensated one on images that the compensation was not fitted to. The stream's errors are
-    what the residual stream lacks after the site, where the compensation aimed at the stream.
+    Stream errors are of the residual stream behind the site.
     """
 
     site: str
@@ -40,9 +37,7 @@ class SiteLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLine:
-    """One model; what is not known is None. Agreement is with the dense model. `device_memory_bytes`: an engine's
-    weights and activations, in its largest profile.
-    """
+    """One model; None is unknown. Agreement is with the dense model, `device_memory_bytes` of the largest profile."""
 
     name: str
     params: int | None = None
@@ -75,8 +70,8 @@ class BudgetLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergingLines:
-    """Tokens merged away on the way through the model, in sentences, and by block: its place, the tokens that enter it,
-    those merged away, those behind it. `verb`: what happens to them, `merged` or `dropped`.
+    """Merged tokens in sentences, and by block: its place, the tokens that enter, are merged, and leave. `verb`: merged
+    or dropped.
     """
 
     verb: str
@@ -111,9 +106,7 @@ class ImagesLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffortLine:
-    """One step: what nobody wrote down is None. Bytes are the highest resident in the process, and of tensors on the
-    GPU; `machine` is the processor's name, empty where a line is of several.
-    """
+    """One step; None was not recorded. Bytes are the process's peak, and torch's on the GPU."""
 
     step: str
     seconds: float | None = None
@@ -147,10 +140,7 @@ class Content:
 
 
 def content_from_record(record: Mapping[str, Any]) -> Content:
-    """`record` has the keys title, bench, parity, gate, history (records as read from JSON, or None), sites, models,
-    effects, ways, merging (tokens by block, or None), calibration_size (its sentence and points, or None), effort (what
-    each step took), environment, lineage (flat mappings), coverage (how many sites were changed, in words) and commands
-    (lines); every key but title may be missing.
+    """Build the content of a record with the keys of Content; every key but title may be missing.
 
     Raises BadInput, naming the part, when one of them is no such record.
     """
@@ -180,7 +170,6 @@ def content_from_record(record: Mapping[str, Any]) -> Content:
 
 
 def _printable(value: Any) -> Any:
-    """The same JSON with every text fit to show, keys among them."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -189,7 +178,6 @@ def _printable(value: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested mappings as dotted keys; what is unknown (None) is left out."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -218,7 +206,6 @@ class VerdictLine:
 
 
 def verdicts(content: Content) -> list[VerdictLine]:
-    """Each record that has a verdict; none is computed here."""
     lines, gate = [], content.gate
     if gate.verdict is not None:
         unmet = [line.message for line in gate.rules if line.verdict != "PASS"]
@@ -231,7 +218,6 @@ def verdicts(content: Content) -> list[VerdictLine]:
 
 
 def lead(content: Content) -> str:
-    """Speed and agreement in one sentence, and how much of the model was changed; empty when none is known."""
     clauses = []
     row = headline_row(content)
     if content.summary and row and row.speedup:
@@ -249,7 +235,6 @@ def lead(content: Content) -> str:
 
 
 def where(content: Content) -> str:
-    """Machine, backend and precision, images, day."""
     parts = []
     if content.bench:
         machine, described = content.bench.environment, content.bench.candidate.describe
@@ -263,7 +248,6 @@ def where(content: Content) -> str:
 
 
 def tiles(content: Content) -> list[tuple[str, str]]:
-    """Up to five large numbers, each with what it is."""
     large = []
     row = headline_row(content)
     if row and row.speedup:
@@ -285,7 +269,6 @@ def tiles(content: Content) -> list[tuple[str, str]]:
 
 
 def _accuracy_tile(parity: Parity) -> list[tuple[str, str]]:
-    """Return a tile with the accuracy of the dense model and of what ships, else of the last one, if both are known."""
     if len(parity.accuracy) < 2:
         return []
     dense, *others = parity.accuracy
@@ -305,5 +288,5 @@ def headline_row(content: Content) -> SummaryRow | None:
 
 
 def shipped_link(parity: Parity) -> Link:
-    """From the dense model to what ships; of several outputs the first."""
+    """Return the link from the dense model to what ships; of several outputs the first."""
     return next((link for link in parity.links if link.kind == "whole"), parity.links[-1])

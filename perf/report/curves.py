@@ -19,11 +19,8 @@ from .svg import WIDTH, Drawing, Figure, grid_y, group, left_of, legend, line, l
 class ImagesPoint:
     """The model reduced from the moments of so many `images`.
 
-    `fitted` and `held_out` are losses summed over parts of sites, each a share of the part's dense variance, on the
-    images of the fit and on those held out. `relative_error` and `agreement` are of the output on judged inputs; None:
-    not judged. `over_largest`: this error over that of the largest number of images, by relative_error where inputs
-    judge, else by held_out; `low` and `high` bound it at 95 % over judged inputs, drawn in pairs (equal to it where
-    none judge).
+    `fitted` and `held_out`: losses summed over sites, as shares of the dense variance. `over_largest`: the error over
+    that of most images, bounded at 95 % over judged inputs.
     """
 
     images: int
@@ -37,7 +34,7 @@ class ImagesPoint:
 
 
 def images_plot(points: Sequence[ImagesPoint]) -> Drawing:
-    """Losses summed over sites, on the images of the fit and on others; the output's error alone where no others."""
+    """Draw losses on images of the fit and on others, or the output's error where there are no others."""
 
     def series(name: str, tone: str, values: Sequence[float]) -> Series:
         labelled = zip(points, values, strict=True)
@@ -57,12 +54,10 @@ def images_plot(points: Sequence[ImagesPoint]) -> Drawing:
 
 
 def images_figure(points: Sequence[ImagesPoint]) -> Figure:
-    """The plot with how to read it."""
     return Figure("Where the lines meet, more images of the same kind bring nothing.", images_plot(points))
 
 
 def images_table(points: Sequence[ImagesPoint], *, sentence: str) -> Table:
-    """One row for each number of images; the sentence says which is enough."""
 
     def shown(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -88,9 +83,7 @@ MOST_LABELS = 10
 def trend(
     series: Sequence[Series], changes: Sequence[ChangePoint], releases: Sequence[str], *, title: str, unit: str
 ) -> Drawing:
-    """Series over releases, whose points are labelled from "1" on; every few of them have their label. A dashed line
-    stands where a level began.
-    """
+    """Draw series over releases, with a dashed line where a level began."""
     count = len(releases)
     right, top, bottom = WIDTH - 14, 34, 236
     y = linear(ends_of(series), start=bottom, end=top, zero=False)
@@ -114,12 +107,11 @@ TONES = ("dense", "reduced", "reduced")
 
 
 def history_figures(history: Trend) -> list[Figure]:
-    """Of each batch size the median times, and the speed-up where there is one."""
     return [figure for batch in history.batches for figure in _figures(batch, history)]
 
 
 def trend_drawing(history: Trend) -> Drawing:
-    """The plot of what is judged at the first batch size that has a figure; an empty one where none has."""
+    """Draw what is judged at the first batch size that has a figure."""
     for batch in history.batches:
         if any(batch.judged.values):
             return _figures(batch, history)[-1 if batch.judged.unit == "x" else 0].drawing
@@ -127,7 +119,6 @@ def trend_drawing(history: Trend) -> Drawing:
 
 
 def history_table(history: Trend) -> Table:
-    """A row for each batch size and release: medians, speed-up and whether a level began there."""
     names = [series.name for batch in history.batches[:1] for series in batch.series]
     rows = [row for batch in history.batches for row in _rows(batch, history.releases)]
     left_out = [f"{each.name} ({each.reason})" for each in history.left_out]

@@ -1,6 +1,4 @@
-"""Numbers as people write them, where what is unknown is a dash; and a table of a report as plain cells, for HTML and
-Markdown. A line break parts a cell's small print.
-"""
+"""Numbers as people write them, a dash for unknown, and a table of plain cells, whose line breaks part small print."""
 
 import math
 from collections.abc import Sequence
@@ -23,12 +21,10 @@ def count(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """In kB, MB or GB of 1000."""
     return NOTHING if value is None else f"{_in_units(value, UNITS)}B"
 
 
 def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """Three digits that count, in the largest unit that the rounded value reaches, else in the last."""
     rounded = float(f"{value:.3g}")
     unit, scale = next(((name, scale) for name, scale in units if rounded >= scale), units[-1])
     return f"{plain(rounded / scale, 3)} {unit}"
@@ -40,24 +36,20 @@ def percent(value: float | None, decimals: int = 2) -> str:
 
 
 def signed_percent(value: float, decimals: int = 1) -> str:
-    """−41.1 %."""
     return f"{100 * value:+.{decimals}f} %".replace("-", MINUS)
 
 
 def points(value: float) -> str:
-    """−0.73 points, of a difference of two shares."""
     return f"{100 * value:+.2f} points".replace("-", MINUS)
 
 
 def error(value: float | None) -> str:
-    """Two digits that count."""
     if value is None:
         return NOTHING
     return plain(value, 2) if math.isfinite(value) else "not finite"
 
 
 def number(value: float | None) -> str:
-    """Three digits that count, and no exponent."""
     if value is None:
         return NOTHING
     shown = f"{value:#.3g}".rstrip(".")
@@ -67,17 +59,14 @@ def number(value: float | None) -> str:
 
 
 def middle(value: Interval | Percentile | None) -> str:
-    """The value of an interval that a plot shows; of a percentile, the dash where too few samples were taken."""
     return NOTHING if value is None else number(value.value)
 
 
 def ratio(value: Interval | None) -> str:
-    """1.42 over its interval."""
     return NOTHING if value is None else value.describe(bounds="\n{} to {}")
 
 
 def is_number(cell: str) -> bool:
-    """Whether a cell is one of those above, or says why there is none."""
     return cell in ("", NOTHING) or cell.startswith(("oom", "failed", "out of time", "not finite", *"0123456789+−"))
 
 
@@ -86,7 +75,7 @@ PAIR = ("Key", "Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """`key` is a short name for anchors; the first column holds the row's name."""
+    """A report's table; `key` is for anchors, the first column names the row."""
 
     key: str
     title: str
@@ -96,13 +85,11 @@ class Table:
 
     @property
     def numeric(self) -> tuple[bool, ...]:
-        """Which columns hold numbers alone, and so stand at the right."""
         columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.columns)
         return tuple(place > 0 and all(map(is_number, cells)) for place, cells in enumerate(columns))
 
     @property
     def is_pairs(self) -> bool:
-        """Whether it is keys and values alone."""
         return self.columns == PAIR
 
     def __post_init__(self) -> None:

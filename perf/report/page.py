@@ -1,7 +1,4 @@
-"""The report as one HTML page: no script, nothing from outside; light and dark, phone to paper.
-
-The templates escape every word that they are given; only drawings (see svg) come as markup.
-"""
+"""The report as one HTML page without scripts or anything from outside. The templates escape all words but drawings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +21,6 @@ from .tables import tables
 
 
 def speed_figures(content: Content) -> list[Figure]:
-    """Latency, throughput, speed-up beside noise and promise, distribution of samples: those that were measured."""
     if content.summary is None or content.bench is None:
         return []
     rows = content.summary.rows
@@ -62,7 +58,6 @@ def _noise(row: SummaryRow) -> Interval | None:
 
 
 def fidelity_figures(content: Content) -> list[Figure]:
-    """The parity chain and the error of each site."""
     figures = []
     if content.parity:
         drawing = plots.bounded(content.parity.links, x_label=f"relative error of the {content.parity.compared}")
@@ -105,7 +100,6 @@ class Section:
 
 
 def html_from_content(content: Content) -> str:
-    """One self-contained page."""
     by_key, tones = tables(content), {_tone(stated.verdict) for stated in verdicts(content)}
     page = _environment().get_template("page.html")
     return page.render(
@@ -121,7 +115,6 @@ def html_from_content(content: Content) -> str:
 
 
 def html_from_sections(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """One self-contained page of a title, a sentence and sections."""
     return _environment().get_template("sections.html").render(title=title, lead=lead, sections=sections)
 
 
@@ -143,7 +136,6 @@ def _tone(verdict: str) -> str:
 
 
 def _sections(content: Content, by_key: dict[str, Table]) -> list[Section]:
-    """Those that have a figure or a table."""
     rest = [key for key in by_key if key not in (*BESIDE, *SPEED, *FIDELITY)]
     sections = [
         Section(

@@ -11,7 +11,6 @@ from .numbers import NOTHING, Table, error, percent
 
 
 def links(parity: Parity) -> Table:
-    """The parity chain, one row a link."""
     images = parity.images
     agreement = "Top-1 agreement" if parity.compared == "logits" else "Agreement"
     inputs_text = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
@@ -44,7 +43,6 @@ def _link_cells(link: Link) -> tuple[str, ...]:
 
 
 def maps(parity: Parity) -> Table:
-    """What heads apart make of the outputs, one row a link."""
     rows = [(link, link.measures) for link in parity.links]
     heads = ", ".join(f"{head.file} reads {', '.join(head.reads)}" for head in parity.heads)
     return Table(
@@ -71,7 +69,6 @@ def maps(parity: Parity) -> Table:
 
 
 def located(parity: Parity) -> Table:
-    """Where failing links break."""
     rows = tuple(
         (line.site or "no single site", line.link, line.reason, line.command or NOTHING) for line in parity.located
     )
@@ -79,7 +76,6 @@ def located(parity: Parity) -> Table:
 
 
 def structure(parity: Parity) -> Table:
-    """Structural tests: what did not pass line by line, what passed in one line a candidate."""
     not_passed = tuple((f"{t.test}\n{t.candidate}", t.status, t.reason) for t in parity.structure if t.status != "PASS")
     passed: dict[str, list[str]] = {}
     for test in parity.structure:
@@ -92,7 +88,6 @@ def structure(parity: Parity) -> Table:
 
 
 def accuracy(parity: Parity) -> Table:
-    """Accuracy on labels, and McNemar's test where two models were compared."""
     rows = [
         (
             a.model,
@@ -115,7 +110,6 @@ def accuracy(parity: Parity) -> Table:
 
 
 def own_metrics(parity: Parity) -> Table:
-    """Measures of the user's own, by artefact."""
     return Table(
         key="metrics",
         title="Measures of your own",
@@ -129,7 +123,6 @@ def own_metrics(parity: Parity) -> Table:
 
 
 def shift(parity: Parity) -> Table:
-    """Do these images look like the calibration images?"""
     shift = parity.shift
     return Table(
         key="shift",

@@ -55,7 +55,6 @@ class Series:
 
 
 def shown_interval(value: Interval) -> Interval:
-    """The value alone where there are no bounds, or none that a logarithmic axis has."""
     return value if value.is_bounded and value.low > 0 else exact(value.value)
 
 
@@ -79,12 +78,11 @@ def curve(series: Sequence[Series], *, title: str, unit: str, x_label: str, log:
 
 
 def ends_of(series: Sequence[Series]) -> list[float]:
-    """All that an axis has to hold."""
     return [end for s in series for _, p in s.points for end in (p.low, p.value, p.high)]
 
 
 def line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, unit: str) -> list[Markup]:
-    """A line through the points of a series, each with its interval; `places` says where each label is."""
+    """Draw a series with its intervals; `places` are those of its labels."""
     path_data = " ".join(f"{places[label]:.1f},{y.at(p.value):.1f}" for label, p in series.points)
     marks = [element("polyline", class_=f"path {series.tone}", points=path_data)]
     for label, p in series.points:
@@ -96,7 +94,6 @@ def line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, un
 
 
 def _bounds(value: Interval, digits: int) -> str:
-    """The interval in words behind the value."""
     return f" ({plain(value.low, digits)} to {plain(value.high, digits)})" if value.low < value.high else ""
 
 
@@ -111,7 +108,7 @@ class Spot:
 
 
 def scatter(clouds: Mapping[str, Sequence[Spot]], *, title: str, unit: str, x_label: str, least: float) -> Drawing:
-    """Spots by the name of their cloud, each in its colour, on a logarithmic axis; below `least` is at `least`."""
+    """Draw spots by the name of their cloud on a logarithmic axis; below `least` is at `least`."""
     right, top, bottom = WIDTH - 14, 46, 268
     spots = [spot for cloud in clouds.values() for spot in cloud]
     y = logarithmic([spot.value for spot in spots], start=bottom, end=top, least=least)
@@ -127,18 +124,14 @@ def scatter(clouds: Mapping[str, Sequence[Spot]], *, title: str, unit: str, x_la
 
 
 def _beside_rows(rows: Iterable[str]) -> float:
-    """Return where an axis begins to the right of its rows' names."""
     return max([58.0, *(8 + width_of(name) for name in rows)])
 
 
 def distributions(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
-    """One row a batch: densities of both subjects' times relative to the reference's median, with medians marked.
+    """Draw a row a batch: densities of both subjects' times over the reference's median, medians in ms at the right.
 
-    Relative times put all batches on one axis; the medians in milliseconds stand at the right. Times further out than
-    three interquartile ranges count at the border, so that one interrupted call doesn't flatten the rest.
-
-    Args:
-        rows: by batch the samples of both subjects in milliseconds; the first name is the reference.
+    `rows`: by batch the samples in milliseconds, the reference first. Times beyond three interquartile ranges count at
+    the border.
     """
     shown = {
         label: " → ".join(number(float(np.median(each))) for each in sides.values()) for label, sides in rows.items()
@@ -164,7 +157,6 @@ def distributions(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
 
 
 def _without_outliers(times: NDArray[np.float64]) -> tuple[float, float]:
-    """The range of the samples, cut three interquartile ranges beyond the quartiles."""
     low, high = np.quantile(times, [0.25, 0.75])
     reach = 3 * (high - low)
     return float(max(times.min(), low - reach)), float(min(times.max(), high + reach))
@@ -176,7 +168,7 @@ def _relative(by_name: Mapping[str, Sequence[float]]) -> dict[str, NDArray[np.fl
 
 
 def _density(times: NDArray[np.float64], tone: str, x: Scale, base: float) -> tuple[Markup, Markup]:
-    """A histogram of 80 bins, smoothed over five, as an area; and the median."""
+    """Draw a smoothed histogram of 80 bins and the median."""
     edges = np.linspace(x.low, x.high, 81)
     counts, _ = np.histogram(np.clip(times, x.low, x.high), bins=edges)
     smooth = np.convolve(np.pad(counts, 2), [1, 2, 3, 2, 1], mode="same")[2:-2]
@@ -189,12 +181,7 @@ def _density(times: NDArray[np.float64], tone: str, x: Scale, base: float) -> tu
 
 
 def gains(rows: Mapping[str, tuple[Interval | None, Interval | None]], promised: float | None) -> Drawing:
-    """One row a batch: the speed-up with its interval, the noise of the same machine (A/A) as a band around 1, what the
-    operation counts promise as a dashed tick.
-
-    Args:
-        rows: by batch the speed-up and the noise; None: not measured.
-    """
+    """Draw a row a batch: the speed-up, the A/A noise as a band around 1, and the promise of the operation counts."""
     bottom = HEAD + len(rows) * ROW_PX
     ends = [end for pair in rows.values() for each in pair if each for end in (each.low, each.value, each.high)]
     x = linear([1.0, *ends, promised or 1.0], start=_beside_rows(rows), end=WIDTH - 50, zero=False)
@@ -226,9 +213,7 @@ def _ratio(label: str, ratio: Interval, x: Scale, y: float) -> list[Markup]:
 
 
 def dumbbells(rows: Mapping[str, tuple[float, float]]) -> Drawing:
-    """One row a site on a logarithmic axis: its error only cut as an open ring, compensated as a full dot, a line
-    between.
-    """
+    """Draw a row a site on a logarithmic axis: its error only cut (ring) and compensated (dot)."""
     row_px = 22 if len(rows) <= 16 else 17
     left = 14 + min(max((width_of(name) for name in rows), default=0), MOST_OF_NAMES)
     right, head = WIDTH - 16, 36
@@ -245,7 +230,7 @@ def dumbbells(rows: Mapping[str, tuple[float, float]]) -> Drawing:
 
 
 def bounded(links: Sequence[Link], *, x_label: str) -> Drawing:
-    """One row a link on a logarithmic axis: the room up to the bound, and a dot in the colour of the status."""
+    """Draw a row a link on a logarithmic axis: the room up to the bound, and a dot in the status's colour."""
     left, right, head = 8, WIDTH - 8, 6
     bottom = head + len(links) * 46
     pairs = [(link.measures.relative_error, link.tolerance.max_relative_error) for link in links]

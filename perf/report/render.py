@@ -1,7 +1,4 @@
-"""The report as HTML, Markdown, JUnit or CSV, from the records. It prints their verdicts and computes none.
-
-See content_from_record for the record's keys and what is raised.
-"""
+"""The report as HTML, Markdown, JUnit or CSV, from the records (see content_from_record)."""
 
 import dataclasses
 import math
@@ -25,14 +22,11 @@ CsvRow = tuple[str, str, str, str, str, float | str, float | str, float | str]
 
 
 def csv(record: Mapping[str, Any]) -> str:
-    """Every number, unrounded, one a row, with its interval where it has one. Columns as in HEADER; what is unknown or
-    not finite is empty.
-    """
+    """Return every number, unrounded, with its interval; unknown ones are empty. Columns are HEADER's."""
     return csv_text((HEADER, *_csv_rows(content_from_record(record))))
 
 
 def _csv_rows(content: Content) -> Iterator[CsvRow]:
-    """All sections in reading order."""
     yield from _fields("models", content.models, ("params", "macs", "size_bytes", "accuracy", "agreement"))
     yield from _fields("effects", content.effects, ("relative_error", "agreement", "accuracy"))
     if content.summary:
@@ -55,7 +49,6 @@ def _csv_rows(content: Content) -> Iterator[CsvRow]:
 
 
 def _fields(section: str, lines: Sequence[Any], names: Sequence[str]) -> Iterator[CsvRow]:
-    """Some fields of each line, whose first field is what it is of."""
     for line in lines:
         subject = getattr(line, dataclasses.fields(line)[0].name)
         for name in names:
@@ -115,7 +108,6 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 
 def markdown_from_table(table: Table) -> list[str]:
-    """Lines, from its heading to its note."""
     head, *body = (f"| {' | '.join(map(markdown_line, cells))} |" for cells in (table.columns, *table.rows))
     lines = [f"## {markdown_line(table.title)}", "", head, "|" + "---|" * len(table.columns), *body]
     return [*lines, "", markdown_line(table.note)] if table.note else lines
@@ -131,9 +123,7 @@ TAGS = {
 
 
 def junit(record: Mapping[str, Any]) -> str:
-    """Links, structural tests and gate rules as test cases, as the gate writes its own: FAIL is a failure, what could
-    not be decided an error, what had no limit is skipped.
-    """
+    """Write links, structural tests and gate rules as test cases: FAIL is a failure, what is undecided an error."""
     content = content_from_record(record)
     suites = ElementTree.Element("testsuites", name=content.title)
     links, structure = (content.parity.links, content.parity.structure) if content.parity else ((), ())
@@ -167,5 +157,4 @@ def _suite(parent: ElementTree.Element, name: str, rows: Sequence[tuple[str, str
 
 
 def html(record: Mapping[str, Any]) -> str:
-    """One self-contained page."""
     return html_from_content(content_from_record(record))

@@ -1,8 +1,6 @@
-"""The one way to draw: elements that escape what they hold, and of them text, marks, legend, grids and the frame; and
-from values to pixels, linear and logarithmic, with ticks a person would choose.
+"""SVG elements that escape their contents, marks, legends and grids, and scales with round ticks.
 
-Every figure is WIDTH units wide and needs nothing from outside. Colours are CSS classes (see templates/plot.css), so
-that a page may be light or dark; hovering a mark shows its value.
+A figure is WIDTH units wide; colours are classes of templates/plot.css, and hovering a mark shows its value.
 """
 
 import math
@@ -38,7 +36,6 @@ class Scale:
 
     @property
     def ticks(self) -> list[float]:
-        """About 4 to 7 round values inside the range."""
         return _log_ticks(self.low, self.high) if self.log else _linear_ticks(self.low, self.high)
 
 
@@ -97,7 +94,6 @@ def width_of(label: str) -> float:
 
 
 def fitted(label: str, width: float) -> str:
-    """Return the label, cut in the middle if it is wider than `width`."""
     kept = len(label)
     while kept > 2 and width_of(cut := _cut(label, kept)) > width:
         kept -= 1
@@ -114,10 +110,9 @@ def left_of(ticks: Iterable[float]) -> float:
 
 
 def element(tag: str, *inside: str, **attributes: str | float) -> Markup:
-    """One element. What stands inside and in attributes is escaped and printable unless it is Markup; numbers get one
-    decimal.
+    """Return one element; contents and attributes that aren't Markup are escaped, numbers get one decimal.
 
-    An underscore in an attribute's name stands for a hyphen, and one at its end for nothing (`class_`).
+    An underscore in an attribute's name stands for a hyphen, one at its end for nothing (`class_`).
     """
     written = Markup("").join(
         Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), _shown(value))
@@ -148,7 +143,6 @@ def dot(x: float, y: float, css: str, radius: float = 4.0) -> Markup:
 
 
 def line(css: str, x: tuple[float, float], y: tuple[float, float]) -> Markup:
-    """A straight line between two points."""
     return element("line", class_=css, x1=x[0], x2=x[1], y1=y[0], y2=y[1])
 
 
@@ -162,7 +156,7 @@ def path(css: str, path_data: str) -> Markup:
 
 
 def legend(entries: Sequence[tuple[str, str]], *, right: str = "") -> Markup:
-    """Names beside dots of their class, on the top line from the left; long names share what `right` leaves of it."""
+    """Draw names beside dots of their class; long names share the room that `right` leaves."""
     parts, x, room = [], 2.0, WIDTH - width_of(right) - 12
     is_long = sum(30 + width_of(name) for name, _ in entries) > room
     for name, css in entries:
@@ -173,7 +167,6 @@ def legend(entries: Sequence[tuple[str, str]], *, right: str = "") -> Markup:
 
 
 def grid_y(y: Scale, left: float, right: float, unit: str) -> Markup:
-    """A line and a label for each tick, the unit above."""
     parts = []
     for tick in y.ticks:
         level = y.at(tick)
@@ -182,7 +175,6 @@ def grid_y(y: Scale, left: float, right: float, unit: str) -> Markup:
 
 
 def grid_x(x: Scale, top: float, bottom: float, x_label: str) -> Markup:
-    """A line and a label for each tick, what the axis shows below."""
     parts = []
     for tick in x.ticks:
         place = x.at(tick)
@@ -202,7 +194,6 @@ class Drawing:
 
     @property
     def inline(self) -> Markup:
-        """For a page, which brings the colours."""
         return self._svg()
 
     @property

@@ -17,7 +17,7 @@ MOST_WHY = 100
 
 
 def tables(content: Content) -> dict[str, Table]:
-    """Every table that there are rows for, by key, in reading order."""
+    """Return every table that has rows, by key, in reading order."""
     summary, size = content.summary, content.calibration_size
     parts: list[tuple[Callable[[Any], Table], Any]] = [
         (models, content.models),
@@ -40,7 +40,6 @@ def tables(content: Content) -> dict[str, Table]:
 
 
 def models(lines: Sequence[ModelLine]) -> Table:
-    """One column a model, one row a property; a last column compares two models."""
     cells = [
         _property("Parameters", [line.params for line in lines], count),
         _property("Multiply-adds", [line.macs for line in lines], count),
@@ -68,7 +67,6 @@ def _property(name: str, values: Sequence[float | None], show: Callable[[float |
 
 
 def effects(lines: Sequence[EffectLine]) -> Table:
-    """What the compensation changed, at the same widths."""
     return Table(
         key="effects",
         title="What the compensation changed",
@@ -97,7 +95,6 @@ def latency(key: str, title: str, rows: Sequence[SummaryRow]) -> Table:
 
 
 def _on_repeats(rows: Sequence[SummaryRow]) -> str:
-    """The largest gain of a batch that comes again and again, where that was measured."""
     gains = [(gain, name, row.batch) for row in rows for name, gain in row.repeats.items()]
     if not gains:
         return ""
@@ -131,7 +128,6 @@ def _both(sides: tuple[Side, ...], show: Callable[[Side], str]) -> str:
 
 
 def gate(rules: Sequence[GateLine]) -> Table:
-    """The gate's rules as judged, a line each."""
     return Table(
         key="gate",
         title="Gate",
@@ -142,7 +138,6 @@ def gate(rules: Sequence[GateLine]) -> Table:
 
 
 def ways(lines: Sequence[BudgetLine]) -> Table:
-    """One budget spent in several ways."""
     return Table(
         key="ways",
         title="One budget, several ways to spend it",
@@ -153,7 +148,6 @@ def ways(lines: Sequence[BudgetLine]) -> Table:
 
 
 def merging(lines: MergingLines) -> Table:
-    """Tokens by block."""
     return Table(
         key="merging",
         title="Tokens by block",
@@ -171,7 +165,6 @@ JUDGED_COLUMNS = {
 
 
 def sites(lines: Sequence[SiteLine]) -> Table:
-    """Widths and residuals of every site; those on held-out images and of the residual stream where there are any."""
     judged = {
         column: name
         for column, name in JUDGED_COLUMNS.items()
@@ -191,7 +184,6 @@ def sites(lines: Sequence[SiteLine]) -> Table:
 
 
 def pairs(key: str, title: str, values: Mapping[str, str]) -> Table:
-    """A flat mapping as a table."""
     return Table(key=key, title=title, columns=PAIR, rows=tuple(values.items()))
 
 
@@ -199,9 +191,6 @@ MEASURES = ("seconds", "peak_bytes", "device_peak_bytes")
 
 
 def effort_table(lines: Sequence[EffortLine]) -> Table:
-    """A row a step and one of all together, where every step is known; the machines in a note, or in a column where
-    there are several.
-    """
     machines = list(dict.fromkeys(_machine(line) for line in lines if line.machine))
     several = len(machines) > 1
     rows = [

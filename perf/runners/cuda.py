@@ -1,8 +1,6 @@
-"""Timing on a CUDA device: one non-default stream, fixed addresses, events around every stage.
+"""Timing on a CUDA device: one non-default stream, fixed addresses, events around every stage, as trtexec defines them.
 
-Definitions are trtexec's: compute is the event span around the enqueued model, end to end is the sum of the spans of
-host-to-device copy, compute and device-to-host copy. Calls of a block are enqueued one after the other and waited for
-once, so that the device is not idle while the host issues the next.
+Calls of a block are enqueued one after the other and waited for once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +16,7 @@ from perf.timing.laps import Clock, Laps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBound:
-    """The stages of one call, each a function that enqueues work, and the marks between them: events, of which
-    `elapsed_time(later)` tells milliseconds.
-    """
+    """The stages of one call, each a function that enqueues work, and the events between them."""
 
     copy_in: Callable[[], object]
     launch: Callable[[], object]
@@ -60,10 +56,7 @@ class DeviceBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """Pinned host memory and device memory of one batch by name, on one stream; addresses don't change.
-
-    What goes in keeps its type; what comes out is float32.
-    """
+    """Pinned host memory and device memory of one batch, at fixed addresses on one stream; outputs are float32."""
 
     stream: Any
     host_in: Mapping[str, Any]
@@ -75,7 +68,6 @@ class Staging:
     def hold(
         cls, stream: Any, feeds: Feeds, output_shapes: Mapping[str, Sequence[int]], *, unread: Sequence[str] = ()
     ) -> Self:
-        """`unread`: outputs that stay on the device."""
         import torch
 
         shapes = {name: tuple(shape) for name, shape in output_shapes.items()}
@@ -103,7 +95,6 @@ class Staging:
         )
 
     def run(self, launch: Callable[[], object]) -> Outputs:
-        """One call, untimed; see bound."""
         bound = self.bound(launch, flush_l2=False)
         bound.copy_in()
         bound.launch()
@@ -134,7 +125,7 @@ def _copy(sources: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
 
 
 def first_uuid() -> str:
-    """The GPU that everything here runs on, by the name that NVML knows it by. Raises Missing as require_cuda does."""
+    """Return NVML's name of the GPU in use. Raises Missing as require_cuda does."""
     import torch
 
     require_cuda()
@@ -165,7 +156,6 @@ def captured(stream: Any, launch: Callable[[], object]) -> Callable[[], object]:
 
 
 def _l2_flush() -> Callable[[], object]:
-    """Overwrites twice the L2 cache, so that the next call finds none of its weights there."""
     import torch
 
     size = 2 * torch.cuda.get_device_properties(0).L2_cache_size

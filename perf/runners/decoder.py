@@ -1,9 +1,8 @@
-"""Runs a decoder's ONNX graph with its key/value cache in ONNX Runtime, all of a prompt at once or token by token.
+"""Runs a decoder's ONNX graph with its key/value cache in ONNX Runtime, a prompt at once or token by token.
 
-The graph takes input_ids [B,T], attention_mask [B,P+T] and past_key_values.* [B,G,P,H], and gives logits [B,T,V] and
-present.*. As serving runtimes do it, a cache is one buffer for as many tokens as there will be, which past and present
-share, so that a step writes one token and copies nothing.
-Shapes: B sequences, T tokens fed, P tokens cached, N tokens in all, G groups of heads, H their width, V words.
+It takes input_ids [B,T], attention_mask [B,P+T] and past_key_values.* [B,G,P,H], gives logits [B,T,V] and present.*.
+Past and present share one buffer. Shapes: B sequences, T tokens fed, P cached, N in all, G groups of heads, H their
+width, V words.
 """
 
 from collections.abc import Mapping
@@ -40,14 +39,10 @@ _TYPES = {4: "tensor(float)", 2: "tensor(float16)"}
 
 @dataclass(slots=True)
 class DecoderRunner:
-    """A decoder on sequences of `length` tokens. The first `cached` of them lie in the cache when it is timed, the rest
-    are fed in one call; its answer are the logits of those.
+    """A decoder on sequences of `length` tokens, `cached` of them in the cache when it is timed; gives the others'
+    logits.
 
-    Args:
-        path: the ONNX file; external data beside it.
-        cache: what it keeps of every token; the graph alone does not say how wide heads are.
-        provider: `cpu`, or `cuda` for graphs in FP16 alone: others would leave their attention to the CPU.
-        threads: threads inside an operator; None leaves ONNX Runtime's choice (all cores that a quota allows).
+    Provider `cuda` is for graphs in FP16 alone.
     """
 
     path: Path
@@ -109,7 +104,7 @@ class DecoderRunner:
         return bound.outputs(bound.call())
 
     def steps(self, feeds: Feeds) -> Outputs:
-        """Logits [B,N,V] of every token, fed one after the other with the cache, from an empty one on."""
+        """Return the logits [B,N,V] of every token, fed one by one with an empty cache."""
         ids_BN = self._checked(feeds)
         cache = self._buffers(len(ids_BN))
         places = range(self.length)
@@ -117,7 +112,6 @@ class DecoderRunner:
         return {LOGITS: np.concatenate(each, axis=1)}
 
     def bind(self, feeds: Feeds) -> HostBound:
-        """The cache is filled here; a call writes the same places of it anew each time."""
         ids_BN = self._checked(feeds)
         cache = self._buffers(len(ids_BN))
         if self.cached:
@@ -144,7 +138,6 @@ class DecoderRunner:
 
     @property
     def _past(self) -> list[str]:
-        """The parts of the cache by the names that the graph takes them under."""
         return [f"{_PAST}{layer}.{part}" for layer in range(self.cache.layers) for part in ("key", "value")]
 
     def _require_decoder(self) -> None:
@@ -165,14 +158,12 @@ class DecoderRunner:
             )
 
     def _buffers(self, batch: int) -> dict[str, Any]:
-        """Zeros for all tokens, by the name of the past that each is."""
         value: Any = onnxruntime_here().OrtValue
         shape = batch, self.cache.groups, self.length, self.cache.head
         kind = np.float32 if self.cache.value_bytes == 4 else np.float16
         return {name: value.ortvalue_from_numpy(np.zeros(shape, kind), self.provider, 0) for name in self._past}
 
     def _prepared(self, ids_BT: NDArray[np.int64], past: int, cache: Mapping[str, Any]) -> Any:
-        """A call on these tokens, that stand behind `past` ones in the cache."""
         binding, (batch, count) = self._session.io_binding(), ids_BT.shape
         binding.bind_cpu_input(IDS, np.ascontiguousarray(ids_BT))
         binding.bind_cpu_input(MASK, np.ones((batch, past + count), np.int64))
@@ -203,7 +194,6 @@ def _logits(binding: Any) -> NDArray[np.float32]:
 
 
 def _precision(path: Path) -> str:
-    """In the words of ground.precision; int8 and int4 are of weights that are made floats where they are used."""
     bits = [
         attribute.i
         for node in read_onnx(path, weights=False).graph.node

@@ -1,7 +1,4 @@
-"""Runs a serialised TensorRT or TensorRT-RTX plan on a non-default CUDA stream, with fixed addresses.
-
-Memory, streams, events and graphs are torch.cuda's.
-"""
+"""Runs a serialised TensorRT or TensorRT-RTX plan on a non-default CUDA stream of torch's, with fixed addresses."""
 
 import hashlib
 from collections.abc import Mapping
@@ -25,17 +22,10 @@ Backend = Literal["tensorrt", "tensorrt_rtx"]
 
 @dataclass(slots=True)
 class EngineRunner:
-    """A plan; it tells its inputs and outputs, but not what outputs are for: one of [B, classes] passes for logits, any
-    other for a feature map. What comes out is float32.
+    """A plan. An output [B, classes] passes for logits, any other for a feature map; float32 comes out.
 
-    Args:
-        path: the plan.
-        backend: which of the two runtimes wrote it; a plan of one is no plan of the other.
-        cuda_graph: capture the enqueued engine once per binding and replay it.
-        flush_l2: overwrite the L2 cache before each call.
-        precision: what its builder recorded; a plan doesn't tell.
-        sha256: the digest of its bytes, without which it isn't handed to a runtime, that would run what it holds; None
-            where the caller has made sure of them.
+    `precision`: what the builder recorded. `sha256`: the plan's digest, checked before a runtime runs what it holds;
+    None where the caller has checked.
     """
 
     path: Path
@@ -133,7 +123,7 @@ class EngineRunner:
         return staging, launch
 
     def _context(self, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """An execution context for these input shapes; raises BadInput when the plan's profile doesn't take them."""
+        """Return a context for these input shapes. Raises BadInput when the plan's profile doesn't take them."""
         beyond = []
         for name, shape in shapes.items():
             least, _, most = (tuple(limit) for limit in self._engine.get_tensor_profile_shape(name, 0))
@@ -159,7 +149,6 @@ class EngineRunner:
 
 
 def _ports(trt: Any, engine: Any, path: Path) -> tuple[tuple[Port, ...], tuple[OutputPort, ...]]:
-    """Raises BadInput for an input of a type that nothing here feeds, and for an output that is not float32."""
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     sources = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
     sinks = [name for name in names if name not in sources]

@@ -31,18 +31,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(slots=True)
 class ModuleRunner:
-    """A module that maps named tensors to named tensors. What has to be moved, cast or compiled is a copy; the
-    caller's own stays.
+    """A module called with one tensor [B, ...] for each input; gives one for each output.
 
-    Args:
-        module: called with one tensor [B, ...] for each of `inputs` in their order; gives one tensor [B, ...] bare, or
-            a tuple of as many as there are `outputs`.
-        device: `cpu` or `cuda`; asking for cuda where there is none raises Missing.
-        mode: `cuda_graph` needs cuda.
-        threads: torch's threads, a setting of the whole process, put back on leaving; None leaves it.
-        label: a name for the record.
-        inputs: what the module takes; images of any size unless told.
-        outputs: what it gives; logits unless told.
+    What has to be moved, cast or compiled is a copy. `threads`: torch's, put back on leaving.
     """
 
     module: nn.Module
@@ -78,7 +69,6 @@ class ModuleRunner:
         return self
 
     def _runs_as_it_is(self) -> bool:
-        """Every call is made in inference mode, which changes nothing in an eval-mode module."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         floats = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
         is_on_device = {tensor.device.type for tensor in tensors} <= {self.device}
@@ -141,7 +131,7 @@ class ModuleRunner:
         }
 
     def _first(self, batch: Tensors) -> Tensors:
-        """The first call at a shape, which compiles for it; the shapes of all models count towards one limit."""
+        """Call for the first time at a shape, which compiles; shapes of all models count towards one limit."""
         if self.mode != "compiled":
             return self._forward(batch)
         from torch._dynamo import config
@@ -173,7 +163,7 @@ class ModuleRunner:
 
 
 def tensors_of_ports(answer: object, ports: Sequence[OutputPort], *, where: str) -> Tensors:
-    """What a module gave, one tensor for each port. Raises BadInput for anything else."""
+    """Return one tensor for each port. Raises BadInput for another answer."""
     tensors = (answer,) if isinstance(answer, torch.Tensor) else answer
     if not isinstance(tensors, tuple) or [isinstance(each, torch.Tensor) for each in tensors] != [True] * len(ports):
         received = f"{len(tensors)} values" if isinstance(tensors, tuple) else f"a {type(answer).__name__}"

@@ -43,16 +43,10 @@ from .protocol import Gauge, HostBound, device_memory, resident_gauge
 
 @dataclass(slots=True)
 class OnnxRunner:
-    """An ONNX model; its file tells its inputs and outputs, fusion breaks among them are not asked for. An output of
-    which no note tells the role passes for logits if it is [B, classes], else for a feature map. `fixed_batch`: the
-    batch size that the graph fixes, None where it leaves it free.
+    """An ONNX model; its file tells its inputs and outputs but for fusion breaks.
 
-    Args:
-        path: the ONNX file; external data beside it.
-        provider: `cpu`, `cuda` or `tensorrt`.
-        threads: threads inside an operator; None leaves ONNX Runtime's choice (all cores that a quota allows).
-        cuda_graph: replay a captured graph (cuda and tensorrt only).
-        as_typed: compute Q/DQ pairs and what stands between them in float32, not in kernels of INT8 (cpu only).
+    Without a role noted, an output [B, classes] passes for logits, else for a feature map. `fixed_batch`: the graph's
+    own, None where free. `threads`: None leaves ONNX Runtime's choice. `as_typed`: Q/DQ pairs in float32 (cpu).
     """
 
     path: Path
@@ -153,7 +147,6 @@ class OnnxRunner:
         return dict(self._describe)
 
     def _checked(self, feeds: Feeds) -> Feeds:
-        """The feeds, if they have the types and the sizes that the graph fixes."""
         return checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
 
     @property
@@ -166,7 +159,6 @@ class OnnxRunner:
         }
 
     def _take_io(self) -> None:
-        """As the session tells it, which knows sizes that the file leaves out."""
         inputs, outputs = (
             [(node.name, _dtype(node.type), _sizes(node.shape)) for node in nodes]
             for nodes in (self._session.get_inputs(), self._session.get_outputs())
@@ -216,8 +208,8 @@ def _sizes(shape: Sequence[int | str | None]) -> tuple[int, ...]:
 
 
 def onnx_precision(path: Path) -> str:
-    """What the weights are by bytes, in the words of ground.precision: quantised where one hundredth is; mixed where no
-    type holds 99 %; `unknown` where there are none.
+    """Return the precision of the weights: quantised from 1 % of bytes, mixed below 99 % of one type, `unknown` for
+    none.
     """
     sizes: Counter[FloatType] = Counter()
     for tensor in read_onnx(path, weights=False).graph.initializer:

@@ -1,6 +1,4 @@
-"""ONNX files opened: a session of ONNX Runtime by the execution provider that was asked for, and no other; and what a
-file says of its inputs and outputs, read without any runtime.
-"""
+"""Sessions of ONNX Runtime by the execution provider that was asked for, and the ports of ONNX files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,9 +26,7 @@ Borders = tuple[tuple[Port, ...], tuple[OutputPort, ...], int | None]
 
 
 def io_of_onnx(path: Path) -> Borders:
-    """Raises BadInput for what is no graph, for inputs of types that nothing here feeds, and for no outputs or those of
-    types that nothing here reads.
-    """
+    """Return a graph's ports. Raises BadInput for no graph, and for inputs and outputs of other types."""
     proto = read_onnx(path, weights=False)
     initializers = {tensor.name for tensor in proto.graph.initializer}
     inputs, outputs = (
@@ -42,9 +38,7 @@ def io_of_onnx(path: Path) -> Borders:
 
 
 def graph_io(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], note: str) -> Borders:
-    """Of what a file or a runtime tells, with the note on its outputs. Raises BadInput as io_of_onnx does, and for a
-    note that can't be read.
-    """
+    """Return the ports of a file or runtime, with the note on its outputs. Raises BadInput as io_of_onnx does."""
     answers = [(name, dtype, sizes) for name, dtype, sizes in outputs if not is_fusion_break(name)]
     if not answers or not all(dtype in READ for _, dtype, _ in answers):
         received = ", ".join(f"{name}: {dtype}" for name, dtype, _ in answers)
@@ -70,7 +64,6 @@ def role_of_rank(rank: int) -> Role:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """With the batch in front; -1 where a size is open."""
     dims = value.type.tensor_type.shape.dim
     return tuple(max(dim.dim_value, -1) if dim.WhichOneof("value") == "dim_value" else -1 for dim in dims)
 
@@ -106,7 +99,6 @@ def ort_errors(ort: Any) -> tuple[type[Exception], ...]:
 
 
 def require_provider(available: list[str], provider: Provider) -> None:
-    """Raise Missing unless this build of ONNX Runtime has the provider."""
     name = PROVIDERS[provider]
     if name not in available:
         raise Missing(
@@ -116,10 +108,7 @@ def require_provider(available: list[str], provider: Provider) -> None:
 
 
 def session_options(threads: int | None, *, log_severity: int = 3) -> Any:
-    """Return options with so many threads inside an operator, None for ONNX Runtime's choice.
-
-    It would choose all processors, also where a quota grants fewer.
-    """
+    """Return options with so many threads, None for as many as a quota grants."""
     options = onnxruntime_here().SessionOptions()
     options.log_severity_level = log_severity
     if (threads := thread_limit() if threads is None else threads) is not None:
@@ -131,9 +120,7 @@ def session_options(threads: int | None, *, log_severity: int = 3) -> Any:
 
 
 def opened_session(path: Path, provider: Provider, options: Any, provider_options: Mapping[str, str]) -> Any:
-    """Raises BadInput for a graph that can't be loaded, Missing where another provider than asked for would run it or a
-    part of it.
-    """
+    """Open a graph. Raises BadInput if it can't be loaded, Missing if another provider would run a part of it."""
     ort = onnxruntime_here()
     try:
         # Its Python part would open the session again, or go on at a call, with another provider than asked for.

@@ -1,8 +1,7 @@
-"""Runs an ONNX file in OpenVINO on the CPU, computed in the precision that was asked for.
+"""Runs an ONNX file in OpenVINO on the CPU.
 
-OpenVINO's own choice follows the CPU and not the file: where there is BF16 it computes an FP32 graph in BF16. So the
-precision is always said. What is recorded are the types of the products as the compiled model has them: it answers f32
-to whoever asks for its hint while it computes the layers of a BF16 graph in BF16.
+OpenVINO's own precision follows the CPU and its hint answers f32 for BF16 layers, so precision is always set, and
+recorded from the products of the compiled model.
 """
 
 from collections.abc import Callable
@@ -35,14 +34,9 @@ REMEDY = "pip install 'corp-deploy[openvino]'"
 
 @dataclass(slots=True)
 class OpenVinoRunner:
-    """An ONNX model; its file tells its inputs and outputs as for OnnxRunner.
+    """An ONNX model in OpenVINO, with ports as for OnnxRunner.
 
-    Args:
-        path: the ONNX file; external data beside it.
-        arithmetic: what it is computed in, whatever its weights are held in; a CPU without it raises Missing. None: as
-            the file is typed, FP16 in float32.
-        threads: threads inside an operator; None leaves OpenVINO's choice (all cores that a quota allows). More than
-            there are cores raises Missing.
+    `arithmetic`: what it is computed in; None: as typed, FP16 in float32. `threads`: None leaves OpenVINO's choice.
     """
 
     path: Path
@@ -118,7 +112,7 @@ class OpenVinoRunner:
         return dict(self._describe)
 
     def _request(self, feeds: Feeds) -> tuple[Any, list[Any]]:
-        """One of its own, which reads the feeds where they are; an input that no output depends on is not fed."""
+        """Make a request that reads the feeds in place; inputs that no output depends on are not fed."""
         checked = checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
         read = {name for port in self._compiled.inputs for name in port.names}
         openvino, request = require_openvino(), self._compiled.create_infer_request()
@@ -194,7 +188,6 @@ class CompiledSettings:
 
 
 def require_openvino() -> Any:
-    """The package; raises Missing where it is not installed."""
     try:
         import openvino
     except ImportError as error:
@@ -204,8 +197,9 @@ def require_openvino() -> Any:
 
 @cache
 def shared_core() -> Any:
-    """One for the process, which is never given back: each gives this thread a stack for its signals and, when it goes,
-    puts back the one that it found. Of two, that may be one that was freed meanwhile, and the next signal (that of a
-    data loader's process that ended) ends the process. Raises Missing where OpenVINO is not installed.
+    """Return the process's one core, which is never given back.
+
+    Each core restores the thread's signal stack that it found; of two that may be freed, and the next signal ends the
+    process. Raises Missing without OpenVINO.
     """
     return require_openvino().Core()

@@ -1,9 +1,6 @@
-"""What every runner is, the binding that times one on the host's clock, and the peak memory of one runner among several
-in a process.
+"""The protocol of runners, a binding timed by the host's clock, and the memory of one runner among several.
 
-Runners live in files by what they run: `module` (a torch module), `onnx` (an ONNX file in ONNX Runtime), `engine` (a
-TensorRT or TensorRT-RTX plan). A runner never falls back: asked for a device, provider or precision that it doesn't
-get, it raises Missing.
+A runner never falls back: it raises Missing for a device, provider or precision that it doesn't get.
 """
 
 from collections.abc import Callable
@@ -82,10 +79,7 @@ def device_memory() -> Gauge:
 
 @dataclass(slots=True)
 class Ledger:
-    """What one runner holds, phase by phase: growth it left behind, plus the highest growth of the last phase.
-
-    Memory that a runner frees and another takes over is booked on neither twice nor exactly; it is an attribution.
-    """
+    """A runner's memory, phase by phase: growth left behind, plus the last phase's highest growth."""
 
     gauge: Gauge | None
     held_bytes: int = 0
@@ -107,25 +101,17 @@ class Ledger:
 
 
 def stopwatch(device: str) -> Stopwatch:
-    """One that tells the peak of this process, and of torch's allocator where torch works on a GPU."""
     return Stopwatch(host=resident_gauge(), device=torch_allocator() if device == "cuda" else None)
 
 
 class Runner(Protocol):
-    """A model made ready on a device; a context manager that holds it there.
-
-    Feeds go in by the names of its inputs; what doesn't fit them is refused with BadInput, naming every mismatch.
-    """
+    """A model made ready on a device, a context manager. Feeds that don't fit are refused with BadInput."""
 
     @property
-    def inputs(self) -> tuple[Port, ...]:
-        """What it takes; valid once entered."""
-        ...
+    def inputs(self) -> tuple[Port, ...]: ...
 
     @property
-    def outputs(self) -> tuple[OutputPort, ...]:
-        """What it answers, in this order; valid once entered."""
-        ...
+    def outputs(self) -> tuple[OutputPort, ...]: ...
 
     def __enter__(self) -> Self: ...
 
@@ -150,11 +136,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostBound:
-    """Calls timed by the host's clock: the model runs on the CPU and returns when it is done.
-
-    `watch` gives the time that threads lost to other programs, see perf.timing.watch.lost_time. `outputs` reads what a
-    call gave, outside of any time.
-    """
+    """Calls timed by the host's clock; `watch` tells time lost to other programs, `outputs` reads an answer."""
 
     call: Callable[[], object]
     watch: Callable[[], AbstractContextManager[LostTime | None]] = lost_time

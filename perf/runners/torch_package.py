@@ -1,7 +1,6 @@
 """Runs a package that AOTInductor compiled from a torch program (.pt2), on the CPU.
 
-Such a package is native code: whoever loads one runs it. It is loaded by torch's loader of packages alone, as readers
-of programs may take a .pt2 for a pickle.
+A package is native code; torch's package loader alone opens it, as others may take a .pt2 for a pickle.
 """
 
 import os
@@ -28,15 +27,10 @@ CHECKED = "AOTI_RUNTIME_CHECK_INPUTS"
 
 @dataclass(slots=True)
 class PackageRunner:
-    """A compiled program that takes one tensor [B, ...] for each of `inputs` in their order.
+    """A compiled program that takes one tensor [B, ...] for each of `inputs`; its code has been trusted by the caller.
 
-    Args:
-        path: the package; the caller has made sure that its code may be run.
-        inputs: what it takes, as a package doesn't tell.
-        outputs: what it gives; where nobody tells, an input is run to see, and they are called output_0, output_1, ...
-        batch: which batches it was compiled for, in words, for the record.
-        precision: what its weights are held in, for the record.
-        threads: torch's threads, put back on leaving; compiled loops keep the number that they were compiled with.
+    Without `outputs` an input is run to see them. `batch` and `precision` are for the record. `threads`: torch's, put
+    back on leaving.
     """
 
     path: Path
@@ -120,7 +114,6 @@ class PackageRunner:
         return tuple(torch.from_numpy(array) for array in checked.values())
 
     def _run(self, batch: tuple[torch.Tensor, ...]) -> Any:
-        """Raises BadInput for a batch that it was not compiled for."""
         try:
             with torch.inference_mode():
                 answer = self._compiled(*batch)

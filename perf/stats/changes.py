@@ -1,15 +1,11 @@
-"""Change points of a series that grows: which releases began a new level, looked for again after every release.
+"""Change points of a series that grows, looked for again after every release.
 
-The change-point model of Hawkins, Qiu and Kang (Journal of Quality Technology 35, 2003): after each value every split
-of the current level in two is tried by Student's t, the spread pooled over all levels, and the largest counts. A split
-that counts closes the level; what follows is judged against its own. Before they are compared, t values of different
-degrees of freedom are put on one scale (Wallace, Annals of Mathematical Statistics 30, 1959).
+The change-point model of Hawkins, Qiu and Kang (Journal of Quality Technology 35, 2003): every split of the current
+level is tried by Student's t, the spread pooled over all levels, t values put on one scale (Wallace, Annals of
+Mathematical Statistics 30, 1959).
 
-The bound is on the whole history, not on a look: `critical_score` is the score that a share `alpha` of simulated
-histories of LOOKS values without a change ever reaches, at any of their looks. The simulated noise has Student tails of
-TAIL degrees of freedom, heavier than any between repeated benches that were recorded.
-
-Legend: H simulated histories, N values.
+`critical_score` bounds whole histories: a share `alpha` of simulated ones (Student noise of TAIL degrees of freedom)
+reach it at any look. Legend: H simulated histories, N values.
 """
 
 import functools
@@ -34,10 +30,7 @@ _NORMAL_95 = 1.96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangePoint:
-    """A level that began at value `first` and was seen when value `found` came; both count from 0.
-
-    `ratio`: the new level over the one before, by the values up to `found`. `score`: Student's t as a normal deviate.
-    """
+    """A level that began at value `first` and was seen at value `found`; `ratio` is over the level before."""
 
     first: int
     found: int
@@ -58,11 +51,9 @@ def normal_from_t(t: Any, freedom: int) -> Any:
 def change_points(
     values: Sequence[float] | Floats, critical: float, *, noise: float = LEAST_NOISE
 ) -> tuple[ChangePoint, ...]:
-    """The changes of a series of positive values, as each was found; a value seen later alters none of them.
+    """Return the changes of a series of positive values as each was found.
 
-    Args:
-        critical: the score that counts, see `critical_score`.
-        noise: the spread of the logarithms that the estimate is never below, such as a measurement's own.
+    `critical`: see `critical_score`; `noise`: a least spread of the logarithms.
     """
     logs = np.log(np.asarray(values, dtype=np.float64))
     points: list[ChangePoint] = []
@@ -99,7 +90,6 @@ def _steps(level_HN: Floats, squares: float, freedom: int, noise: float) -> tupl
 
 
 def _squares(values: Floats) -> Floats:
-    """Of each row from its mean."""
     return np.asarray(np.sum((values - values.mean(axis=-1, keepdims=True)) ** 2, axis=-1))
 
 

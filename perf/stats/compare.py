@@ -58,7 +58,6 @@ class Comparison:
 
 
 def compare(before: Bench, after: Bench) -> Comparison:
-    """Compare two records; subjects are paired by position, rows by batch size, and one without its twin stays."""
     old, new = summarise(before), summarise(after)
     batches = sorted({row.batch for row in (*old.rows, *new.rows)})
     pairs = ((old.reference, new.reference), (old.candidate, new.candidate))
@@ -72,7 +71,6 @@ def compare(before: Bench, after: Bench) -> Comparison:
 
 
 def ratio_of_independent(after: Interval, before: Interval) -> Interval:
-    """The quotient of two figures measured apart; their relative uncertainties add in quadrature."""
     value = after.value / before.value
     below = math.hypot(1 - after.low / after.value, before.high / before.value - 1)
     above = math.hypot(after.high / after.value - 1, 1 - before.low / before.value)
@@ -80,7 +78,6 @@ def ratio_of_independent(after: Interval, before: Interval) -> Interval:
 
 
 def markdown_from_comparison(comparison: Comparison) -> str:
-    """Differences first, then the table."""
     heading = ["| key | before | after |", "|---|---|---|"]
     lines = heading if comparison.differences else ["Environment: no difference."]
     for difference in comparison.differences:

@@ -1,8 +1,6 @@
-"""PURE: the one rule by which a figure that is known within an interval meets a limit, and its words; and a share of so
-many, such as agreement: its score interval, and from which number on it tells.
+"""PURE: how a figure known within an interval meets a limit, in words, and score intervals of shares.
 
-It fails where the whole interval breaks the limit and passes where none of it does; else nothing is decided, and what
-would decide is told. At confidence 0 the interval is the figure itself: the point alone decides.
+It fails where the whole interval breaks the limit, passes where none of it does, else what would decide is said.
 """
 
 import math
@@ -27,7 +25,6 @@ def wilson(hits: float, count: int, confidence: float = DEFAULT_CONFIDENCE) -> t
 
 
 def share_interval(share: float, count: int, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
-    """The share with its bounds; at confidence 0 both are the share."""
     if confidence == 0:
         return exact(share)
     low, high = wilson(min(share * count, count), count, confidence)
@@ -52,7 +49,6 @@ def paired_interval(gained: int, lost: int, count: int, confidence: float = DEFA
         return change, change
 
     def score(difference: float) -> float:
-        """The statistic at a true difference, with the share of losses most likely there."""
         b = -gained - lost + (2 * count - gained + lost) * difference
         root = math.sqrt(max(b * b + 8 * count * lost * difference * (1 - difference), 0.0))
         losses = max((root - b) / (4 * count), 0.0)
@@ -67,7 +63,6 @@ def paired_interval(gained: int, lost: int, count: int, confidence: float = DEFA
         )
 
     def end(beyond: float) -> float:
-        """The difference between the point and `beyond` at which the score is z or -z, by bisection."""
         inside, outside = change, beyond
         for _ in range(60):
             middle = (inside + outside) / 2
@@ -78,9 +73,7 @@ def paired_interval(gained: int, lost: int, count: int, confidence: float = DEFA
 
 
 def fewest(tells: Callable[[int], bool], least: int = 1) -> int | None:
-    """The smallest number from `least` on that tells, taking for granted that more do where fewer do; None where MOST
-    don't.
-    """
+    """Return the smallest number from `least` on that tells, as all larger ones do; None where MOST don't."""
     low, high = least - 1, least
     while not tells(high):
         if high >= MOST:
@@ -103,7 +96,6 @@ def most_confidence(least: float, count: int) -> float:
 
 
 def percent(share: float, decimals: int = 2) -> str:
-    """99.60 %; what is not all is never rounded up to 100 %."""
     if share == 1:
         return "100 %"
     step = 10.0 ** -(decimals + 2)
@@ -117,7 +109,6 @@ MOST_TIMES = 100  # as much again is measured by nobody
 
 
 def decide(low: float, high: float, breaks: Callable[[float], bool]) -> Decision:
-    """By where the ends of the interval lie."""
     broken = {breaks(low), breaks(high)}
     if len(broken) == 2:
         return "INCONCLUSIVE"
@@ -140,7 +131,6 @@ def compared_with_limit(
 
 
 def percent_change(change: float) -> str:
-    """-0.50 %, of a share in points."""
     return f"{100 * change:+.2f} %"
 
 
@@ -162,7 +152,6 @@ def share_against(share: float, least: float, *, count: int, noun: str, confiden
 
 
 def samples_for_share(decides: Callable[[int], bool], count: int, noun: str) -> str:
-    """How many would decide about a share where `count` don't; `decides` tells it of any number."""
     needed = fewest(decides, count)
     if needed is None:
         return f"{STRADDLES}; the share lies on it, so that more {noun} don't decide; at confidence 0 the point does"
@@ -170,15 +159,12 @@ def samples_for_share(decides: Callable[[int], bool], count: int, noun: str) -> 
 
 
 def data_factor(gap: float, width: float) -> float:
-    """How many times as much data takes an interval off a limit that its figure is `gap` away from and its end `width`:
-    widths shrink with the square root of it; infinite where nobody measures so much.
-    """
+    """Return how many times as much data takes an interval's end off a limit `gap` away; infinite beyond MOST_TIMES."""
     times = math.inf if gap == 0 else (width / gap) ** 2
     return times if times <= 1 + MOST_TIMES else math.inf
 
 
 def samples_for_interval(gap: float, width: float, count: int, noun: str) -> str:
-    """The same of a figure whose interval is drawn over `count`."""
     times = data_factor(gap, width)
     if not math.isfinite(times):
         return f"the figure lies on the limit; these are {count:,} {noun} and many more would not decide"

@@ -15,10 +15,9 @@ CLEAN_CALLS = 2  # of each subject that a span must have to be compared
 
 
 class QuietSpans:
-    """The units of a comparison, as rounds come: whole rounds, taken together until each subject has clean calls.
+    """Spans of a comparison: whole rounds, taken together until each subject has clean calls.
 
-    On a quiet machine every round is a span. Under load a span is as long as it takes to find a few calls of each
-    subject that no other program interrupted; what is left over at the end is no span.
+    What is left over at the end is no span.
     """
 
     def __init__(self, subjects: Iterable[str]) -> None:
@@ -43,7 +42,6 @@ class QuietSpans:
 
 
 def quiet_spans(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
-    """The spans of a finished measurement, see `QuietSpans`."""
     rounds: dict[int, list[Block]] = {}
     for block in blocks:
         rounds.setdefault(block.round, []).append(block)
@@ -54,22 +52,17 @@ def quiet_spans(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
 
 
 def interrupted_share(blocks: Iterable[Block]) -> float:
-    """The share of calls that lost their CPU to other programs."""
     calls = [call for block in blocks for call in _clean(block)]
     return calls.count(False) / len(calls) if calls else 0.0
 
 
 def whole_rounds(blocks: Iterable[Block]) -> list[int]:
-    """The rounds of which no block was dropped."""
     blocks = tuple(blocks)
     return sorted({block.round for block in blocks} - {block.round for block in blocks if block.dropped is not None})
 
 
 def is_disturbed(blocks: Iterable[Block]) -> bool:
-    """Whether there are too few quiet spans; statistics then use the interrupted calls too and must not be relied on.
-
-    Threads that wait for one another are delayed by whole scheduler slices: such times are biased, not only noisy.
-    """
+    """Return whether there are too few quiet spans; then interrupted calls are used too and times are biased."""
     blocks = tuple(blocks)
     return len(quiet_spans(blocks)) < min(MIN_ROUNDS, len(whole_rounds(blocks)))
 
@@ -80,10 +73,9 @@ def comparison_measure(blocks: Iterable[Block]) -> str:
 
 
 def samples(blocks: Iterable[Block], subject: str, measure: str = "compute") -> list[Floats]:
-    """Kept times of one subject in milliseconds, one array for each span; no array is empty.
+    """Return the kept times of a subject in ms, an array a span: uninterrupted calls, or all when `is_disturbed`.
 
-    Kept are the uninterrupted calls of the quiet spans, or all calls of each whole round when `is_disturbed`.
-    `measure` is compute or end_to_end (a time for each call), or wall (for each block, divided by its calls).
+    `measure` is compute or end_to_end (by call), or wall (by block, over its calls).
     """
     blocks = tuple(blocks)
     disturbed = is_disturbed(blocks)

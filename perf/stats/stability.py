@@ -18,7 +18,6 @@ ENQUEUE_LIMIT = 0.8  # trtexec's: above it the device waits for the host
 
 
 def warnings_of(rows: Sequence[Row]) -> list[str]:
-    """One sentence for each thing that a reader of the record should know."""
     return [f"batch {row.batch}, {text}" for row in rows for text in _row_warnings(row)]
 
 

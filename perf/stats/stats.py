@@ -1,6 +1,6 @@
 """Statistics of raw samples: pure functions of arrays, float64, seeded, no clock.
 
-Legend: R rounds, D bootstrap draws. The calls of a round are an array of their own, as rounds may differ in length.
+Legend: R rounds, each an array of its calls, D bootstrap draws.
 """
 
 import math
@@ -25,10 +25,7 @@ Rounds = Sequence[Floats]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A value with the bounds it lies between at the stated confidence.
-
-    Of too few rounds there are none: the lower one is then 0 and the upper one infinite, and neither is ever shown.
-    """
+    """A value with its bounds; of too few rounds these are 0 and infinite and never shown."""
 
     value: float
     low: Figure
@@ -40,12 +37,10 @@ class Interval:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether there were rounds enough for bounds."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
     @property
     def half_width_rel(self) -> float:
-        """Half the width as a share of the value."""
         return (self.high - self.low) / 2 / abs(self.value) if self.value else math.inf
 
     @property
@@ -60,16 +55,13 @@ class Interval:
 
 
 def exact(value: float) -> Interval:
-    """A figure without uncertainty."""
     return Interval(value=value, low=value, high=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentile:
-    """The smallest sample that at least so many per cent of them don't exceed, never interpolated; `value` is None when
-    there are fewer samples than are `needed` to state it.
-
-    `upper` is the order statistic that exceeds the true percentile with 99 % confidence, None when no sample does.
+    """A percentile, never interpolated; `value` is None below `needed` samples. `upper` exceeds it with 99 %
+    confidence.
     """
 
     value: float | None
@@ -78,7 +70,6 @@ class Percentile:
 
 
 def median(samples: Sequence[float] | Floats) -> float:
-    """The middle sample, or the mean of the two middle ones."""
     return float(np.median(np.asarray(samples, dtype=np.float64)))
 
 
@@ -89,10 +80,7 @@ def percentile(samples: Sequence[float] | Floats, percent: float) -> float:
 
 
 def upper_rank(samples: int, percent: float, confidence: float = 0.99) -> int | None:
-    """The lowest rank k (from one) with P(k-th order statistic >= true percentile) >= confidence, or None.
-
-    P = P(Binomial(n, p) < k): the k-th sample lies above the percentile when fewer than k samples fall below it.
-    """
+    """Return the lowest rank with P(k-th order statistic >= true percentile) = P(Binomial(n, p) < k) >= confidence."""
     share, below = percent / 100, 0.0
     for rank in range(1, samples + 1):
         hits, log_ways = rank - 1, math.lgamma(samples + 1) - math.lgamma(rank) - math.lgamma(samples - rank + 2)
@@ -103,9 +91,9 @@ def upper_rank(samples: int, percent: float, confidence: float = 0.99) -> int | 
 
 
 def needed_samples(percent: float, confidence: float = 0.99) -> int:
-    """Fewest samples of which the second largest already bounds the percentile: 64 for p90, 130 for p95, 662 for p99.
+    """Return the samples of which the second largest bounds the percentile: 64 for p90, 130 for p95, 662 for p99.
 
-    The rule of MLPerf's early stopping with one sample above the bound; the largest sample alone is left to accidents.
+    The rule of MLPerf's early stopping with one sample above the bound.
     """
     share, samples = percent / 100, 1
     while share**samples + samples * (1 - share) * share ** (samples - 1) > 1 - confidence:
@@ -126,11 +114,10 @@ def tail(samples: Sequence[float] | Floats, percent: float, *, always: bool = Fa
 def ratio_of_medians(
     numerator: Rounds, denominator: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """How many times larger the numerator's calls are: median over rounds of the ratio of the two medians in a round.
+    """Return the median over rounds of the ratio of both medians, so that a load that comes and goes cancels.
 
-    Both sides of a round ran within a fraction of a second, so a load that comes and goes cancels in their ratio, and a
-    round it hits half-way is one outlier. The interval is the percentile bootstrap over whole rounds; with fewer than
-    `least_rounds` no interval is honest and the bounds are 0 and infinity. At confidence 0 they are the value.
+    The interval is the percentile bootstrap over whole rounds, unbounded below `least_rounds`; at confidence 0 the
+    value.
     """
     pairs = zip(numerator, denominator, strict=True)
     ratio_R = np.asarray([np.median(above) / np.median(below) for above, below in pairs])
@@ -141,13 +128,11 @@ def ratio_of_medians(
 
 
 def median_interval(rounds: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, seed: int = 0) -> Interval:
-    """The median of all samples with the bootstrap interval over whole rounds (samples within a round are kin)."""
     percentiles = partial(_drawn_percentiles, rounds, 50.0)
     return _over_rounds(median(np.concatenate(rounds)), len(rounds), percentiles, confidence, seed)
 
 
 def percentile_interval(rounds: Rounds, percent: float, *, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
-    """A percentile of all samples with the bootstrap interval over whole rounds."""
     percentiles = partial(_drawn_percentiles, rounds, percent)
     return _over_rounds(percentile(np.concatenate(rounds), percent), len(rounds), percentiles, confidence)
 
@@ -162,7 +147,6 @@ def rate_interval(work_R: Floats, seconds_R: Floats, *, confidence: float = DEFA
 
 
 def coefficient_of_variation(samples: Sequence[float] | Floats) -> float:
-    """Standard deviation over mean."""
     values = np.asarray(samples, dtype=np.float64)
     return float(values.std(ddof=1) / values.mean()) if len(values) > 1 else 0.0
 
@@ -190,9 +174,7 @@ def trend_score(values: Sequence[float] | Floats) -> float:
 
 
 def least_rounds(confidence: float) -> int:
-    """The fewest rounds whose range covers the median with this confidence, 1 - 2 / 2**rounds; never under
-    MIN_ROUNDS, below which the bootstrap is of too few.
-    """
+    """Return the fewest rounds whose range covers the median with this confidence, 1 - 2 / 2**rounds, or MIN_ROUNDS."""
     return max(MIN_ROUNDS, math.ceil(1 - math.log2(1 - confidence) - 1e-9))
 
 
@@ -217,10 +199,7 @@ def _over_rounds(
 
 
 def _drawn_percentiles(rounds: Rounds, percent: float, drawn_DR: NDArray[np.int64]) -> Floats:
-    """The percentile of the pooled samples of each draw.
-
-    All samples are sorted once; a draw only says how often each round, and so each sample, counts.
-    """
+    """Return the percentile of each draw's pooled samples, sorted once."""
     pooled, owner = np.concatenate(rounds), np.repeat(np.arange(len(rounds)), [len(times) for times in rounds])
     order = np.argsort(pooled)
     pooled, owner = pooled[order], owner[order]

@@ -31,7 +31,7 @@ def gain_on_repeats(row: Row, subject: str) -> Interval | None:
 
 
 def cached_subjects(row: Row) -> Iterator[tuple[str, str]]:
-    """The subjects that win by knowing their input, each with a sentence: the whole interval is above what passes."""
+    """Yield the subjects that are faster on repeated inputs than passes, each with a sentence."""
     for subject in row.repeat_blocks:
         gain = gain_on_repeats(row, subject)
         if gain is not None and gain.low > MOST_GAIN:
@@ -47,11 +47,7 @@ WORTH_REL = 0.10  # a doubled batch, and so about a doubled latency, must bring 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One subject at one batch size. Latencies are None with several streams; everything is when it could not run.
-
-    `throughput` is images per second, one call after the other or as many at once as streams; None under an L2 flush,
-    which would be in it.
-    """
+    """One subject at a batch size. Latencies are None with several streams, throughput (images/s) with an L2 flush."""
 
     name: str
     status: Status
@@ -69,11 +65,9 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRow:
-    """One batch size. `speedup` and `noise` (the A/A run, ideally 1) are reference over candidate.
+    """One batch size. `speedup` and `noise` (the A/A run, ideally 1) are reference over candidate, of `rounds` spans.
 
-    `rounds` are the units compared, see perf.stats.quiet.quiet_spans. `disturbed` means that other programs had the
-    CPU in almost all calls: the numbers then tell little. `repeats`: how many times as quick a subject is on one batch
-    again and again as on varied ones, where that was asked.
+    `disturbed`: other programs had the CPU in almost all calls. `repeats`: speed on one batch over varied ones.
     `realised_share` is the time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio).
     """
 
@@ -98,10 +92,7 @@ class Knee:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A whole record, read. `end_to_end_rows` is empty where compute and end to end are the same call.
-
-    `knee` is the candidate's: the batch size past which a larger one buys little.
-    """
+    """A record's statistics. `end_to_end_rows` is empty where compute is end to end; `knee` is the candidate's."""
 
     reference: str
     candidate: str
@@ -120,9 +111,7 @@ class Summary:
 
 
 def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
-    """Read the statistics out of a record; the same record always gives the same numbers. `confidence`: of intervals,
-    but for those of `repeats`, which are held to a limit of their own.
-    """
+    """Read the statistics of a record. `confidence`: of all intervals but `repeats`."""
     rows = tuple(_row(bench, row, "compute", confidence) for row in bench.rows)
     apart = bench.rows if any(block.end_to_end_ms for row in bench.rows for block in row.blocks) else ()
     rates = {row.batch: row.sides[bench.candidate.name].throughput for row in rows}
@@ -137,9 +126,8 @@ def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
 
 
 def knee(throughput: Mapping[int, float]) -> Knee | None:
-    """The smallest batch from which no larger one gains WORTH_REL per doubling; None below two batch sizes.
-
-    `throughput`: images per second by batch size.
+    """Return the smallest batch from which no larger one gains WORTH_REL per doubling of images/s; None below two
+    sizes.
     """
     if len(throughput) < 2:
         return None

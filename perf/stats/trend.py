@@ -1,15 +1,9 @@
-"""Latency over releases: their bench records in one directory, a file each, added once and never overwritten; a series
-for each subject and batch size, and where its level changed.
+"""Latency over releases: bench records in one directory, never overwritten, a series for each subject and batch size.
 
-A file is named by the time of its measurement and the digest of what it holds, so that records come in order, the same
-record given twice is one file, and two processes that add at once lose nothing. What else lies in the directory is
-named and left alone.
+Files are named by time and digest, so that processes may add at once.
 
-The median time of one release differs from the next by what the machine did meanwhile, between benches of the same
-model by about 1.2 %. Its ratio to the reference, measured in turns in the same minute, differs by about 0.2 %. So where
-every release was measured against the same reference (same sha256), changes are looked for in that ratio, and a change
-that the reference shows as well is the machine's; otherwise in the candidate's own median. The series that is looked at
-is `judged`; the others are shown.
+Medians of equal models differ by about 1.2 % between benches, ratios to a reference by 0.2 %: where all releases have
+the same reference (sha256), changes are looked for in that ratio, else in the candidate's median.
 """
 
 import shutil
@@ -56,7 +50,6 @@ class History:
 
 
 def release_of_file(path: Path) -> Release:
-    """The record under its name. Raises BadInput when the file is none or doesn't say when it was measured."""
     bench = load_bench(path)
     try:
         created = datetime.fromisoformat(bench.created)
@@ -71,14 +64,12 @@ def release_of_file(path: Path) -> Release:
 
 
 def require_directory(directory: Path) -> None:
-    """Raise BadInput where something else than a directory stands, or is on the way there."""
     for place in (directory, *directory.parents):
         if place.exists() and not place.is_dir():
             raise BadInput(f"{place}: a file, expected the directory that keeps the bench records of releases")
 
 
 def load_history(directory: Path) -> History:
-    """What the directory holds; nothing where it isn't there yet. Raises BadInput where it is no directory."""
     require_directory(directory)
     releases: list[Release] = []
     left_out = []
@@ -101,7 +92,6 @@ def load_history(directory: Path) -> History:
 
 
 def add_release(directory: Path, record: Path) -> bool:
-    """Keep the bench record, byte by byte; False where it is kept already. Raises BadInput as the functions above."""
     require_directory(directory)
     path = directory / f"{release_of_file(record).name}.json"
     if path.exists():
@@ -117,10 +107,9 @@ SHOWN_KEYS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One figure by release, None where a release has no such figure that can be relied on.
+    """One figure by release, None where none can be relied on; `unit` is ms or x (the speed-up).
 
-    `unit` is ms for a median time, x for the speed-up. `changes` count releases from 0; their ratios are of time, also
-    for the speed-up (above 1 is slower). Only a `judged` series has changes.
+    `changes` count releases from 0; their ratios are of time. Only a `judged` series has any.
     """
 
     name: str
@@ -149,10 +138,7 @@ class BatchTrend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """All batch sizes of the newest release over the releases that are comparable with it, and those that are not.
-
-    `test` says how changes were looked for.
-    """
+    """All batch sizes of the newest release over comparable releases. `test` says how changes were looked for."""
 
     releases: tuple[str, ...]
     batches: tuple[BatchTrend, ...]
@@ -165,7 +151,6 @@ class Trend:
 
 
 def trend_of(history: History, newest: Release) -> Trend:
-    """The trend up to the newest release, whether the history holds it already or not."""
     left_out = list(history.left_out)
     releases: list[Release] = []
     for release in history.releases:
@@ -234,7 +219,6 @@ _NO_FIGURES: _Figures = (None, None, None)
 
 
 def _figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
-    """Median times of both subjects and the speed-up, or why there are none."""
     row = bench.row(batch)
     if row is None:
         return _NO_FIGURES, f"not measured at batch {batch}"

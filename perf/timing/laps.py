@@ -1,7 +1,5 @@
-"""Consecutive calls and their times, the rules of a measurement, and warm-up until the times are flat.
-
-Nothing here knows a model or a machine. What is timed comes as a `Bound`, the clock as a function of no arguments that
-returns nanoseconds; tests hand in fakes.
+"""Consecutive calls and their times, the rules of a measurement, and warm-up until the times are flat. Clock and calls
+are arguments.
 """
 
 import math
@@ -20,11 +18,10 @@ WARM_UP_SHARE = 1 / 8  # of a batch size's time limit, for each subject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laps:
-    """Consecutive calls: one time per call where calls can be told apart, and the wall time of all.
+    """Consecutive calls: a time for each where they can be told apart, and the wall time of all.
 
-    `compute_ms` is device time between events, or the wall time of the call on a CPU; `end_to_end_ms` adds the copies
-    to and from the device, None when there are none to add. `enqueue_ms` is how long the host took to issue the calls;
-    `lost_ms` what the threads of each call waited for a CPU, None where the system doesn't tell.
+    `compute_ms`: between events, or on the CPU's clock; `end_to_end_ms` adds copies; `enqueue_ms`: issuing the calls;
+    `lost_ms`: waiting for a CPU, None where unknown.
     """
 
     calls: int
@@ -43,17 +40,11 @@ class Bound(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The rules of a measurement; they are recorded with it.
+    """The rules of a measurement, recorded with it.
 
-    `half_width_rel` is the question: rounds are added until the interval of the speed-up is within this share of its
-    value on either side (a third of a gate's margin is a good choice), or the time is up. `time_limit_s` is for all
-    that a batch size costs, warm-up and A/A run too; perf.bench.budget shares it out.
-
-    Blocks are short, so that the two subjects of a round meet the same load; simulated at a load that comes and goes,
-    25 ms estimate the ratio with a third less spread than 100 ms do in the same time, and from 16 rounds on the 95 %
-    interval covered the true ratio in 94 % of 240 measurements.
-
-    `audit_rounds`: of each subject on one batch against varied ones; 0 leaves that out.
+    Rounds are added until the speed-up's interval is within `half_width_rel` on either side (a third of a gate's margin
+    is a good choice) or the time is up; `time_limit_s` is for all that a batch size costs. Blocks are short, so that
+    both subjects of a round meet the same load. `audit_rounds`: one batch against varied ones.
     """
 
     block_ms: float = 25.0
@@ -101,19 +92,13 @@ class WarmUp:
     flat: bool
 
     def call_ms(self) -> float:
-        """How long a warm call takes on average: the mean of the later half, since blocks are sized by it."""
         return fmean(self.samples_ms[len(self.samples_ms) // 2 :])
 
 
 def warm_up(
     bound: Bound, plan: Plan, clock: Clock, *, begun: Sequence[float] = (), limit_s: float = math.inf
 ) -> WarmUp:
-    """Call until the times stop falling, once at least; see Plan.warm_up_rule.
-
-    Args:
-        begun: milliseconds of the calls made before.
-        limit_s: seconds, where that is less than the plan's limit. A call that would end later isn't begun.
-    """
+    """Call until the times stop falling (Plan.warm_up_rule), for `limit_s` at most. `begun`: ms of the calls before."""
     started, samples_ms, limit_s = clock(), list(begun), min(limit_s, plan.warm_up_limit_s)
     while True:
         laps = bound.laps(1, clock)

@@ -1,7 +1,4 @@
-"""Warm subjects timed side by side: ABBA rounds of blocks, until the question is answered or so many.
-
-The state of the machine comes as a `Watch`, the clock as a function of no arguments; tests hand in fakes.
-"""
+"""Warm subjects timed side by side: ABBA rounds of blocks, until the question is answered or so many."""
 
 import gc
 import math
@@ -26,15 +23,11 @@ THROTTLED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake", "sw_thermal
 
 
 def calls_per_block(call_ms: float, block_ms: float) -> int:
-    """So many calls that a block lasts about `block_ms`: 1 to 200."""
     return min(max(math.ceil(block_ms / call_ms), 1), 200)
 
 
 def settle_calls(calls: int) -> int:
-    """Untimed calls at the head of a block, slowed by the other subject's cache contents: 1 when calls are short.
-
-    Calls so long that a block holds fewer than four are not changed by the few microseconds that refilling takes.
-    """
+    """Return the untimed calls at a block's head: 1 when calls are short enough for the cache's contents to matter."""
     return 1 if calls >= 4 else 0
 
 
@@ -48,14 +41,9 @@ def measure_pair(
     on_round: Callable[[int], None] | None = None,
     limit_s: float | None = None,
 ) -> tuple[tuple[Block, ...], str]:
-    """Measure two subjects in ABBA rounds (ABBA, BAAB, ...) until the plan's question is answered; says why it stopped.
+    """Measure two warm subjects, the reference first, in ABBA rounds until the plan is answered; says why it stopped.
 
-    Args:
-        bounds: two warm subjects by name, the reference first.
-        calls: timed calls in each block; a round has two blocks of each subject.
-        watch: the state of the GPU, asked between blocks; a throttled block spoils its round.
-        on_round: called with the rounds done.
-        limit_s: seconds in which it ends; None: the plan's.
+    A throttled block spoils its round. `on_round` is called with the rounds done; `limit_s`: None for the plan's.
     """
     reference, candidate = bounds
     blocks, quiet = list[Block](), QuietSpans(bounds)
@@ -79,9 +67,7 @@ def measure_rounds(
     on_round: Callable[[int], None] | None = None,
     limit_s: float = math.inf,
 ) -> tuple[Block, ...]:
-    """Measure any number of subjects for so many rounds, forth and back within each: 1 2 3 3 2 1, then 3 2 1 1 2 3; for
-    fewer where they would not end within `limit_s` seconds.
-    """
+    """Measure subjects for so many rounds, forth and back (1 2 3 3 2 1), or fewer within `limit_s` seconds."""
     every = _rounds(bounds, calls, clock, watch, on_round, limit_s)
     return tuple(block for blocks in islice(every, rounds) for block in blocks)
 
@@ -101,9 +87,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def quick_garbage_collection() -> Iterator[None]:
-    """Collect once, and leave what is there by then out of later collections: beside a library such as torch each would
-    take a quarter of a second.
-    """
+    """Collect once and freeze what is left, as later collections of torch's objects take a quarter of a second each."""
     gc.collect()
     frozen_by_others = gc.get_freeze_count() > 0
     gc.freeze()
@@ -122,10 +106,7 @@ def _rounds(
     on_round: Callable[[int], None] | None,
     limit_s: float,
 ) -> Iterator[list[Block]]:
-    """The blocks of round after round, as long as one like the last still ends in time.
-
-    Of a round that took longer than that the blocks so far come, dropped: no round is compared in part.
-    """
+    """Yield the blocks of each round that is expected to end in time; of an unfinished one all are dropped."""
     started, last_s = clock(), 0.0
     with no_garbage_collection():
         for index in count():

@@ -1,6 +1,4 @@
-"""What this machine is, as far as a latency depends on it: one flat mapping of plain values; and what else it does
-while something is timed: other programs on the CPU, the state of the GPU.
-"""
+"""The machine as one flat mapping, and what else it does while something is timed: other programs, the GPU's state."""
 
 import hashlib
 import json
@@ -23,10 +21,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
-    """The machine's description; `gpu` is what `watch.Gpu.describe` says, None where there is no GPU to ask.
-
-    Names no host, user or path. Versions are of the packages installed, null for those that aren't.
-    """
+    """Describe the machine without host, user or path; `gpu` is what `Gpu.describe` tells, if any."""
     return {
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
@@ -51,7 +46,6 @@ def fingerprint(described: Flat, keys: Iterable[str] = ENVIRONMENT_MUST_MATCH) -
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -67,18 +61,15 @@ def cpu_name() -> str:
 
 
 def _cpuinfo(path: Path, key: str) -> list[str] | None:
-    """What each processor has there; None where the system doesn't tell."""
     text = _read(path)
     lines = None if text is None else text.splitlines()
     return lines and [line.split(":", 1)[1] for line in lines if line.startswith(key)]
 
 
 def has_vnni(cpuinfo: Path = CPUINFO) -> bool | None:
-    """Whether an x86 processor adds up products of INT8 in 32 bits; None where the system doesn't tell or it is another
-    architecture's.
+    """Return whether an x86 CPU adds INT8 products in 32 bits; None if unknown.
 
-    Without it ONNX Runtime's kernels add two of them in sixteen bits, which saturate (its documentation of
-    quantisation, on `reduce_range`).
+    Without it ONNX Runtime's kernels saturate (its documentation of quantisation, on `reduce_range`).
     """
     flags = _cpuinfo(cpuinfo, "flags")
     return None if not flags else not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags[0].split())
@@ -110,7 +101,6 @@ def unwatched() -> None:
 
 
 def involuntary_switches() -> int:
-    """How often a thread of this process lost its CPU to another program."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
@@ -121,11 +111,9 @@ LostTime = Callable[[], int]
 def lost_time(
     tasks: str = "/proc/self/task", switches: Callable[[], int] = involuntary_switches
 ) -> Iterator[LostTime | None]:
-    """Nanoseconds that threads waited for a CPU which other programs had, since last asked; None on other systems.
+    """Yield a function of the nanoseconds that threads alive now waited for a CPU since last asked; None if unknown.
 
-    The kernel's count of involuntary switches is asked first, as that takes a microsecond; only when it has risen are
-    the threads' own accounts read, so that an undisturbed call costs next to nothing to watch. The threads are those
-    alive on entry: their accounts stay open, which makes reading one another microsecond.
+    The kernel's count of involuntary switches is read first, in a microsecond; the threads' accounts only if it rose.
     """
     accounts = []
     for task in os.listdir(tasks) if os.path.isdir(tasks) else ():
@@ -153,7 +141,6 @@ def lost_time(
 
 
 def _waited_ns(accounts: list[int]) -> int:
-    """The second field: time spent ready to run. An ended thread can no longer be read."""
     waited = 0
     for account in accounts:
         with suppress(OSError):
@@ -163,10 +150,9 @@ def _waited_ns(accounts: list[int]) -> int:
 
 @contextmanager
 def watching(uuid: str | None = None) -> Iterator[tuple[Watch, Flat | None]]:
-    """The watch of a GPU and its description, if NVML (package nvidia-ml-py) finds one.
+    """Yield the watch of a GPU and its description, if NVML (package nvidia-ml-py) finds one.
 
-    Of several it is the one of this UUID, as `perf.runners.cuda.first_uuid` tells the one that CUDA runs on; NVML
-    counts all of a machine's GPUs, CUDA those that a process may see, in an order of its own. None takes the first.
+    `uuid`: of the one that CUDA runs on (see `first_uuid`); None takes NVML's first.
     """
     nvml = _nvml()
     if nvml is None:
@@ -230,7 +216,6 @@ class Gpu:
 
 
 def _nvml() -> Any:
-    """NVML once initialised, None without the package, the driver or a GPU."""
     try:
         import pynvml
     except ImportError:

@@ -19,7 +19,7 @@ from corp_deploy.polish.parts import StateFile
 from corp_deploy.proof.compare_engines import read_golden
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.release.card import _calibrated
-from corp_deploy.release.check import check, samples_of_release
+from corp_deploy.release.check import check_release, samples_of_release
 from corp_deploy.release.digests import read_stamp
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import load_checkpoint
@@ -156,7 +156,7 @@ def _stamp(path: Path) -> dict[str, Any]:
 
 
 def _release(path: Path) -> dict[str, Any]:
-    checked = check(path)
+    checked = check_release(path)
     return {"differs": list(checked.differs), "replayed": checked.graphs_replayed, "name": checked.name}
 
 

@@ -24,7 +24,7 @@ from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from corp_deploy.store.weights import read_weights
 from export.graph.check import check_onnx

@@ -31,7 +31,7 @@ def _images_from_pixels(pixels_NHW: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def load(part: str) -> Digits:
-    """`train` (1,297 images) or `held-out` (500 images): a seeded shuffle, the same on every machine."""
+    """Return `train` (1,297 images) or `held-out` (500 images) of a seeded shuffle."""
     if part not in ("train", "held-out"):
         raise ValueError(f"part of the digits: got {part!r}, expected 'train' or 'held-out'")
     digits = load_digits()

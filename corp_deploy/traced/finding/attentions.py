@@ -107,9 +107,7 @@ def _added(program: Program, attention: Attention, constants: set[fx.Node]) -> t
 
 
 def in_front(program: Program, stream: fx.Node) -> int | None:
-    """How many tokens [B,N,C] stand in front that are the same for every image, as class tokens are; None where such
-    stand elsewhere too.
-    """
+    """Count the tokens in front that are the same for every image, as class tokens; None if some are elsewhere."""
     constants = without_values(program)
 
     @cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from ground.errors import BadInput
 
 from .flow import Flow, labels_of, stuck
-from .site import Index, Site
+from .site_groups import Index, SiteGroups
 from .sites import Found
 
 Kept = Mapping[str, Sequence[int] | Index]
@@ -20,9 +20,7 @@ Kept = Mapping[str, Sequence[int] | Index]
 
 
 def gone(analysis: Found, kept: Kept) -> Tensor:
-    """Whether each label [labels] goes, by the group that it is in; where none of a site is kept, whatever holds it
-    stays. Raises BadInput for a choice that can't be.
-    """
+    """Return which labels go [labels]; where none is kept, their holders stay. Raises BadInput if that can't be."""
     flow, by_key = analysis.flow, {site.key: site for site in analysis.sites}
     goes, folded_to_constant = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
     for key, groups in kept.items():
@@ -35,7 +33,7 @@ def gone(analysis: Found, kept: Kept) -> Tensor:
     return _taken_along(flow, goes) | folded_to_constant
 
 
-def _checked(site: Site, groups: Sequence[int] | Index) -> Index:
+def _checked(site: SiteGroups, groups: Sequence[int] | Index) -> Index:
     chosen = np.unique(np.asarray(groups, dtype=np.int64))
     if len(chosen) and (chosen[0] < 0 or chosen[-1] >= site.size):
         raise BadInput(f"{site.key}: keeps groups {chosen[0]} to {chosen[-1]} of {site.size}, expected them by number")
@@ -47,9 +45,7 @@ def _checked(site: Site, groups: Sequence[int] | Index) -> Index:
 
 
 def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
-    """What holds nothing any more by some relation, and by none still something, goes too, as a head without dimensions
-    does. Raises BadInput where it can't.
-    """
+    """Remove what holds nothing any more, as a head without dimensions. Raises BadInput where it can't go."""
     stays, head_labels = stuck(flow), flow.held_groups()
     while True:
         lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
@@ -82,14 +78,12 @@ def holders_of(flow: Flow) -> Holders:
     return holders
 
 
-def _of_groups(flow: Flow, holders: Holders, site: Site) -> list[set[int]]:
+def _of_groups(flow: Flow, holders: Holders, site: SiteGroups) -> list[set[int]]:
     return [holders.get(label, set()) for label in labels_of(flow, site)[:, 0].tolist()]
 
 
-def beside(analysis: Found, values: Site) -> dict[str, Index] | str:
-    """By the keys of sites whose groups are of the same heads as those of `values`, which part of it each of their
-    groups is of; or why no head goes whole.
-    """
+def beside(analysis: Found, values: SiteGroups) -> dict[str, Index] | str:
+    """Return by site which head of `values` each group belongs to, or why no head goes whole."""
     if values.part_G is None:
         return "it has a single head"
     holders, part_of = holders_of(analysis.flow), defaultdict[int, set[int]](set)

@@ -67,9 +67,7 @@ def cuts(analysis: Found, *, beside_outputs: bool = False, to_end: bool = False)
 def passed_by_all(
     program: Program, out: frozenset[tuple[fx.Node, fx.Node]] = frozenset(), others: Sequence[fx.Node] = ()
 ) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Nodes that all later ones are computed through, and those since the one before, itself among them. `out`: uses
-    that don't count; nor do `others` of the inputs, and what is computed of these alone.
-    """
+    """Yield nodes that all later ones are computed through, and those since the one before; `out` uses don't count."""
     aside = without_values(program, others) | {user for _, user in out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
@@ -113,7 +111,6 @@ def without_values(program: Program, others: Sequence[fx.Node] = ()) -> set[fx.N
 
 
 def _names(program: Program) -> dict[fx.Node, str]:
-    """The module's path, the op, and which of its calls there a node is."""
     count: Counter[tuple[str, str]] = Counter()
     names = {}
     for node in program.nodes:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from corp_deploy.traced.programs.program import Program, arguments_of, module_of, operation, sizes_at_one
 
 from .labels import FIXED, TYPE, Groups, LabelTensor, compact, pairs, placed, standing, tidy, varying
-from .site import Site
+from .site_groups import SiteGroups
 
 Value = Any
 """Of a node: Marks, a tuple of them, or the number that it is at a batch of 1."""
@@ -235,7 +235,7 @@ def holders(flow: Flow) -> Tensor:
     return holds
 
 
-def labels_of(flow: Flow, site: Site) -> Tensor:
+def labels_of(flow: Flow, site: SiteGroups) -> Tensor:
     """Of the groups of a site [G,M], by where its writers stand: the same in any program with these parameters."""
     first = site.writers[0]
     labels = next(

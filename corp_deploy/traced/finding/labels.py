@@ -156,9 +156,7 @@ def kept(labels: Tensor, gone: Tensor) -> Tensor:
 
 
 def remaining(keep: Tensor) -> tuple[int, ...]:
-    """The sizes of what is kept of a tensor by a mask over it: of whole slices, or as many in every line along one
-    axis, the last where several will do. Raises Uneven where it is no tensor.
-    """
+    """Return the sizes of what a mask keeps of a tensor. Raises Uneven where that is no tensor."""
     total, dims = int(keep.sum()), range(keep.dim())
     if total == 0:
         raise Uneven(f"0 of {tuple(keep.shape)}")
@@ -206,9 +204,7 @@ def loses(value: Any, gone: Tensor) -> bool:
 
 
 def selected(tensor: Tensor, keep: Tensor) -> Tensor:
-    """What is kept of a tensor by a mask that can be broadcast to it, on any device; axes that only the mask has are
-    spread out first.
-    """
+    """Return what a mask keeps of a tensor; axes that only the mask has are spread out first."""
     tensor = tensor.expand(torch.broadcast_shapes(tensor.shape, keep.shape))
     axes = tuple(dim for dim in range(keep.dim()) if keep.shape[dim] > 1)
     front, sizes = tuple(range(len(axes))), remaining(keep)

@@ -173,9 +173,7 @@ def along(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
 
 
 def moved_from(node: fx.Node) -> fx.Node:
-    """What gives all that a node gives, where moves, or a scaling by one number, are all that lies between; else the
-    last of what does lie there.
-    """
+    """Return the node behind moves and scalings by one number, else the last node that is neither."""
     return way_to(node, _is_passed)[0]
 
 

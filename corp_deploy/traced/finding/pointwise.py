@@ -36,9 +36,7 @@ def is_pointwise(target: Any) -> bool:
 
 
 def combined(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()) -> Value:
-    """Labels as they meet, with axes of size 1 spread out; constants go along with whatever they meet. `tensors`: that
-    are taken together element by element, all that enter unless said.
-    """
+    """Join labels element by element, with axes of size 1 spread out; constants go along with what they meet."""
     tensors = tensors or call.tensors
     spread = [_aligned(each, len(call.shape)) for each in tensors]
     labelled = [each for each in spread if each.labels is not None]
@@ -99,9 +97,7 @@ def gated(flow: Flow, call: Call) -> Value:
 
 
 def channelwise(flow: Flow, call: Call, axis: int = 1) -> Value:
-    """batch_norm, prelu and norms of each channel: along the second axis or another, with parameters by
-    channel.
-    """
+    """Take batch_norm, prelu and norms by channel: along one axis, with parameters by channel."""
     first = call.tensors[0]
     if first.labels is None:
         return fixed(call.shape, first.why)

@@ -160,13 +160,11 @@ def product(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Val
 
 
 def _common(one: Factor, other: Factor, out: str) -> tuple[str, str]:
-    """The letters of both in the order of the first: batches, as heads are, and those that are summed over."""
     both = [letter for letter in one.letters if letter in other.letters]
     return "".join(each for each in both if each in out), "".join(each for each in both if each not in out)
 
 
 def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> Value:
-    """A linear map with a parameter: it reads what is summed over and writes its own letters."""
     batch, summed = _common(one, weight, out)
     written = "".join(letter for letter in weight.letters if letter not in one.letters and letter in out)
     if set(one.varying) & set(summed):
@@ -233,7 +231,6 @@ def _bilinear(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> V
 
 
 def _unsummed(flow: Flow, call: Call, each: Factor, beside: Factor, summed: set[str]) -> Factor:
-    """A side with labels along what is summed over stays when the other side has none there."""
     if not set(each.varying) & summed:
         return each
     why = call.because("multiplies it with", beside.marks)

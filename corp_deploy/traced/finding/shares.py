@@ -115,7 +115,6 @@ def shares(analysis: Found, *, aside: Collection[str] = ()) -> Shares:
 
 
 def _layers(analysis: Found, owner: Tensor, costs: Sequence[tuple[int, list[Tensor], str]]) -> Layers:
-    """By the labels on the sides of each cost that are of any site."""
     keys = [site.key for site in analysis.sites]
     every = []
     for cost, sides, _ in costs:
@@ -143,7 +142,6 @@ def _products(flow: Flow, node: fx.Node, cost: int) -> list[tuple[int, list[Tens
 
 
 def _largest(uses: Iterable[Use]) -> list[Tensor]:
-    """By role, as of a weight, which has more axes than its bias."""
     by_role: dict[str, Tensor] = {}
     for use in sorted(uses, key=lambda each: -each.labels.numel()):
         by_role.setdefault(use.role, use.labels)

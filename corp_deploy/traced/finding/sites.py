@@ -16,7 +16,7 @@ from corp_deploy.traced.programs.threads import one_thread
 from .flow import Flow, Role, Use, holders, stuck
 from .labels import LabelTensor, compact
 from .product import macs
-from .site import FixedElements, Index, Kind, Site, Span
+from .site_groups import FixedElements, Index, Kind, SiteGroups, Span
 from .walk import walked
 
 _PLAIN = SAME | SHAPED | RUN | {"batch_norm", "pad", "constant_pad_nd", "avg_pool2d", "adaptive_avg_pool2d", "mean"}
@@ -24,9 +24,7 @@ _PLAIN = SAME | SHAPED | RUN | {"batch_norm", "pad", "constant_pad_nd", "avg_poo
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Alike:
-    """Groups that are used in the same places: index [groups, places] in the labels of each use, `group_G` their
-    labels.
-    """
+    """Groups that are used in the same places: index [groups, places] in the labels of each use."""
 
     uses: tuple[Use, ...]
     index: tuple[Index, ...]
@@ -34,9 +32,7 @@ class _Alike:
 
 
 def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
-    """All groups for which `units` [labels] is true, sorted by where they are used, in order of the program; of each
-    writers first and last what sums over it.
-    """
+    """Yield the removable groups, sorted by where they are used; of each the writers first."""
     uses = sorted(flow.every_use, key=lambda use: (use.role != "writes") + 2 * (not use.is_of_constant))
     groups_of, numbers_of, places_of = list[Index](), list[Index](), list[Index]()
     for number, use in enumerate(uses):
@@ -74,7 +70,7 @@ class Found:
 
     program: Program
     flow: Flow
-    sites: tuple[Site, ...]
+    sites: tuple[SiteGroups, ...]
     stays: tuple[FixedElements, ...]
     costs: Mapping[fx.Node, int]
 
@@ -95,13 +91,11 @@ def find(program: Program, *, keeps_all: bool = False) -> Found:
 
 
 def _of(flow: Flow, labels: Tensor) -> Tensor:
-    """The groups of those labels that aren't fixed."""
     groups = flow.groups.of(labels.reshape(-1))
     return groups[groups >= 0]
 
 
 def _units(flow: Flow) -> Tensor:
-    """Which labels name a group that can be removed: written, and read or multiplied, and nothing holds on to it."""
     written, read = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
     for use in flow.every_use:
         if use.role != "between":
@@ -122,7 +116,7 @@ def _met(flow: Flow) -> Met:
     return met
 
 
-def _site(flow: Flow, met: Met, parts: Tensor, each: _Alike) -> Site:
+def _site(flow: Flow, met: Met, parts: Tensor, each: _Alike) -> SiteGroups:
     spans: dict[Role, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
     for use, index_GM in zip(each.uses, each.index, strict=True):
         reader = "" if use.is_of_constant else use.node.name
@@ -130,7 +124,7 @@ def _site(flow: Flow, met: Met, parts: Tensor, each: _Alike) -> Site:
         spans[use.role].setdefault((use.name, use.axes, reader), span)
     part_of_groups = parts[each.group_G].tolist()
     number = {part: place for place, part in enumerate(dict.fromkeys(part_of_groups))}
-    return Site(
+    return SiteGroups(
         name=common_path(list(dict.fromkeys(use.node for use in each.uses))),
         kind=_kind(flow, met, each),
         size=len(each.group_G),
@@ -161,7 +155,6 @@ def _kind(flow: Flow, met: Met, each: _Alike) -> Kind:
 
 
 def _is_pointwise(flow: Flow, each: _Alike) -> bool:
-    """Whether they are an MLP's that is spelled as convolutions of one place, with an activation between."""
     for use in each.uses:
         if use.role in ("writes", "reads", "between"):
             if flow.program.tensor(use.name).shape[2:].numel() > 1 or _is_grouped(use.node):
@@ -216,7 +209,7 @@ def common_path(nodes: Sequence[fx.Node]) -> str:
     return ".".join(common or (paths[0] if paths else [nodes[0].name]))
 
 
-def _named(sites: Iterator[Site]) -> Iterator[Site]:
+def _named(sites: Iterator[SiteGroups]) -> Iterator[SiteGroups]:
     count: Counter[str] = Counter()
     for site in sites:
         count[site.key] += 1

@@ -67,9 +67,7 @@ def listed(ports: Sequence[Port]) -> str:
 
 
 def ports_of(model: nn.Module, declared: Mapping[Any, Any]) -> tuple[Port, ...]:
-    """What a module takes by these. Raises BadInput for what is no shape and no tensor, and for what forward has
-    not.
-    """
+    """Return a module's declared ports. Raises BadInput for no shape or tensor, and for what forward has not."""
     name, parameters = type(model).__name__, parameters_of(model)
     missing = [each for each, needed in parameters.items() if needed and each not in declared]
     unknown = [each for each in declared if each not in parameters and "**" not in parameters]
@@ -138,9 +136,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calling:
-    """`parameters` of forward, in the order of the input ports; `outputs`: the places of the output ports among all
-    that the module gives, nested or not.
-    """
+    """`parameters` of forward in the order of the ports, and the places of the `outputs` among all that it gives."""
 
     parameters: tuple[str, ...]
     outputs: tuple[int, ...]
@@ -189,7 +185,7 @@ def _entries(value: Any) -> list[tuple[str, Any]] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class GivenOutput:
     """One of the tensors that a module gives: its place among them, its port, and its shape with a batch in front."""
 
     place: int
@@ -197,10 +193,8 @@ class Output:
     shape: tuple[int, ...]
 
 
-def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, int]) -> tuple[Output, ...]:
-    """Of what a module gives to batches of these two sizes those that it says, as `outputs` (names, or roles by name),
-    else all. Raises BadInput for what is no floating tensor with the batch in front.
-    """
+def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, int]) -> tuple[GivenOutput, ...]:
+    """Return the outputs that a module declares, else all. Raises BadInput for what is no floating batch."""
     first, second = (dict(enumerate(leaves(each))) for each in (result, other))
     declared, name = getattr(model, "outputs", None), type(model).__name__
     if isinstance(declared, list | tuple) and all(isinstance(each, str) for each in declared):
@@ -213,7 +207,7 @@ def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, in
         chosen = _declared(name, declared, [path for path, _ in first.values()])
     if not chosen:
         raise BadInput(f"{name}: it gives nothing, expected one tensor or more")
-    outputs = list[Output]()
+    outputs = list[GivenOutput]()
     for place, (word, role) in chosen.items():
         word = f"output_{word}" if word[:1].isdigit() else word
         tensor, again = first[place][1], second.get(place, ("", None))[1]
@@ -226,12 +220,11 @@ def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, in
                 'say the others as `outputs`, such as {"logits": "logits"}'
             )
         port = OutputPort(name=word, role=role or role_of(word, tensor.dim()))
-        outputs.append(Output(place=place, port=port, shape=tuple(tensor.shape)))
+        outputs.append(GivenOutput(place=place, port=port, shape=tuple(tensor.shape)))
     return tuple(outputs)
 
 
 def _declared(name: str, declared: Mapping[Any, Any], paths: Sequence[str]) -> dict[int, tuple[str, Role | None]]:
-    """By place the name that a module says, and a role or none: by the names that it gives them, or in their order."""
     if odd := [role for role in declared.values() if role not in (None, *ROLES)]:
         raise BadInput(f"{name}: `outputs` say {odd[0]!r:.50}, expected one of {', '.join(ROLES)}")
     if all(each in paths for each in declared):

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from calib.sites import HeadTaps, Role, Tap
 from corp_deploy.traced.finding.labels import standing
 from corp_deploy.traced.finding.product import equation_of
-from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.finding.site_groups import Span
 from corp_deploy.traced.programs.attention_masks import (
     PRODUCTS,
     SDPA,
@@ -27,18 +27,18 @@ from corp_deploy.traced.programs.attention_masks import (
     values_product,
     visible_keys,
 )
-from corp_deploy.traced.programs.program import Batch, Program, batch_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import BatchAxis, Program, batch_of, operation, sizes_at_one
 
 from .module import Tracing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Heads:
-    """Of a tensor with its images in front (see Batch): which of its axes, as they are of one image, count windows that
-    see no other, and tokens; `places_HTD` are the elements of heads among those of all other axes.
+class HeadPlaces:
+    """Axes of a tensor with its images in front (see BatchAxis): those of one image that count windows that see no
+    other, and tokens; `places_HTD` are the elements of heads among those of all other axes.
     """
 
-    batch: Batch
+    batch: BatchAxis
     windows: tuple[int, ...]
     tokens: tuple[int, ...]
     others: tuple[int, ...]
@@ -83,8 +83,8 @@ class BothHeads:
     dimensions of heads are the site's.
     """
 
-    queries: Heads
-    keys: Heads
+    queries: HeadPlaces
+    keys: HeadPlaces
     groups_HTD: Tensor
     joined: int
     shared: int
@@ -126,7 +126,6 @@ def _of_axes(
     sizes: Sequence[tuple[int, ...]],
     own: list[int],
 ) -> BothHeads | str:
-    """With heads along these axes that both have, windows along others."""
     counts = range(len(spans[0].axes) - 1)
     by_head, places = [], []
     for each, of_axes, most in zip(labels, sizes, sizes[::-1], strict=True):
@@ -148,7 +147,7 @@ def _of_axes(
         batch = batch_of(node)
         assert batch is not None, node
         sides.append(
-            Heads(
+            HeadPlaces(
                 batch=batch,
                 windows=windows,
                 tokens=tuple(dim for dim in range(len(sizes_at_one(node))) if dim not in (*others, *windows)),
@@ -170,9 +169,7 @@ def _labels(span: Span, node: fx.Node) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _arranged(queries_HD: Tensor, keys_HD: Tensor) -> tuple[Tensor, int, int] | None:
-    """For each head its elements of the site among [H D]: [H,T,D], how many of a head go together, how many heads share
-    what they keep; None where that isn't even.
-    """
+    """Return the elements of heads among [H D] as [H,T,D], groups that go together and shared heads; None if uneven."""
     if queries_HD.shape != keys_HD.shape or not torch.equal(queries_HD, keys_HD):
         return None
     lines = [line[line >= 0] for line in queries_HD]
@@ -235,7 +232,7 @@ class _Counting:
     is_causal: bool = False
     plane_scale: float | None = None
 
-    def queries(self, x: Tensor, heads: Heads) -> Tensor:
+    def queries(self, x: Tensor, heads: HeadPlaces) -> Tensor:
         """With zeros where they go nowhere."""
         if self.read is not None:
             x = heads.batch.back(heads.batch.in_front(x) * heads.batch.in_front(self.read.to(x)))

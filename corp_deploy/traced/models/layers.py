@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.cuts import between, cuts
-from corp_deploy.traced.finding.site import Kind, Site
+from corp_deploy.traced.finding.site_groups import Kind, SiteGroups
 from corp_deploy.traced.finding.sites import find
 from corp_deploy.traced.programs.program import SAME, Program, batch_of, operation, times_used
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, BatchFirst, Layer, layers, listening
@@ -23,7 +23,7 @@ from ground.errors import BadInput
 from .mergeable import Mergeable
 from .merged_program import CutState
 from .module import tracing
-from .narrowing import narrowed
+from .narrowed_model import narrowed
 from .segments import crossing
 from .token_merging import Tokens
 
@@ -108,7 +108,7 @@ def relayered(model: nn.Module, of: Mapping[str, Layer], every: tuple[ProgramLay
     return narrowed(model, {}, {**weights, **biases})
 
 
-def streams(model: nn.Module) -> tuple[Site, ...]:
+def streams(model: nn.Module) -> tuple[SiteGroups, ...]:
     """Those whose channels may change places: all that writes, reads and norms them is known. Raises BadInput where
     there is none.
     """
@@ -122,7 +122,7 @@ def streams(model: nn.Module) -> tuple[Site, ...]:
     return found
 
 
-def scores(model: nn.Module, stream: Site) -> Tensor:
+def scores(model: nn.Module, stream: SiteGroups) -> Tensor:
     """By channel of a stream sum_o (w_oj gamma_j)^2 over all layers that read it [G], float64: behind a norm of scale
     gamma a channel's variance is about gamma^2.
     """
@@ -140,7 +140,7 @@ def scores(model: nn.Module, stream: Site) -> Tensor:
 
 
 def _gain(program: Program, source: fx.Node) -> Tensor | None:
-    """Of the norm in front, by channel; None where there is none or it has none. Tokens may be picked between."""
+    """Return the gain of the norm in front by channel, None without one."""
     while operation(source) in SAME | {"select", "slice"}:
         source = source.all_input_nodes[0]
     weight = source.args[2] if operation(source) in ("layer_norm", "rms_norm") and len(source.args) > 2 else None
@@ -151,7 +151,7 @@ def _laid_out(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
     return tensor.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
 
 
-def reordered(model: nn.Module, site: Site, order_G: Tensor) -> nn.Module:
+def reordered(model: nn.Module, site: SiteGroups, order_G: Tensor) -> nn.Module:
     """A copy whose site has its groups in this order."""
     program, tensors = tracing(model).program, dict[str, Tensor]()
     for span in {(span.name, span.axes): span for span in site.spans}.values():
@@ -165,7 +165,7 @@ def reordered(model: nn.Module, site: Site, order_G: Tensor) -> nn.Module:
     return narrowed(model, {}, tensors)
 
 
-def block_of(model: nn.Module, weight: str) -> tuple[Site, int] | None:
+def block_of(model: nn.Module, weight: str) -> tuple[SiteGroups, int] | None:
     """The site that a layer's weight reads in the order of its inputs, where nothing else does, and within how many
     neighbours these may change places: of one head.
     """

@@ -16,7 +16,7 @@ from ground.errors import BadInput
 
 from .merged_nodes import MergedNodes, PositionDependent
 from .merged_program import MergedProgram
-from .merges import Merges, by_node, sized
+from .merges import MergeBuilder, by_node, sized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,9 @@ class Mergeable:
 
         def rewritten(unmerging: fx.Node | None) -> MergedProgram:
             nodes = MergedNodes(program=program, protected=self.protected, as_before=merging.how == "drop")
-            merges = Merges(nodes=nodes, blocks=self.blocks, merging=merging, unmerging=unmerging, follows=follows)
+            merges = MergeBuilder(
+                nodes=nodes, blocks=self.blocks, merging=merging, unmerging=unmerging, follows=follows
+            )
             return merges.merged_program()
 
         try:

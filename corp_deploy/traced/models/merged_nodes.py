@@ -233,7 +233,6 @@ class MergedNodes:
 
 
 def _masks_nothing(program: Program, node: fx.Node) -> bool:
-    """Whether what is added to scores is nothing, for every pair and every image, and whatever weights are."""
     mask = arguments_of(node)["attn_mask"]
     if mask is None:
         return False
@@ -250,7 +249,7 @@ def _masks_nothing(program: Program, node: fx.Node) -> bool:
 def _resized(
     old: tuple[int, ...], new: tuple[int, ...], shape: tuple[int, ...], unit: tuple[int, int]
 ) -> list[int] | None:
-    """What a reshaping from sizes, which are others now, gives now; None where it takes tokens apart."""
+    """Return what a reshaping gives at the new sizes; None where it takes tokens apart."""
     result, ways = list(shape), [list(accumulate(sizes, mul, initial=1)) for sizes in (old, shape)]
     # Axes of the same elements, as few at a time as have the same product.
     for start, end in pairwise(sorted(set(ways[0]) & set(ways[1]))):

@@ -34,7 +34,7 @@ from .token_merging import TokenMerge, key_bias, unmerged
 
 
 @dataclass(slots=True, kw_only=True)
-class Merges:
+class MergeBuilder:
     """A program on its way to one of fewer tokens. `sizes`, `sources`: of the stream by now, None for all tokens;
     `tokens_at`: by the names of nodes of fewer the merge before them, and these; `outside`: nodes on the way to outputs
     in front of the last; `back`: what is given back to these.
@@ -97,7 +97,6 @@ class Merges:
         return self.back[node.name]
 
     def _new(self, function: Any, *args: Any, like: fx.Node) -> fx.Node:
-        """One more call, named unlike any that a program has."""
         self.added += 1
         node = self.nodes.graph.create_node("call_function", function, args, {}, f"of_fewer_tokens_{self.added}")
         node.meta["nn_module_stack"] = like.meta.get("nn_module_stack", {})
@@ -109,7 +108,7 @@ class Merges:
     # Attentions.
 
     def _count_sizes(self, node: fx.Node, new: fx.Node, attention: Attention) -> None:
-        """A key counts as often as tokens stand in it."""
+        """Add the log of how many tokens stand in a key to its scores."""
         is_softmax = operation(node) in SOFTMAX
         if not is_softmax and operation(node) != SDPA:
             return
@@ -194,7 +193,6 @@ def _refuse_layout(attention: Attention) -> None:
 
 
 def _bias_like(sizes_BN: Tensor, scored: Tensor) -> Tensor:
-    """What is added to scores that are of the type of something."""
     return key_bias(sizes_BN, scored.dtype)
 
 

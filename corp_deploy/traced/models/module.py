@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.outputs import Outputs
-from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.finding.site_groups import Index
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_biases_
 from corp_deploy.traced.programs.sizes import size_
@@ -22,7 +22,7 @@ from ground.ports import OutputPort
 
 from .array_inputs import Calling, InputSpec, batch_of_ports, by_ports
 from .mergeable import merged_graph
-from .traced_program import Tracing as Tracing
+from .model_program import Tracing as Tracing
 
 
 def device(model: nn.Module) -> torch.device:
@@ -82,7 +82,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class KeptGroups:
     """What was kept of a dense program: by the name of a site its groups, as the dense program counts them.
 
     `sizes`: of all the dense program's sites; `digest`: of their table; `biases`: of layers that have none there.
@@ -105,7 +105,7 @@ class TracedState:
 
     plain: type[nn.Module]
     facts: Facts | Callable[[nn.Module], Facts]
-    cut: Cut | None
+    cut: KeptGroups | None
     tracing: Tracing | None = None
     merging: Merging | None = None
     unmerged: fx.Graph | None = None
@@ -186,7 +186,7 @@ def classes(model: nn.Module) -> int:
 
 
 def _wearing(
-    model: nn.Module, plain: type[nn.Module], facts: Facts | Callable[[nn.Module], Facts], cut: Cut | None
+    model: nn.Module, plain: type[nn.Module], facts: Facts | Callable[[nn.Module], Facts], cut: KeptGroups | None
 ) -> TracedModule:
     calling = facts.calling if isinstance(facts, Facts) else None
     own = {} if calling is None else {"forward": by_ports(plain, calling)}
@@ -203,7 +203,7 @@ def traced_module(model: nn.Module, facts: Facts | Callable[[nn.Module], Facts])
     return _wearing(model.eval(), plain, facts, None)
 
 
-def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut | None) -> TracedModule:
+def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: KeptGroups | None) -> TracedModule:
     """A program as a module that remembers what was cut of it; `name` of the dense one's class."""
     plain: type[nn.Module] = type(name, (nn.Module,), {"forward": type(graph).forward})
     return _wearing(graph, plain, replace(facts, calling=None), cut)
@@ -243,7 +243,7 @@ def _all_tokens(model: nn.Module) -> fx.GraphModule:
     return fx.GraphModule(model, copy.deepcopy(traced_state(model).unmerged or model._graph))  # type: ignore[arg-type]
 
 
-def _again(model: nn.Module, inputs: list[Tensor], cut: Cut) -> Program:
+def _again(model: nn.Module, inputs: list[Tensor], cut: KeptGroups) -> Program:
     graph = _all_tokens(model)
     size_(graph, inputs, any_batch=cut.any_batch)
     return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())

@@ -12,8 +12,7 @@ from torch import nn
 
 from corp_deploy.traced.finding.flow import labels_of
 from corp_deploy.traced.finding.labels import LabelTensor, compact
-from corp_deploy.traced.finding.site import Site as Groups
-from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.finding.site_groups import SiteGroups, Span
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, whole_removal_at
 from corp_deploy.traced.programs.attention_masks import values_product
 from corp_deploy.traced.programs.folding import is_mean
@@ -22,7 +21,7 @@ from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_
 
 from .module import Tracing, facts_of, tracing
 from .pairs import TracedPairs, pairs
-from .segments import Segment
+from .segments import ProgramSegment
 from .sites import Refusal, Site, SiteReader, Sites, TracedChannels, TracedConvolutions, TracedStream
 from .values import TracedValues, values
 
@@ -62,10 +61,8 @@ def _told_of_queries(every: list[Site], beside: Mapping[str, str]) -> Iterator[S
         yield each
 
 
-def values_beside(tracing: Tracing, named: Mapping[str, Groups]) -> dict[str, str]:
-    """By the name of queries and keys that of the values of the same attention: of those whose labels the product with
-    its softmax has; where other steps stand between both products, of those in the same module.
-    """
+def values_beside(tracing: Tracing, named: Mapping[str, SiteGroups]) -> dict[str, str]:
+    """Return by queries and keys the values of the same attention, by shared labels or else by module."""
     flow, found = tracing.analysis.flow, dict[str, str]()
     values = {name: groups for name, groups in named.items() if groups.kind == "values"}
     labels = {name: labels_of(flow, groups)[:, 0] for name, groups in values.items()}
@@ -84,8 +81,7 @@ def values_beside(tracing: Tracing, named: Mapping[str, Groups]) -> dict[str, st
     return found
 
 
-def _behind(tracing: Tracing, groups: Groups, values: Groups | None) -> str:
-    """The node of the layer that reads the values of the same attention, or what alone is made of these."""
+def _behind(tracing: Tracing, groups: SiteGroups, values: SiteGroups | None) -> str:
     readers = () if values is None else (span.reader for span in values.listening)
     if hooked_reader := next((reader for reader in readers if reader in tracing.hooked[1]), ""):
         return hooked_reader
@@ -95,10 +91,10 @@ def _behind(tracing: Tracing, groups: Groups, values: Groups | None) -> str:
     return "" if node is None else node.name
 
 
-def names_of(tracing: Tracing) -> dict[str, Groups]:
+def names_of(tracing: Tracing) -> dict[str, SiteGroups]:
     """All that can be removed, by one name each: the path of the module that it is in, and what it is of that."""
     count: Counter[str] = Counter()
-    named: dict[str, Groups] = {}
+    named: dict[str, SiteGroups] = {}
     for groups in tracing.analysis.sites:
         path = groups.name.partition("#")[0] + _SUFFIXES.get(groups.kind, "")
         count[path] += 1
@@ -106,8 +102,8 @@ def names_of(tracing: Tracing) -> dict[str, Groups]:
     return named
 
 
-def _site(tracing: Tracing, named: Mapping[str, Groups], beside: Mapping[str, str], name: str) -> Site | str:
-    """Or why it stays."""
+def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str, str], name: str) -> Site | str:
+    """Return the site, or why it stays."""
     groups = named[name]
     kind = _CLASSES[groups.kind]
     if not tracing.program.any_batch:
@@ -136,17 +132,15 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], beside: Mapping[str, st
     return kind(**own, multiple=tracing.multiple if kind is TracedChannels else 1)
 
 
-def whole_removal(tracing: Tracing, groups: Groups, name: str) -> WholeRemoval | None:
-    """Where all can go: of an MLP's channels or an attention's values; of those that share a path names would be others
-    afterwards.
-    """
+def whole_removal(tracing: Tracing, groups: SiteGroups, name: str) -> WholeRemoval | None:
+    """Return where all of an MLP's channels or an attention's values can go."""
     if groups.kind not in ("channels", "gated channels", "values") or "#" in f"{name}{groups.name}":
         return None
     return whole_removal_at(tracing.program, groups)
 
 
-def _squeezes_told(tracing: Tracing, groups: Groups, readings: list[SiteReader]) -> list[SiteReader]:
-    """Of channels, whether what reads them reads places of a map or its means, or takes a mean over the channels."""
+def _squeezes_told(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -> list[SiteReader]:
+    """Tell readers of places of a map from readers of its means."""
     readings = [replace(each, is_squeeze=is_mean(each.weight)) for each in readings]
     shapes = [sizes_at_one(tracing.by_node[each.source]) for each in readings]
     counts = [math.prod(shape[2:]) if len(shape) == 4 else 0 for shape in shapes]
@@ -156,7 +150,7 @@ def _squeezes_told(tracing: Tracing, groups: Groups, readings: list[SiteReader])
     return [replace(each, is_squeeze=count == 1) for each, count in zip(readings, places, strict=True)]
 
 
-def _refusal(tracing: Tracing, groups: Groups, readings: list[SiteReader]) -> str:
+def _refusal(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -> str:
     """Why no repair is known, or nothing."""
     if not readings:
         return "no layer with weights of its own reads it"
@@ -180,7 +174,7 @@ def _is_alike(uses: list[SiteReader], count: int) -> bool:
 
 
 def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
-    """Or why what hears these groups is no layer whose statistics are known."""
+    """Return the reader, or why its statistics are not known."""
     node = tracing.by_node[span.reader]
     path, source = module_of(node)[0] or "the model", tracing.by_node[span.name]
     if not is_heard(node, source):
@@ -215,7 +209,7 @@ def sites_of(model: nn.Module) -> Sites:
     return own.offered[0]
 
 
-def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
+def sites_by_segment(model: nn.Module) -> dict[ProgramSegment, tuple[str, ...]]:
     """The names of the sites that stand in each segment, in order."""
     own = tracing(model)
     tensors = {

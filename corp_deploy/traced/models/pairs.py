@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from calib.sites import HeadTaps
-from corp_deploy.traced.finding.site import Site as Groups
+from corp_deploy.traced.finding.site_groups import SiteGroups
 from corp_deploy.traced.programs.subprogram import Subprogram, between
 
-from .heads import BothHeads, Heads, both_heads, taps_of
+from .heads import BothHeads, HeadPlaces, both_heads, taps_of
 from .module import Tracing
 from .sites import Site
 
@@ -105,7 +105,7 @@ class TracedPairs(Site):
 
 def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs | str:
     """The site of these fields, which are those of any; or why it stays."""
-    groups: Groups = own["groups"]
+    groups: SiteGroups = own["groups"]
     # Queries and keys of the first product: two that one node reads.
     spans = next((one, other) for one, other in pairwise(groups.listening) if one.reader == other.reader)
     nodes = tracing.by_node[spans[0].name], tracing.by_node[spans[1].name]
@@ -120,7 +120,7 @@ def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs 
     return TracedPairs(**own, readings=(), tracing=tracing, both=both, sources=sources, product=product, behind=behind)
 
 
-def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:
+def _repair(tracing: Tracing, groups: SiteGroups, both: BothHeads) -> Repair:
     if len(groups.listening) != 2:
         return Repair(mixing="none", reason="more than one product reads them")
     none = Repair(mixing="none", reason="what stands between them and their layers does not go through mixing them")
@@ -141,7 +141,7 @@ def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:
     return Repair(mixing="planes" if both.joined == 2 else "free", sides=tuple(sides))
 
 
-def _side(piece: Subprogram, groups: Groups, heads: Heads, both: BothHeads) -> Side | None:
+def _side(piece: Subprogram, groups: SiteGroups, heads: HeadPlaces, both: BothHeads) -> Side | None:
     """The rows that elements are of, found by giving one row of every group at a time; None where the repair that
     follows from them isn't seen to be one.
     """
@@ -169,8 +169,8 @@ def _side(piece: Subprogram, groups: Groups, heads: Heads, both: BothHeads) -> S
     return side if _holds(side, piece, heads, both, zeros.device) else None
 
 
-def _holds(side: Side, piece: Subprogram, heads: Heads, both: BothHeads, where: torch.device) -> bool:
-    """Whether rows that are mixed give dimensions that are: seen on random numbers."""
+def _holds(side: Side, piece: Subprogram, heads: HeadPlaces, both: BothHeads, where: torch.device) -> bool:
+    """Check on random numbers that mixed rows give mixed dimensions."""
     generator = torch.Generator().manual_seed(0)
     heads_apart, dims = len(side.rows_HTD) // both.shared, side.rows_HTD.shape[2]
     map_HDD = torch.randn(heads_apart, dims, dims, generator=generator, dtype=torch.float64)

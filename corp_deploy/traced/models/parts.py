@@ -13,7 +13,7 @@ from ground.ports import OutputPort, Port
 
 from .mergeable import Mergeable, at_tokens
 from .module import Tracing, input_spec, output_ports, tracing
-from .narrowing import at_widths
+from .narrowed_model import at_widths
 from .offered import sites_by_segment, sites_of
 from .segments import cost_signature_of
 from .sites import Site

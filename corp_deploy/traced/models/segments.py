@@ -53,7 +53,7 @@ def layout_of(node: fx.Node, image: tuple[int, ...]) -> Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segment:
+class ProgramSegment:
     """The program between two cuts, `module` [B,...] -> [B,...] with the model's own parameters, of which `weights` are
     the names; `name`: the path of what it contracts, once in a program. `cut`: the node behind it in the program with
     all tokens.
@@ -139,7 +139,7 @@ def _nodes_beside(program: Program, at: CutState, ends: list[fx.Node]) -> tuple[
     return tuple(info for info in at.token_state if info in ends or any(info in node.all_input_nodes for node in nodes))
 
 
-def segments(analysis: Found, merged: MergedProgram | None = None) -> tuple[Segment, ...]:
+def segments(analysis: Found, merged: MergedProgram | None = None) -> tuple[ProgramSegment, ...]:
     """In order, from the input to the output or, where there are several, to the last stream that outputs are of; none
     where the model takes more than one tensor and its mask, or several outputs are of no such stream or have sites
     behind it. `merged`: what runs where tokens are merged; none where that is at no cut.
@@ -174,9 +174,9 @@ def without_padding(program: Program, count: int, where: torch.device) -> dict[f
     }
 
 
-def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) -> tuple[Segment, ...]:
+def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) -> tuple[ProgramSegment, ...]:
     running, crossings = analysis.program if merged is None else merged.program, [crossing(merged, node) for node in at]
-    masks, count, every = along(running), Counter[str](), list[Segment]()
+    masks, count, every = along(running), Counter[str](), list[ProgramSegment]()
     for start, end, cut in zip(crossings, crossings[1:], at[1:], strict=False):
         outputs = None if end.compared is None else [end.raw, end.compared]
         beside = _nodes_beside(running, start, outputs or [end.raw])
@@ -189,7 +189,9 @@ def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) 
         count[name] += 1
         name = name if count[name] == 1 else f"{name}#{count[name]}"
         weights = frozenset(constant_names(module.graph.nodes))
-        every.append(Segment(name=name, start=start, end=end, cut=cut, module=module, weights=weights, beside=beside))
+        every.append(
+            ProgramSegment(name=name, start=start, end=end, cut=cut, module=module, weights=weights, beside=beside)
+        )
     merges = any(node.op == "call_module" for each in every for node in each.module.graph.nodes)
     return () if merges else tuple(every)
 
@@ -204,7 +206,7 @@ def single_output(program: Program) -> fx.Node | None:
 class TokenRows(nn.Module):
     """A segment of streams as rows [B,N,C], with weights of tokens [B,N] where it takes them: a mask, or sizes."""
 
-    def __init__(self, segment: Segment, image: tuple[int, ...]) -> None:
+    def __init__(self, segment: ProgramSegment, image: tuple[int, ...]) -> None:
         super().__init__()
         self.module, self.compares = segment.module, segment.end.compared is not None
         self.entering, self.leaving = (layout_of(node, image) for node in (segment.before, segment.after))

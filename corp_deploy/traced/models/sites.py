@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.sites import ChannelTaps, HeadTaps, PatchTaps
-from corp_deploy.traced.finding.site import Index
-from corp_deploy.traced.finding.site import Site as Groups
+from corp_deploy.traced.finding.site_groups import Index, SiteGroups
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Layer, weight_with_gain, with_gain
@@ -106,7 +105,7 @@ class Site:
 
     kind: ClassVar[str]
     name: str
-    groups: Groups
+    groups: SiteGroups
     readings: tuple[SiteReader, ...]
     program: Program
     macs_now: int

@@ -65,7 +65,6 @@ def _first(x_BN: Tensor, count: int, *, largest: bool) -> Tensor:
 
 
 def _others(is_out_BN: Tensor, kept: int) -> Tensor:
-    """The places of the `kept` tokens that are not out, ascending: their order doesn't depend on any rounding."""
     count = is_out_BN.shape[1]
     late_BN = is_out_BN.float() * count + _places(count, is_out_BN).float()
     return _first(late_BN, kept, largest=False)
@@ -98,9 +97,7 @@ def ward(x_BNC: Tensor, sizes_BN: Tensor | None, protected: int) -> Tensor:
 
 
 def attended(x_BNC: Tensor, attention_BN: Tensor, sizes_BN: Tensor | None, protected: int) -> Tensor:
-    """`ward`, times the sum of the roots of the attention that each of both gets [B,A,D]: what the class token looks at
-    is merged last.
-    """
+    """Return `ward` times the sum of the roots of the class token's attention to both [B,A,D]."""
     roots_BN = attention_BN.float().sqrt()
     even_BA1, odd_B1D = roots_BN[:, protected::2].unsqueeze(2), roots_BN[:, protected + 1 :: 2].unsqueeze(1)
     return ward(x_BNC, sizes_BN, protected) * (even_BA1 + odd_B1D)
@@ -165,7 +162,6 @@ def _place_among(kept_BK: Tensor, count: int) -> Tensor:
 
 
 def _behind_protected(places_BN: Tensor, protected: int) -> Tensor:
-    """With the protected tokens' own places in front."""
     return torch.cat([_places(protected, places_BN).expand(places_BN.shape[0], -1), places_BN], dim=1)
 
 

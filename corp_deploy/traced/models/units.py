@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from corp_deploy.traced.finding.choice import gone
 from corp_deploy.traced.finding.cuts import without_values
-from corp_deploy.traced.finding.site import Index, Site, Span
+from corp_deploy.traced.finding.site_groups import Index, SiteGroups, Span
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.program import Program, number_of, operation, reached, sizes_at_one
 from corp_deploy.traced.programs.readers import with_tensors
@@ -77,7 +77,7 @@ def _region(program: Program, names: Collection[str], sources: Collection[str]) 
     )
 
 
-def channel_units(program: Program, groups: Site, sources: Sequence[str]) -> Units | str:
+def channel_units(program: Program, groups: SiteGroups, sources: Sequence[str]) -> Units | str:
     """Each group by itself, or why none can be merged; `sources`: what layers read."""
     if groups.kind == "gated channels":
         return GATED
@@ -89,11 +89,9 @@ def channel_units(program: Program, groups: Site, sources: Sequence[str]) -> Uni
 
 
 def head_units(
-    analysis: Found, values: Site, others: Mapping[str, Index], groups_HV: Tensor, span: Span
+    analysis: Found, values: SiteGroups, others: Mapping[str, Index], groups_HV: Tensor, span: Span
 ) -> Units | str:
-    """Each head of one attention, whose values one layer reads as a span says, or why none can be merged. `others`: by
-    key of which head each group of other sites is.
-    """
+    """Return each head of an attention as a unit, or why none can be merged."""
     assert values.part_G is not None, values.key
     rows = _rows_of_heads(analysis, {values.key: values.part_G, **others}, len(groups_HV))
     if rows is None:
@@ -106,7 +104,6 @@ def head_units(
 
 
 def _rows_of_heads(analysis: Found, part_of: Mapping[str, Index], heads: int) -> dict[str, Tensor] | None:
-    """By tensor the rows that go with each head; None where something else than rows does, or more of some heads."""
     flow, lines = analysis.flow, dict[str, list[Tensor]]()
     written = {use.name: use for use in flow.every_use if use.role == "writes"}
     for head in range(heads):
@@ -123,7 +120,7 @@ def _rows_of_heads(analysis: Found, part_of: Mapping[str, Index], heads: int) ->
 
 
 def _are_alike(program: Program, units: Units, span: Span) -> bool:
-    """Whether units that change places give what they gave at each other's: seen on random numbers."""
+    """Check on random numbers that units can change places."""
     generator = torch.Generator().manual_seed(0)
     where = program.device
     entering = {}

@@ -16,8 +16,7 @@ from corp_deploy.traced.finding.attentions import attentions_of
 from corp_deploy.traced.finding.choice import beside
 from corp_deploy.traced.finding.labels import LabelTensor, compact
 from corp_deploy.traced.finding.moves import moved_from
-from corp_deploy.traced.finding.site import Index
-from corp_deploy.traced.finding.site import Site as Groups
+from corp_deploy.traced.finding.site_groups import Index, SiteGroups
 from corp_deploy.traced.programs.program import operation
 from corp_deploy.traced.programs.readers import Called, layers
 
@@ -65,7 +64,9 @@ class TracedValues(Site):
         return replace(self, groups_HV=self.groups_HV[is_left_H], rows_HV=self.rows_HV[is_left_H])
 
 
-def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any], *, has_queries: bool) -> TracedValues:
+def values(
+    tracing: Tracing, named: Mapping[str, SiteGroups], own: Mapping[str, Any], *, has_queries: bool
+) -> TracedValues:
     """The site of these fields, which are those of any; `named` are all, and its queries may be among them."""
     groups, readings = own["groups"], own["readings"]
     part_G = torch.zeros(groups.size, dtype=torch.int64) if groups.part_G is None else torch.from_numpy(groups.part_G)
@@ -104,7 +105,6 @@ def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]
 
 
 def _queries_mixed(tracing: Tracing, reading: SiteReader) -> str:
-    """What mixes all dimensions of an attention's queries, or nothing that is known."""
     output, flow = moved_from(tracing.by_node[reading.source]), tracing.analysis.flow
     queries = next((each.queries for each in attentions_of(tracing.program) if each.output is output), None)
     marks = None if queries is None else flow.values.get(queries)
@@ -115,7 +115,7 @@ def _queries_mixed(tracing: Tracing, reading: SiteReader) -> str:
     return next((why for labels, why in joined if bool(torch.isin(labels, groups).any())), "")
 
 
-def _rows(tracing: Tracing, groups: Groups, reading: SiteReader) -> Called | None:
+def _rows(tracing: Tracing, groups: SiteGroups, reading: SiteReader) -> Called | None:
     product = moved_from(tracing.by_node[reading.source])
     if operation(product) not in _SUMS:
         return None

@@ -49,7 +49,6 @@ def resized(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], A
 
 
 def _spread(call: Call, old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
-    """The sizes that an axis is spread out to; -1 where it has its size before."""
     new_sizes, before = call.arguments["size"], call["self"].shape
     missing = len(old) - len(before)
     sizes = [each if was == now else now for each, was, now in zip(new_sizes, old, new, strict=True)]
@@ -62,7 +61,6 @@ def _spread(call: Call, old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]
 
 
 def _cut(call: Call, new: LabelTensor, gone: Tensor) -> Arguments:
-    """Where a slice starts and ends among what is left."""
     first: LabelTensor = call["self"]
     dim, name = call["dim"] % len(first.shape), CUTS[call.op]
     is_whole = narrowed(first, gone).shape[dim] == first.shape[dim]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from corp_deploy.traced.finding.site import Site
+from corp_deploy.traced.finding.site_groups import SiteGroups
 from corp_deploy.traced.programs.program import Program, reached, set_tensor_, settle_
 from corp_deploy.traced.programs.readers import LINEAR
 from corp_deploy.traced.programs.sizes import size_
@@ -21,7 +21,7 @@ class WholeRemoval:
     writer: str
 
 
-def whole_removal_at(program: Program, site: Site) -> WholeRemoval | None:
+def whole_removal_at(program: Program, site: SiteGroups) -> WholeRemoval | None:
     """None where more than one linear layer reads the site, or that reads more than it."""
     nodes = {node.name: node for node in program.nodes}
     readers = {nodes[span.reader] for span in site.listening}

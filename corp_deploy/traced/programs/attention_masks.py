@@ -56,9 +56,7 @@ def added_scores(program: Program, product: fx.Node) -> Tensor | None:
 
 
 def factor(program: Program, product: fx.Node) -> float | None:
-    """What an attention's products of queries and keys are multiplied by on their way to its softmax; None where that
-    is no one number, or hangs on the inputs.
-    """
+    """Return what scores are multiplied by before the softmax; None where that is no one number."""
     if operation(product) == SDPA:
         return scale_of(product)
     scores = _before_softmax(product)
@@ -83,9 +81,7 @@ def visible_keys(added: Tensor) -> Tensor:
 
 
 def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
-    """Of the rows that a node gives for one image [..., rows] those that go nowhere, as padding is cut off; None where
-    all are read, or that can't be told.
-    """
+    """Return which rows of a node go nowhere, as padding that is cut off; None where all are read or unknown."""
     nodes = _behind(program, output)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad():
@@ -102,14 +98,13 @@ def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
 
 
 def _whatever(program: Program, node: fx.Node, zero: tuple[fx.Node, ...]) -> Tensor | None:
-    """What a node gives for one image whatever it is, with zeros for some other; None where images matter."""
+    """Return what a node gives whatever the image; None where images matter."""
     nodes, _ = needed(program, [node], zero)
     zeros = {each: torch.zeros(sizes_at_one(each), device=program.device) for each in zero}
     return None if nodes is None else run(program, nodes, zeros)[node]
 
 
 def _before_softmax(product: fx.Node) -> fx.Node | None:
-    """The scores that are made of a product alone, as they enter their softmax over keys."""
     found = scores_of(product)
     if found is None or sizes_at_one(found[0]) != sizes_at_one(product):
         return None

@@ -93,7 +93,6 @@ def _values_place(node: fx.Node) -> int:
 
 
 def _pads(scores: fx.Node) -> Iterator[tuple[fx.Node, Pads]]:
-    """Where a node multiplies queries by keys: what is put beside those, or beside the values that are summed up."""
     is_whole, node = operation(scores) == SDPA, values_product(scores)
     if node is None or (is_whole and scores.kwargs.get("scale") is None):
         return
@@ -155,13 +154,11 @@ def _change_arguments_(nodes: Iterable[Any], change: Callable[[Any], Any]) -> No
 Path = tuple[str, ...]
 
 
-class Called(nn.Module):
-    """A module of the tree, as one that is written by hand: of nodes inside of a GraphModule an export doesn't say
-    where they were called.
-    """
+class CalledModule(nn.Module):
+    """A module of the tree whose calls an export locates, unlike nodes of a GraphModule."""
 
 
-class Norm(Called):
+class Norm(CalledModule):
     """One whose class was a norm's, other than that of a batch, and that called no other."""
 
 
@@ -207,10 +204,9 @@ class _Making:
             leaving = tuple(self.nodes[node] for node in _leaving(called))
             self.graph.output(leaving[0] if len(leaving) == 1 else leaving)
         is_norm = all(self.paths[node] == self.path for node in called) and _is_norm(called)
-        return _by_hand(fx.GraphModule(self.own, self.graph), Norm if is_norm else Called)
+        return _by_hand(fx.GraphModule(self.own, self.graph), Norm if is_norm else CalledModule)
 
     def _runs(self, called: Sequence[fx.Node]) -> Iterator[tuple[str | None, Path, list[fx.Node]]]:
-        """What is done at a stretch, with the name of the module that does it here, and its path; None for this one."""
         depth, counts, again = len(self.path), Counter[str](), Counter[Path]()
         for name, together in groupby(called, lambda node: next(iter(self.paths[node][depth:]), None)):
             run = list(together)
@@ -253,15 +249,14 @@ class _Making:
         return ".".join(str(node.target).split(".")[len(self.path) :])
 
 
-def _by_hand(graph: fx.GraphModule, base: type[Called]) -> nn.Module:
-    kind: type[Called] = type(base.__name__, (base,), {"forward": type(graph).forward})
+def _by_hand(graph: fx.GraphModule, base: type[CalledModule]) -> nn.Module:
+    kind: type[CalledModule] = type(base.__name__, (base,), {"forward": type(graph).forward})
     module = kind.__new__(kind)
     module.__dict__ |= vars(graph.eval())
     return module
 
 
 def _paths(called: Sequence[fx.Node]) -> dict[fx.Node, Path]:
-    """Where each was called; what was put there later stands with what uses it."""
     paths: dict[fx.Node, Path] = {}
     for node in reversed(called):
         path = module_of(node)[0]

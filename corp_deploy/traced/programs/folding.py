@@ -40,7 +40,6 @@ def fold_(graph: fx.GraphModule) -> tuple[str, ...]:
 
 
 def _is_folded(node: fx.Node, free: Collection[fx.Node]) -> bool:
-    """A tensor that what depends on inputs takes; one number everywhere, random ones and rows of a table stay."""
     is_range = any(name in str(node.target) for name in ("arange", "linspace", "eye"))
     is_taken = node.op != "get_attr" and not _is_of_rows(node) and any(user not in free for user in node.users)
     return is_taken and isinstance(node.meta.get("val"), Tensor) and (bool(node.all_input_nodes) or is_range)
@@ -54,7 +53,6 @@ def _is_of_rows(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node, free: Collection[fx.Node], used: Collection[str]) -> str:
-    """Of the nearest parameter of its shape that is for nothing else; else of the nearest."""
     sources = [each for each in reached([node]) if each.op == "get_attr"]
     for each in sources:
         value = each.meta["val"]
@@ -121,7 +119,7 @@ def _means(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, int]]:
 
 
 def _divides(mean: fx.Node, source: fx.Node) -> bool:
-    """Whether all that is made of a mean, with numbers added at most, is what its source is divided by."""
+    """Check that a mean is only divided by, with numbers added at most."""
     at = mean
     while len(at.users) == 1:
         (user,) = at.users

@@ -174,16 +174,14 @@ def _at_one(sizes: Any) -> Any:
 
 
 def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int] | None:
-    """To reshape to in a node's place: these sizes at a batch of 1, at any other what is left; None where the batch
-    counts several.
-    """
+    """Return sizes to reshape to at any batch; None where the batch counts several axes."""
     dense = node.meta["sizes"]
     shape = [-1 if isinstance(each, BatchAffineSize) else size for each, size in zip(dense, sizes, strict=True)]
     return None if shape.count(-1) > 1 else shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchAxis:
     """`axis` counts [outer, images, inner], the last fastest."""
 
     axis: int
@@ -201,15 +199,15 @@ class Batch:
         return apart.flatten(self.axis, self.axis + 2)
 
 
-IN_FRONT = Batch(axis=0, outer=1, inner=1)
+IN_FRONT = BatchAxis(axis=0, outer=1, inner=1)
 """Images alone on the first axis."""
 
 
-def batch_of(node: fx.Node) -> Batch | None:
+def batch_of(node: fx.Node) -> BatchAxis | None:
     """Of a tensor's node; None where that can't be told, as of a program for one batch size alone."""
     axis, sizes = _counted(node)
     if axis is None or sizes[axis] == 1:
-        return None if axis is None else Batch(axis=axis, outer=1, inner=1)
+        return None if axis is None else BatchAxis(axis=axis, outer=1, inner=1)
     before = next((each for each in node.all_input_nodes if _counted(each)[0] is not None), None)
     place = None if before is None else batch_of(before)
     if before is None or place is None:
@@ -223,11 +221,10 @@ def batch_of(node: fx.Node) -> Batch | None:
         outer *= times
     elif operation(node) == "repeat_interleave":
         inner *= times
-    return Batch(axis=axis, outer=outer, inner=inner) if outer * inner == sizes[axis] and not other else None
+    return BatchAxis(axis=axis, outer=outer, inner=inner) if outer * inner == sizes[axis] and not other else None
 
 
 def _counted(node: fx.Node) -> tuple[int | None, tuple[int, ...]]:
-    """The one axis that the batch counts, and the sizes at a batch of 1; of several tensors those of the first."""
     sizes: Any = node.meta.get("sizes")
     sizes = sizes if isinstance(sizes, tuple) else ()
     sizes = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes

@@ -18,7 +18,7 @@ from .program import (
     RUN,
     SAME,
     SHAPED,
-    Batch,
+    BatchAxis,
     Program,
     arguments_of,
     batch_of,
@@ -75,9 +75,7 @@ def every_layer(program: Program) -> Iterator[Called]:
 
 
 def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
-    """Those that sum over all channels; `in_groups`: also convolutions of which each group of outputs reads channels of
-    its own, but for those that read one alone.
-    """
+    """Return layers that sum over all channels; `in_groups` also convolutions in groups of several channels."""
     for layer in every_layer(program):
         if groups_of(layer.node) == 1 or (in_groups and program.tensor(layer.weight).shape[1] > 1):
             yield layer
@@ -111,9 +109,7 @@ def with_gain(weight: Tensor, gain_O: Tensor | None) -> Tensor:
 
 
 def with_biases_(program: Program) -> tuple[str, ...]:
-    """Give every such layer that has no bias one of zeros, so that there is a place for what repairs add; their
-    names.
-    """
+    """Give every layer without a bias one of zeros for repairs; return their names."""
     graph, added = program.graph, dict[str, None]()
     names = constant_names(program.nodes)
     for layer in list(every_layer(program)):
@@ -158,7 +154,7 @@ class BatchFirst(nn.Module):
 
     is_read: Tensor | None
 
-    def __init__(self, layer: Layer, batch: Batch, is_read: Tensor | None) -> None:
+    def __init__(self, layer: Layer, batch: BatchAxis, is_read: Tensor | None) -> None:
         super().__init__()
         self.layer, self.batch = layer, batch
         self.register_buffer("is_read", None if is_read is None else batch.in_front(is_read).flatten())

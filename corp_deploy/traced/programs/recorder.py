@@ -26,7 +26,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RecordedCall:
     """`args`: positional and named ones, tensors in them as Ref."""
 
     target: Any
@@ -49,13 +49,11 @@ _CALLS = MetaCalls()
 
 
 class Recorder(SchemaCheckMode):
-    """Writes down calls where torch.export would, ahead of autograd and of what takes ops apart. Torch lets no other
-    class than its own be there; this one has nothing of its base.
-    """
+    """Write down calls ahead of autograd and of what takes ops apart, as torch.export does."""
 
     def __init__(self, named: Mapping[str, Tensor], stack: list[tuple[str, str]], *, on_meta: bool) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.constants: dict[str, Tensor] = {}
         self._stack, self._on_meta = stack, on_meta
         self._refs: dict[int, _Known] = {}
@@ -96,17 +94,15 @@ class Recorder(SchemaCheckMode):
         for place, each in enumerate(gives if several else (gives,)):
             if isinstance(each, Tensor):
                 self._know(each, Ref(len(self.calls), place if several else None))
-        self.calls.append(Call(target=func, args=written, gives=gives, stack=tuple(self._stack)))
+        self.calls.append(RecordedCall(target=func, args=written, gives=gives, stack=tuple(self._stack)))
 
     def _wholes(self, part: Tensor) -> Iterator[tuple[Any, Tensor, Ref, Any]]:
-        """What a part that changes was cut out of, the innermost first, with what puts it back there."""
         while id(part) in self._parts:
             base, scatter, place = self._parts[id(part)]
             yield scatter, base, self.ref(base), place
             part = base
 
     def _storages_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
-        """What it gives on meta; of the same sizes as the last time, where it was numbers of its own."""
         key = func, sizes_key(entering)
         known = _CALLS.get(key)
         if known is None:

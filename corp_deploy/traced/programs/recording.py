@@ -22,7 +22,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
 from .program import without_memory
-from .recorder import Call, Numbers, Recorder, Ref
+from .recorder import Numbers, RecordedCall, Recorder, Ref
 from .sizes import BATCHES, BatchAffineSize, BatchDependentProgram, at_batch, size_of, tell
 
 TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
@@ -33,7 +33,7 @@ TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 class _Recorded:
     """`inputs`: by name; `gives`: the model's outputs, tensors as Ref."""
 
-    calls: Sequence[Call]
+    calls: Sequence[RecordedCall]
     constants: Mapping[str, Tensor]
     inputs: Mapping[str, Any]
     gives: Any
@@ -116,7 +116,7 @@ def stacked(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
 
 
 def _free(name: str) -> str:
-    """Of a module, parameter or buffer in a graph: `meta.weight` would be looked for in the graph's own notes."""
+    """Rename `meta`, `graph` and `code`, which a graph has itself."""
     first, *rest = name.split(".")
     return ".".join((f"{first}_" if first in TAKEN else first, *rest))
 
@@ -164,7 +164,7 @@ class _Graph:
         self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, tree_structure(inputs), spec)))
         return fx.GraphModule(self.root, self.graph).eval()
 
-    def _call(self, number: int, one: Call, other: Call) -> None:
+    def _call(self, number: int, one: RecordedCall, other: RecordedCall) -> None:
         if one.target is not other.target or one.stack != other.stack:
             raise BatchDependentProgram(f"{one.target} and {other.target}")
         args, kwargs = self._both(one.args, other.args)

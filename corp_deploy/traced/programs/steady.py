@@ -55,9 +55,7 @@ class _Watched(fx.Interpreter):
 
 
 def require_steady(program: Program, inputs: Sequence[Tensor], *, called: str = "noise") -> None:
-    """Raise BadInput if two runs differ, NotFinite if outputs aren't finite on inputs that are `called` so; both name
-    the operation and its module.
-    """
+    """Raise BadInput if two runs differ, NotFinite if outputs aren't finite; both name the operation."""
     first, second = (_summaries(program, inputs) for _ in range(2))
     for node, summary in first.items():
         if not summary.is_like(second[node]):

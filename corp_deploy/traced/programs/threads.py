@@ -11,9 +11,7 @@ _TURNS = RLock()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run many small operations in one thread: on a busy machine several threads wait for each other many times longer
-    than the operations take. Callers take turns, so that each restores the count that it found.
-    """
+    """Run many small operations in one thread, faster on a busy machine; callers take turns."""
     with _TURNS:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

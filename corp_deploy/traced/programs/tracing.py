@@ -22,9 +22,7 @@ Inputs = Sequence[Any] | Mapping[str, Any]
 
 
 def trace(model: nn.Module, inputs: Inputs) -> Program:
-    """The program of a model in eval mode, on meta or anywhere; example inputs of a batch of 2 or more, in order or by
-    name. Raises BadInput for a model that can't be traced.
-    """
+    """Trace a model in eval mode with example inputs of a batch of 2 or more. Raises BadInput where it can't be."""
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     graph, any_batch = _graph(model.eval(), args, kwargs)
     graph.requires_grad_(False)
@@ -115,9 +113,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _without_changes_(graph: fx.Graph) -> None:
-    """What is behind a change in place takes what the change gives, and element by element that is a tensor of its own:
-    what was before stays known to whoever runs the program node by node.
-    """
+    """Let users of a tensor that is changed in place take what the change gives."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node, changed in _changes(graph):
         for user in [user for user in changed.users if order[user] > order[node]]:

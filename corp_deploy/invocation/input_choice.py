@@ -1,0 +1,182 @@
+"""Options that name the inputs of a model. Torch is imported when they are opened."""
+
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from corp_deploy.spec.class_labels import LABELS_HELP
+from ground.errors import BadInput
+from ground.quantity import BAD_IMAGES, IMAGES, SEED, WORKERS
+
+from .option import Record, option
+from .option_support import spelled
+from .table import INPUTS
+from .values import FILE, PATH, TEXT
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from calib.groups import Split
+    from calib.images import Images
+    from calib.inputs import InputSet
+    from corp_deploy.store.checkpoint import Checkpoint
+
+Inputs = TypeVar("Inputs", bound="InputSet")
+KINDS = ("images", "text", "tokens", "arrays")
+
+
+def refuse_several(chosen: Collection[str]) -> None:
+    """Raise BadInput where inputs of more than one kind are given; their options by name."""
+    if len(chosen) > 1:
+        first, second = map(spelled, list(chosen)[:2])
+        raise BadInput(f"{first} and {second} exclude each other; give what the model takes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn(Record, heading="Inputs"):
+    """How many inputs, of those that there are."""
+
+    samples: int | None = option(IMAGES, help="Use this many images, drawn by --seed; default: all.")
+    seed: int = option(SEED, 0, help="Seed of the draw of --samples.")
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        return {"samples": self.samples, "seed": self.seed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded(Record, heading="Inputs"):
+    """How images are decoded."""
+
+    workers: int = option(WORKERS, 0, help="Processes that decode images.")
+    max_bad: int = option(BAD_IMAGES, 0, help="Unreadable images to skip.")
+
+    @property
+    def decoded(self) -> dict[str, Any]:
+        return {"workers": self.workers, "max_bad": self.max_bad}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldOutOptions(Record, heading="Inputs"):
+    """Which inputs calibrate held out. Raises BadInput for groups without a number of held-out inputs."""
+
+    hold_out: int | None = option(
+        IMAGES,
+        help="The N of calibrate --hold-out, with the same --images, --samples, --seed and --groups: reduce leaves "
+        "those images out too, and verify judges on them only.",
+    )
+    groups: str | None = option(TEXT, help="With --hold-out: the --groups that calibrate was given.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.groups is not None and self.hold_out is None:
+            raise BadInput("--groups says which images --hold-out takes together; give both, or none")
+
+    def split(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
+        """What calibrate fits to, and what it holds out, none without `hold_out`."""
+        from calib.groups import split_of
+
+        return split_of(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
+
+    def proving(self, inputs: Inputs, seed: int) -> Inputs:
+        """Those that a model is proved on: what is held out, or all."""
+        parts = self.split(inputs, seed)
+        return parts.fitted if parts.held_out is None else parts.held_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions(HoldOutOptions, Decoded, Drawn):
+    """Which inputs, one kind of them, or none. Raises BadInput for several."""
+
+    images: Path | None = option(
+        PATH,
+        help="A folder of images with its subfolders, in the formats that Pillow reads; tar shards, x.tar or "
+        "'x-{000..099}.tar'; or .npy / .npz / .safetensors (key images) with [N,C,H,W], float32 that is already "
+        "preprocessed, or uint8 pixels, resized and cropped.",
+    )
+    text: Path | None = option(
+        FILE, help="For a text encoder: UTF-8 text, a line a document. For a decoder: one text, cut into sequences."
+    )
+    tokens: Path | None = option(
+        FILE, help="For a decoder: token ids, an integer .npy with one sequence a row, or one stream."
+    )
+    arrays: Path | None = option(
+        FILE,
+        help="For a model of arrays: .npz or .safetensors with an array for each input under its name, or a .npy "
+        "for a single input.",
+    )
+    labels: Path | None = option(FILE, help=LABELS_HELP)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_several(self._chosen_paths)
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        if self.path is not None and self.images is None:
+            INPUTS.refuse([("", "text" if self.arrays is None else "arrays")], options)
+
+    @property
+    def _chosen_paths(self) -> dict[str, Path]:
+        return {name: path for name in KINDS if (path := self.values[name]) is not None}
+
+    @property
+    def path(self) -> Path | None:
+        return next(iter(self._chosen_paths.values()), None)
+
+    @property
+    def describe(self) -> str:
+        return f"{spelled(next(iter(self._chosen_paths), 'images'))} {shlex.quote(str(self.path))}"
+
+    def open(self, checkpoint: "Checkpoint", note: Callable[[str], None]) -> "InputSet":
+        """The inputs as the model takes them; `note` is told of files that were left out. Raises BadInput for a model
+        that takes the other kind.
+        """
+        from corp_deploy.store.input_sets import arrays_for_model, ids_for_model, texts_for_model
+
+        if self.text is not None:
+            return texts_for_model(checkpoint.model, self.text, **self.drawn)
+        if self.tokens is not None:
+            return ids_for_model(checkpoint.model, self.tokens, **self.drawn)
+        if self.arrays is not None:
+            return arrays_for_model(checkpoint.model, self.arrays, **self.drawn)
+        return self._open_images(checkpoint.model, note, **self.decoded)
+
+    def _open_images(self, model: "nn.Module", note: Callable[[str], None], **decoded: Any) -> "Images":
+        from corp_deploy.store.input_sets import images_for_model, left_out
+
+        assert self.images is not None, self
+        images = images_for_model(model, self.images, **self.drawn, **decoded)
+        if images.skipped:
+            note(left_out(self.images, images))
+        return images
+
+    def proving_images(self, model: "nn.Module", note: Callable[[str], None] = lambda text: None) -> "Images":
+        """Those that a model is proved on. Raises BadInput as images_for_model does, and where so many can't be held
+        out.
+        """
+        return self.proving(self._open_images(model, note), self.seed)
+
+    def class_indices(
+        self, inputs: "InputSet", checkpoint: "Checkpoint", note: Callable[[str], None]
+    ) -> "NDArray[np.int64] | None":
+        """Return those of the opened images [N]; None without labels."""
+        from corp_deploy.store.labels import labels_for
+
+        return None if self.labels is None else labels_for(self.labels, inputs, checkpoint.model, note)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequiredInputs(InputOptions):
+    """The same where there have to be some."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is None:
+            raise BadInput(
+                "Missing option '--images', or '--text' or '--tokens' for a model that takes text, or '--arrays' for "
+                "one of arrays."
+            )

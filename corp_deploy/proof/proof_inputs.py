@@ -1,0 +1,96 @@
+"""What a proof is made on: all inputs as they are fed to the models, under the names of the model's ports, images
+normalised or as the pixels that they were made of. Imports no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.errors import BadInput
+from ground.feeds import Feeds, batch_size, random_feeds, single_array
+from ground.pixels import PIXEL, Normalisation, whole_pixels
+from ground.ports import Port
+from perf.parity.parity import ImageSet
+
+if TYPE_CHECKING:
+    from calib.fingerprints import Fingerprints
+    from corp_deploy.families.timm_images import ImageSpec
+
+
+def take_pixels(ports: Sequence[Port]) -> bool:
+    """Return True for the ports of a graph or engine that takes pixels."""
+    return len(ports) == 1 and ports[0].dtype == PIXEL
+
+
+def normalisation_of(spec: "ImageSpec | None", where: str) -> Normalisation:
+    """Return the normalisation; raise BadInput for a model without images or without a known one."""
+    if spec is None:
+        raise BadInput(f"{where}: takes uint8 images, the dense model takes none; export it from that model")
+    spec.require_normalisation(where=where, instead="take a graph that takes float32")
+    return spec.normalisation
+
+
+def fed_to_ports(feeds: Feeds, ports: Sequence[Port], spec: "ImageSpec | None", *, where: str) -> Feeds:
+    """Return the feeds for these ports, as pixels where the ports take those."""
+    if not take_pixels(ports) or single_array(feeds).dtype == PIXEL:
+        return feeds
+    return {ports[0].name: normalisation_of(spec, where).pixels(single_array(feeds))}
+
+
+def require_pixels(feeds: Feeds, ports: Sequence[Port], spec: "ImageSpec | None", *, where: str) -> None:
+    """Raise BadInput where ports take pixels and the images were not made of any."""
+    if take_pixels(ports) and single_array(feeds).dtype != PIXEL:
+        normalisation_of(spec, where).require_pixels(single_array(feeds), where=where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofInputs:
+    """What a proof is made on: the model's inputs [N, ...] by name, what they are, labels where there are any; names
+    where none of them had to be left out; what identifies them where they are real. None has a digest of those timed.
+    """
+
+    feeds: Feeds
+    digest: str = ""
+    kind: str = "images"
+    labels: NDArray[np.int64] | None = None
+    names: tuple[str, ...] = ()
+    fingerprints: "Fingerprints | None" = None
+
+    @property
+    def count(self) -> int:
+        return batch_size(self.feeds)
+
+    @property
+    def images(self) -> ImageSet:
+        return ImageSet(count=self.count, digest=self.digest, kind=self.kind)
+
+
+def of_port(inputs: ProofInputs, port: Port, *, where: str) -> ProofInputs:
+    """Return images as this port takes them: values 0 to 255 where it takes pixels."""
+    if port.dtype != PIXEL:
+        return inputs
+    return replace(inputs, feeds={port.name: whole_pixels(single_array(inputs.feeds), where=where)})
+
+
+def array_on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
+    """Return an array of `count` rows like those of `like`, in a file that lives as long as the array."""
+    with TemporaryFile() as file:
+        return np.memmap(file, dtype=like.dtype, mode="w+", shape=(count, *like.shape[1:]))
+
+
+def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
+    """Draw normal noise for these ports."""
+    other = [f"{port.name} ({port.dtype})" for port in ports if port.dtype not in ("float32", PIXEL)]
+    if other:
+        raise BadInput(
+            f"random inputs: expected inputs of float32 or uint8, this model takes {', '.join(other)}; give real ones"
+        )
+    return ProofInputs(feeds=random_feeds(ports, count, seed=seed), digest=f"random seed {seed}", kind="random")
+
+
+def ports_line(ports: Sequence[Port]) -> str:
+    return ", ".join(f"{port.name} {port.shape}" + f" {port.dtype}" * (port.dtype != "float32") for port in ports)

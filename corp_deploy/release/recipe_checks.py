@@ -1,0 +1,148 @@
+"""Everything that a recipe names, looked at before any work: that it is there, that it can be read, that it fits.
+
+Imports no torch until something is to be read with it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from corp_deploy.families.timm_names import require_local_name
+from corp_deploy.proof.custom_metrics import require_runnable
+from corp_deploy.spec import trusted_code
+from corp_deploy.spec.architecture import OF_TORCHVISION
+from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
+from ground.errors import BadInput
+from ground.outputs import require_writable
+from perf.stats.trend import require_directory
+
+from . import incremental
+from .baseline import Baseline
+from .digests import IMAGE_LABELS, files_of
+from .incremental import Stage, StageStatus
+from .recipe import Recipe, trusted_metrics
+from .recipe_keys import RecipeProblems
+from .recipe_tables import ModelTable
+
+OF_OPTIONS = "gate"
+"""The stage whose inputs beyond the release are named by options."""
+FOLDERS = ("model", *IMAGE_LABELS)
+"""What may be folders, by the labels of stages."""
+KEYS = {"model": "model.model", "weights": "model.weights"}
+"""The keys of these labels; all others are called as their keys are."""
+FITTING = ("reduce", "export.dense")
+"""Stages that read nothing beyond the release, whose keys have to fit the model."""
+
+
+def _require_directory(directory: Path, model: ModelTable) -> None:
+    """Raise BadInput for a directory without a model for images, and for keys that one of ours has itself."""
+    if directory.is_file():
+        raise BadInput(
+            f"{directory} is a file, expected the directory of a model; for weights give a timm name, and them as "
+            "model.weights"
+        )
+    if not directory.is_dir():
+        return
+    config = config_of_directory(directory)
+    if model.prefix:
+        if "vocab_size" in config:
+            kind = config.get("model_type")
+            raise BadInput(
+                f"{directory / CONFIG}: model_type is {kind!r:.60}, a model of texts, expected one of images"
+            )
+    elif is_ours(config):
+        others = {f"model.{key}": value for key, value in model.values.items() if key not in ("name", "outputs")}
+        refuse_beside_directory(directory, others)
+
+
+def _require_model(model: ModelTable, mistakes: RecipeProblems) -> None:
+    with mistakes.at("model.model"):
+        if model.code is not None:
+            trusted_code.refuse_untrusted(model.code.name)
+        elif model.directory is not None:
+            _require_directory(model.directory, model)
+        elif model.name.startswith(OF_TORCHVISION):
+            from corp_deploy.families import torchvision_models  # which imports torch
+
+            torchvision_models.require_classifier(model.name)
+        else:
+            require_local_name(model.name)
+    if model.code is None and model.directory is None and model.weights is None:
+        library = "torchvision" if model.name.startswith(OF_TORCHVISION) else "timm"
+        mistakes.add(f"model.weights: the {library} model {model.name!r:.100} needs the weights of a trained model")
+
+
+def _absent(stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield a sentence for each input of stages that is absent or of another kind."""
+    outside = {label: path for stage in stages if stage.name != OF_OPTIONS for label, path in stage.outside.items()}
+    for label, path in outside.items():
+        key = KEYS.get(label, label)
+        if not files_of(path) and not (label in IMAGE_LABELS and path.is_dir() and any(path.iterdir())):
+            home = " (~ stands for nothing in a recipe)" if "~" in path.parts else ""
+            yield f"{key}: {path} is not there, or is empty{home}; correct the recipe"
+        elif path.is_dir() and label not in FOLDERS:
+            yield f"{key}: {path} is a folder, expected a file; correct the recipe"
+
+
+def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: RecipeProblems) -> None:
+    """Require commands that run in the directory of the release, and that name all files they read."""
+    untold = recipe.parity.untold_files(beside, root)
+    for word in untold:
+        mistakes.add(
+            f"parity.metric_files: a command of parity.metric names {word!r}, which stands beside the recipe, and runs "
+            "in the directory of the release; add it to parity.metric_files"
+        )
+    with mistakes.at():
+        requests = trusted_metrics(recipe.parity.metrics(root))
+        if not untold:
+            with mistakes.at("parity.metric"):
+                require_runnable(requests, below=root)
+
+
+def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path, mistakes: RecipeProblems) -> None:
+    names = {stage.name for stage in stages}
+    if "dense" in names:
+        _require_model(recipe.model, mistakes)
+    for words in _absent(stages):
+        mistakes.add(words)
+    if any(name.startswith("parity") for name in names):
+        _require_metrics(recipe, root, path.parent, mistakes)
+    history = recipe.gate.history
+    if "reduce" in names and recipe.reduce.latency_tables is not None:
+        tables = Path(recipe.reduce.latency_tables)
+        standing = next(place for place in (tables, *tables.parents) if place.exists())
+        if not standing.is_dir():
+            words = f"{standing} is a file, expected the folder where measured tables are kept; give another"
+            mistakes.add(f"reduce.latency_tables: {words}")
+        else:
+            with mistakes.at("reduce.latency_tables"):
+                require_writable(tables, folder=True)
+    if OF_OPTIONS in names and history is not None:
+        with mistakes.at("gate.history"):
+            require_directory(history)
+            if history.resolve() == root.resolve():
+                raise BadInput(f"{root} is the output of this release; give another directory")
+
+
+def require_inputs(
+    recipe: Recipe, root: Path, stages: Sequence[Stage], baseline: Baseline, *, path: Path, warn: Callable[[str], None]
+) -> list[StageStatus]:
+    """Look at everything beyond the release that these stages are made from: that it is there and, for those that are
+    not done, that it is read and fits. `path` is the recipe's file; `warn` hears what the result will not be able to
+    show. Writes nothing.
+
+    Returns what a run would do with the stages. Raises BadInput with a line for each mistake, and Missing where this
+    machine lacks what reads one of the files.
+    """
+    mistakes = RecipeProblems(path)
+    _note_absent(recipe, root, stages, path, mistakes)
+    mistakes.refuse()
+    if any(stage.name == OF_OPTIONS for stage in stages):
+        baseline.require(recipe.rules)
+    statuses = incremental.stage_statuses(stages, root)
+    left = [stage for stage, status in zip(stages, statuses, strict=True) if status.state != "cached"]
+    if any(stage.name in FITTING or (stage.outside and stage.name != OF_OPTIONS) for stage in left):
+        from .recipe_read import read_inputs
+
+        read_inputs(recipe, root, left, mistakes, warn)
+        mistakes.refuse()
+    return statuses

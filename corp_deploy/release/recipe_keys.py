@@ -1,0 +1,251 @@
+"""Keys of a recipe's tables: each option of a table's record has one, and one for each kind of site where it is told
+apart by kind. Imports no torch.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from corp_deploy.invocation.option import NEEDED, Option, Pairs, Record, options_of
+from corp_deploy.invocation.values import (
+    CHANNELS,
+    TABLE,
+    TEXT,
+    ByKind,
+    ListOf,
+    OneOf,
+    ParsedText,
+    Repeated,
+    Values,
+    literal,
+)
+from ground.errors import BadInput, respelled
+from ground.quantity import Count, Quantity, Real
+
+R = TypeVar("R", bound=Record)
+
+
+@contextmanager
+def told_at(where: str) -> Iterator[None]:
+    """Name the place of a mistake, a BadInput that is raised within."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from None
+
+
+def _in(quantity: Quantity, kind: type[int] | type[float]) -> Meta:
+    """The bounds of a quantity for numbers that are written as whole ones, or with a point."""
+    low, high = kind(quantity.low), kind(quantity.high)
+    assert (low, high) == (quantity.low, quantity.high), quantity
+    if isinstance(quantity, Count):
+        return Meta(ge=low, le=high, description=str(quantity))
+    bounds: dict[str, Any] = {
+        "gt" if quantity.low_open else "ge": low,
+        "lt" if quantity.high_open else "le": high,
+    }
+    return Meta(**bounds, description=str(quantity))
+
+
+def _number_in(quantity: Quantity) -> Any:
+    """The type of such a number; one that is written without a point stays as it is written."""
+    if isinstance(quantity, Real) and not (quantity.low.is_integer() and quantity.high.is_integer()):
+        return Annotated[float, _in(quantity, float)]
+    integer = Annotated[int, _in(quantity, int)]
+    return integer if isinstance(quantity, Count) else integer | Annotated[float, _in(quantity, float)]
+
+
+def _list_of(each: Any, words: str, *, least: int = 0, different: bool = True) -> Any:
+    """A list of at least so many values; uniqueItems is JSON Schema's word, and `Key.decoded` holds to it."""
+    description = f"a list of {'different ' * different}values, {words}"
+    return Annotated[
+        tuple[each, ...], Meta(min_length=least, description=description, extra_json_schema={"uniqueItems": different})
+    ]
+
+
+def type_of(values: Values) -> Any:
+    if isinstance(values, Count | Real):
+        return _number_in(values)
+    meta = Meta(description=str(values))
+    match values:
+        case OneOf(words, on):
+            literal = Literal[words]  # type: ignore[valid-type]  # of a tuple that is made here
+            return Annotated[bool | literal if on else literal, meta]
+        case ListOf(each, example, different):
+            such = [each.from_text(word) for word in example.split(",")]
+            return _list_of(type_of(each), f"such as {such}, each {each}", least=1, different=different)
+        case Repeated(each=each):
+            return _list_of(type_of(each), f"each {each}")
+        case ParsedText(kind=kind) if kind is tuple:
+            return _list_of(type_of(TEXT), str(values), least=1)
+        case ParsedText(kind=kind) if kind in (bool, Path) or values is TABLE:
+            return Annotated[dict[str, Any] if kind is dict else kind, meta]
+        case ParsedText(or_whole=or_whole, pattern=pattern):
+            text = Annotated[str, Meta(pattern=pattern, description=str(values))]
+            return Annotated[int, Meta(ge=0, le=2**16, description=str(values))] | text if or_whole else text
+        case _:
+            raise TypeError(f"{values!r}: no type of a recipe's key")
+
+
+def relative_text(path: Path, directory: Path) -> str:
+    """A path as a recipe in the directory writes it: with a slash in it, so that it is no name of a model."""
+    relative = Path(os.path.relpath(path, directory.resolve())).as_posix()
+    return relative if "/" in relative else f"./{relative}"
+
+
+def _location(folder: Path, text: Any) -> Path:
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ValueError("no path")
+    return (folder / text).resolve()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key, the option that it sets and, where that is told apart by kind of site, the kind."""
+
+    name: str
+    option: Option
+    kind: str
+    of: Values
+    default: Any
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """What may be said beside bounds: a description, and whether a list's items must differ."""
+        info = msgspec.inspect.type_info(type_of(self.of))
+        kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+        return next(kind.extra_json_schema or {} for kind in kinds if isinstance(kind, msgspec.inspect.Metadata))
+
+    def decoded(self, table: str, value: object, folder: Path) -> Any:
+        """Return a value of TOML by its type, paths made absolute. Raises BadInput, naming the key, for another."""
+        try:
+            typed = msgspec.convert(value, type_of(self.of), dec_hook=lambda _, text: _location(folder, text))
+            refused = self.schema.get("uniqueItems", False) and len({*typed}) < len(typed)
+        except msgspec.ValidationError:
+            refused = True
+        if refused:
+            raise BadInput(f"{table}.{self.name} is {value!r:.200}, expected {self.schema['description']}")
+        return typed
+
+    def value(self, record: Record) -> Any:
+        value = record.values[self.option.name]
+        return value.get(self.kind) if isinstance(self.option.of, ByKind) and value is not None else value
+
+    def plain(self, record: Record, directory: Path) -> Any:
+        """Return the value as TOML has it, paths relative to the directory."""
+        value = self.value(record)
+        if isinstance(value, tuple):
+            return [_plain(each, directory) for each in value]
+        if isinstance(value, Mapping) and self.of is not TABLE:
+            return str(Pairs(value))
+        return _plain(value, directory)
+
+
+def _plain(value: Any, directory: Path) -> Any:
+    if isinstance(value, Path):
+        return relative_text(value, directory)
+    return value if value is None or isinstance(value, bool | int | float | str | dict) else str(value)
+
+
+def _keys(option: Option) -> Iterator[Key]:
+    name = option.in_recipe if isinstance(option.in_recipe, str) else option.name
+    if not isinstance(option.of, ByKind):
+        yield Key(name=name, option=option, kind="", of=option.of, default=option.default)
+        return
+    defaults: Mapping[str, Any] = option.converted(None) or {}
+    for kind in sorted(option.of.kinds, key=CHANNELS.__ne__):
+        own = name if kind == CHANNELS else f"{name}_{kind}"
+        yield Key(name=own, option=option, kind=kind, of=option.of.kinds[kind], default=defaults.get(kind))
+
+
+@cache
+def _every_key(record: type[Record]) -> Mapping[str, Key]:
+    options = (each for each in options_of(record).values() if each.in_recipe)
+    return {key.name: key for each in options for key in _keys(each)}
+
+
+def keys_of(record: type[Record]) -> Mapping[str, Key]:
+    """Return the keys of the table that a record is, by name."""
+    return _every_key(record)  # type: ignore[arg-type]  # a class is hashable, which mypy misses
+
+
+@contextmanager
+def in_keys(record: type[Record], table: str) -> Iterator[None]:
+    """Name keys of the table in a BadInput within it, where that names options; else the table."""
+    keys = dict[str, Key]()
+    for key in keys_of(record).values():
+        keys.setdefault(key.option.typed, key)
+
+    def spelled(command: str, name: str, value: str) -> str | None:
+        if command or name not in keys:
+            return None
+        own = literal(keys[name].option.of, value) if value else ""
+        return f"{table}.{keys[name].name}{f' = {own}' if own else f' {value}'.rstrip()}"
+
+    try:
+        yield
+    except BadInput as error:
+        text = respelled(str(error), spelled)
+        raise BadInput(text if f"{table}." in text else f"[{table}]: {text}") from None
+
+
+def record_of(record: type[R], name: str, table: Mapping[str, Any]) -> R:
+    """Return the record of a table's values by key. Raises BadInput, naming keys, for what may not be, for what lacks,
+    and for what would be ignored.
+    """
+    values = dict[str, Any]()
+    for key in keys_of(record).values():
+        if key.default is NEEDED and table.get(key.name) is None:
+            raise BadInput(f"{name}.{key.name} is missing; write it under [{name}]")
+        if table.get(key.name) is None:
+            continue
+        if isinstance(key.option.of, ByKind):
+            values.setdefault(key.option.name, dict(key.option.converted(None) or {}))[key.kind] = table[key.name]
+        else:
+            values[key.option.name] = table[key.name]
+    with in_keys(record, name):
+        built = record(**values)
+        built.refuse_ignored(built.non_default)
+    return built
+
+
+def values_of(record: Record) -> dict[str, Any]:
+    """Return the values of a record by the keys of its table."""
+    return {name: key.value(record) for name, key in keys_of(type(record)).items()}
+
+
+def content_of(record: Record, directory: Path) -> dict[str, Any]:
+    """Return the table of a record as TOML has it, without what is not set, paths relative to the directory."""
+    plain = {key.name: key.plain(record, directory) for key in keys_of(type(record)).values()}
+    return {name: value for name, value in plain.items() if value not in (None, [], {})}
+
+
+class RecipeProblems:
+    """Those of one recipe."""
+
+    def __init__(self, recipe: Path) -> None:
+        self._recipe = recipe.resolve()
+        self._lines: list[str] = []
+
+    def add(self, words: str) -> None:
+        self._lines.append(f"{self._recipe}: {words}")
+
+    @contextmanager
+    def at(self, key: str = "") -> Iterator[None]:
+        """Keep a BadInput within it as a mistake of this key; of what it names itself where none is given."""
+        try:
+            yield
+        except BadInput as error:
+            self.add(f"{key}: {error}" if key else str(error))
+
+    def refuse(self) -> None:
+        """Raise BadInput where there are any."""
+        if self._lines:
+            raise BadInput("\n".join(self._lines))

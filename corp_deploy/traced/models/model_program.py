@@ -1,0 +1,129 @@
+"""A model's program, and what is found in it, looked for once."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import Tensor, fx, nn
+
+from corp_deploy.spec.merging import Merging
+from corp_deploy.traced.finding.product import macs
+from corp_deploy.traced.finding.shares import Shares, shares
+from corp_deploy.traced.finding.sites import Found, find
+from corp_deploy.traced.narrowing.proof import Narrowed
+from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, without_sites
+from corp_deploy.traced.programs.attention_masks import unread_queries
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening
+
+from .mergeable import Mergeable, mergeable
+from .merged_program import MergedProgram
+from .segments import CutOutputs, ProgramSegment, given_at_cuts, segments
+from .sites import Sites
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
+class Tracing:
+    """A model's program with its sites. `added`: biases of zeros that the model itself has not; those of `biasless`
+    stay zeros. `multiple`: see Facts. `offered`: what can be reduced, once that was looked for; `proved`: what was
+    narrowed last; `folded_to_constant`: without sites of which constants are left.
+    """
+
+    program: Program
+    added: tuple[str, ...]
+    biasless: frozenset[str] = frozenset()
+    multiple: int = 1
+    merging: Merging | None = None
+    offered: list[Sites] = field(default_factory=list, init=False)
+    proved: list[Narrowed] = field(default_factory=list, init=False)
+    folded_to_constant: dict[tuple[WholeRemoval, ...], "Tracing"] = field(default_factory=dict, init=False)
+
+    def without(self, places: tuple[WholeRemoval, ...], inputs: list[Tensor]) -> "Tracing":
+        """The program without these sites, made once."""
+        if places not in self.folded_to_constant:
+            self.folded_to_constant[places] = replace(self, program=without_sites(self.program, places, inputs))
+        return self.folded_to_constant[places]
+
+    def again(self) -> "Tracing":
+        """The same program and sites; what was looked for since is left out."""
+        new = replace(self)
+        vars(new)["analysis"] = self.analysis
+        return new
+
+    @cached_property
+    def mergeable(self) -> Mergeable | str:
+        """Where tokens can be merged, or why they can't."""
+        return mergeable(self.program)
+
+    @cached_property
+    def merged(self) -> MergedProgram | None:
+        """What runs where tokens are merged, with the nodes of the program by their names."""
+        if self.merging is None:
+            return None
+        assert isinstance(self.mergeable, Mergeable), self.mergeable
+        return self.mergeable.merged(self.program, self.merging)
+
+    @property
+    def running(self) -> Program:
+        """What runs: the program, its tokens merged where the model merges any."""
+        return self.program if self.merged is None else self.merged.program
+
+    def merge_before(self, name: str) -> nn.Module | None:
+        """The last merge that made tokens fewer which a node of this name gives; None for all tokens."""
+        return None if self.merged is None else self.merged.merge_at.get(name)
+
+    @cached_property
+    def analysis(self) -> Found:
+        return find(self.program)
+
+    @cached_property
+    def segments(self) -> tuple[ProgramSegment, ...]:
+        return segments(self.analysis, self.merged)
+
+    @cached_property
+    def cut_outputs(self) -> tuple[CutOutputs, ...]:
+        return given_at_cuts(self.analysis, self.merged)
+
+    @cached_property
+    def shares(self) -> Shares:
+        if self.merged is None:
+            return shares(self.analysis, aside=self.added)
+        now = self.merged.by_name
+        costs = {node: macs(now[node.name]) if cost else 0 for node, cost in self.analysis.costs.items()}
+        return shares(replace(self.analysis, costs=costs), aside=self.added)
+
+    @cached_property
+    def hooked(self) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
+        """The program to be listened to, its layers, and what gives queries and keys, by their nodes."""
+        projections, readers = set[str](), set[str]()
+        for site in self.analysis.sites:
+            for span in site.listening:
+                reader = self.by_node[span.reader]
+                if reader.target in (LINEAR, CONV2D):
+                    if is_heard(reader, self.by_node[span.name]):
+                        readers.add(span.reader)
+                elif site.kind == "queries and keys":
+                    projections.add(span.name)
+        return listening(self.running, readers, projections, dict(self._read(readers)))
+
+    def _read(self, readers: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield layers behind attentions with the rows that are read, where others are not."""
+        behind = {span.reader for site in self.analysis.sites if site.kind == "values" for span in site.listening}
+        for name in sorted(behind & readers):
+            node = self.by_node[name]
+            if node.target is LINEAR and not any(each.is_meta for each in self.program.graph.parameters()):
+                gone = unread_queries(self.program, node)
+                if gone is not None:
+                    yield name, ~gone
+
+    @cached_property
+    def uses(self) -> Mapping[str, list[str]]:
+        """The nodes that call each layer, by the name of its weight."""
+        uses: dict[str, list[str]] = {}
+        for called in layers(self.program, in_groups=True):
+            uses.setdefault(called.weight, []).append(called.node.name)
+        return uses
+
+    @cached_property
+    def by_node(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.program.nodes}

@@ -1,0 +1,248 @@
+"""The program again, without the elements that go: what remains of every parameter, and every size anew."""
+
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from corp_deploy.traced.finding.flow import Call, Flow, call_of
+from corp_deploy.traced.finding.labels import LabelTensor, Uneven, compact, compacted, kept, loses, placed, selected
+from corp_deploy.traced.finding.moves import along, carried, is_move, way_to
+from corp_deploy.traced.finding.pointwise import is_pointwise
+from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
+
+from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_to_reshape
+
+PROVENANCE = ("nn_module_stack", "source_fn_stack")
+"""What a node tells of the module that it was called in."""
+
+
+class Refused(Exception):
+    """The node at which the program can't be narrowed."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{operation(node)} in {module_of(node)[0] or 'the model'}: {reason}")
+        self.node = node
+
+
+Parts = dict[str, tuple[str, Tensor | None]]
+"""By the names of a narrowed program's tensors those of the dense ones, and the mask of what is left; None of all."""
+
+
+def without(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule, Parts]:
+    """The program without the labels for which `gone` [labels] is true, and what its tensors are. Raises Refused."""
+    new = _Narrowing(program, flow, gone)
+    for node in program.nodes:
+        if node.op == "call_function" and new.is_narrower(node):
+            new.narrow(node)
+        elif node.op != "get_attr":
+            new.copy(node)
+    new.graph.eliminate_dead_code()
+    new.graph.lint()
+    new.graph.set_codegen(copy(program.graph.graph._codegen))
+    return fx.GraphModule(new.tensors, new.graph).eval(), new.parts
+
+
+def part_of(tensor: Tensor, keep: Tensor | None) -> Tensor:
+    """What is left of a parameter or constant."""
+    new = tensor.detach() if keep is None else selected(tensor.detach(), keep)
+    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+
+
+@dataclass(slots=True)
+class _Narrowing:
+    """`gone` [labels]: whether each is removed. `nodes`: of the dense program, as they are in the new `graph`.
+    `uneven`: moves that would give no tensor, as queries beside wider values; their parts are moved one by one.
+    `tensors`: what remains of the parameters, and what `parts` those are; under several `names` where different uses
+    keep different elements.
+    """
+
+    program: Program
+    flow: Flow
+    gone: Tensor
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    uneven: dict[fx.Node, None] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
+    names: dict[tuple[str, bytes], str] = field(default_factory=dict)
+
+    def is_narrower(self, node: fx.Node) -> bool:
+        """Whether elements of it go, or of what enters it, or it takes what is uneven."""
+        if not self.uneven.keys().isdisjoint(node.all_input_nodes):
+            return True
+        values = [self.flow.values.get(each) for each in (node, *node.all_input_nodes)]
+        used = (self.flow.groups.of(use.labels) for use in self.flow.constants_of(node))
+        return any(loses(value, self.gone) for value in values) or any(
+            not bool(kept(labels, self.gone).all()) for labels in used
+        )
+
+    def copy(self, node: fx.Node) -> None:
+        def entering(each: fx.Node) -> fx.Node:
+            if each in self.uneven:
+                raise Refused(node, "an uneven part of it would be left")
+            return self.constant(each, None) if each.op == "get_attr" else self.nodes[each]
+
+        self.nodes[node] = _of_module(self.graph.node_copy(node, entering), node)
+
+    def narrow(self, node: fx.Node) -> None:
+        """A node of which elements go, or of what enters it. Those of an uneven one can go part by part."""
+        try:
+            if any(each in self.uneven for each in node.all_input_nodes):
+                self.part(node)
+            elif operation(node) == "getitem":
+                self.pick(node)
+            elif operation(node) == "unbind":
+                self.copy(node)
+            else:
+                self.resize(node)
+        except (Uneven, RuntimeError) as error:
+            if not is_move(node):
+                raise Refused(node, f"an uneven part of it would be left, {error}") from error
+            self.uneven[node] = None
+
+    def resize(self, node: fx.Node) -> None:
+        call, value = call_of(node, self.flow.values), self.flow.values[node]
+        target, arguments = resized(call, value, self.gone)
+        if not agrees(call, target, arguments, value, self.gone):
+            if is_move(node):
+                raise Uneven("what remains of it stands elsewhere")
+            raise Refused(node, "what remains of it stands elsewhere")
+
+        def entering(each: fx.Node) -> fx.Node:
+            return self.constant(each, self.mask(call, each)) if each.op == "get_attr" else self.nodes[each]
+
+        self.nodes[node] = self.call(node, target, fx.map_arg(arguments, entering))
+
+    def call(self, like: fx.Node, target: Any, arguments: Arguments) -> fx.Node:
+        """A call in the place of another, its arguments by the names of the op's schema."""
+        schema_arguments = [each for each in target._schema.arguments if each.name in arguments]
+        args = tuple(arguments[each.name] for each in schema_arguments if not each.kwarg_only)
+        kwargs = {each.name: arguments[each.name] for each in schema_arguments if each.kwarg_only}
+        return _of_module(self.graph.call_function(target, args, kwargs), like)
+
+    def pick(self, node: fx.Node) -> None:
+        """One of several; along an axis that is narrower now, by its new number."""
+        source, number = node.args
+        assert isinstance(source, fx.Node), node
+        call = call_of(source, self.flow.values)
+        if call.op == "unbind" and call["self"].labels is not None:
+            base, dim = call["self"], call["dim"]
+            small = compact(base.labels).movedim(dim, 0)
+            lines = small.reshape(len(small), -1)
+            keep = kept(lines, self.gone).any(1).expand(base.shape[dim])
+            if not bool(keep.all()):
+                whole, index = self.nodes[source.all_input_nodes[0]], int(keep[:number].sum())
+                self.nodes[node] = self.call(node, aten.select.int, {"self": whole, "dim": dim, "index": index})
+                return
+        self.copy(node)
+
+    def part(self, node: fx.Node) -> None:
+        """Move a part of an uneven tensor by itself. Raises Uneven for what is no part yet."""
+        source, *moves = way = way_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
+        value = self.flow.values[source]
+        if not is_move(node) or not isinstance(value, LabelTensor) or value.labels is None or len(value.dims) != 1:
+            raise Refused(node, "an uneven part of it would be left")
+        (dim,) = value.dims
+        # Each element its place along the axis.
+        sizes = [-1 if each == dim else 1 for each in range(len(value.shape))]
+        numbers = carried(torch.arange(value.shape[dim]).view(sizes).expand(value.shape), way)
+        if not isinstance(numbers[node], Tensor):
+            raise Uneven("of several tensors")
+        order = along(numbers[node], value.shape, dim)
+        if order is not None and not bool((order.diff() == 1).all()):
+            self.nodes[node] = self.selected(node, source, dim, order)
+            return
+        own = torch.unique(compact(numbers[node]))
+        first, last = int(own[0]), int(own[-1])
+        if len(own) < last - first + 1 or len(own) == value.shape[dim]:
+            raise Uneven("no slice of it")
+        keep = kept(compact(value.labels), self.gone).reshape(-1)
+        goes = torch.ones(len(keep), dtype=torch.bool)
+        goes[own] = ~keep[own]
+        ends = {"start": int(keep[:first].sum()), "end": int(keep[: last + 1].sum())}
+        new = self.call(node, aten.slice.Tensor, {"self": self.nodes[source], "dim": dim, **ends})
+        moved = compacted(numbers[source], goes)
+        for each in moves:
+            if isinstance(numbers[each], Tensor):
+                expected = compacted(numbers[each], goes)
+                target, arguments = self.alone(each, moved.shape, expected.shape)
+                if target is not None:
+                    named = {target._schema.arguments[0].name: new, **fx.map_arg(arguments, self.nodes.get)}
+                    new = self.call(node, target, named)
+                    moved = target(moved, **fx.map_arg(arguments, self.flow.values.get))
+        if not torch.equal(moved, expected):
+            raise Refused(node, "what remains of it stands elsewhere")
+        self.nodes[node] = new
+
+    def is_spread(self, node: fx.Node) -> bool:
+        """Whether a move gives elements along several axes."""
+        value = self.flow.values.get(node)
+        return is_move(node) and isinstance(value, LabelTensor) and value.labels is not None and len(value.dims) > 1
+
+    def selected(self, node: fx.Node, source: fx.Node, dim: int, order: Tensor) -> fx.Node:
+        """What is left of a source along its axis, in the order in which a node has its elements."""
+        keep = kept(compact(self.flow.values[source].labels), self.gone).reshape(-1)
+        places = (keep.cumsum(0) - 1)[order[keep[order]]]
+        name = f"order_of_{node.name}"
+        where = self.program.device
+        self.tensors[name] = places if where.type == "meta" else places.to(where)
+        index = _of_module(self.graph.create_node("get_attr", name), node)
+        return self.call(node, aten.index_select.default, {"self": self.nodes[source], "dim": dim, "index": index})
+
+    def alone(self, node: fx.Node, before: torch.Size, after: torch.Size) -> tuple[Any, Arguments]:
+        """A move of one part alone, from a shape to another, its arguments behind the first; None if it needs none."""
+        op = operation(node)
+        call = call_of(node.all_input_nodes[0] if op == "getitem" else node, self.flow.values)
+        if op in SHAPED:
+            return aten.reshape.default, {"shape": sizes_to_reshape(node, after)}
+        if (op in CUTS or op == "getitem") and before == after:
+            return None, {}
+        if call.op in ("select", "unbind") and before[call["dim"]] == 1:
+            return aten.select.int, {"dim": call["dim"], "index": 0}
+        if op == "getitem":
+            raise Uneven("split along several axes")
+        return node.target, {name: each for name, each in call.arguments.items() if each is not node.args[0]}
+
+    def mask(self, call: Call, constant: fx.Node) -> Tensor | None:
+        """Which elements of a constant are left where this call uses it; None where all are."""
+        shape = tuple(self.program.tensor(str(constant.target)).shape)
+        uses = [each for each in self.flow.constants_of(call.node) if each.name == constant.target]
+        keep = torch.ones((1,) * len(shape), dtype=torch.bool) if uses else self.met(call, shape)
+        for use in uses:
+            labels = placed(self.flow.groups.of(use.labels), use.axes, len(shape))
+            keep = keep & kept(labels, self.gone)
+        return None if bool(keep.all()) else keep
+
+    def met(self, call: Call, shape: tuple[int, ...]) -> Tensor:
+        """Of a table that is spread over what it meets element by element: the elements that meet any that is left, if
+        those are the same everywhere; else it is spread out first.
+        """
+        value = self.flow.values[call.node]
+        if not isinstance(value, LabelTensor) or value.labels is None or not is_pointwise(call.node.target):
+            return torch.ones((1,) * len(shape), dtype=torch.bool)
+        keep = kept(compact(value.labels), self.gone)
+        missing = keep.dim() - len(shape)
+        own = others = keep
+        for dim in range(keep.dim()):
+            has_axis = dim >= missing and shape[dim - missing] > 1
+            own, others = (own, others.any(dim, True)) if has_axis else (own.any(dim, True), others)
+        return own.reshape(own.shape[missing:]) if torch.equal(own & others, keep) else keep
+
+    def constant(self, node: fx.Node, keep: Tensor | None) -> fx.Node:
+        """What is left of a constant; the first of several has its name."""
+        name = str(node.target)
+        key = name, b"" if keep is None else f"{tuple(keep.shape)}".encode() + keep.numpy().tobytes()
+        if key not in self.names:
+            count = sum(each[0] == name for each in self.names)
+            self.names[key] = f"{name}_{count}" if count else name
+            self.tensors[self.names[key]] = part_of(self.program.tensor(name), keep)
+            self.parts[self.names[key]] = name, keep
+        return _of_module(self.graph.create_node("get_attr", self.names[key]), node)
+
+
+def _of_module(node: fx.Node, like: fx.Node) -> fx.Node:
+    node.meta = {key: each for key, each in like.meta.items() if key in PROVENANCE}
+    return node
