@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from corp_deploy.polish.blocks import fitted_steps
-from corp_deploy.polish.descent import StepBudget
-from corp_deploy.polish.newton import AlternatingFit, Newton
-from corp_deploy.polish.report import PartReport
+from corp_deploy.polish.newton import Newton, PartReport, SweepBudget, fit_
+from corp_deploy.polish.polish import fitted_steps
 from corp_deploy.polish.segments import segment_sublayer
-from corp_deploy.polish.walk import Block, StreamPair, walk
+from corp_deploy.polish.walk import BlockSteps, StreamPair, walk
 
 
 @torch.no_grad()
@@ -20,13 +18,10 @@ def fit_layers_(
     """The reduced model's narrower sublayers fitted in place, so many sweeps each, in the order they run."""
     reports, steps = list[PartReport](), fitted_steps(dense, model)
 
-    def fit(block: Block, both: Sequence[StreamPair]) -> None:
+    def fit(block: BlockSteps, both: Sequence[StreamPair]) -> None:
         if block.name in steps:
             sublayer = segment_sublayer(model, steps[block.name])
-            fitted = AlternatingFit(sublayer, both, how, StepBudget(steps=sweeps, seconds=None))
-            position = fitted.start()
-            fitted.run(position)
-            reports.append(position.report(block.name))
+            reports.append(fit_(sublayer, both, SweepBudget(sweeps=sweeps, seconds=None), how))
 
     walk(dense, model, pairs, fit)
     return reports

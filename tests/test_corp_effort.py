@@ -122,12 +122,12 @@ def test_a_budget_with_the_most_effort_is_polished_and_its_widths_are_tried_in_l
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged(monkeypatch, 0.2, 0.1)
-    reduced(home, "thorough", "--macs", 0.7, "--effort", "thorough", "--polish-steps", 2, *ALIGN)
+    reduced(home, "thorough", "--macs", 0.7, "--effort", "thorough", "--polish-steps", 1, *ALIGN)
     record = record_of(home / "thorough")
-    assert record["polish"]["how"] == "model"
+    assert record["polish"]["error"] <= record["polish"]["error_before"]
     assert any("the closed loop is kept, its widths tried in loops" in line for line in record["decided"])
-    asked = request_of(ReduceOptions.from_options({"macs": 0.7, "effort": "thorough", "polish_steps": 2}), seed=5)
-    assert asked.polish == PolishOptions(how="model", steps=2, seed=5)
+    asked = request_of(ReduceOptions.from_options({"macs": 0.7, "effort": "thorough", "polish_steps": 2}))
+    assert asked.polish == PolishOptions(steps=2)
 
 
 def test_few_images_are_reduced_in_one_pass_and_it_is_said(home: Path) -> None:

@@ -251,8 +251,8 @@ def test_a_probe_weighs_all_outputs_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "loop", "asked"),
     [
-        ("class,patches,block1", Loop(), PolishOptions(how="model", steps=12, batch_size=8)),
-        ("class,patches,block1_map", None, PolishOptions(how="layer")),
+        ("class,patches,block1", Loop(), PolishOptions(steps=1)),
+        ("class,patches,block1_map", None, PolishOptions()),
     ],
 )
 def test_loops_and_polishes_lower_the_errors_of_all_outputs(

@@ -13,11 +13,12 @@ from corp_deploy.planning.carried_out import Polishing, inputs_to_polish
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
-from corp_deploy.polish.parts import Progress
+from corp_deploy.polish.polish import PolishProgress
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.input_sets import images_for_model
 from tests import tiny
 from tests.command import invoked
+from tests.refusals import rejects
 
 NARROW = ("--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8")
 
@@ -43,21 +44,26 @@ def lineage(directory: Path) -> dict[str, Any]:
 
 
 def test_reduce_polishes_and_says_so(home: Path) -> None:
-    how = "block"
-    said = reduced(home, how, *NARROW, "--polish", how, "--polish-steps", 5, "--seed", 3).output
-    assert "by gradients, without labels" in said
-    record = lineage(home / how)
-    assert record["polish"] == "gradients"
+    said = reduced(home, "layer", *NARROW, "--polish", "layer", "--polish-steps", 1).output
+    assert "by least squares, without labels" in said
+    record = lineage(home / "layer")
+    assert record["polish"] == "least squares"
     polish = record["reduction"]["polish"]
-    assert (polish["how"], polish["seed"], polish["gradients"]) == (how, 3, True)
     assert polish["error"] <= polish["error_before"]
     assert (polish["fitted"], polish["held_out"]) == (21, 3)
-    assert [part["steps"] for part in polish["parts"]] == [5] * len(polish["parts"])
-    load_checkpoint(home / how)
+    assert [part["steps"] for part in polish["parts"]] == [1] * len(polish["parts"])
+    load_checkpoint(home / "layer")
     assert not list(home.glob("*unfinished*"))
 
 
-@pytest.mark.parametrize("words", [("--polish", "model"), ("--preset", "thorough")])
+@pytest.mark.parametrize("gone", ["block", "model"])
+def test_a_polish_by_gradients_is_refused_with_what_to_give(gone: str, home: Path) -> None:
+    said = reduced(home, "refused", *NARROW, "--polish", gone, code=2).stderr
+    assert f"'{gone}' is not one of 'none', 'layer'" in said
+    rejects(f"'{gone}': expected one of none, layer", choice_of, mlp=0.5, polish=gone)
+
+
+@pytest.mark.parametrize("words", [("--polish", "layer"), ("--preset", "thorough")])
 def test_a_polish_without_images_is_refused(words: tuple[object, ...], home: Path) -> None:
     where = ("--model", home / "dense", "--moments", home / "m", "-o", home / "refused")
     refused = invoked("reduce", *where, *NARROW, *words, code=2).stderr
@@ -68,14 +74,14 @@ def test_a_polish_without_images_is_refused(words: tuple[object, ...], home: Pat
 def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
     choice = ReduceOptions.from_options(
-        {"mlp": 0.5, "align": {"mlp": 8, "head": 8}, "polish": "model", "polish_steps": 8}
+        {"mlp": 0.5, "attn": 0.5, "align": {"mlp": 8, "head": 8}, "polish": "layer", "polish_steps": 1}
     )
-    asked, images = request_of(choice, seed=1), images_for_model(dense.model, home / "images.npy")
+    asked, images = request_of(choice), images_for_model(dense.model, home / "images.npy")
 
     class Stopped(Exception):
         """What an interruption raises here."""
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: PolishProgress) -> None:
         if progress.share > 0.5:
             raise Stopped
 
@@ -102,12 +108,12 @@ def choice_of(**options: Any) -> ReduceOptions:
 def test_the_thorough_preset_is_best_with_a_closed_loop_and_a_polish() -> None:
     plain, thorough = choice_of(macs=0.66), choice_of(preset="thorough", macs=0.66)
     assert thorough.method == plain.method
-    assert (thorough.loop, thorough.polishing) == ("asymmetric", "model")
+    assert (thorough.loop, thorough.polishing) == ("asymmetric", "layer")
     assert (plain.loop, plain.polishing) == (None, "none")
     assert thorough.needs_images
-    assert request_of(thorough, seed=7).polish == PolishOptions(how="model", seed=7)
-    other = choice_of(preset="thorough", macs=0.66, closed_loop="symmetric", polish="block", polish_steps=9)
-    assert (other.loop, other.polishing, other.polish_steps) == ("symmetric", "block", 9)
+    assert request_of(thorough).polish == PolishOptions()
+    other = choice_of(preset="thorough", macs=0.66, closed_loop="symmetric", polish_steps=9)
+    assert (other.loop, other.polishing, other.polish_steps) == ("symmetric", "layer", 9)
     neither = choice_of(preset="thorough", macs=0.66, closed_loop="none", polish="none")
     assert (neither.loop, neither.polishing) == (None, "none")
 
@@ -116,7 +122,7 @@ def test_images_that_calibration_left_out_judge_the_polish(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
     images = images_for_model(dense.model, home / "images.npy")
     left_out = load_moments(home / "left-out")
-    asked = request_of(choice_of(mlp=0.5, polish="model"))
+    asked = request_of(choice_of(mlp=0.5, polish="layer"))
     given = inputs_to_polish(asked, images, left_out, None)
     assert given is not None
     assert given.judges is not None

@@ -226,7 +226,7 @@ SHARES: dict[str, object] = {"reduce.mlp": None, "reduce.attn": None}
 LATENCY = SHARES | {"reduce.latency": 0.8, "reduce.latency_tables": "tables"}
 WHOLE: dict[str, object] = {"reduce.whole_heads": 0.5}
 SPARSE: dict[str, object] = {"reduce.sparse": "2:4"}
-POLISH: dict[str, object] = {"reduce.polish": "model", "reduce.polish_steps": 2}
+POLISH: dict[str, object] = {"reduce.polish": "layer", "reduce.polish_steps": 2}
 LOOP: dict[str, object] = {"calibration.hold_out": None}
 HEAD: dict[str, object] = {"parity.head": ["head.onnx"]}
 INT8: dict[str, object] = {"export.precisions": ["fp32", "int8"], "package.name": None}
@@ -255,8 +255,8 @@ CHANGES: Changes = (
     | changes("reduce", LOOP | {"reduce.closed_loop": True}, reads="all")
     | changes("reduce", MERGED, merge_metric="keys", merge_how="drop", merge_outputs="unmerged")
     | changes("reduce", SPARSE, sparse_pattern="cast", sparse_permute="inside")
-    | changes("reduce", POLISH, polish="block", polish_steps=3)
-    | changes("reduce", {"reduce.polish": "model", "reduce.polish_time": 0.1}, polish_time=0.2)
+    | changes("reduce", POLISH, polish_steps=3)
+    | changes("reduce", {"reduce.polish": "layer", "reduce.polish_time": 0.1}, polish_time=0.2)
     | changes("export", precisions=["fp32", "fp16"], input="uint8", break_fusion=["blocks.0.attn"])
     | changes("export", MIXED, keep_fp32=["blocks.0.*"])
     | changes("export", INT8 | {"export.precisions": ["fp32", "fp16", "int8"]}, rest="fp32")

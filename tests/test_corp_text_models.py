@@ -284,7 +284,7 @@ LEVERS: list[tuple[str, tuple[Any, ...]]] = [
     ("budget", ("--macs", 0.7)),
     ("asymmetric", ("--mlp", 0.5, "--attn", 0.5, "--closed-loop")),
     ("fold", ("--mlp", 0.5, "--preset", "fold")),
-    ("block", ("--mlp", 0.5, "--polish", "block", "--polish-steps", 3)),
+    ("polish", ("--mlp", 0.5, "--polish", "layer", "--polish-steps", 1)),
 ]
 
 
@@ -296,7 +296,7 @@ def test_every_lever_looks_at_texts(home: Path, name: str, options: tuple[Any, .
     done = record["lineage"]["reduction"]
     assert name != "budget" or done["ways"][0]["share"] <= 0.7
     assert name == "budget" or len(record["sites"]["encoder.layer.1.dense"]["kept"]) == 32
-    assert "--polish" not in options or done["polish"]["how"] == name
+    assert "--polish" not in options or done["polish"]["parts"]
 
 
 def test_a_sweep_fits_merged_channels_to_texts(home: Path) -> None:

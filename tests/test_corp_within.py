@@ -278,10 +278,10 @@ def test_a_limit_holds_of_the_polished_model_too(
         model = copy.deepcopy(reduction.model)
         for parameter in model.parameters():
             parameter.data.mul_(1.5 if harms else 1.0)
-        return replace(reduction, model=model, polish={"gradients": True})
+        return replace(reduction, model=model, polish={})
 
     monkeypatch.setattr(execution, "with_polish", harmed)
-    words = ["--within", "error 0.2", "--images", "images.npy", "--polish", "model"]
+    words = ["--within", "error 0.2", "--images", "images.npy", "--polish", "layer"]
     run(home, tmp_path / "reduced", *words)
     written = load_checkpoint(tmp_path / "reduced")
     decided = " ".join(written.lineage["reduction"]["decided"])

@@ -168,7 +168,7 @@ COMMANDS: dict[str, Sequence[str]] = {
     "calib.resume": ("calibrate", "--model", "models/vit", "--images", "images.npy", "--checkpoint-every", "8", "-o",
                      "states/calibration.safetensors"),
     "corp-deploy/polish-state": ("reduce", "--model", "models/vit", "--moments", "moments/vit.safetensors", "--images",
-                                 "images.npy", "--mlp", "0.5", "--polish", "block", "--polish-steps", "1",
+                                 "images.npy", "--mlp", "0.5", "--polish", "layer", "--polish-steps", "1",
                                  "-o", "made"),
 }  # fmt: skip
 """A command that reads a kind."""

@@ -114,7 +114,7 @@ def test_a_polish_needs_the_folder_of_its_state(sealed: Path) -> None:
     (sealed / "r").mkdir()
     words = ("reduce", *MODEL, "--moments", "x", "--mlp", "0.5", "-o", sealed / "r")
     said = "r.polish-unfinished.safetensors: can't be written in"
-    refuses(said, *words, *INPUTS, "--polish", "model")
+    refuses(said, *words, *INPUTS, "--polish", "layer")
     assert said not in run(*words).stderr
 
 

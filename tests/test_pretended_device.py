@@ -29,7 +29,7 @@ from calib.moments import Moments
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import request_of
-from corp_deploy.polish.options import PolishName, PolishOptions
+from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
@@ -311,9 +311,8 @@ def test_a_budget_is_planned_and_carried_out_there(there: str, merge: str | None
 
 
 @pytest.mark.slow("training")
-@pytest.mark.parametrize("how", ["layer", "block", "model"])
-def test_a_polish_runs_there(there: str, how: PolishName) -> None:
-    own, options = on_device(dense("vit"), there), PolishOptions(how=how, steps=2)
+def test_a_polish_runs_there(there: str) -> None:
+    own, options = on_device(dense("vit"), there), PolishOptions(steps=2)
     start = reduce(dense("vit").model, moments("vit"), method("best", "vit")).model
     begun = on_device(replace(dense("vit"), model=start), there).model
     result = polished(own.model, begun, images("vit"), options)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.planning.curvature import joined
-from corp_deploy.polish.teacher import output_error
+from corp_deploy.polish.held_out import relative_square
 from corp_deploy.store.module_model import checkpoint_from_module
 from export.graph.check import check_onnx
 from export.graph.to_onnx import onnx_from_model, save
@@ -73,7 +73,7 @@ def test_batch_of_graph_without_sizes_is_refused() -> None:
 
 
 def test_error_of_one_number_is_each_inputs_own() -> None:
-    assert float(output_error(torch.tensor([2.0, 2.0]), torch.tensor([1.0, 2.0]))) == 0.5
+    assert float(relative_square(torch.tensor([2.0, 2.0]), torch.tensor([1.0, 2.0]))) == 0.5
 
 
 def test_several_outputs_are_joined_with_one_number_each() -> None:

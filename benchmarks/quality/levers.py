@@ -115,7 +115,7 @@ LEVERS: Mapping[str, Lever] = {
     "`--preset fold`": _asking(preset="fold"),
     "`--preset grail-fold`": _asking(preset="grail-fold"),
     "`--preset best`": _asking(preset="best"),
-    "`--preset thorough`": _alone(preset="thorough", macs=0.8, polish_steps=8),
+    "`--preset thorough`": _alone(preset="thorough", macs=0.8),
     "`--macs`": _alone(macs=0.8),
     "`--params`": _alone(params=0.8),
     "`--latency`": _alone(latency=0.9, latency_tables="tables"),

@@ -66,7 +66,7 @@ def reduce(call: ReduceCall) -> Reduced:
 
     `moments` are of this model, by `calibrate`; `inputs` the calibration inputs themselves, which budgets, the closed
     loop, a polish, presets that merge, and sparse weights look at, without those that `calibrate` left out by the same
-    `hold_out` and `groups`, so that they may prove the result; `seed` also orders a polish's. The directory holds
+    `hold_out` and `groups`, so that they may prove the result. The directory holds
     model.safetensors and config.json; `load` gives the module, without pruning code. The method is CORP's and
     GRAIL's by preset, and `best`, the default.
 
@@ -89,7 +89,7 @@ def reduce(call: ReduceCall) -> Reduced:
         result, planned = reduce_checkpoint(
             dense,
             moments,
-            request_of(call, seed=call.seed),
+            request_of(call),
             moments_file=moments_file,
             directory=Path(call.output),
             images=input_set,

@@ -1,7 +1,6 @@
 """corp-deploy reduce, and corp-deploy latency-table, which a budget of latency reads."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -39,36 +38,29 @@ def reduce_command(
     """Narrow a model and repair the loss in closed form. MLP channels, query/key dimensions, whole heads and channels
     between convolutions are removed; --sparse sets weights to zero.
 
-    With --polish a further fit follows, and after an interruption the same command resumes. Under torchrun the
-    processes share a polish's inputs: torchrun --nproc-per-node 2 -m corp_deploy reduce ...
+    With --polish a further fit follows, and after an interruption the same command resumes.
 
     Example: corp-deploy reduce --model deit_small_patch16_224 --weights deit_small.safetensors --moments
     moments.safetensors --images calibration/ --macs 0.7 -o reduced
     """
-    from calib.calibrate import ALONE
     from calib.store import load as load_moments
     from corp_deploy.planning.carried_out import Polishing
     from corp_deploy.planning.execution import reduce_checkpoint
     from corp_deploy.planning.judging import judges_from_choice
     from corp_deploy.planning.request import record_of_reduction, request_of
-    from corp_deploy.polish.parts import state_beside
+    from corp_deploy.polish.state import state_beside
     from corp_deploy.proof.speed import measured_speedup
-    from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.store.checkpoint import on_device
     from corp_deploy.store.manifest import path_beside, timed_on, write_effort
     from corp_deploy.views.reduction import polishing_shown, reduction_shown
     from ground.gpu import require_device
 
     require_device(reduction.device)
-    request = request_of(reduction, seed=inputs.seed)
+    request = request_of(reduction)
     output = Path(files.output)
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.loop == "asymmetric" else "reducing"
     resumed = state_beside(output).exists()
-    with (
-        timed_on(reduction.device) as watch,
-        ranks_of_this_run(reduction.device) if request.polish else nullcontext(ALONE) as ranks,
-    ):
-        out = out if ranks.rank == 0 else Output(json=False, quiet=True)
+    with timed_on(reduction.device) as watch:
         dense = on_device(model.load(out), reduction.device)
         images = None if inputs.path is None else inputs.split(inputs.open(dense, out.note), inputs.seed).fitted
         judges = judges_from_choice(dense.model, images, reduction)
@@ -85,11 +77,9 @@ def reduce_command(
                 on_progress=bar,
                 watch=watch,
                 polishing=Polishing(
-                    ranks=ranks, state=state_beside(output), on_progress=lambda now: bar.renamed(*polishing_shown(now))
+                    state=state_beside(output), on_progress=lambda now: bar.renamed(*polishing_shown(now))
                 ),
             )
-    if ranks.rank:
-        return
     write_effort(path_beside(output), "reduce", watch, device=reduction.device, resumed=resumed)
     for note in result.notes:
         out.warn(note)

@@ -64,7 +64,7 @@ class Composition:
 
 
 COMPOSITIONS: Mapping[str, Composition] = MappingProxyType(
-    {"thorough": Composition(method="best", implied={"closed_loop": "asymmetric", "polish": "model"})}
+    {"thorough": Composition(method="best", implied={"closed_loop": "asymmetric", "polish": "layer"})}
 )
 NAMES = (*PRESETS, *COMPOSITIONS)
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from corp_deploy.polish.options import STEPS as DEFAULT_STEPS
-from corp_deploy.polish.options import PolishName, PolishOptions
+from corp_deploy.polish.options import SWEEPS, PolishName, PolishOptions
 from corp_deploy.reduction.method import LOOPS, NOT_HELD_OUT, LoopName, Method, loop_from
 from ground.errors import BadInput
 from ground.quantity import SECONDS, STEPS
@@ -42,19 +41,15 @@ class RepairChoice(Record, heading="Loops, polish and results"):
         default="quick",
         help="What is composed, each stage kept where it errs less on images that it wasn't fitted to: quick, one pass "
         "over the moments; standard, the closed loop too, which takes most of the time; thorough, also "
-        "a budget's widths tried in the loop, and --polish model.",
+        "a budget's widths tried in the loop, and --polish layer where it applies.",
     )
     polish: PolishName | None = option(
-        help="Then fit, without labels, on the calibration images: each reduced layer (by least squares) or block "
-        "(by gradients) to the dense model's stream, or the whole model to its outputs and streams (by "
-        "gradients). Judged on held-out images, on which the model never gets worse. Default: none.",
+        help="Then fit each reduced layer, without labels, by least squares on the calibration images to the dense "
+        "model's stream. Judged on held-out images, on which the model never gets worse. Default: none.",
     )
     polish_steps: int | None = option(
         STEPS,
-        help="Sweeps over each layer, steps of each block or of the model; default: "
-        + ", ".join(f"{name} {steps}" for name, steps in DEFAULT_STEPS.items() if steps)
-        + ". "
-        + POLISH.help("polish_steps"),
+        help=f"Sweeps over each layer; default: {SWEEPS}. " + POLISH.help("polish_steps"),
     )
     polish_time: float | None = option(
         SECONDS,
@@ -180,13 +175,15 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def polishing(self) -> PolishName:
-        name: PolishName | None = "model" if self.effort == "thorough" else self._implied["polish"]
+        name: PolishName | None = "layer" if self.effort == "thorough" else self._implied["polish"]
         return name or "none"
 
-    def polish_options(self, *, seed: int) -> PolishOptions | None:
-        """As the polish takes them, its inputs drawn by the seed; None where there is none."""
-        options = PolishOptions(how=self.polishing, steps=self.polish_steps, time_s=self.polish_time, seed=seed)
-        return None if self.polishing == "none" else options
+    @property
+    def polish_options(self) -> PolishOptions | None:
+        """The options of the polish, None without one."""
+        if self.polishing == "none":
+            return None
+        return PolishOptions(steps=self.polish_steps, time_s=self.polish_time)
 
     @property
     def method_asked(self) -> Method:

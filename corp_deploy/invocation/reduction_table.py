@@ -1,6 +1,5 @@
 """The table of which option of `reduce` and `sweep` is honoured by what of a reduction. Imports nothing heavy."""
 
-from corp_deploy.polish.options import POLISHES
 from corp_deploy.reduction.method import PRESETS, Method
 
 from .option_support import Axis, Variant, variant
@@ -88,13 +87,11 @@ SPARSE = Axis(
     },
 )
 
-# By what of the reduced model is fitted by gradients.
+# By what of the reduced model is fitted once more.
 POLISH = Axis(
-    variants={"none": variant("a reduction that is not polished", "no --polish")}
-    | {
-        name: variant(f"a polish of the {name}", f"--polish {name}", "polish_steps polish_time")
-        for name in POLISHES
-        if name != "none"
+    variants={
+        "none": variant("a reduction that is not polished", "no --polish"),
+        "layer": variant("a polish", "--polish layer", "polish_steps polish_time"),
     },
 )
 

@@ -12,15 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from calib.calibrate import ALONE
-from calib.distributed import Ranks
 from calib.inputs import InputSet, batch_size
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.polish.options import PolishOptions
-from corp_deploy.polish.parts import Progress
-from corp_deploy.polish.polish import polished
+from corp_deploy.polish.polish import PolishProgress, polished, reason_against
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.overfitting import data_gap
@@ -29,6 +26,7 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.reduction.traced_order import shared_reader
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, measured
+from ground.errors import BadInput
 
 from .curves import site_metrics
 from .judging import Judges
@@ -171,11 +169,10 @@ def composed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polishing:
-    """How a polish is carried out: by which of several processes, with its state in which file, who hears of it."""
+    """The file of a polish's state, and the callback for its progress."""
 
-    ranks: Ranks = ALONE
     state: Path | None = None
-    on_progress: Callable[[Progress], None] | None = None
+    on_progress: Callable[[PolishProgress], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +224,16 @@ def with_polish(
     how: Polishing,
     *,
     reads: Reads | None,
+    optional: bool,
 ) -> Reduction:
-    """The reduction with its model polished, the report in it."""
+    """Return the reduction with its model polished and the report. An `optional` polish, which a preset or an effort
+    implies, is left out of a model that can't be polished; otherwise such a model raises BadInput.
+    """
+    if reason := reason_against(dense, reduction.model):
+        if not optional:
+            raise BadInput(f"polish layer: {reason}")
+        said = f"no polish: {reason.partition(';')[0]}"
+        return replace(reduction, decisions=(*reduction.decisions, said))
     result = polished(
         dense,
         reduction.model,
@@ -238,7 +243,6 @@ def with_polish(
         judges=inputs.judges,
         reads=reads,
         state=how.state,
-        ranks=how.ranks,
         on_progress=how.on_progress,
     )
     decisions = (*reduction.decisions, result.report.line)

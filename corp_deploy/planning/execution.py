@@ -128,7 +128,7 @@ def _within_still(
 ) -> Reduction:
     """The polished reduction; the one before where a limit was asked for that only that one holds. It is said."""
     limit = request.options.limit
-    if limit is None or images is None or judges is None:
+    if limit is None or images is None or judges is None or polished.polish is None:
         return polished
     _, judging = judges.apart(images, moments)
     value = Judge(dense, judging, limit.measure).of(polished.model).value
@@ -153,9 +153,9 @@ def reduce_checkpoint(
     polishing: Polishing | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
-    """Reduce where the dense model is, polish where that was asked for, and write; of several processes the first one
-    does; beside it as a directory of transformers where that was asked for. Nothing is written unless all of it
-    succeeds, but for the state of a polish, from which the same call goes on.
+    """Reduce where the dense model is, polish where that was asked for, and write; beside it as a directory of
+    transformers where that was asked for. Nothing is written unless all of it succeeds, but for the state of a polish,
+    from which the same call continues.
     """
     refuse_outdated(directory, request)
     require_sayable(dense, request)
@@ -174,7 +174,13 @@ def reduce_checkpoint(
     if polish_inputs is not None and request.polish is not None:
         with measured(watch, "polish"):
             polished = with_polish(
-                dense.model, reduction, request.polish, polish_inputs, how, reads=request.options.reads
+                dense.model,
+                reduction,
+                request.polish,
+                polish_inputs,
+                how,
+                reads=request.options.reads,
+                optional=request.options.polish is None,
             )
         reduction = _within_still(dense.model, moments, request, reduction, polished, images=images, judges=judges)
     options = request.options
@@ -188,17 +194,16 @@ def reduce_checkpoint(
             reduction = replace(reduction, model=model, sparsity=report, decisions=decisions)
     notes = (*reduction.notes, *warnings_of_moments(dense.model, moments))
     reduction = replace(reduction, model=reduction.model.cpu(), notes=notes)
-    if how.ranks.rank == 0:
-        # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
-        chosen_by = [images, None if judges is None else judges.inputs]
-        only_reported = request.options.within is None and request.polish is None
-        looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by
-        preset = request.options.preset
-        written = reduced_checkpoint(dense, reduction, planned, preset, moments, moments_file, held_out, looked_at)
-        theirs = None if request.options.save_as is None else transformers_form(written)
-        save(written, directory)
-        if theirs is not None:
-            write_transformers(*theirs, directory / FOLDER)
-        if how.state is not None:
-            how.state.unlink(missing_ok=True)
+    # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
+    chosen_by = [images, None if judges is None else judges.inputs]
+    only_reported = request.options.within is None and request.polish is None
+    looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by
+    preset = request.options.preset
+    written = reduced_checkpoint(dense, reduction, planned, preset, moments, moments_file, held_out, looked_at)
+    theirs = None if request.options.save_as is None else transformers_form(written)
+    save(written, directory)
+    if theirs is not None:
+        write_transformers(*theirs, directory / FOLDER)
+    if how.state is not None:
+        how.state.unlink(missing_ok=True)
     return reduction, planned

@@ -73,8 +73,8 @@ class ReductionRequest:
         return Loop(reads=self.options.reads, half_ids=None if moments.half is None else moments.half.image_ids)
 
 
-def request_of(options: ReduceOptions, *, method: Method | None = None, seed: int = 0) -> ReductionRequest:
-    """The request that options make; `method` in place of theirs. The seed draws the order of a polish's inputs."""
+def request_of(options: ReduceOptions, *, method: Method | None = None) -> ReductionRequest:
+    """The request that options make; `method` in place of theirs."""
     tables = options.latency_tables
     return ReductionRequest(
         options=options,
@@ -82,7 +82,7 @@ def request_of(options: ReduceOptions, *, method: Method | None = None, seed: in
         where=None
         if tables is None
         else LatencyTarget(backend="onnxruntime", batches=(options.batch or 1,), cache=Path(tables)),
-        polish=options.polish_options(seed=seed),
+        polish=options.polish_options,
     )
 
 
@@ -227,7 +227,7 @@ def reduced_checkpoint(
     if held_out is not None:
         lineage["held_out_images"] = held_out.lineage["images"]
     if reduction.polish is not None:
-        lineage["polish"] = "gradients" if reduction.polish["gradients"] else "least squares"
+        lineage["polish"] = "least squares"
     return Checkpoint(
         model=reduction.model,
         architecture=dense.architecture,

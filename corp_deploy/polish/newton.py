@@ -1,7 +1,7 @@
-"""A reduced sublayer's two layers fitted to the dense stream in turn, with no step size and no chance.
+"""A reduced sublayer's layers fitted to the dense stream in turn, without a step size and without randomness.
 
 First the first layer, by a Gauss-Newton step through all that follows it (algebra/gauss_newton.py), then the last one,
-by a regression on what now enters it. Both are chosen by the held-out inputs, where nothing ever becomes worse.
+by a regression on its new inputs. Held-out inputs choose both steps, and never lose.
 
 Legend: B inputs of a pair, N tokens, C channels of the stream, D those with a one for a bias, R rows of the first
 layer, K inputs of the last one.
@@ -10,20 +10,16 @@ layer, K inputs of the last one.
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from calib.calibrate import ALONE
-from calib.distributed import Ranks
 from corp_deploy.algebra.gauss_newton import Residuals, gauss_newton
 from corp_deploy.reduction.streams import StreamEnergy
 from corp_deploy.traced.models.steps import SegmentStep
 
-from .descent import Fit, Hear, Position, StepBudget
 from .matrices import Matrix
-from .report import Judged
 from .walk import StreamPair
 
 _SHARES = (1.0, 0.5, 0.25)  # of a step, that are tried
@@ -66,7 +62,7 @@ def _counted(pair: StreamPair, read: Tensor | None) -> tuple[Tensor, Tensor | No
     return target_BNC if there_BN is None else target_BNC[there_BN].unsqueeze(0), sizes_BN
 
 
-class _Judge:
+class _SublayerJudge:
     """The mean square of what the stream lacks behind the segment, over the tokens that count, of the pairs held
     out.
     """
@@ -93,7 +89,7 @@ class _Judge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class LayerGroup:
     """Matrices that read the same inputs, and how a sublayer's outputs change with all of their rows."""
 
     matrices: tuple[Matrix, ...]
@@ -101,8 +97,8 @@ class Step:
 
     @property
     def rows_RD(self) -> Tensor:
-        """The rows of each in turn."""
-        return torch.cat([matrix.values_OK for matrix in self.matrices])
+        """The rows of each matrix in turn."""
+        return torch.cat([matrix.values_OD for matrix in self.matrices])
 
     def set_(self, rows_RD: Tensor) -> None:
         parts = rows_RD.split([len(matrix.layer.weight) for matrix in self.matrices])
@@ -112,77 +108,97 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sublayer:
-    """A segment by the `steps` in turn in which its layers are fitted; `read`: the tokens that count behind it, None
-    for all.
+    """A segment with groups of its layers in the order in which they are fitted; `read`: the tokens that count behind
+    it, None for all.
     """
 
     step: SegmentStep
     read: Tensor | None
-    steps: tuple[Step, ...]
+    groups: tuple[LayerGroup, ...]
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return tuple(matrix for step in self.steps for matrix in step.matrices)
+        return tuple(matrix for group in self.groups for matrix in group.matrices)
 
 
-def take_(step: Step, pairs: Sequence[StreamPair], judge: _Judge, how: Newton, error: float) -> float:
-    """Layers one Gauss-Newton step on, or the part of it that the held-out inputs bear out; their error."""
-    start_RD = best_RD = step.rows_RD
-    steps = gauss_newton(step.linearised(pairs), ridge_rel=how.ridge_rel, iterations=how.looks[-1])
+def _take_(group: LayerGroup, pairs: Sequence[StreamPair], judge: _SublayerJudge, how: Newton, error: float) -> float:
+    """Move layers by the share of a Gauss-Newton step that errs least on held-out inputs; return that error."""
+    start_RD = best_RD = group.rows_RD
+    steps = gauss_newton(group.linearised(pairs), ridge_rel=how.ridge_rel, iterations=how.looks[-1])
     for iteration, step_RD in enumerate(steps, start=1):
         if iteration not in how.looks:
             continue
         last = math.inf
         for share in _SHARES:
-            step.set_(start_RD + share * step_RD)
+            group.set_(start_RD + share * step_RD)
             now = judge.error()
             if now < error:
-                error, best_RD = now, step.rows_RD
+                error, best_RD = now, group.rows_RD
             if not now < last:  # along a line the error falls, then rises
                 break
             last = now
-    step.set_(best_RD)
+    group.set_(best_RD)
     return error
 
 
-class AlternatingFit(Fit):
-    """One sublayer of a reduced model fitted in place, step by step as Descent has it: a step is a sweep over its
-    layers, and the sweeps end where nothing is gained.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartReport:
+    """A sublayer with its sweeps and its held-out relative error before and after; after is never more."""
 
-    The pairs' dense stream is behind the segment, the reduced one before it. Those held out judge and are fitted to by
-    none. Every process does the same.
+    part: str
+    steps: int
+    seconds: float
+    error_before: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepBudget:
+    """The most sweeps and seconds of one sublayer."""
+
+    sweeps: int | None
+    seconds: float | None
+
+    def spent(self, sweeps: int, seconds: float) -> float:
+        """Return the share of the budget that is spent, in [0, 1]."""
+        by_sweeps = 0.0 if self.sweeps is None else sweeps / self.sweeps
+        if self.seconds is None:
+            return min(1.0, by_sweeps)
+        return min(1.0, max(by_sweeps, seconds / self.seconds if self.seconds > 0.0 else 1.0))
+
+
+def _some(pairs: Sequence[StreamPair], sweep: int) -> Sequence[StreamPair]:
+    """Return each so many-th pair, others in each sweep, of MOST_TOKENS together at most, or one pair."""
+    tokens = sum(pair.reduced.tokens.x.shape[:2].numel() for pair in pairs)
+    stride = min(-(-tokens // MOST_TOKENS), len(pairs))
+    return pairs[sweep % stride :: stride]
+
+
+@torch.no_grad()
+def fit_(
+    sublayer: Sublayer,
+    pairs: Sequence[StreamPair],
+    budget: SweepBudget,
+    how: Newton | None = None,
+    on_sweep: Callable[[PartReport], None] | None = None,
+) -> PartReport:
+    """Fit a sublayer of a reduced model in place, by sweeps over its layers, until nothing is gained.
+
+    The pairs hold the dense stream behind the segment and the reduced one before it; held-out pairs judge.
     """
-
-    def __init__(
-        self, sublayer: Sublayer, pairs: Sequence[StreamPair], how: Newton, pace: StepBudget, ranks: Ranks = ALONE
-    ) -> None:
-        super().__init__(sublayer.matrices, pace, ranks)
-        self.sublayer, self.how = sublayer, how
-        self.fitted = [pair for pair in pairs if not pair.held_out]
-        self.judge = _Judge(sublayer, [pair for pair in pairs if pair.held_out])
-
-    def start(self) -> Position:
-        return Position.first(self.values(), self.judge.relative(self.judge.error()))
-
-    def _some(self, sweep: int) -> Sequence[StreamPair]:
-        """Each so many-th pair, others in each sweep, of MOST_TOKENS together at most, or one pair."""
-        tokens = sum(pair.reduced.tokens.x.shape[:2].numel() for pair in self.fitted)
-        stride = min(-(-tokens // MOST_TOKENS), len(self.fitted))
-        return self.fitted[sweep % stride :: stride]
-
-    @torch.no_grad()
-    def run(self, position: Position, save: Hear = lambda _: None, hear: Hear = lambda _: None) -> None:
-        self.set_(position.values)
-        before, began, gained = position.seconds, time.monotonic(), True
-        while gained and self.pace.way(position.step, position.seconds) < 1.0:
-            some, error = self._some(position.step), self.judge.error()
-            for each in self.sublayer.steps:
-                error = take_(each, some, self.judge, self.how, error)
-            error = self.judge.relative(self.judge.error())
-            gained = error < position.best_error
-            position.step, position.seconds = position.step + 1, self.pace.since(before, began, self.ranks)
-            position.values, position.best_error = self.values(), error
-            position.best = position.values
-            position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=error),)
-            save(position)
-            hear(position)
+    fitted = [pair for pair in pairs if not pair.held_out]
+    judge = _SublayerJudge(sublayer, [pair for pair in pairs if pair.held_out])
+    began, error = time.monotonic(), judge.error()
+    before = judge.relative(error)
+    report = PartReport(part=sublayer.step.name, steps=0, seconds=0.0, error_before=before, error=before)
+    gained = True
+    while gained and budget.spent(report.steps, report.seconds) < 1.0:
+        some = _some(fitted, report.steps)
+        for group in sublayer.groups:
+            error = _take_(group, some, judge, how or Newton(), error)
+        error = judge.error()  # anew: of what the last step left
+        gained = judge.relative(error) < report.error
+        report = replace(report, steps=report.steps + 1, seconds=time.monotonic() - began, error=judge.relative(error))
+        if on_sweep is not None:
+            on_sweep(report)
+    return report

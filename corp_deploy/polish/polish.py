@@ -1,77 +1,73 @@
 """Polish: (dense model, reduced model, images) -> the reduced model nearer to the dense one."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from calib.calibrate import ALONE
-from calib.distributed import Ranks
 from calib.inputs import InputSet
+from calib.products import matmul_precision
 from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
+from corp_deploy.spec.widths import is_empty
 from corp_deploy.store.input_sets import model_digest
 from corp_deploy.traced.models.module import device, replaced
 from corp_deploy.traced.models.sites import TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
-from ground.errors import BadInput
 
-from .blocks import polish_blocks_, polish_layers_, reduced_sites
-from .descent import Descent, Draw, GradientAverager
-from .matrices import chosen_
-from .options import PolishName, PolishOptions
-from .parts import Parts, Progress, StateFile
-from .report import PolishReport
-from .segments import in_rows
-from .subject import Judge, Subject, parted
-from .teacher import AnyTeacher, AugmentedTeacher, Student, Teacher
-from .walk import blocks
+from .held_out import ValidationSplit, held_out_error, parted
+from .newton import PartReport, SweepBudget, fit_
+from .options import PolishOptions
+from .segments import segment_sublayer, spatial_sites
+from .state import PolishState, StateFile
+from .walk import BlockSteps, StreamPair, blocks, pairs_of, walk
 
-_LEAST = 1e-12
+HELD_OUT_EVERY = 8
+"""Of the inputs, or groups of inputs, judges and is not fitted to."""
 
 
-class WholeModel:
-    """A problem of the descent: all matrices of a model at once, fitted to what is judged and the mean over the streams
-    behind all blocks, each relative to what it is at first: where outputs err far less than streams they would be
-    given up for these.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolishReport:
+    """How a model was polished, and the held-out relative error of its outputs before and after."""
 
-    def __init__(self, model: nn.Module, teacher: AnyTeacher, judge: Judge, *, piece: int, ranks: Ranks) -> None:
-        """Parameters that are to change require gradients by now; `piece` inputs go forward and back at a time."""
-        self.teacher, self.judge, self.piece = teacher, judge, piece
-        self.student = GradientAverager(Student(model), ranks)
-        first = judge.errors(self.student.module)
-        self.scales = tuple(max(float(each), _LEAST) for each in (judge.of(first), first[1:].mean()))
+    fitted: int
+    held_out: int
+    error_before: float
+    error: float
+    parts: tuple[PartReport, ...]
 
     @property
-    def rows(self) -> int:
-        return len(self.teacher)
+    def steps(self) -> int:
+        return sum(part.steps for part in self.parts)
 
-    def backward(self, draws: Sequence[Draw]) -> None:
-        def loss(part: Sequence[Draw]) -> Tensor:
-            errors = self.student(self.teacher.lesson(part))
-            judged, behind = self.scales
-            return (self.judge.of(errors) / judged + errors[1:].mean() / behind) * (len(part) / len(draws))
+    @property
+    def line(self) -> str:
+        """The report in one sentence."""
+        seconds = sum(part.seconds for part in self.parts)
+        return (
+            f"polished in {len(self.parts)} layers by least squares, without labels: {self.steps} sweeps in "
+            f"{seconds:.0f} s, outputs' error on {self.held_out} inputs held out "
+            f"{self.error_before:.4f} -> {self.error:.4f}"
+        )
 
-        self.student.backward(loss, [draws[start : start + self.piece] for start in range(0, len(draws), self.piece)])
-
-    def held_out(self) -> float:
-        return self.judge.error(self.student.module)
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
-def polish_whole_(subject: Subject, parts: Parts) -> None:
-    """All matrices of the reduced model, sites that were not reduced among them, as one part."""
-    options, matrices, dense, fitted = subject.options, chosen_(subject.model), subject.dense, subject.inputs.fitted
-    if options.views and traced_model.input_spec(dense).medium == "images":  # texts have no views
-        teacher: AnyTeacher = AugmentedTeacher(dense, fitted, seed=options.seed, cache_bytes=options.cache_bytes)
-    else:
-        teacher = Teacher(dense, fitted, cache_bytes=options.cache_bytes)
-    problem = WholeModel(subject.model, teacher, subject.judge, piece=options.piece, ranks=subject.ranks)
-    parts.fit_("model", Descent(problem, matrices, options, parts.pace(1), subject.ranks), of=1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolishProgress:
+    """The share of a polish that is done, the sublayer at work, and its held-out error before and now."""
+
+    part: str
+    share: float
+    error_before: float
+    error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,56 +78,107 @@ class Polished:
     report: PolishReport
 
 
-_POLISH: dict[PolishName, Callable[[Subject, Parts], None]] = {
-    "layer": polish_layers_,
-    "block": polish_blocks_,
-    "model": polish_whole_,
-}
+def reduced_sites(dense: nn.Module, model: nn.Module) -> list[str]:
+    """Return the sites that are narrower than the dense model's and not empty."""
+    widths = {site.name: site.as_metadata() for site in sites_of(dense).every}
+    narrower = (site for site in sites_of(model).every if widths.get(site.name) != site.as_metadata())
+    return [site.name for site in narrower if not is_empty(site.width)]
 
 
-def _state_file(path: Path, subject: Subject) -> StateFile:
-    run = {
-        "dense model": model_digest(subject.dense),
-        "reduced model": model_digest(subject.model),
-        "fitted inputs": subject.inputs.fitted.digest,
-        "held-out inputs": subject.inputs.held_out.digest,
-        "options": repr(sorted(asdict(subject.options).items())),
-        "processes": str(subject.ranks.size),
-    }
-    return StateFile(path=path, run=run)
+def fitted_steps(dense: nn.Module, model: nn.Module) -> dict[str, SegmentStep]:
+    """Return the segments that hold a narrower site, by the names of the reduced model's blocks."""
+    narrower = set(reduced_sites(dense, model))
+    steps = {block.name: step for block in blocks(model) for step in block.steps if isinstance(step, SegmentStep)}
+    return {name: step for name, step in steps.items() if not narrower.isdisjoint(step.sites)}
 
 
-def _refuse(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
-    """Raise BadInput where streams have fewer channels than the dense model's, to which none can be fitted; where a
-    site to be fitted stands in no segment, and where the segments are others than the dense model's; where a layer's
-    step would have to be solved through convolutions of several places.
+def reason_against(dense: nn.Module, reduced: nn.Module) -> str | None:
+    """Return why a reduced model can't be polished, None where it can: its streams have fewer channels than the dense
+    model's, sites stand in no segment, segments are others than the dense model's, or a layer's step would have to be
+    solved through convolutions of several places.
     """
     every = (sites_of(model).every for model in (dense, reduced))
     widths, of_reduced = ({site.name: site.width for site in own if isinstance(site, TracedStream)} for own in every)
     if thinner := [name for name, width in of_reduced.items() if widths.get(name) != width]:
-        raise BadInput(
-            f"polish: the streams that {', '.join(thinner[:4])} write have fewer channels than the dense model's, to "
+        return (
+            f"the streams that {', '.join(thinner[:4])} write have fewer channels than the dense model's, to "
             "which they would be fitted; leave --polish or --residual away"
         )
     narrower = reduced_sites(dense, reduced)
     walked = {name for step in traced_model.steps(reduced) if isinstance(step, SegmentStep) for name in step.sites}
-    opaque = [name for name in narrower if name not in walked]
-    if opaque and options.how != "model":
-        raise BadInput(
-            f"polish {options.how}: {', '.join(opaque[:4])} stand in blocks that can't be taken apart; polish model, "
-            "or leave --polish out"
-        )
+    if opaque := [name for name in narrower if name not in walked]:
+        return f"{', '.join(opaque[:4])} stand in blocks that can't be taken apart; leave --polish out"
     own, dense_own = ([block.name for block in blocks(model)] for model in (reduced, dense))
     if own != dense_own:
-        raise BadInput(
-            f"polish: the reduced model's blocks are {', '.join(own)}, the dense one's {', '.join(dense_own)}, so that "
+        return (
+            f"the reduced model's blocks are {', '.join(own)}, the dense one's {', '.join(dense_own)}, so that "
             "none can be fitted to another; leave --polish out"
         )
-    if unsolved := in_rows(reduced, narrower) if options.how == "layer" else []:
-        raise BadInput(
-            f"polish layer: {', '.join(unsolved[:4])} have convolutions of several places, through which no step is "
-            "solved; polish block or model"
+    if spatial := spatial_sites(reduced, narrower):
+        return (
+            f"{', '.join(spatial[:4])} have convolutions of several places, through which no step is solved; leave "
+            "--polish out"
         )
+    return None
+
+
+def _state_file(
+    path: Path, dense: nn.Module, model: nn.Module, inputs: ValidationSplit, options: PolishOptions
+) -> StateFile:
+    run = {
+        "dense model": model_digest(dense),
+        "reduced model": model_digest(model),
+        "fitted inputs": inputs.fitted.digest,
+        "held-out inputs": inputs.held_out.digest,
+        "options": repr(sorted(asdict(options).items())),
+    }
+    return StateFile(path=path, run=run)
+
+
+def _budget(options: PolishOptions, finished: Sequence[PartReport], count: int) -> SweepBudget:
+    """Return the next sublayer's, one of so many: an even share of the time that is left."""
+    if options.time_s is None:
+        return SweepBudget(sweeps=options.most_steps, seconds=None)
+    left_s = max(options.time_s - sum(report.seconds for report in finished), 0.0)
+    return SweepBudget(sweeps=options.most_steps, seconds=left_s / (count - len(finished)))
+
+
+def _fit_layers_(
+    dense: nn.Module,
+    model: nn.Module,
+    inputs: ValidationSplit,
+    options: PolishOptions,
+    file: StateFile | None,
+    on_progress: Callable[[PolishProgress], None] | None,
+) -> tuple[PartReport, ...]:
+    """Fit each reduced sublayer in place, in order; those that an earlier attempt finished are taken from its file."""
+    state, steps = PolishState() if file is None else file.load(device(model)), fitted_steps(dense, model)
+    reports = list[PartReport]()
+
+    def fit(block: BlockSteps, pairs: Sequence[StreamPair]) -> None:
+        if block.name not in steps:
+            return
+        sublayer = segment_sublayer(model, steps[block.name])
+        if block.name in state.finished:
+            for matrix in sublayer.matrices:
+                matrix.set_(state.matrices[matrix.name])
+            reports.append(state.finished[block.name])
+            return
+        budget = _budget(options, reports, len(steps))
+
+        def show(now: PartReport) -> None:
+            if on_progress is not None:
+                share = (len(reports) + budget.spent(now.steps, now.seconds)) / len(steps)
+                on_progress(PolishProgress(part=now.part, share=share, error_before=now.error_before, error=now.error))
+
+        reports.append(fit_(sublayer, pairs, budget, on_sweep=show))
+        state.finished[block.name] = reports[-1]
+        state.matrices |= {matrix.name: matrix.values_OD for matrix in sublayer.matrices}
+        if file is not None:
+            file.save(state)
+
+    walk(dense, model, pairs_of(dense, inputs.fitted, inputs.held_out), fit)
+    return tuple(reports)
 
 
 def polished(
@@ -144,42 +191,35 @@ def polished(
     judges: InputSet | None = None,
     reads: Reads | None = None,
     state: Path | None = None,
-    ranks: Ranks = ALONE,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[PolishProgress], None] | None = None,
 ) -> Polished:
-    """The reduced model fitted to the dense one, without labels; neither of those given is changed.
+    """Fit each reduced sublayer to the dense stream, without labels; neither argument is changed.
 
     `judges`, other images, tell when it is best; without them some of these are held out, or all of some groups
-    (`groups_B` int64 [images]). The model that errs least on them is given back, the one that was given among those.
-    `reads`: the tokens that count, see tokens_to_fit. With `state` an interrupted polish of a number of steps goes on
-    from that file and gives the same bits as one that was not interrupted; the file stays until it is removed. In
-    several processes each takes `batch_size` of a step's inputs, and all get the same model. All runs where the models
-    are. Raises BadInput for too few images and for the state of another polish.
+    (`groups_B` int64 [images]). The model that errs least on them is returned, the one before the polish among those.
+    `reads`: the tokens that count, see tokens_to_fit. With `state` an interrupted polish of a number of sweeps
+    continues behind the last finished sublayer and gives the same bits as one that was not interrupted; the file stays
+    until it is removed. All runs where the models are. Raises BadInput for too few images and for the state of another
+    polish; see reason_against for models that can't be polished.
     """
-    _refuse(dense, reduced, options)
-    inputs = parted(images, options.held_out_every, groups_B, judges)
-    # What a merged token should be is told by the tokens that it stands for.
+    inputs = parted(images, HELD_OUT_EVERY, groups_B, judges)
+    # The tokens that a merged token stands for say what it should be.
     dense = dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None)
-    read = tokens_to_fit(reduced, reads)
+    reads_all = tokens_to_fit(reduced, reads) is None
     with torch.inference_mode(False), torch.no_grad(), evaluating(dense):
         model = replaced(reduced, {}).eval()
-        kept = Teacher(dense, inputs.held_out, cache_bytes=options.cache_bytes)
-        judge = Judge(kept, reads_all=read is None, piece=options.piece, ranks=ranks)
-        subject = Subject(dense=dense, model=model, inputs=inputs, options=options, judge=judge, ranks=ranks, read=read)
-        before = judge.error(Student(model))
-        file = None if state is None else _state_file(state, subject)
-        parts = Parts(options, ranks, file, on_progress, device(model))
-        _POLISH[options.how](subject, parts)
-        after = judge.error(Student(model))
+        where = device(model)
+        before = held_out_error(dense, model, inputs.held_out, reads_all=reads_all)
+        file = None if state is None else _state_file(state, dense, model, inputs, options)
+        with matmul_precision("high") if where.type == "cuda" else nullcontext():
+            parts = _fit_layers_(dense, model, inputs, options, file, on_progress)
+        after = held_out_error(dense, model, inputs.held_out, reads_all=reads_all)
     report = PolishReport(
-        how=options.how,
         fitted=inputs.fitted.count,
         held_out=inputs.held_out.count,
-        batch_size=options.batch_size * ranks.size,
-        seed=options.seed,
         error_before=before,
         error=min(before, after),
-        parts=tuple(parts.reports),
+        parts=parts,
     )
     best = model if after < before else replaced(reduced, {})
     return Polished(model=best.eval().requires_grad_(False), report=report)

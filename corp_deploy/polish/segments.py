@@ -31,13 +31,13 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layers
 
 from .matrices import Matrix
-from .newton import Step, Sublayer, counts
+from .newton import LayerGroup, Sublayer, counts
 from .walk import StreamPair
 
 _CACHED_BYTES = 2**30
 
 
-def in_rows(model: nn.Module, sites: Sequence[str]) -> list[str]:
+def spatial_sites(model: nn.Module, sites: Sequence[str]) -> list[str]:
     """Those of a traced model's sites that convolutions of several places write or read."""
     own, by_name = tracing(model), sites_of(model).by_name
     of_places = {each.weight for each in layers(own.program, in_groups=True) if not _is_linear(own.program, each)}
@@ -61,16 +61,16 @@ def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
         is_own = isinstance(weight, nn.Parameter) and not is_mean(layer.weight)
         if is_own and weight.numel() > 0 and _is_linear(program, layer):
             together.setdefault((layer.node.all_input_nodes[0], layer.bias in own.added), []).append(layer)
-    read, steps = _read(own, segment, step.module), list[Step]()
+    read, groups = _read(own, segment, step.module), list[LayerGroup]()
     for (_, is_biasless), called in together.items():
         way = _Way(
             program=program, nodes=tuple(nodes), segment=segment, read_X=read, step=step.module, called=tuple(called)
         )
         alone = [Called(node=each.node, weight=each.weight, bias="") if is_biasless else each for each in called]
-        matrices = (Matrix(name=each.name, layer=as_module(program, each), scale=1.0) for each in alone)
+        matrices = (Matrix(name=each.name, layer=as_module(program, each)) for each in alone)
         look = partial(_lacking, way, is_biasless)
-        steps.append(Step(matrices=tuple(matrices), linearised=partial(_Linearised, look)))
-    return Sublayer(step=step, read=read, steps=tuple(steps))
+        groups.append(LayerGroup(matrices=tuple(matrices), linearised=partial(_Linearised, look)))
+    return Sublayer(step=step, read=read, groups=tuple(groups))
 
 
 def _touched(site: Site) -> set[str]:

@@ -20,16 +20,11 @@ from corp_deploy.traced.models.token_merging import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BlockSteps:
     """The steps of one block by its name; a block that can't be taken apart is the only step of its own."""
 
     name: str
     steps: tuple[Step, ...]
-
-    def holds(self, site: str) -> bool:
-        """Whether a site of this name stands in it: one that a step says, else one named behind the block."""
-        named_sites = {name for step in self.steps if isinstance(step, SegmentStep) for name in step.sites}
-        return site in named_sites if named_sites else f"{site}.".startswith(f"{self.name}.")
 
     def __call__(self, walk: StreamState) -> StreamState:
         for step in self.steps:
@@ -37,28 +32,27 @@ class Block:
         return walk
 
 
-def blocks(model: nn.Module) -> tuple[Block, ...]:
+def blocks(model: nn.Module) -> tuple[BlockSteps, ...]:
     """The model's steps, those of one block together; what is no segment goes with the block before it."""
     groups: list[tuple[str, list[Step]]] = [("", [])]
     for step in traced_model.steps(model):
         if isinstance(step, SegmentStep) and step.name != groups[-1][0]:
             groups.append((step.name, []))
         groups[-1][1].append(step)
-    return tuple(Block(name=name, steps=tuple(steps)) for name, steps in groups if steps)
+    return tuple(BlockSteps(name=name, steps=tuple(steps)) for name, steps in groups if steps)
 
 
-def streams(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tokens, ...]:
-    """The residual stream behind each block, of one that enters the first."""
-    walk, behind = StreamState.of(x_BNC, weights_BN), list[Tokens]()
+def last_stream(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> Tokens:
+    """Return the residual stream behind the last block, of one that enters the first."""
+    state = StreamState.of(x_BNC, weights_BN)
     for block in blocks(model):
-        walk = block(walk)
-        behind.append(walk.tokens)
-    return tuple(behind)
+        state = block(state)
+    return state.tokens
 
 
 def joined_answers(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
-    """The outputs that read the last stream [B,...], or that stream where none does: streams behind blocks are
-    lessons by themselves. Several are one [B,F], in which a token counts by its share of an output.
+    """Return the outputs that read the last stream [B,...], or that stream where none does. Several are one [B,F], in
+    which a token counts by its share of an output.
     """
     outputs = answers(model, StreamState(tokens=last), inputs) or (last.x,)
     if len(outputs) == 1:
@@ -68,7 +62,7 @@ def joined_answers(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
     return torch.cat([row.flatten(1) / count**0.5 for row, count in zip(rows, tokens, strict=True)], dim=1)
 
 
-_AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
+AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
 
 
 class StreamPair(NamedTuple):
@@ -92,14 +86,14 @@ def pairs_of(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list[Str
     """Both streams where they are one yet, before the first block. Memory: up to 2 * inputs * M * C * 4 bytes."""
     pairs = list[StreamPair]()
     for inputs, is_held_out in ((fitted, False), (held_out, True)):
-        for batch in inputs.batches(_AT_ONCE):
+        for batch in inputs.batches(AT_ONCE):
             here = to_device(batch, device(dense))
             x_BMC, weights_BM = traced_model.embedded(dense, here), traced_model.token_weights(dense, here)
             pairs.append(StreamPair(x_BMC, weights_BM, StreamState.of(x_BMC, weights_BM), is_held_out))
     return pairs
 
 
-Fit = Callable[[Block, Sequence[StreamPair]], None]
+Fit = Callable[[BlockSteps, Sequence[StreamPair]], None]
 
 
 def walk(dense: nn.Module, model: nn.Module, pairs: list[StreamPair], fit: Fit) -> None:

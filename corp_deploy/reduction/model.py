@@ -39,8 +39,8 @@ class Reduction:
     """A reduced model with the report of every site that the method went through, how many of those it was asked for
     became smaller, and the notes on those that did not.
 
-    `decisions`: a sentence on each thing that was decided on the way. `polish`: what gradients did to the model after
-    the method, as plain JSON values; None without any. `sparsity`: which weights were set to zero after that. `gap`:
+    `decisions`: a sentence on each thing that was decided on the way. `polish`: what a further fit did to the model,
+    as plain JSON values; None without any. `sparsity`: which weights were set to zero after that. `gap`:
     what sites lose on images that they are not fitted to, where groups of images tell it.
     """
 

@@ -102,6 +102,6 @@ def refuse_shared_readers(dense: Tracing, sites: Sites, names: Collection[str]) 
     reason = shared_reader(dense, sites, names)
     if reason is not None:
         raise BadInput(
-            f"--closed-loop: {reason}. (a) Reduce without --closed-loop, from moments of all calls; (b) add --polish "
-            "to repair the reduced model as a whole; (c) leave sites of that kind as they are"
+            f"--closed-loop: {reason}. (a) Reduce without --closed-loop, from moments of all calls; (b) leave "
+            "sites of that kind as they are"
         )

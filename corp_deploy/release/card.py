@@ -59,8 +59,7 @@ def _requested_shares(table: ReduceOptions, *, attention: bool) -> str:
 
 def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
     polish, attention = recipe.reduce.polishing, any(site.part in ("qk", "v") for site in reduction.sites)
-    fit = "least squares" if polish == "layer" else "gradients"
-    trained = "no training" if polish == "none" else f"{fit} after the closed form (polish `{polish}`)"
+    trained = "no training" if polish == "none" else f"least squares after the closed form (polish `{polish}`)"
     yield f"Asked for: {_requested_shares(recipe.reduce, attention=attention)}. No labels, {trained}."
     if coverage := reduction.coverage:
         yield f"Done: {markdown_line(coverage.verdict)}."

@@ -108,7 +108,7 @@ def write_reduced(dirs: StageDirs, run: Invocation, choice: ReduceOptions) -> No
     reduce_checkpoint(
         dense,
         load_moments(dirs.root / run["moments"]),
-        request_of(choice, seed=seed),
+        request_of(choice),
         moments_file=dirs.root / run["moments"],
         directory=dirs.into / run["output"],
         images=images,

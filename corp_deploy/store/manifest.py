@@ -81,8 +81,8 @@ def input_of_graphs(directory: Path) -> dict[str, Any]:
 
 def write_manifest(directory: Path, made_by: Mapping[str, str], *, command: str) -> None:
     """Write manifest.json: digest, size and making command of every file below the directory, aside from itself and
-    what says how long something took; how its dense model takes its images, what of that its graphs do, in one word by
-    what the reduced one was polished, if it was, which tokens it merges, and its outputs by name, if any.
+    what says how long something took; how its dense model takes its images, what of that its graphs do, how the
+    reduced one was polished, if it was, which tokens it merges, and its outputs by name, if any.
 
     `made_by` maps relative names to commands; a file that no command is known for is listed with an empty one.
     """

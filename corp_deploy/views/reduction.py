@@ -9,7 +9,7 @@ from rich.table import Table
 from calib.redundancy import ChannelRedundancy, HeadRedundancy
 from corp_deploy.families.inspection import merging_record
 from corp_deploy.planning.request import WidthPlan
-from corp_deploy.polish.parts import Progress
+from corp_deploy.polish.polish import PolishProgress
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.overfitting import Overfitting
 from corp_deploy.reduction.report import SiteReport
@@ -67,7 +67,7 @@ def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableTyp
     return [site_table(reduction.sites), *weighed, *plan.decisions, *reduction.decisions, *merged]
 
 
-def polishing_shown(progress: Progress) -> tuple[str, int, int, str]:
+def polishing_shown(progress: PolishProgress) -> tuple[str, int, int, str]:
     """Return title, count, total and unit of a polish under way."""
     errors = f"held-out error {progress.error:.4f} from {progress.error_before:.4f}"
     return f"polishing {progress.part}, {errors}", round(100.0 * progress.share), 100, "%"

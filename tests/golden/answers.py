@@ -15,7 +15,7 @@ from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.planning.sweep_trials import TrialFolder
-from corp_deploy.polish.parts import StateFile
+from corp_deploy.polish.state import StateFile
 from corp_deploy.proof.compare_engines import read_golden
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.release.card import _calibrated
@@ -109,8 +109,7 @@ def _polish(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["corp-deploy"])
     reached = StateFile(path=path, run=header.get("run", {})).load(torch.device("cpu"))
-    assert reached is not None
-    return {"step": reached.position.step, "values": [float(each.double().norm()) for each in reached.position.values]}
+    return {name: float(tensor.double().norm()) for name, tensor in sorted(reached.matrices.items())}
 
 
 def _bench(path: Path) -> dict[str, Any]:

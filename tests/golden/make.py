@@ -25,7 +25,7 @@ from calib.calibrate import ResumeFile
 from corp_deploy.cli import main as tool
 from corp_deploy.demo import run as demo
 from corp_deploy.demo.run import VIT, DemoScale
-from corp_deploy.polish.parts import StateFile
+from corp_deploy.polish.state import StateFile
 from corp_deploy.proof.compare_engines import Golden, write_golden
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
@@ -173,8 +173,8 @@ def _states() -> None:
     with patch.object(ResumeFile, "save", leaving_a_copy(ResumeFile.save, "calibration-state.safetensors")):
         called("calibrate", *own, "--batch-size", "8", "--checkpoint-every", "16", "-o", "small.safetensors")
     with patch.object(StateFile, "save", leaving_a_copy(StateFile.save, "polish-state.safetensors")):
-        called("reduce", *own, "--moments", "small.safetensors", "--mlp", "0.5", *ALIGN, "--polish", "block",
-               "--polish-steps", "4", "-o", "polished")  # fmt: skip
+        called("reduce", *own, "--moments", "small.safetensors", "--mlp", "0.5", *ALIGN, "--polish", "layer",
+               "--polish-steps", "1", "-o", "polished")  # fmt: skip
 
 
 def _proofs() -> None:

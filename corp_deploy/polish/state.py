@@ -1,0 +1,74 @@
+"""The state of a polish on disk: sublayers that are finished, from which an interrupted polish continues."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from calib.calibrate import refuse_other_run
+from ground.errors import BadInput
+from ground.files import regular_file, replacing
+from ground.records import record_from_text
+
+from .newton import PartReport
+
+_HEADER = "corp-deploy"
+_KIND, _VERSION = "corp-deploy/polish-state", 2
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: str = _KIND
+    version: int = _VERSION
+    run: dict[str, str]
+    finished: tuple[PartReport, ...]
+
+
+def state_beside(directory: Path) -> Path:
+    """Return where the state of the polish of a model that is written to a directory stands."""
+    return directory.absolute().with_name(f"{directory.absolute().name}.polish-unfinished.safetensors")
+
+
+@dataclass(slots=True, kw_only=True)
+class PolishState:
+    """The reports of finished sublayers by their names, and their layers' matrices."""
+
+    finished: dict[str, PartReport] = field(default_factory=dict)
+    matrices: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFile:
+    """The file of a state; `run` holds all that must be equal to continue."""
+
+    path: Path
+    run: Mapping[str, str]
+
+    def save(self, state: PolishState) -> None:
+        """Replace the file in one step."""
+        header = _Header(run=dict(self.run), finished=tuple(state.finished.values()))
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in state.matrices.items()}
+        with replacing(self.path) as temporary:
+            save_file(tensors, temporary, metadata={_HEADER: json.dumps(msgspec.to_builtins(header))})
+
+    def load(self, device: torch.device) -> PolishState:
+        """Return the saved state, an empty one without a file. Raises BadInput for a file that holds no state, or that
+        of another run.
+        """
+        if not self.path.exists():
+            return PolishState()
+        where, remedy = f"{self.path}: not a polish's state", "remove the file to start afresh"
+        try:
+            with safe_open(regular_file(self.path), framework="pt", device=str(device)) as file:
+                text = (file.metadata() or {}).get(_HEADER, "")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise BadInput(f"{where} ({str(error)[:200]}); {remedy}") from None
+        header = record_from_text(text, _Header, where=where, kind=_KIND, version=_VERSION, remedy=remedy)
+        refuse_other_run(f"{self.path}: state of another polish", header.run, self.run)
+        return PolishState(finished={report.part: report for report in header.finished}, matrices=tensors)
