@@ -20,10 +20,10 @@ from corp_deploy.families.traced_model import tracing
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.curvature import effects_of_changes
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.narrowed_model import at_widths

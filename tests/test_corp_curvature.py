@@ -31,12 +31,12 @@ from corp_deploy.planning.probe_split import IN_LOOP, set_apart
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import site_moments
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint

@@ -10,10 +10,10 @@ from calib.images import Images
 from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.algebra import obs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store import checkpoint as checkpoints
 from tests import tiny
 

@@ -17,9 +17,9 @@ from corp_deploy.planning.curves import site_metrics
 from corp_deploy.planning.probe_split import few_of, set_apart
 from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.input_sets import images_for_model
 from ground.errors import BadInput

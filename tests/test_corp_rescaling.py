@@ -18,10 +18,10 @@ from corp_deploy.families.traced_model import tracing
 from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import tiny

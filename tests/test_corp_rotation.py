@@ -15,10 +15,10 @@ from corp_deploy.algebra.rotation import hadamard, rotatable, rotated_back, rota
 from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.traced_loop import reduce_traced
 from ground.errors import BadInput
 from tests import small_convnets, tiny
 from tests.refusals import rejects

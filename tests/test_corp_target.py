@@ -16,10 +16,10 @@ from calib.images import Images
 from corp_deploy.algebra.channels import affine
 from corp_deploy.algebra.obs import obs
 from corp_deploy.algebra.regression import RegressionSums, refit_toward
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.correct import STRENGTHS, divided_by_scale, group_corrections
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.traced_loop import reduce_traced
 from tests import tiny
 from tests.test_corp_sparse_algebra import regression_of
 

@@ -22,9 +22,9 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.traced_model import with_merging
 from corp_deploy.proof.structural_tests import shift_of_inputs
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.moments import merging_note
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import How, Merging, Metric, schedule_from_text
 from corp_deploy.store.checkpoint import Checkpoint, save

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from corp_deploy.algebra import scores
-from corp_deploy.reduction import traced_choice as choice
+from corp_deploy.reduction import choice as choice
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce

@@ -14,9 +14,9 @@ from corp_deploy.planning.curvature import effects_of_changes
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.module_model import checkpoint_from_module

@@ -9,9 +9,9 @@ import torch
 
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import uniform_widths
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from tests.small_models import error, outputs
 from tests.timm_models import (

@@ -9,9 +9,9 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Site

@@ -20,11 +20,11 @@ from corp_deploy.polish.polish import polished
 from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.polish.walk import StreamPair
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.sparsity import Sparsity
 from corp_deploy.store.checkpoint import Checkpoint

@@ -15,12 +15,12 @@ from calib.inputs import InputSet
 from corp_deploy.algebra.norm_behind import DAMPING, NormBehind
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
+from corp_deploy.reduction.layer_targets import Target, _passed, rows_of, target_of
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import places_read
-from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.reduction.traced_targets import Target, _passed, rows_of, target_of
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.traced.finding.cuts import without_values

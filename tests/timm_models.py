@@ -18,10 +18,10 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.family import image_spec
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny

@@ -29,10 +29,10 @@ from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate
 from corp_deploy.proof.perplexity import LanguageLimits, perplexities
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.files import write_json
 from ground.precision import FLOAT32

@@ -26,10 +26,10 @@ from corp_deploy.families.counting import macs
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import LoopName, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.widths import Widths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture

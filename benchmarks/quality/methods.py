@@ -29,10 +29,10 @@ from benchmarks.quality.training import PLAIN, trained
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import LoopName, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.input_sets import images_for_model
 from examples.digits.images import load

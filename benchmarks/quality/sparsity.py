@@ -21,11 +21,11 @@ from benchmarks.harness import Bench, measures
 from benchmarks.quality.subjects import BATCH, SUBJECTS, Subject
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.sparsity import KINDS, Sparsity
 
 TWO_OF_FOUR = Sparsifying(kinds=dict.fromkeys(KINDS, Sparsity(kept=2, of=4)))

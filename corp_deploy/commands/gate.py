@@ -88,7 +88,7 @@ def gate_command(
     judged_by_rule = judging.judged_rows(judging.with_fitted_rule(parsed, now), now, before, starting=baseline.init)
     judged = Gate(rules=(*rows, *judged_by_rule), confidence=options.confidence if parsed else None)
     for path in output:
-        judging.write_verdicts(judged, path)
+        judging.write_gate_file(judged, path)
     if options.track is not None:
         judging.write_tracking(now, options.track)
     if trend is not None:

@@ -18,12 +18,12 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import PolishProgress, polished, reason_against
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
+from corp_deploy.reduction.order import shared_reader
 from corp_deploy.reduction.overfitting import data_gap
 from corp_deploy.reduction.read_tokens import Reads
-from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.reduction.traced_order import shared_reader
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput

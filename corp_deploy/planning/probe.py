@@ -20,11 +20,11 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction import pool
+from corp_deploy.reduction.change import TracedReduced, tensors_of
+from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
-from corp_deploy.reduction.traced_change import TracedReduced, tensors_of
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.widths import Width, Widths
 from corp_deploy.traced.models.module import device

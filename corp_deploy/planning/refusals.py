@@ -14,7 +14,7 @@ from corp_deploy.families.family import refuse_idle_options, require_streams, si
 from corp_deploy.families.hf_saved import INSTEAD
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.model import uniform_widths
-from corp_deploy.reduction.traced_order import refuse_shared_readers
+from corp_deploy.reduction.order import refuse_shared_readers
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.hub_snapshot import CONFIG
 from corp_deploy.store.transformers_saved import FOLDER, refuse_unsayable

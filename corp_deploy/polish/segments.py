@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from corp_deploy.algebra.gauss_newton import Residuals, Tangent, with_one
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.reduction.traced_streams import Values, run
-from corp_deploy.reduction.traced_targets import rows_of
+from corp_deploy.reduction.layer_targets import rows_of
+from corp_deploy.reduction.stream_walk import Values, run
 from corp_deploy.traced.finding.cuts import needed
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.segments import ProgramSegment, TokenRows

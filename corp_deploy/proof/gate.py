@@ -90,7 +90,7 @@ def judged_rows(
     return judge(rules, now, older, starting=starting).rules if rules else ()
 
 
-def write_verdicts(gate: Gate, path: Path) -> None:
+def write_gate_file(gate: Gate, path: Path) -> None:
     """Write gate.json, Markdown or JUnit, by suffix."""
     if path.suffix == ".json":
         save_gate(gate, path)

@@ -14,9 +14,9 @@ from corp_deploy.algebra.regression import Regression, RegressionSums, refit_tow
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Called, groups_of
 
+from .layer_sums import LayerSums
 from .report import LoopFit
-from .traced_layer_sums import LayerSums
-from .traced_streams import Student
+from .stream_walk import Student
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 1e6)  # the last one moves the bias only
 _SILENT_REL = 1e-3  # of the root mean square layer scale: rows below it can't be fitted through it, and stay

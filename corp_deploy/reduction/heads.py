@@ -23,10 +23,10 @@ from corp_deploy.algebra.scores import kept_from_scores, selection
 from corp_deploy.algebra.values import ValueRecovery
 from ground.errors import BadInput
 
+from .change import site_report
 from .logits import logit_error, logit_scale, refuse_uncovered, system_of
 from .method import Method
 from .report import HeldOut, SiteReport
-from .traced_change import site_report
 
 Statistics = TypeVar("Statistics")
 Fit = TypeVar("Fit")

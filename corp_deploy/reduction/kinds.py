@@ -13,11 +13,11 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.spec.widths import Width
 from corp_deploy.traced.models.sites import Site
 
+from .change import TracedReduced
 from .method import Method
-from .traced_change import TracedReduced
-from .traced_kind import TracedKind
-from .traced_pairs_kind import TracedPairsKind
-from .traced_values_kind import TracedValuesKind
+from .pairs_kind import TracedPairsKind
+from .reader_kind import TracedKind
+from .values_kind import TracedValuesKind
 
 
 class Kind(Protocol):

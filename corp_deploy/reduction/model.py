@@ -22,7 +22,9 @@ from corp_deploy.traced.models.sites import Site, Sites
 from ground.effort import Stopwatch, measured
 
 from . import pool
+from .change import TracedReduced, left_of, tensors_of
 from .coverage import Coverage, coverage
+from .fold_inputs import merged_sites
 from .kinds import kind_of
 from .method import Method
 from .moments import require_apart, require_same_model, site_moments, splits_at, without_held_out
@@ -30,8 +32,6 @@ from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescaled
 from .sparse_places import SparsityReport
-from .traced_change import TracedReduced, left_of, tensors_of
-from .traced_folds import merged_sites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, sizes_at_one
 from corp_deploy.traced.programs.readers import LINEAR, layers
 
-from .traced_streams import run
+from .stream_walk import run
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them

@@ -24,8 +24,8 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, Called, every_layer
 from ground.errors import BadInput
 
+from .stream_walk import Piece, Segment, Student, Values, pieces_of, segments_of
 from .streams import refuse_nonfinite
-from .traced_streams import Piece, Segment, Student, Values, pieces_of, segments_of
 
 SAID = "every convolution rescaled to the dense one's means and variances, channel by channel"
 

@@ -20,6 +20,7 @@ PHASES = {
     "corp_deploy.store": "reading the model",
     "corp_deploy.release.digests": "comparing files with what was made of them",
     "corp_deploy.release.recipe_checks": "checking what the recipe names",
+    "corp_deploy.release.recipe_read": "checking what the recipe names",
     "corp_deploy.reduction": "working on the sites",
     "corp_deploy.algebra": "solving for the weights",
     "corp_deploy.planning": "choosing the widths",

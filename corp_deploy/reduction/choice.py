@@ -1,0 +1,206 @@
+"""Which groups of a traced site stay, by the layers that read it; what those become, and how far from what they were.
+
+Legend: as in reader_stats.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corp_deploy.algebra import channels, patches, scores
+from corp_deploy.algebra.block_obs import eliminate_blocks, eliminate_coupled
+from corp_deploy.algebra.channels import ChannelRecovery
+from corp_deploy.algebra.obs import Elimination, interleaved, others_first
+from corp_deploy.algebra.patches import columns
+from corp_deploy.algebra.quadratic import mean_from_kept, output_error
+from corp_deploy.algebra.regression import refit_toward
+from corp_deploy.algebra.swap import swap
+from ground.errors import BadInput
+
+from .change import Change
+from .reader_stats import ReaderStats, of_places
+
+_SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = {
+    "energy": lambda read: scores.energy(read.second_U, read.columns),
+    "magnitude": lambda read: scores.magnitude(read.weight_OU, read.columns),
+    "combined": lambda read: scores.combined(read.second_U, read.weight_OU, read.columns),
+    "wanda": lambda read: scores.wanda(read.second_U, read.weight_OU, read.columns),
+    "variance": lambda read: scores.energy(read.stats.covariance_UU.diagonal(), read.columns),
+    "active": lambda read: read.active_C,
+}
+
+
+def _stacked(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
+    """Layers that read the very same tensor as one, whose rows are theirs in turn; squeezes have no say. Rows are in
+    units of the model's output where that is known.
+    """
+    stacked: dict[Any, list[ReaderStats]] = {}
+    for read in of_places(reads):
+        stacked.setdefault((read.sees, (read.portion.number, read.portion.columns_CM.tobytes())), []).append(read)
+    return [
+        replace(each[0], weight_OU=torch.cat([read.weighed_OU for read in each]), metric_OO=None)
+        for each in stacked.values()
+    ]
+
+
+def elimination(reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
+    """The whole order of backward elimination over all layers, as many of each part at a time. Groups without patches
+    go first.
+    """
+    stacked, groups = _stacked(reads), len(reads[0].reading.columns_GM)
+    if any(read.target is not None for read in stacked):
+        return _among_chosen(stacked, part_C, ridge_rel)
+    if len(stacked) == 1:
+        (read,) = stacked
+        return eliminate_blocks(
+            read.stats.covariance_UU, read.weight_OU, read.columns, ridge_rel=ridge_rel, group_of_C=part_C
+        )
+    if len({read.sees for read in stacked}) == 1 and sum(len(read.groups_C) for read in stacked) == groups:
+        return _by_portions(stacked, part_C, ridge_rel)
+    sets = [_as_one([read for read in stacked if read.sees == sees]) for sees in dict.fromkeys(r.sees for r in stacked)]
+    covariances, weights, joined = zip(*sets, strict=True)
+    return eliminate_coupled(covariances, weights, ridge_rel=ridge_rel, taps=joined, part_C=part_C)
+
+
+def _among_chosen(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
+    """Of columns refitted to all that the layer gave."""
+    every = [(read, read.target) for read in stacked if read.target is not None]
+    refits = [refit_toward(read.weight_OU, target, strength=ridge_rel) for read, target in every]
+    among = [replace(read, weight_OU=refit.weight_OK) for (read, _), refit in zip(every, refits, strict=True)]
+    order, groups = _by_portions(among, part_C, ridge_rel), len(stacked[0].reading.columns_GM)
+    return others_first(order, groups, sum(refit.residual for refit in refits))
+
+
+def _by_portions(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
+    """Of a convolution in groups, each of which reads groups of the site that no other does."""
+    orders = []
+    for read in stacked:
+        own_C = None if part_C is None else torch.unique(part_C[read.groups_C], return_inverse=True)[1]
+        own_C = None if own_C is None or int(own_C.max()) == 0 else own_C
+        order = eliminate_blocks(
+            read.stats.covariance_UU, read.weight_OU, read.columns, ridge_rel=ridge_rel, group_of_C=own_C
+        )
+        orders.append(order)
+    together, groups_C = interleaved(orders), torch.cat([read.groups_C for read in stacked])
+    return replace(together, order_F=groups_C[together.order_F])
+
+
+def _as_one(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int]:
+    """Covariance [F,F] and weights [X,F] of all inputs of a layer, none between its groups, and how many inputs a group
+    of the site has.
+    """
+    joined = portions[0].joined
+    count = len(portions[0].reading.columns_GM) * joined
+    covariance_FF, weights = portions[0].weight_OU.new_zeros(count, count), []
+    for read in portions:
+        at_F = columns(read.groups_C, joined)
+        mean_C, second_CC = read.stats.mean_C, read.stats.second_CC
+        covariance_FF[at_F[:, None], at_F] = second_CC - torch.outer(mean_C, mean_C)
+        by_place = read.weight_OU.view(len(read.weight_OU), -1, read.stats.taps).transpose(1, 2).flatten(0, 1)
+        weights.append(by_place.new_zeros(len(by_place), count).index_copy_(1, at_F, by_place))
+    return covariance_FF, torch.cat(weights), joined
+
+
+def swapped(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
+    """The kept groups after exchanges that lose less, where one layer reads one element of each."""
+    stacked = _stacked(reads)
+    if len(stacked) > 1 or stacked[0].columns > 1:
+        return kept_K
+    return swap(stacked[0].stats.covariance_UU, stacked[0].weight_OU, kept_K, ridge_rel=ridge_rel).kept_K
+
+
+def ranked(
+    reads: Sequence[ReaderStats], selection: str, writing_CX: Tensor, part_C: Tensor | None, width: int
+) -> Tensor:
+    """The groups of the highest scores, ascending, as many of each part; over several layers of the sum of shares."""
+    if selection in ("producer-l1", "producer-l2"):
+        score_C = scores.producer(writing_CX, 1 if selection == "producer-l1" else 2)
+    else:
+        by_layer: dict[tuple[str, int, bool], Tensor] = {}
+        for read in _stacked(reads):
+            so_far_C = by_layer.setdefault(read.sees, writing_CX.new_zeros(len(writing_CX)))
+            so_far_C.index_add_(0, read.groups_C, _SCORES[selection](read))
+        score_C = reduce(torch.add, [each / each.sum().clamp_min(1e-300) for each in by_layer.values()])
+    has_patches_C = torch.zeros_like(score_C, dtype=torch.bool)
+    for read in of_places(reads):
+        has_patches_C[read.groups_C] = True
+    score_C = score_C.masked_fill(~has_patches_C, -math.inf)
+    if part_C is None:
+        return scores.kept_from_scores(score_C, width)
+    parts = int(part_C.max()) + 1
+    of_part_PC = part_C.argsort(stable=True).view(parts, -1)
+    kept_PK = scores.kept_from_scores(score_C[of_part_PC], width // parts)
+    return of_part_PC.gather(1, kept_PK).flatten().sort().values
+
+
+def changed(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel: float) -> Change:
+    """Return what one layer becomes on the groups that stay. Raises BadInput for those that have no patches."""
+    if read.target is not None:
+        return Change(read=read, recovery=_fitted(read, recovery, kept_K, ridge_rel))
+    stats, kept_k, layer = read.stats, read.kept_k(kept_K), (read.weight_OU, read.bias_O)
+    if read.is_of_maps:
+        form = "affine" if recovery == "affine-v1" else recovery
+        return Change(read=read, recovery=patches.recovered(form, stats, *layer, kept_k, ridge_rel=ridge_rel))
+    of_vectors: Any = "affine" if recovery == "im2col" else recovery
+    new = channels.recovered(of_vectors, stats.mean_U, stats.second_UU, *layer, kept_k, ridge_rel=ridge_rel)
+    return Change(read=read, recovery=new)
+
+
+def without_patches(chosen: int, every: int, width: int, recovery: str) -> BadInput:
+    """Why so many channels can't be kept by this repair."""
+    return BadInput(
+        f"the moments have patches of {chosen} of {every} channels (calibrate --patch-memory), of which preset best "
+        f"can keep {chosen} at most, or all; got {width} by recovery {recovery}; calibrate with more memory, or remove "
+        "more there"
+    )
+
+
+def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:
+    """Columns of channels with patches to what the layer gave, toward themselves."""
+    assert read.target is not None, read.reading.name
+    kept_U, parts = columns(read.kept_k(kept_K), read.stats.taps), len(read.reading.portions)
+    if read.has_all_patches(kept_K):
+        return channels.unchanged(read.weight_OU[:, kept_U], read.bias_O)
+    if recovery != "im2col" or len(kept_U) * parts != len(kept_K) * read.columns:
+        raise without_patches(len(read.groups_C) * parts, len(read.reading.columns_GM), len(kept_K), recovery)
+    weight_OK, target = read.weight_OU[:, kept_U], read.target.of(kept_U)
+    refit = refit_toward(weight_OK, target, strength=ridge_rel)
+    return ChannelRecovery(
+        weight_OK=refit.weight_OK,
+        bias_O=refit.bias_O,
+        residual=refit.residual,
+        residual_uncompensated=target.error(weight_OK, read.bias_O),
+        r2=1.0 - refit.residual / refit.residual_prior if refit.residual_prior > 0.0 else 1.0,
+        condition=refit.condition,
+        ridge=refit.ridge,
+    )
+
+
+def mean_of_kept(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
+    """Of a mean over all groups that they are divided by, told of those that stay alone."""
+    weight_K = mean_from_kept(read.stats.second_UU, read.weight_OU[0], read.kept_k(kept_K))
+    plain = changed(read, recovery="none", kept_K=kept_K, ridge_rel=0.0).recovery
+    return replace(plain, weight_OK=weight_K[None], bias_O=read.bias_O)
+
+
+def error_of(recovery: ChannelRecovery, kept_K: Tensor, other: ReaderStats) -> float:
+    """E||y - y'||^2 of a recovered layer on other statistics of what it read. Raises BadInput where those have no
+    patches of what is kept.
+    """
+    if other.target is not None and other.has_all_patches(kept_K):
+        return 0.0
+    if recovery.weight_OK.shape[1] != len(other.kept_k(kept_K)) * other.stats.taps:
+        raise BadInput(
+            f"{other.reading.name}: the moments that judge it have patches of other channels; calibrate both with the "
+            "same --patch-memory"
+        )
+    weight_OU = other.as_dense_OU(recovery, kept_K)
+    if other.target is not None:
+        return other.target.error(weight_OU, recovery.bias_O)
+    change_OU = other.weight_OU - weight_OU
+    return output_error(other.stats.mean_U, other.stats.second_UU, change_OU, other.bias_O - recovery.bias_O)

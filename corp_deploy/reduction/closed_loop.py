@@ -1,0 +1,261 @@
+"""Closed loops of traced models: site by site in the order of the program, each on the model as reduced so far.
+
+The symmetric one (GRAIL, section 3.2) keeps the dense weights for its target. The other fits layers: those that write
+a site to what they give in the dense model, those that read it to what the stream behind them lacks of the dense one,
+where their output is added to one, else to what they give in the dense one (asymmetric calibration, arXiv 2504.02692).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from calib.inputs import InputSet
+from calib.moments import Moments
+from calib.sites import evaluating
+from corp_deploy.families.traced_model import token_weights, tracing
+from corp_deploy.spec.widths import Widths
+from corp_deploy.traced.finding.cuts import without_values
+from corp_deploy.traced.models.module import Tracing, device
+from corp_deploy.traced.models.narrowed_model import narrowed, provable
+from corp_deploy.traced.models.offered import names_of, traced_sites
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.sites import Site
+from corp_deploy.traced.models.values import TracedValues
+from corp_deploy.traced.programs.folding import is_mean
+from corp_deploy.traced.programs.readers import Called, layers
+from ground.errors import BadInput
+
+from .change import TracedReduced, left_of, tensors_of
+from .correct import Grouped, fit_, grouped
+from .coverage import coverage
+from .folded_site import folded, merges
+from .kinds import kind_of
+from .layer_sums import LayerSums, SplitStatistics, combined, head_moments, layer_sums
+from .layer_targets import Target, target_of
+from .loop import Loop
+from .method import RESCALED, Method
+from .model import Reduction, notes_on, uniform_widths
+from .order import Step, irreducible_sites, refuse_shared_readers, steps_of
+from .read_tokens import counts_all, places_read
+from .report import LoopFit, SiteReport, as_allocated
+from .rescaling import SAID, require_rescalable, rescale_
+from .stream_walk import Piece, Segment, Student, pieces_of, segments_of
+
+Done = Callable[[int, int], None] | None
+
+
+@torch.no_grad()
+def reduce_traced(
+    model: nn.Module,
+    images: InputSet,
+    method: Method,
+    *,
+    widths: Widths | None = None,
+    batch_size: int = 16,
+    loop: Loop | None = None,
+    metrics: Mapping[str, Tensor] | None = None,
+    on_progress: Done = None,
+) -> Reduction:
+    """A new model with the widths asked for; without `loop` as the symmetric one has it. Other arguments as in
+    `reduce`; `metrics`: see Moments. Between two cuts of the program each layer that is fitted takes a run of
+    both models.
+
+    Raises BadInput for too few images and for what has no meaning for a traced model.
+    """
+    if method.rescales and loop is not None:
+        raise BadInput(RESCALED)
+    if method.rescales:
+        require_rescalable(model, images)
+    dense = tracing(model)
+    sites = traced_sites(dense)
+    every = uniform_widths(model, method) if widths is None else dict(widths)
+    irreducible = irreducible_sites(dense, sites, every, method)
+    target_widths = {name: width for name, width in every.items() if name not in irreducible}
+    refuse_shared_readers(dense, sites, target_widths)
+    student = Student.of(dense)
+    half_ids = _half_ids(images, loop)
+    every_one = None if loop is None else loop.held_out_every
+    weights = partial(token_weights, model)
+    pieces = pieces_of(images, device(model), batch_size, weights=weights, half_ids=half_ids, held_out_every=every_one)
+    read = {} if loop is None or counts_all(model, loop.reads) else places_read(dense, device(model))
+    making = _Making(
+        student=student,
+        method=method,
+        widths=target_widths,
+        loop=loop,
+        metrics=metrics or {},
+        pieces=list(pieces),
+        read=read,
+        both_ways=half_ids is not None,
+    )
+    with evaluating(model):
+        for segment in segments_of(dense, student):
+            making.pass_(segment, on_progress)
+    if method.rescales:
+        rescale_(dense, student, images, batch_size=batch_size)
+    way = "each to its dense weights" if loop is None else "fitted to the dense model's streams and layers"
+    partly = [layer.name for layer in layers(dense.program) if layer.node in read]
+    kept_stays = tuple(f"{name} kept as it is: {reason}" for name, reason in irreducible.items())
+    return Reduction(
+        model=making.narrowed(model, dense),
+        method=method,
+        sites=tuple(making.reports if widths is None else as_allocated(making.reports)),
+        coverage=coverage(sites, method, target_widths, by_site=widths is not None),
+        notes=(*notes_on(sites, method, target_widths), *kept_stays),
+        decisions=(
+            f"closed loop over {len(making.new)} sites in the order in which they run, {way}",
+            *((f"only places that outputs read count in the fits of {', '.join(partly)}",) if partly else ()),
+            *((SAID,) if method.rescales else ()),
+        ),
+    )
+
+
+def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
+    """Those of one of two halves, where some images are in either."""
+    if loop is None or loop.half_ids is None:
+        return None
+    inside_B = torch.isin(images.ids, loop.half_ids)
+    return loop.half_ids if bool(inside_B.any()) and not bool(inside_B.all()) else None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Making:
+    """A student on its way through the program. `read`: of layers the places that outputs read alone. `both_ways`:
+    pieces that are held out are a half of all.
+    """
+
+    student: Student
+    method: Method
+    widths: Widths
+    loop: Loop | None
+    metrics: Mapping[str, Tensor]
+    pieces: list[Piece]
+    read: Mapping[fx.Node, Tensor]
+    both_ways: bool
+    new: dict[str, TracedReduced] = field(default_factory=dict)
+    reports: list[SiteReport] = field(default_factory=list)
+    finished: set[fx.Node] = field(default_factory=set)
+    called: dict[str, list[Called]] = field(default_factory=dict)
+    steps: list[Step] = field(init=False)
+    constants: set[fx.Node] = field(init=False)
+    order: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        program = self.student.program
+        for layer in layers(program, in_groups=True):
+            self.called.setdefault(layer.weight, []).append(layer)
+        # What is divided by a mean must stay far from zero: those are told of what is kept alone, and never fitted.
+        self.finished |= {layer.node for weight, every in self.called.items() if is_mean(weight) for layer in every}
+        self.constants = without_values(program)
+        self.order = {node.name: place for place, node in enumerate(program.nodes)}
+        self.steps = steps_of(self.student.tracing, traced_sites(self.student.tracing), self.widths, self.method)
+
+    def pass_(self, segment: Segment, on_progress: Done) -> None:
+        """Through a segment: its sites are reduced, the streams are behind it then."""
+        end = float("inf") if segment.after is None else self.order[segment.after.name]
+        while self.steps and self.steps[0].place <= end:
+            step = self.steps.pop(0)
+            later = {layer.node for other in self.steps for layer in self._readers(other.site)}
+            self._reduce(segment, step, later)
+            if on_progress is not None:
+                on_progress(len(self.new), len(self.new) + len(self.steps))
+        segment.advance_(self.pieces, with_dense=self.loop is not None)
+
+    def _readers(self, site: Site) -> list[Called]:
+        """Layers that are fitted behind a site, in order of the program."""
+        if isinstance(site, TracedPairs):
+            return [layer for every in self.called.values() for layer in every if layer.node.name == site.behind]
+        every = [layer for each in site.readings for layer in self.called[each.weight]]
+        return sorted(dict.fromkeys(every), key=lambda layer: self.order[layer.node.name])
+
+    def _reduce(self, segment: Segment, step: Step, later: set[fx.Node]) -> None:
+        """`later`: layers that are fitted when further sites are reduced."""
+        loop, site, readers = self.loop, step.site, self._readers(step.site)
+        alignment = self._align(segment, (site, *step.beside)) if loop is not None and loop.align_inputs else None
+        targets: dict[Called, Target | None] = dict.fromkeys(readers)
+        if loop is not None:
+            for layer in readers:
+                targets[layer] = replace(target_of(layer.node, self.constants), read_P=self._read(segment, layer))
+        sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
+        before = {layer: grouped(self.student.program, layer) for layer in readers}
+        new = self._reduced(segment, step, sums)
+        self.student.set_(tensors_of({site.name: new}))
+        # With heads gone already, dimensions of those left go.
+        self.new[site.name] = replace(new, beside=self.new[site.name].beside) if site.name in self.new else new
+        keys = names_of(self.student.tracing)
+        self.student.keep_({keys[name].key: groups for name, groups in left_of(self.new).items()})
+        fits = []
+        for layer in readers if loop is not None else ():
+            if layer.node in later or is_mean(layer.weight):
+                continue
+            if not sums or len(readers) > 1 or new.mapped:  # what it reads is other than when it was summed
+                fits.append(self._fit(layer, layer_sums(segment, self.pieces, {layer: targets[layer]})[layer]))
+            else:
+                fits.append(self._fit(layer, sums[layer], before[layer]))
+            self.finished.add(layer.node)
+        first, *rest = new.reports
+        reports = [replace(first, alignment=alignment), *rest]
+        self.reports += [*reports[:-1], replace(reports[-1], loop=fits[0] if fits else None)]
+
+    def _read(self, segment: Segment, layer: Called) -> Tensor | None:
+        return segment.read_of(layer.node, self.read.get(layer.node))
+
+    def _reduced(self, segment: Segment, step: Step, sums: Mapping[Called, LayerSums]) -> TracedReduced:
+        site, where = step.site, self.student.where
+        if isinstance(site, TracedValues) and site.name in self.new:
+            site = site.of_heads(self.new[site.name].kept_K)
+        kind = kind_of(site)
+        if isinstance(site, TracedPairs):
+            splits = head_moments(segment, site, self.pieces, system=self.method.needs_attention_system)
+            by_name: dict[str, SplitStatistics] = {site.name: splits}
+        else:
+            by_name = {layer.name: own.moments() for layer, own in sums.items()}
+
+        def at(moments: Mapping[str, Any]) -> Any:
+            return kind.moments_at(site, Moments(sites=moments, lineage={}, images=1, metrics=self.metrics), where)
+
+        whole = at({name: combined(name, halves) for name, halves in by_name.items()})
+        if not merges(site, step.method):
+            apart = None
+            if self.both_ways:
+                apart = tuple(at({name: halves[half] for name, halves in by_name.items()}) for half in (0, 1))
+            return kind.reduced(site, whole, step.method, step.width, splits=apart)
+        # Fitted and judged on the student's stream.
+        assert self.student.fewer is None, site.name
+        fold = folded(site, whole, step.method, step.width)
+        nodes = segment.up_to(fold.units.region.around)
+        for piece in self.pieces:
+            values = segment.run_student(piece, nodes)
+            fold.show(values, piece.weights_BN, is_held_out=False, masks=self.student.masks)
+        return fold.reduced(self.method, None)
+
+    def _align(self, segment: Segment, sites: Sequence[Site]) -> LoopFit | None:
+        """Layers that write the sites are made to give on the student's stream what they gave on the dense one."""
+        spans = (span for site in sites for span in site.groups.writers)
+        writers = [layer for span in spans for layer in self.called.get(span.name, ())]
+        fits = []
+        for layer in sorted(dict.fromkeys(writers), key=lambda each: self.order[each.node.name]):
+            if self.student.is_changed and layer.node not in self.finished and len(self.called[layer.weight]) == 1:
+                target = Target(layer=layer.node, read_P=self._read(segment, layer))
+                fits.append(self._fit(layer, layer_sums(segment, self.pieces, {layer: target})[layer]))
+            # A further site of the same layer finds rows of it reduced that its own output would undo.
+            self.finished.add(layer.node)
+        return fits[0] if fits else None
+
+    def _fit(self, layer: Called, sums: LayerSums, was: Grouped | None = None) -> LoopFit:
+        assert self.loop is not None, layer
+        return fit_(self.student, layer, sums, self.loop.strengths, was, both_ways=self.both_ways)
+
+    def narrowed(self, model: nn.Module, dense: Tracing) -> nn.Module:
+        """Raises BadInput for a site that differs from the dense program's when it is narrowed."""
+        kept, unreduced = provable(model, left_of({name: new for name, new in self.new.items() if new.is_narrower}))
+        if unreduced:
+            name, reason = next(iter(unreduced.items()))
+            raise BadInput(f"closed loop: {name} can't be narrowed, {reason}; reduce without --closed-loop")
+        dtype = next(model.parameters()).dtype
+        changed = self.student.changed(dense.program)
+        return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in changed.items()})

@@ -1,0 +1,138 @@
+"""All sites of a traced model with merged channels or heads: the program is run, from cut to cut, with the rows' means
+between the rows that write them and the layers that read them.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, fx, nn
+
+from calib.inputs import Inputs, InputSet, map_tensors, to_device
+from calib.moments import Moments
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_model import token_weights, tracing
+from corp_deploy.spec.widths import Widths
+from corp_deploy.traced.finding.cuts import along, cuts, needed
+from corp_deploy.traced.models.module import Tracing, device
+from ground.effort import Stopwatch, measured
+from ground.errors import BadInput
+
+from .change import TracedReduced
+from .folded_site import TracedFold, folded, merges
+from .method import Method
+from .reader_stats import reads_of
+from .stream_walk import run, tensors_of_inputs
+
+BATCH_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownInputs:
+    """Images, and by their content which were calibrated on and which are held out; the others are left out."""
+
+    images: InputSet
+    fit_ids: Tensor
+    held_out_ids: Tensor
+
+    @classmethod
+    def of(cls, images: InputSet, moments: Moments, held_out: Moments | None) -> "ShownInputs":
+        """Raises BadInput unless some are of each kind that is there."""
+        held_out_ids = images.ids[:0] if held_out is None else held_out.image_ids
+        fit_ids = moments.image_ids if len(moments.image_ids) else images.ids[~torch.isin(images.ids, held_out_ids)]
+        shown = cls(images=images, fit_ids=fit_ids, held_out_ids=held_out_ids)
+        shown._refuse_none("calibration", shown.fit_ids)
+        if held_out is not None:
+            shown._refuse_none("held-out", held_out_ids)
+        return shown
+
+    def _refuse_none(self, kind: str, ids: Tensor) -> None:
+        if not torch.isin(self.images.ids, ids).any():
+            raise BadInput(
+                f"--images: none of these {self.images.count} images is a {kind} one by its content, and merged "
+                f"channels are fitted to and judged on those; give the {kind} images that the moments were taken on"
+            )
+
+    @property
+    def fitted(self) -> int:
+        """How many of the images are calibration images."""
+        return int(torch.isin(self.images.ids, self.fit_ids).sum())
+
+    def batches(self) -> Iterator[tuple[Inputs, bool]]:
+        """Inputs of one kind, and whether they are held out."""
+        for batch in self.images.read(BATCH_SIZE):
+            for ids, is_held in ((self.fit_ids, False), (self.held_out_ids, True)):
+                chosen_B = torch.isin(batch.ids, ids)
+                if chosen_B.any():
+                    yield map_tensors(batch.inputs, lambda tensor, chosen_B=chosen_B: tensor[chosen_B]), is_held  # type: ignore[misc]
+
+
+_Stretch = tuple[list[fx.Node], fx.Node | None, list[TracedFold]]
+"""What has to run of a program from one cut to the next, that cut, and for which sites."""
+
+
+def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
+    """As far as there are sites."""
+    order, left = {node: place for place, node in enumerate(own.program.nodes)}, list(every)
+    for before, after in pairwise([None, *(cut.node for cut in cuts(own.analysis)), None]):
+        folds = [
+            each
+            for each in left
+            if after is None or max(order[node] for node in each.units.region.ends) <= order[after]
+        ]
+        left = [each for each in left if each not in folds]
+        ends = [node for each in folds for node in each.units.region.around]
+        yield needed(own.program, before, [*ends, *([] if after is None or not left else [after])]), after, folds
+        if not left:
+            return
+
+
+@torch.inference_mode()
+def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[TracedFold]) -> None:
+    """Each input through the dense program, from cut to cut."""
+    stretches, inputs = tuple(_stretches(own, every)), [node for node in own.program.nodes if node.op == "placeholder"]
+    for batch, is_held in shown.batches():
+        here = to_device(batch, device(model))
+        weights_BN, entering = token_weights(model, here), dict(zip(inputs, tensors_of_inputs(here), strict=True))
+        beside = {node: entering[node] for node in along(own.program)}
+        for nodes, after, folds in stretches:
+            values = run(own.program, nodes, entering)
+            for fold in folds:
+                fold.show(values, weights_BN, is_held_out=is_held)
+            entering = beside | {node: values[node] for node in [after] if node in values}
+
+
+def merged_sites(
+    model: nn.Module,
+    widths: Widths,
+    moments: Moments,
+    method: Method,
+    images: InputSet | None,
+    held_out: Moments | None,
+    watch: Stopwatch | None = None,
+) -> tuple[dict[str, TracedReduced], tuple[str, ...]]:
+    """The sites, by name, where channels or heads are merged, and what is to be said of the images."""
+    if not method.merges and not method.folds_heads:
+        return {}, ()
+    if images is None:
+        raise BadInput(
+            "merged channels and heads are fitted to and judged by what they give on the calibration images; give "
+            "them: --images"
+        )
+    shown = ShownInputs.of(images, moments, held_out)
+    few = f"what was merged was fitted and judged on {shown.fitted} of the {moments.images} calibration images"
+    own, where = tracing(model), device(model)
+    if own.merging is not None:
+        raise BadInput("merged channels and heads are fitted to all tokens, and this model merges some; leave one away")
+    sites = [site for site in sites_of(model).every if site.name in widths]
+    with measured(watch, "select"):
+        folds = {
+            site.name: folded(site, reads_of(site, moments, where), method, widths[site.name])
+            for site in sites
+            if merges(site, method)
+        }
+    _show(model, shown, own, folds.values())
+    others = {name: None if held_out is None else reads_of(fold.site, held_out, where) for name, fold in folds.items()}
+    reduced = {name: fold.reduced(method, others[name]) for name, fold in folds.items()}
+    return reduced, (few,) if shown.fitted < moments.images else ()

@@ -1,0 +1,107 @@
+"""What a closed loop of a traced model reduces, in order of the program: of an attention whole heads, then dimensions
+of those left.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from corp_deploy.spec.widths import Widths
+from corp_deploy.traced.models.module import Tracing
+from corp_deploy.traced.models.narrowed_model import first_groups
+from corp_deploy.traced.models.offered import names_of
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.sites import Site, Sites
+from corp_deploy.traced.models.values import TracedValues
+from corp_deploy.traced.narrowing.proof import narrow
+from corp_deploy.traced.programs.readers import layers
+from ground.errors import BadInput
+
+from .change import TracedReduced, left_of
+from .kinds import kind_of
+from .method import Method
+from .values_kind import TracedValuesKind, beside_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A site reduced to a width by a method. `beside`: sites of which the same heads go. `place`: where the groups of
+    any of these are summed over first.
+    """
+
+    site: Site
+    width: int
+    method: Method
+    place: int
+    beside: tuple[Site, ...] = ()
+
+
+def steps_of(tracing: Tracing, sites: Sites, widths: Widths, method: Method) -> list[Step]:
+    """Of all sites asked for."""
+    order = {node.name: place for place, node in enumerate(tracing.program.nodes)}
+    every = list(sites.every)
+    steps = [step for site in every if site.name in widths for step in _steps(site, every, widths, method, order)]
+    return sorted(steps, key=lambda step: (step.place, not step.beside))
+
+
+def _steps(site: Site, every: list[Site], widths: Widths, method: Method, order: Mapping[str, int]) -> Iterator[Step]:
+    def place(*sites: Site) -> int:
+        return min(order[span.reader] for each in sites for span in each.groups.listening)
+
+    width, left = widths[site.name], _heads_left(site, method)
+    most = site.width // site.parts * left
+    if left < site.parts:
+        others = beside_heads(site, torch.arange(left))
+        beside = tuple(each for each in every if each.name in others)
+        yield Step(site=site, width=most, method=method, place=place(site, *beside), beside=beside)
+    if left == site.parts or width < most:
+        yield Step(site=site, width=width, method=replace(method, heads_sparsity=None), place=place(site))
+
+
+def _heads_left(site: Site, method: Method) -> int:
+    kind = kind_of(site)
+    if isinstance(site, TracedValues) and isinstance(kind, TracedValuesKind):
+        return kind.heads_left(site, method)
+    return site.parts
+
+
+def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Method) -> dict[str, str]:
+    """Sites that no program can be written without groups of, with the reason, seen on the first ones of each part."""
+    named, first = names_of(dense), dict[str, TracedReduced]()
+    for name, width in widths.items():
+        site = sites.by_name[name]
+        left = _heads_left(site, method)
+        kept_K = torch.from_numpy(first_groups(site.groups, width, parts=left))
+        beside = beside_heads(site, torch.arange(left)) if left < site.parts else {}
+        first[name] = TracedReduced(reports=[], kept_K=kept_K, beside=beside)
+    names = {groups.key: name for name, groups in named.items()}
+    kept = {named[name].key: groups for name, groups in left_of(first).items() if len(groups)}
+    return {names[key]: reason for key, reason in narrow(dense.analysis, kept).unreduced.items()}
+
+
+def shared_reader(dense: Tracing, sites: Sites, names: Collection[str]) -> str | None:
+    """Return why a closed loop can't reduce these sites: a layer behind one that the model calls more than once."""
+    called = list(layers(dense.program, in_groups=True))
+    calls, weights = Counter(layer.weight for layer in called), {layer.node.name: layer.weight for layer in called}
+    for site in (each for each in sites.every if each.name in names):
+        behind = [site.behind] if isinstance(site, TracedPairs) else []
+        read = [reading.weight for reading in site.readings] + [weights[node] for node in behind if node in weights]
+        shared = next((weight for weight in read if calls[weight] > 1), None)
+        if shared is not None:
+            return (
+                f"{site.name} is in front of {shared.removesuffix('.weight')}, a shared layer that the model calls "
+                f"{calls[shared]} times; a closed loop fits a layer to what it reads in one place"
+            )
+    return None
+
+
+def refuse_shared_readers(dense: Tracing, sites: Sites, names: Collection[str]) -> None:
+    """Raise BadInput for sites that no closed loop can reduce."""
+    reason = shared_reader(dense, sites, names)
+    if reason is not None:
+        raise BadInput(
+            f"--closed-loop: {reason}. (a) Reduce without --closed-loop, from moments of all calls; (b) leave "
+            "sites of that kind as they are"
+        )
