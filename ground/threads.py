@@ -2,7 +2,7 @@
 
 OpenMP threads spin while they wait. Where another program has displaced one of them, the others spin for as long as
 that program runs, on CPUs that it could have used. Passive threads sleep instead, but waking them costs a few percent
-where nothing else runs; a spin of microseconds before they sleep saves that (benchmarks/speed/busy.py).
+where nothing else runs; a spin of microseconds before they sleep saves that.
 """
 
 import os

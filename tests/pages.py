@@ -28,7 +28,6 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.pages.made import without_made
 from corp_deploy.cli import main
 from ground.errors import EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_MISSING
 
@@ -71,15 +70,10 @@ class Block:
         return [command for command, _ in self.steps]
 
 
-def written(page: Path) -> str:
-    """What somebody wrote of a page, without what is made of the code."""
-    return without_made(page.read_text(encoding="utf-8"))
-
-
 def blocks(page: Path) -> list[Block]:
-    """All blocks that somebody wrote of a page, in order."""
+    """All blocks of a page, in order."""
     found = []
-    for match in _BLOCK.finditer(written(page)):
+    for match in _BLOCK.finditer(page.read_text(encoding="utf-8")):
         indent = len(match["indent"])
         text = "".join(line[indent:] if line.strip() else line for line in match["text"].splitlines(keepends=True))
         said = dict(_SAID.findall(match["said"]))

@@ -30,3 +30,15 @@ def recipe(tables: Tables) -> str:
         )
     ]
     return "\n" + "\n".join(lines) + "\n"
+
+
+RELEASE = recipe({
+    "calibration": {"hold_out": 4, "batch_size": 4},
+    "held_out": {"images": "held-out.npz", "labels": "held-out.npz"},
+    "reduce": {"mlp": 0.3, "attn": 0.5, "align_mlp": 8, "align_head": 8},
+    "parity": {"batches": [1, 3]},
+    "bench": {"time_limit_s": 2},
+    "gate": {"fail_if": ["params >= dense"]},
+    "package": {"name": "tiny"},
+})  # fmt: skip
+"""A release of every stage."""

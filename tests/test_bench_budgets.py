@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 from scipy.stats import binom
 
-from benchmarks.speed.long_runs import slope
-from benchmarks.trust.gate_alarms import document, most_alarms, tally
+from benchmarks.speed.gate_alarms import document, most_alarms, tally
 
 pytestmark = pytest.mark.nightly
 
@@ -31,16 +29,3 @@ def test_verdicts_and_intervals_are_counted() -> None:
     assert (found["intervals"], found["intervals_that_hold_one"]) == (2, 1)
     apart = document([one("PASS", processes=0), one("PASS", processes=3)], seed=0)["by_processes"]
     assert {count: each["comparisons"] for count, each in apart.items()} == {"0": 1, "3": 1}
-
-
-@pytest.mark.parametrize("rate", [0.0, 3.0])
-def test_the_slope_of_a_line_with_a_beginning_and_a_spike(rate: float) -> None:
-    done = np.arange(100, 10_001, 100.0)
-    mib = 300.0 + rate * done / 1000
-    mib[:20] = np.linspace(0, 300, 20)  # what is loaded first is no growth
-    mib[50] += 400.0
-    noise = np.random.default_rng(0).normal(0, 0.1, len(mib))
-    found = slope(list(zip(done, mib + noise, strict=True)))
-    assert found["mib_per_1000"] == pytest.approx(rate, abs=0.02)
-    assert found["low"] <= rate <= found["high"]
-    assert found["high"] - found["low"] < 0.1

@@ -19,9 +19,6 @@ TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads
 
 def test_the_committed_records_hold_the_goals_of_the_method() -> None:
     results = Path(__file__).parents[1] / "benchmarks" / "results"
-    sweep = json.loads((results / "sweep_cost.json").read_text())
-    assert len(sweep["sparsities"]) == 10
-    assert sweep["ratio"] < 1.3
     for path in results.glob("passes*.json"):  # what help texts say in round figures
         costs = json.loads(path.read_text())
         assert costs["images"] >= told.EXAMPLE_IMAGES, path.name
@@ -38,7 +35,6 @@ def test_costs_are_told_in_passes(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "passes.json").read_text())
     assert record["cpu"]
     assert list(record["passes"]) == [*passes.BARE, *passes.ROWS]
-    assert f"{record['model']} from its moments by preset best, 50% of every width" in cost_page.reduction(record)
     assert all(len(each["cpu_s"]) == 1 for each in record["samples"].values())
     assert CliRunner().invoke(passes.main, [*kwargs, *few, "--rows", "calibrat"]).exit_code == 2
 

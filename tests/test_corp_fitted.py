@@ -10,7 +10,6 @@ import onnx
 import pytest
 import torch
 
-from benchmarks.trust.faults_scenarios import RECIPE
 from calib.fingerprints import Fingerprints
 from calib.fingerprints_text import FingerprintsText
 from calib.store import load
@@ -19,6 +18,7 @@ from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.model_config import load_model_config
 from tests import decoders, tiny
 from tests.command import invoked, refuses, run
+from tests.recipes import RELEASE
 
 NONE = {"same": 0, "alike": 0}
 
@@ -227,7 +227,7 @@ def test_a_release_on_images_that_it_was_fitted_to_fails_its_gate(tmp_path: Path
     judging = np.concatenate([images[:5], tiny.images(4, seed=1)])
     np.savez(tmp_path / "held-out.npz", images=judging, labels=np.arange(9) % 7)
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE.replace("hold_out = 4\n", ""))
+    recipe.write_text(RELEASE.replace("hold_out = 4\n", ""))
     release = ("release", recipe, "-o", tmp_path / "out")
     planned = invoked(*release, "--dry-run")
     assert "on 9 images, 5 of which the model was fitted to" in " ".join(planned.stderr.split())

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.trust.faults_scenarios import RECIPE
 from calib.store import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
@@ -24,6 +23,7 @@ from corp_deploy.views.inspection import merging_lines
 from ground.errors import BadInput
 from perf.report.render import csv, html, markdown
 from tests.command import invoked
+from tests.recipes import RELEASE
 
 from . import tiny
 
@@ -89,7 +89,7 @@ def test_a_report_shows_tokens_by_block() -> None:
 def test_a_release_of_a_model_that_merges_ends_in_its_verdict_and_says_how(tmp_path: Path) -> None:
     home, released = tiny.written(tmp_path, 12, to="calibration.npy"), tmp_path / "out"
     np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
-    (home / "recipe.toml").write_text(RECIPE.replace("attn = 0.5", 'merge_tokens = "2,4"'))
+    (home / "recipe.toml").write_text(RELEASE.replace("attn = 0.5", 'merge_tokens = "2,4"'))
     invoked("release", home / "recipe.toml", "-o", released)
     (moments,) = released.rglob("moments.safetensors")
     assert json.loads(load(moments).lineage["merging"])["schedule"] == [2, 4]

@@ -21,7 +21,6 @@ import torch
 from click.testing import Result
 from numpy.typing import NDArray
 
-from benchmarks.trust.faults_scenarios import RECIPE
 from calib.store import load as load_moments
 from corp_deploy.commands.doctor import SOURCES
 from corp_deploy.invocation.option import Invocation
@@ -46,6 +45,7 @@ from perf.timing.laps import Bound
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.histories import bench_of_release
+from tests.recipes import RELEASE
 from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +79,7 @@ def inputs(home: Path) -> Path:
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished release beside its recipe; tests copy it."""
     home = inputs(tmp_path_factory.mktemp("release"))
-    (home / "recipe.toml").write_text(RECIPE)
+    (home / "recipe.toml").write_text(RELEASE)
     release(home)
     return home
 
@@ -371,8 +371,8 @@ def test_what_will_not_do_is_refused_before_any_work(
     wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, said: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
-    text = RECIPE.replace(old, new)
-    assert text != RECIPE
+    text = RELEASE.replace(old, new)
+    assert text != RELEASE
     (wrong / "recipe.toml").write_text(text)
     words = ("release", wrong / "recipe.toml", "-o", tmp_path / "new", "--trust-code")
     for more in ((), ("--dry-run",), ("--plan-only",)) if (old, new, said) == WRONG[0] else ((),):
@@ -400,14 +400,14 @@ def test_what_does_not_fit_is_told_before_any_work(
     wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str, code: int
 ) -> None:
     monkeypatch.setattr(name, value)
-    (wrong / "recipe.toml").write_text(RECIPE)
+    (wrong / "recipe.toml").write_text(RELEASE)
     refuses(said, "release", wrong / "recipe.toml", "-o", tmp_path / "new", "--trust-code", code=code)
     assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_in_the_way_of_a_stage_is_told_before_any_work(wrong: Path, tmp_path: Path) -> None:
     (tmp_path / "new" / "dense" / "config.json").mkdir(parents=True)
-    (wrong / "recipe.toml").write_text(RECIPE)
+    (wrong / "recipe.toml").write_text(RELEASE)
     words = ("release", wrong / "recipe.toml", "-o", tmp_path / "new", "--trust-code")
     for more in ((), ("--only", "dense")):
         refuses("new/dense/config.json: a directory, expected a regular file", *words, *more)
@@ -416,7 +416,7 @@ def test_a_folder_in_the_way_of_a_stage_is_told_before_any_work(wrong: Path, tmp
 
 def test_several_mistakes_are_told_together(wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
-    text = RECIPE.replace("hold_out = 4", "hold_out = 12").replace('labels = "held-out.npz"', 'labels = "three.npy"')
+    text = RELEASE.replace("hold_out = 4", "hold_out = 12").replace('labels = "held-out.npz"', 'labels = "three.npy"')
     (wrong / "recipe.toml").write_text(f"{text}labels = 'words.txt'")
     lines = run("release", wrong / "recipe.toml", "-o", tmp_path / "new", "--dry-run").stderr.strip().splitlines()
     keys = ("calibration.hold_out", "held_out.labels", "package.labels")

@@ -73,23 +73,14 @@ def of_corp(method: str) -> str:
 
 
 def of_measurement() -> Iterator[str]:
-    alarms, noise, past = record("gate_alarms")["all"], record("gate_noise"), record("history")
+    alarms = record("gate_alarms")["all"]
     verdicts = ", ".join(f"{alarms[verdict]} {verdict}" for verdict in ("PASS", "INCONCLUSIVE", "FAIL"))
     yield f"{alarms['comparisons']} | {verdicts}"
     yield f"{alarms['naive_alarms']} false alarms"
     yield f"mean a rate below {math.ceil(1e4 * alarms['false_alarms_below']) / 100:.2f} %"  # a bound: rounded up
     yield f"{alarms['intervals_that_hold_one']} of {alarms['intervals']}"
-    same, slower = noise["against_itself"], noise["five_percent_slower"]
-    yield f"{same['repetitions']} | {same['PASS']} PASS | {same['naive_fail']} false alarms"
-    yield f"{slower['FAIL']} FAIL | {slower['repetitions'] - slower['naive_fail']} missed"
-    yield f"{100 * noise['slowdown']:.1f} % slower"
     overhead = record("harness_overhead")
     yield f"{overhead['inside_us']:.2f} µs inside what it times and {overhead['around_us']:.1f} µs around it"
-    judged = {"ratio_to_the_reference": "ratio to the same reference", "median_time_alone": "median time alone"}
-    for key, words in judged.items():
-        own = past[key]
-        yield f"{words} | {own['false_alarms']} | {own['found_within_2_releases']:,} |"
-        yield f"{100 * own['noise_sd']:.2f} %"
 
 
 def of_exactness() -> Iterator[str]:
@@ -99,9 +90,6 @@ def of_exactness() -> Iterator[str]:
     )
     yield f"{few['fitted_class_error']:.3f} on the crops they were fitted to and {few['class_error']:.3f} on other"
     yield f"{many['fitted_class_error']:.3f} and {many['class_error']:.3f} with 37"
-    pixels = {(row["model"], row["precision"], row["input"]): row["relative_error"] for row in record("pixels")["rows"]}
-    fed, plain = (1e6 * pixels["DINOv2-S, photographs", "fp32", each] for each in ("uint8", "float32"))
-    yield f"{fed:.1f}e-6 against torch when it is fed pixels, {plain:.1f}e-6 when it is fed normalised images"
 
 
 def of_parity() -> Iterator[str]:

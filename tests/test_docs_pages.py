@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import corp_deploy
-from benchmarks.pages.worked import SCRIPT, worked
 from corp_deploy.cli import main
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
@@ -24,7 +22,7 @@ from examples.digits.images import load
 from tests.decoders import text, write_decoder
 from tests.encoders import texts, write_encoder
 from tests.hf_towers import write_tower
-from tests.pages import DOCS, ROOT, blocks, follow, lacking, pages, written
+from tests.pages import DOCS, ROOT, blocks, follow, lacking, pages
 
 ELSEWHERE = {
     "start.md"  # from the wheel, in a fresh environment: test_wheel.py
@@ -98,12 +96,9 @@ def of_timm(home: Path) -> None:
 
 
 def of_transformers(home: Path) -> None:
-    """A DINOv2 and a classifier as transformers writes them, one with an activation of its own, and images."""
+    """A DINOv2 and a classifier as transformers writes them, and images."""
     write_tower(home / "dinov2", "Dinov2Model")
-    for name in ("classifier", "foreign"):
-        write_tower(home / name, "ViTForImageClassification")
-    config = home / "foreign" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "mish"}), encoding="utf-8")
+    write_tower(home / "classifier", "ViTForImageClassification")
     images = np.random.default_rng(0).normal(size=(24, 3, 32, 32)).astype(np.float32)
     np.save(home / "images.npy", images[:16])
     np.save(home / "held-out.npy", images[16:])
@@ -170,7 +165,7 @@ def test_blocks_are_of_a_kind_that_is_looked_at() -> None:
             assert block.kind in kinds, (page.name, block.kind)
             own = re.search(r"^\$? ?corp-deploy ", block.text, re.MULTILINE)
             assert block.kind in ("console", "sh", "yaml", "text") or not own, (page.name, block.text)
-        fences = re.findall(r"^ *```(\w*)", written(page), re.MULTILINE)
+        fences = re.findall(r"^ *```(\w*)", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert len(fences) == 2 * len(blocks(page)), f"{page.name}: a fence without a kind or an end"
 
 
@@ -193,7 +188,7 @@ def test_every_option_that_a_page_names_is_one() -> None:
     for page in pages():
         if page.name == "typed-graphs.md":  # names trtexec's, too; its own test looks at ours
             continue
-        prose = re.sub(r"```.*?```", "", written(page), flags=re.DOTALL)
+        prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose))
         assert named <= ours | others, (page.name, named - ours - others)
 
@@ -229,24 +224,7 @@ def test_what_is_shown_has_to_be_printed() -> None:
     assert lacking("│ blocks.3.mlp │ 0.31 │", printed, varies=True)
 
 
-# The worked example runs as it stands, and its page shows all of it.
-
-
-@pytest.mark.nightly
-@pytest.mark.slow("graph", "measurement")
-def test_the_script_runs_where_it_is_put(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    printed = capsys.readouterr().out
-    assert "400 images fitted to, 18 sites" in printed
-    assert "PASS (4 links judged) on 500 images" in printed
-    assert (tmp_path / "worked" / "bench.json").is_file()
-
-
-def test_the_page_shows_every_line_of_it() -> None:
-    shown = worked()
-    for line in SCRIPT.read_text().splitlines():
+def test_the_page_on_python_shows_every_line_of_the_worked_example() -> None:
+    shown = (DOCS / "how-to" / "python.md").read_text(encoding="utf-8")
+    for line in (ROOT / "examples" / "worked.py").read_text(encoding="utf-8").splitlines():
         assert line.startswith("# %%") or line.removeprefix("# ") in shown, line
-    assert shown.count("```python") == shown.count("```") / 2 > 5

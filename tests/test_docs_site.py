@@ -5,21 +5,22 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from msgspec import json
 
 import corp_deploy
-from benchmarks.pages import recipe
-from benchmarks.pages.commands import anchor, pages_of_commands
-from benchmarks.pages.exit_codes import CODES
-from benchmarks.pages.made import BEGIN, END, for_repository, for_site, marked_pages, without_made
 from benchmarks.pages.root_pages import led_anew
 from corp_deploy.cli import main
+from corp_deploy.invocation.option import NEEDED
+from corp_deploy.release.recipe import SECTIONS
+from corp_deploy.release.recipe_keys import Key, keys_of
+from corp_deploy.release.recipe_tables import TargetTable
 
 ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
 
 
 @pytest.fixture(scope="module")
@@ -67,79 +68,48 @@ def test_the_site_asks_no_other_host_and_leads_to_others_by_https(site: Path) ->
 
 @pytest.mark.nightly
 @pytest.mark.slow("process")
-def test_every_command_is_shown_once_with_all_its_options(site: Path) -> None:
-    shown = [name for names in pages_of_commands().values() for name in names]
-    assert sorted(shown) == sorted(main.commands)
-    for page, names in pages_of_commands().items():
-        built = text_of(site / "reference" / "commands" / page.replace(".md", ".html")) if names else ""
-        for name in names:
-            assert f'id="{anchor(name)}"' in built
-            for option in main.commands[name].params:
-                assert all(html.escape(each) in built for each in option.opts if each.startswith("--")), (name, option)
+def test_every_option_of_every_command_is_shown(site: Path) -> None:
+    built = {page: html.unescape(text_of(page)) for page in (site / "reference" / "commands").glob("*.html")}
+    for name, command in main.commands.items():
+        anchor = f'id="corp-deploy-{name.replace(" --", "-").replace(" ", "-")}"'
+        [text] = [text for text in built.values() if anchor in text]
+        section = text.partition(anchor)[2].partition("<h2")[0]
+        for option in command.params:
+            assert all(each in section for each in option.opts if each.startswith("--")), (name, option)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow("process")
-def test_every_key_of_a_recipe_is_shown(site: Path) -> None:
-    built = text_of(site / "reference" / "recipe.html")
-    for heading, _, keys in recipe.sections():
-        assert html.escape(heading) in built
-        for key in keys:
-            assert f"<code>{key.name}</code>" in built, key
+def test_every_command_and_all_that_is_public_has_a_reference() -> None:
+    shown = [text_of(page) for page in sorted((REFERENCE / "commands").glob("*.md"))]
+    named = re.findall(r"^    :prog_name: corp-deploy (.+)$", "\n".join(shown), re.MULTILINE)
+    listed = re.findall(r"^\| \[`([^`]+)`\]", text_of(REFERENCE / "commands" / "index.md"), re.MULTILINE)
+    assert sorted(named) == sorted(main.commands)
+    assert listed == list(main.commands)
+    public = re.findall(r"^::: corp_deploy\.(\w+)$", text_of(REFERENCE / "python.md"), re.MULTILINE)
+    assert sorted(public) == sorted(corp_deploy.__all__)
 
 
-@pytest.mark.parametrize("name", marked_pages())
-def test_the_repository_has_what_the_code_says(name: str) -> None:
-    text = text_of(marked_pages()[name])
-    made = for_repository(text)
-    assert made == text, "run python -m benchmarks.pages.made"
-    assert len(text) < 60_000
-    assert BEGIN not in without_made(text)
-    assert "\n:   " not in made, "definition lists are not Markdown on a code host"
-    assert "\n::: " not in made, "only the site has cross-references"
+def default_of(key: Key) -> str:
+    if key.default is NEEDED:
+        return "**needed**"
+    return "-" if key.default in (None, (), {}) else f"`{json.encode(key.default).decode()}`"
 
 
-def test_all_that_is_public_stands_on_the_page_of_python() -> None:
-    text = text_of(marked_pages()["reference/python.md"])
-    assert sorted(re.findall(r"^## `corp_deploy\.(\w+)`$", text, re.MULTILINE)) == sorted(corp_deploy.__all__)
-
-
-def test_what_is_made_of_the_code_is_told_from_what_is_written() -> None:
-    page = f"before\n\n{BEGIN}exit codes -->\n\nold\n\n{END}\n\nbetween\n\n{BEGIN}object load -->\n{END}\nbehind\n"
-    assert without_made(page) == "before\n\n\n\nbetween\n\n\nbehind\n"
-    assert for_site(page).endswith("\n\nbetween\n\n::: corp_deploy.load\nbehind\n")
-    made = for_repository(page)
-    assert "old" not in made
-    assert for_repository(made) == made
-    assert for_site(made) == for_site(page)
-
-
-@pytest.mark.parametrize(
-    ("page", "words"),
-    [
-        (f"{BEGIN}exit codes -->\n", f"exit codes --> stands without {END} below it"),
-        (f"{BEGIN}exit codes -->\n{BEGIN}recipe -->\n{END}\n", f"exit codes --> stands without {END} below it"),
-        (f"{END}\n", "stands without"),
-        (f"{BEGIN}nothing -->\n{END}\n", "no table is called 'nothing'; there are commands, exit codes"),
-    ],
-)
-def test_a_mark_of_nothing_or_without_an_end_is_refused(page: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        for_site(page)
-
-
-def test_every_key_is_explained_and_recipe_toml_explains_no_other() -> None:
-    assert all(recipe.meaning(section, key) for _, section, keys in recipe.sections() for key in keys)
-    explained = tomllib.loads(recipe.MEANINGS.read_text())
-    assert {(section, key) for section, own in explained.items() for key in own if key} <= {
-        (section, key.name) for _, section, keys in recipe.sections() for key in keys
+def test_every_key_of_a_recipe_is_explained_with_its_default() -> None:
+    _, *parts = re.split(r"^## `", text_of(REFERENCE / "recipe.md"), flags=re.MULTILINE)
+    told = {
+        part.partition("`")[0]: re.findall(r"^\| `(\w+)` \|.*?(?<!\\)\| ([^|]+) \| [^|]+", part, re.MULTILINE)
+        for part in parts
     }
+    for name, record in {**SECTIONS, "targets": TargetTable}.items():
+        heading = f"[{name}.NAME]" if name == "targets" else f"[{name}]"
+        assert told[heading] == [(key.name, default_of(key)) for key in keys_of(record).values()]
 
 
 def test_the_exit_codes_are_those_of_the_help() -> None:
     words = re.search(r"Exit codes: (.*)", (main.help or "").replace("\n", " "))
     assert words
-    assert sorted(CODES) == sorted(map(int, re.findall(r"\b\d+\b", words[1])))
+    told = re.findall(r"^\| `(\d+)` \|", text_of(REFERENCE / "exit-codes.md"), re.MULTILINE)
+    assert sorted(map(int, told)) == sorted(map(int, re.findall(r"\b\d+\b", words[1])))
 
 
 def test_a_link_to_what_is_not_there_is_an_error() -> None:

@@ -1,11 +1,10 @@
 """Commands whose files fail, that get signals or run out of memory: the old or the new is there whole, and a second run
-gives the same bytes. benchmarks/trust/faults.py does it at every point; here are some.
+gives the same bytes.
 """
 
 import ctypes
 import errno
 import importlib
-import json
 import os
 import shutil
 import signal
@@ -24,12 +23,8 @@ import pytest
 import torch
 from click.testing import Result
 
-from benchmarks.trust import faults_happenings, faults_pairs
-from benchmarks.trust.faults import RECORD
-from benchmarks.trust.faults_page import PAGE, page
 from calib.collect import Collector
 from calib.inputs import Inputs, batch_size
-from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from export.triton import repository
 from export.triton.config import read_expected
@@ -46,48 +41,8 @@ from tests.recipes import recipe
 from tests.refusals import rejects
 
 ROOT = Path(__file__).parents[1]
-TOGETHER = {"release", "reduce", "package", "package serve"}
 IMAGES = {"images": "images.npy"}
 RECIPE = recipe({"calibration": IMAGES, "held_out": IMAGES, "reduce": {"mlp": 0.5}})
-
-
-@pytest.mark.nightly
-@pytest.mark.slow("process")
-def test_disturbed_commands_leave_the_old_or_the_new(tmp_path: Path) -> None:
-    if sys.platform != "linux" or shutil.which("cc") is None:
-        pytest.skip("no C compiler (cc) for the library that makes operations fail, or no Linux")
-    words = [sys.executable, "-m", "benchmarks.trust.faults", "--home", str(tmp_path), "--quick"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    rows = json.loads(done.stdout.splitlines()[0]) if done.returncode == 0 else []
-    assert len(rows) == 3, done.stderr[-2000:]
-    assert [row["wrong"] for row in rows] == [[]] * 3
-    assert all(row["tried"] and not row["torn"] and not row["some"] for row in rows)
-    assert sum(row["kept"] for row in rows) >= 1, "killed between two renames"
-
-
-# The record
-
-
-@pytest.fixture(scope="module")
-def record() -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(RECORD.read_text())
-    return read
-
-
-def test_the_page_is_what_the_record_says(record: dict[str, Any]) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(record), "run python -m benchmarks.trust.faults_page"
-
-
-def test_every_command_was_disturbed_and_nothing_is_wrong(record: dict[str, Any]) -> None:
-    rows = record["rows"]
-    disturbed = {row["command"].split(":")[0] for row in rows} | {each["command"] for each in record["happenings"]}
-    assert set(main.commands) - disturbed == {"ship"}, "which is release, of a recipe that it writes"
-    assert [row for row in rows if row["wrong"] or row["torn"]] == []
-    assert [each for each in record["happenings"] if each["wrong"]] == []
-    assert [row for row in rows if row["some"] and row["command"].split(":")[0] in TOGETHER] == []
-    assert {each["made_by"] for each in record["happenings"]} == {
-        each.__name__ for each in (*faults_pairs.EVERY, *faults_happenings.EVERY)
-    }
 
 
 # Files that go together
@@ -209,6 +164,51 @@ def test_a_model_is_read_as_it_was_before_a_killed_process(tmp_path: Path, monke
     assert (tmp_path / "m" / "model.safetensors").read_bytes() != before
     load_checkpoint(tmp_path / "m")
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == before
+
+
+# A process that is killed at its Nth rename, or whose files may not grow beyond a size, as on a full disk.
+DISTURBED = """
+import os, resource, signal, sys
+from corp_deploy.cli import main
+kind, number, renames = sys.argv.pop(1), int(sys.argv.pop(1)), 0
+def hook(event, words):
+    global renames
+    if event != "os.rename":
+        return
+    renames += 1
+    if renames == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+if kind == "killed":
+    sys.addaudithook(hook)
+else:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+main()
+"""
+
+
+@pytest.mark.slow("process")
+@pytest.mark.parametrize(
+    ("kind", "number", "code"), [*(("killed", number, -9) for number in (1, 2, 3, 4)), ("full", 2000, 4)]
+)
+def test_a_process_that_is_killed_or_has_no_room_leaves_the_old_or_the_new(
+    home: Path, tmp_path: Path, kind: str, number: int, code: int
+) -> None:
+    calibrate(home, tmp_path / "m.safetensors")
+    words = ["reduce", "--model", home / "dense", "--moments", tmp_path / "m.safetensors", "--quiet"]
+    whole = {}
+    for share in (0.3, 0.6):
+        run_command(*words, "--mlp", share, "-o", tmp_path / str(share))
+        whole[share] = (tmp_path / str(share) / "model.safetensors").read_bytes()
+    shutil.copytree(tmp_path / "0.3", tmp_path / "out")
+    done = subprocess.run(
+        [sys.executable, "-c", DISTURBED, kind, str(number), *map(str, words), "--mlp", "0.6", "-o", tmp_path / "out"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done
+    load_checkpoint(tmp_path / "out")  # its weights have the digest of its config.json
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() in whole.values()
+    assert run_command(*words, "--mlp", 0.6, "-o", tmp_path / "out").exit_code == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole[0.6]
 
 
 # Signals, memory, the system's errors

@@ -1,9 +1,11 @@
 """Golden files read as they did when they were written; files of other versions are refused with the remedy."""
 
+import ast
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,25 @@ import numpy as np
 import pytest
 import tomli_w
 
-from benchmarks.pages.formats_page import PAGE, Format, Found, formats, formats_of, page, words, wrong
 from corp_deploy.store.checkpoint import load_checkpoint
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.golden.answers import FIGURES, answers_of
-from tests.golden.versions import change_head, head_of, set_version
+from tests.golden.versions import KEPT, change_head, head_of, set_version
 from tests.refusals import rejects
+from tests.sources import ROOT, trees
 
 GOLDEN = Path(__file__).with_name("golden") / "files"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))
-KINDS, _ = words()
-KEPT = {kind: each.golden for kind, each in KINDS.items() if each.golden}
-READ = {kind: name for kind, name in KEPT.items() if KINDS[kind].other != "not read"}
-REFUSED = {kind: name for kind, name in READ.items() if "counts as none" not in KINDS[kind].other}
+PAGE = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `([\w./-]+)`, version (\d+) \|.*\| ([^|]*) \|$", PAGE, re.MULTILINE)
+VERSIONS = {kind: int(version) for kind, version, _ in ROWS}
+OTHERS_OF = {kind: other for kind, _, other in ROWS}
+"""By kind what becomes of a file of another version."""
+READ = {kind: name for kind, name in KEPT.items() if OTHERS_OF[kind] != "not read"}
+REFUSED = {kind: name for kind, name in READ.items() if "counts as none" not in OTHERS_OF[kind]}
+NO_FILE = {"corp-deploy/digests", "server-releases"}
+"""Kinds without a golden file: absolute paths of one machine, and a table of the tool itself."""
 
 
 def plain(value: Any) -> Any:
@@ -85,46 +92,37 @@ def test_golden_moments_give_the_golden_model(tmp_path: Path) -> None:
     require_same(plain(answers_of(load_checkpoint(tmp_path / "again").model)), expected, "vit", tolerance=1e-3)
 
 
-@pytest.fixture(scope="module")
-def found() -> list[Found]:
-    return formats()
+def kind_in(node: ast.AST) -> ast.expr | None:
+    """Return what a dictionary, a struct or a reader says the kind of a record is."""
+    if isinstance(node, ast.Dict):
+        entries = {getattr(key, "value", ""): value for key, value in zip(node.keys, node.values, strict=True)}
+        return entries["kind"] if entries.keys() >= {"kind", "version"} else None
+    if isinstance(node, ast.ClassDef):
+        given = {each.arg: each.value for each in node.keywords}
+        fields = {ast.unparse(each.target): each.value for each in node.body if isinstance(each, ast.AnnAssign)}
+        return given["tag"] if "tag_field" in given else fields.get("kind") if "version" in fields else None
+    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("record_from_"):
+        return next((each.value for each in node.keywords if each.arg == "kind"), None)
+    return None
 
 
-def test_every_kind_is_told_of(found: list[Found]) -> None:
-    assert wrong(found, KINDS) == []
-    assert PAGE.read_text(encoding="utf-8") == page(found, *words()), "run python -m benchmarks.pages.formats_page"
+def kinds_of_source() -> Iterator[str]:
+    for path, tree in trees().items():
+        for kind in filter(None, map(kind_in, ast.walk(tree))):
+            if isinstance(kind, ast.Name) and kind.id.isupper():
+                yield getattr(import_module(".".join(path.with_suffix("").parts)), kind.id)
+            elif isinstance(kind, ast.Constant):
+                yield str(kind.value)
 
 
-NEW = {
-    "by a constant": 'KIND, VERSION = "new", 2\nwrite_json(path, {"kind": KIND, "version": VERSION, **all})',
-    "by the word": 'write_json(path, {"version": 2, "kind": "new", "rows": []})',
-    "by a tag": 'class A(Struct, tag_field="kind", tag="new"):\n    version: Literal[2] = 2',
-    "by a field": 'class A(Struct):\n    kind: str = "new"\n    version: Literal[2] = 2',
-    "where it is read": 'KIND = "new"\nrecord_from_file(path, A, kind=KIND, version=2)',
-}
-
-
-@pytest.mark.parametrize("source", NEW.values(), ids=NEW)
-def test_a_new_kind_is_found(source: str) -> None:
-    assert formats_of({"perf/new.py": source}) == [Found("new", 2, "perf/new.py")]
-
-
-def test_what_is_new_gone_or_split_is_told() -> None:
-    told = Format(about="", file="", written="", read="", other="", golden="x")
-    three = [Found("a", 1, "f.py"), Found("b", 2, "f.py"), Found("b", 1, "g.py")]
-    assert wrong(three, {"b": told, "c": told}) == [
-        "a: say in formats.toml what it is",
-        "c: it is no more; take it out",
-        "b: version 2 in f.py, 1 elsewhere",
-    ]
-    nameless = Format(about="", file="", written="", read="", other="")
-    assert wrong([Found("a", 1, "f.py")], {"a": nameless}) == ["a: name its golden file, or say why it has none"]
+def test_the_page_has_every_kind_of_the_source_and_each_has_a_golden_file() -> None:
+    assert set(kinds_of_source()) == VERSIONS.keys()
+    assert VERSIONS.keys() - KEPT.keys() == NO_FILE
 
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_every_kind_has_a_golden_file_of_its_version(kind: str, found: list[Found]) -> None:
-    version = {each.kind: each.version for each in found}[kind]
-    assert head_of(GOLDEN / KEPT[kind], kind) == (kind, version), "run python -m tests.golden.make"
+def test_every_kind_has_a_golden_file_of_its_version(kind: str) -> None:
+    assert head_of(GOLDEN / KEPT[kind], kind) == (kind, VERSIONS[kind]), "run python -m tests.golden.make"
 
 
 def whoever_reads(golden: Path, name: str) -> None:

@@ -19,7 +19,7 @@ from tests.histories import row
 
 RULE = rule_from_text("speedup@b8 < 0.97")
 PLAN = Plan(time_limit_s=10.0, half_width_rel=0.008)
-REPETITIONS = 10  # forty of each are in benchmarks/results/gate_noise.json
+REPETITIONS = 10
 
 
 @dataclass

@@ -310,7 +310,7 @@ def test_the_critical_score_is_reached_by_that_share_of_other_histories() -> Non
 
 
 def test_a_rise_of_three_percent_is_found_within_two_releases_and_few_histories_cry_wolf() -> None:
-    """Noise of the ratio to the reference, as in benchmarks/results/history.json, where there are more histories."""
+    """Noise of the ratio to the reference."""
     rng, critical = np.random.default_rng(2), critical_score()
     false_alarms, found = 0, 0
     for _ in range(60):

@@ -1,20 +1,11 @@
 """The quick run: it names a test that takes too long without a reason, and leaves out those that have one."""
 
-import ast
-import gc
-import json
 import re
-from collections.abc import Iterator
-from math import ceil
-from pathlib import Path
-from types import FunctionType
 
 import pytest
 
-from benchmarks.suite import rooms
-from benchmarks.suite.mutations import ROOMS, ROOT, mutants_of, plant_, sample
-from benchmarks.suite.record import MOST_BELOW, RECORD
 from tests import quick
+from tests.sources import ROOT
 
 pytest_plugins = ("pytester",)
 BUSY = """
@@ -81,20 +72,6 @@ def test_ci_runs_quick_and_slow_tests_and_the_nightly_workflow_all() -> None:
     assert "run: make test-all\n" in (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
 
 
-def test_documents_state_the_recorded_minutes_of_make_test() -> None:
-    seconds = json.loads(RECORD.read_text(encoding="utf-8"))["make"]["make test"]["wall_s"]
-    sentence = f"{ceil(seconds / 60)} minutes on two cores"
-    for text in ((ROOT / "README.md").read_text(), (ROOT / "CONTRIBUTING.md").read_text(), str(quick.__doc__)):
-        assert sentence in " ".join(text.split())
-
-
-def test_no_planted_fault_that_was_found_before_survives() -> None:
-    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
-    for part, before in recorded["mutants_before"].items():
-        now = {survivor.rpartition(":")[0] for survivor in recorded["mutants"][part]["survivors"]}
-        assert now & set(before["caught"]) == set(), part
-
-
 def test_every_reason_is_somebodys() -> None:
     used = {
         word
@@ -103,46 +80,3 @@ def test_every_reason_is_somebodys() -> None:
         for word in re.findall(r'"(\w+)"', words)
     }
     assert used - {"because"} == quick.REASONS.keys()
-
-
-# The tools that judge these tests: faults are planted where they are said to be, and what is recorded holds.
-
-FILE = Path(rooms.__file__)
-
-
-@pytest.fixture
-def planted() -> Iterator[None]:
-    """Every function of the file as it was."""
-    gc.unfreeze()
-    own = [each for each in gc.get_objects() if type(each) is FunctionType]
-    codes = [(each, each.__code__) for each in own if each.__code__.co_filename == str(FILE)]
-    yield
-    for function, code in codes:
-        function.__code__ = code
-
-
-@pytest.mark.usefixtures("planted")
-def test_each_fault_is_in_the_function_that_it_names() -> None:
-    held = rooms.room_of  # as whoever imported it by name
-    mutants = [mutant for mutant in mutants_of(FILE) if mutant.function == "room_of"]
-    assert {mutant.fault for mutant in mutants} == {"0 is 1", "1 is 2", "Eq is NotEq", "And is Or", "without Not"}
-    assert held(Path("corp_deploy/algebra/fold.py")) == "corp_deploy/algebra"
-    plant_(next(mutant for mutant in mutants if mutant.fault == "Eq is NotEq"))
-    assert held(Path("corp_deploy/algebra/fold.py")) == "corp_deploy"
-    assert held(Path("perf/gate/rule.py")) == "perf/gate"
-
-
-def test_mutants_are_other_programs_and_a_sample_is_always_the_same() -> None:
-    path = ROOT / "corp_deploy" / "algebra" / "quadratic.py"
-    mutants = mutants_of(path)
-    assert len({mutant.key for mutant in mutants}) == len(mutants) > 20
-    functions = {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
-    assert {mutant.function.rpartition(".")[2] for mutant in mutants} <= functions
-    assert sample(mutants, 5) == sample(mutants[::-1], 5)
-
-
-def test_quick_tests_run_nearly_all_of_every_room() -> None:
-    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["rooms"]
-    assert {name.partition("/")[0] for name in recorded} == {*ROOMS, "all"}
-    below = {room: entry["whole"] - entry["quick"] for room, entry in recorded.items()}
-    assert {room: points for room, points in below.items() if points > MOST_BELOW} == {}

@@ -54,7 +54,7 @@ def test_every_record_that_has_a_table_is_there() -> None:
         for name in tables:
             assert (ROOT / "benchmarks" / "results" / name).is_file(), (page, name)
     marked = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md") if BEGIN in path.read_text()}
-    assert marked | {"README.md"} == set(contents())
+    assert marked == set(contents())
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
@@ -64,5 +64,5 @@ def test_the_pictures_are_those_of_the_records(name: str) -> None:
     assert len(drawn) < 40_000
 
 
-def test_every_picture_is_drawn_by_the_script() -> None:
-    assert {path.name for path in PICTURES.iterdir()} == set(DRAWINGS)
+def test_every_picture_is_drawn_by_the_script_or_by_hand() -> None:
+    assert {path.name for path in PICTURES.iterdir()} == {*DRAWINGS, "parity-chain.svg", "pipeline.svg"}

@@ -110,9 +110,3 @@ def test_licences_that_spdx_knows_and_others() -> None:
     assert told_licences("mit AND LicenseRef-ours") == [{"expression": "MIT AND LicenseRef-ours"}]
     assert told_licences("Apache2") == [{"license": {"name": "Apache2"}}]
     assert told_licences("") == []
-
-
-def test_the_wheel_was_built_twice_to_the_same_bytes() -> None:
-    record = json.loads((ROOT / "benchmarks" / "results" / "wheel.json").read_text())
-    assert record["same_bytes"] is True
-    assert len(record["varied"]) == 3

@@ -1,79 +1,74 @@
-"""Every place that opens, writes, starts, runs or asks is listed with what it trusts."""
+"""Places that start processes, run code or use a network stand on the page; no place unpickles or asks a shell."""
 
 import ast
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from benchmarks.trust import trust_page
-from benchmarks.trust.trust_page import KINDS, PAGE, ROOT, Place, Words, page, places, places_of, unlisted, words
-from tests.sources import trees
+from tests.sources import ROOT, trees
 
-
-@pytest.fixture(scope="module")
-def found() -> list[Place]:
-    return places()
-
-
-def test_every_place_says_what_it_trusts(found: list[Place]) -> None:
-    assert unlisted(found, words()) == []
-
-
-def test_the_page_is_what_the_source_says(found: list[Place]) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(found, words()), "run python -m benchmarks.trust.trust_page"
-    assert {place.kind for place in found} == set(KINDS)
-
-
-NEW = {
-    "reads": ("open('x')", "path.open('rb')", "path.read_bytes()", "np.load('x')", "torch.load('x')", "Image.open(x)",
-              "onnx.load(x)", "tarfile.open(x)", "zipfile.ZipFile(x)", "safe_open(x)", "record_from_file(x, y)"),
-    "writes": ("open('x', mode='w')", "path.write_text('x')", "replacing(path)", "open('x', 'r+')"),
-    "starts": ("subprocess.run(x)", "subprocess.Popen(x)", "multiprocessing.Process(target=x)", "os.execv(x, y)",
-               "os.fork()"),
-    "runs": ("exec(x)", "eval(x)", "ctypes.CDLL(x)", "runtime.deserialize_cuda_engine(x)"),
-    "asks": ("socket.socket()", "urllib.request.urlopen(x)"),
+PAGE = ROOT / "docs" / "security" / "trust.md"
+# By a call's last name; with a dot, by its last two.
+CALLS: Mapping[str, frozenset[str]] = {
+    "Starts processes": frozenset({
+        "DataLoader", "Popen", "Process", "ProcessPoolExecutor", "fork", "get_context", "os.system", "os.execv",
+        "os.execve", "os.posix_spawn", "subprocess.call", "subprocess.check_call", "subprocess.check_output",
+        "subprocess.run", "aoti_compile_and_package", "builder.create_model", "torch.compile",
+    }),
+    "Runs code": frozenset({
+        "CDLL", "aoti_load_package", "deserialize_cuda_engine", "eval", "exec", "import_module",
+        "register_custom_ops_library", "add_extension",
+    }),
+    "Uses a network": frozenset({
+        "build_opener", "init_process_group", "urlopen", "socket.socket", "create_connection", "detect_credential",
+        "use_sigstore_signer", "use_sigstore_verifier",
+    }),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "line"), [(kind, line) for kind, lines in NEW.items() for line in lines])
-def test_a_new_place_is_found(kind: str, line: str) -> None:
-    assert kind in {place.kind for place in places_of(f"def f():\n    return {line}\n", "new.py")}
-
-
-@pytest.mark.parametrize("line", ["model.eval()", "subject.open()", "text.replace('a', 'b')", "re.compile('x')"])
-def test_what_opens_nothing_is_none(line: str) -> None:
-    assert places_of(line, "new.py") == []
-
-
-def test_what_is_new_gone_or_vague_is_told(found: list[Place]) -> None:
-    told = words()
-    new = Place("calib/new.py", "reads", ("open",))
-    assert set(unlisted([*found, new], told)) - set(unlisted(found, told)) == {
-        "calib/new.py reads (open): say in trust.toml what it trusts"
-    }
-    assert any("it is no more" in each for each in unlisted(found[1:], told))
-    vague = Words({}, {new.file: {"reads": ("hope", "")}})
-    assert unlisted([new], vague) == ["calib/new.py reads: 'hope' is not explained"]
-
-
 FORBIDDEN = {
     "pickle.load", "pickle.loads", "pickle.Unpickler", "joblib.load", "yaml.load", "marshal.loads", "shelve.open",
     "extractall", "extract", "os.system", "os.popen", "torch.hub.load", "dill.load", "cloudpickle.loads",
 }  # fmt: skip
 
 
-def test_no_place_unpickles_unpacks_or_asks_a_shell() -> None:
-    """torch.load is told weights_only, numpy not to unpickle, processes get words and no shell."""
-    wrong = []
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                wrong += [f"{path}:{node.lineno}: {what}" for what in _wrong(node)]
-    assert wrong == []
+def name_of(function: ast.expr) -> tuple[str, str]:
+    """Return the last name of what is called, and the last two."""
+    words = ast.unparse(function).split(".") if isinstance(function, ast.Name | ast.Attribute) else [""]
+    return words[-1], ".".join(words[-2:])
 
 
-def _wrong(call: ast.Call) -> list[str]:
-    last, two = trust_page._name(call.func)
+def kinds_of(tree: ast.AST) -> set[str]:
+    """Return the kinds of places in a source; a method called eval is a model's."""
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [name_of(each) for each in calls if ast.unparse(each).rpartition(".")[2] not in ("eval", "exec")
+             or isinstance(each, ast.Name)]  # fmt: skip
+    return {kind for kind, known in CALLS.items() for pair in names if known & set(pair)}
+
+
+def test_the_page_has_every_place_and_no_other() -> None:
+    _, *sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    told = {section.partition("\n")[0]: re.findall(r"^\| `([\w/.]+)`", section, re.MULTILINE) for section in sections}
+    found = {path: kinds_of(tree) for path, tree in trees().items()}
+    for kind in CALLS:
+        assert told[kind] == sorted(str(path) for path, kinds in found.items() if kind in kinds), kind
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        *(("subprocess.run(x)", "Starts processes"), ("multiprocessing.Process(target=x)", "Starts processes")),
+        *(("exec(x)", "Runs code"), ("runtime.deserialize_cuda_engine(x)", "Runs code")),
+        ("urllib.request.urlopen(x)", "Uses a network"),
+        *(("model.eval()", ""), ("re.compile('x')", ""), ("text.replace('a', 'b')", "")),
+    ],
+)
+def test_a_new_place_is_found(line: str, kind: str) -> None:
+    assert kinds_of(ast.parse(line)) == ({kind} if kind else set())
+
+
+def wrong_in(call: ast.Call) -> list[str]:
+    last, two = name_of(call.func)
     given = {each.arg: getattr(each.value, "value", None) for each in call.keywords}
     found = [two] if two in FORBIDDEN or last in FORBIDDEN else []
     found += ["torch.load"] if two == "torch.load" and given.get("weights_only") is not True else []
@@ -82,7 +77,10 @@ def _wrong(call: ast.Call) -> list[str]:
     return found + (["shell"] if given.get("shell") else [])
 
 
-def test_the_pickle_module_is_asked_for_its_errors_alone() -> None:
+def test_no_place_unpickles_unpacks_or_asks_a_shell() -> None:
+    """torch.load is told weights_only, numpy not to unpickle, processes get words and no shell."""
+    calls = [(path, node) for path, tree in trees().items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert [f"{path}:{call.lineno}: {what}" for path, call in calls for what in wrong_in(call)] == []
     imports = [
         (str(path), ast.unparse(node))
         for path, tree in trees().items()

@@ -1,13 +1,9 @@
-"""What MkDocs is told of pages that are made while they are built: those at the root of the repository, and what
-benchmarks/pages/made.py makes of the code.
-"""
+"""Give MkDocs the pages that stand outside of docs/, and lead links that leave docs/ to their places on the site."""
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from benchmarks.pages.made import for_site
 from benchmarks.pages.root_pages import ROOT_PAGES, led_anew, page_of_root
 
 
@@ -19,9 +15,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with what is made of the code, and with links that lead out of docs/ led to where those pages stand."""
-    own, at = page.file.src_uri in ROOT_PAGES.values(), page.file.src_uri
-    try:
-        return for_site(markdown if own else led_anew(markdown, f"docs/{at}", at))
-    except ValueError as error:
-        raise PluginError(f"{at}: {error}") from error
+    """Return the page with links that lead out of docs/ led to where those pages stand."""
+    at = page.file.src_uri
+    return markdown if at in ROOT_PAGES.values() else led_anew(markdown, f"docs/{at}", at)

@@ -1,4 +1,4 @@
-"""Which records stand on which page of docs/measured, on docs/support.md and in the README, between marker lines.
+"""Which records stand on which page of docs/measured and on docs/support.md, between marker lines.
 
 python -m benchmarks.pages.measured            writes the pages
 python -m benchmarks.pages.measured --check    fails when one is not what the records say
@@ -18,7 +18,6 @@ from benchmarks.pages import (
     bf16_page,
     convnets_page,
     cost_page,
-    decision_page,
     decoder_onnx_page,
     decoder_page,
     engines_page,
@@ -26,16 +25,13 @@ from benchmarks.pages import (
     levers_page,
     measurement_page,
     openvino_page,
-    pixels_page,
     quantised_page,
     sparsity_page,
     startup_page,
 )
 from benchmarks.real import page as real_page
 
-from .decoders import decoders
-from .findings import FINDINGS
-from .headline import headline
+from .installed import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -64,7 +60,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     "docs/measured/convnets.md": {"convnets.json": ("What methods lose", convnets_page.convnets)},
     "docs/measured/sparsity.md": {
         "sparsity.json": ("What it loses", sparsity_page.sparsity),
-        "sparse_engines.json": ("What engines make of it", sparsity_page.sparse_engines),
     },
     "docs/measured/engines.md": {
         "engines.json": ("Head geometry", engines_page.engines),
@@ -73,7 +68,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     "docs/measured/precision.md": {
         "bf16.json": ("Sixteen bits", bf16_page.bf16),
         "quantised.json": ("INT8 and FP8", quantised_page.quantised),
-        "pixels.json": ("Pixels as input", pixels_page.pixels),
     },
     "docs/measured/latency.md": {
         "cpu_latency.json": ("ONNX Runtime", latency_page.cpu_latency),
@@ -85,27 +79,15 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     },
     "docs/measured/costs.md": {
         "passes.json": ("Each command in forward passes", cost_page.passes),
-        "calibration_small.json": ("Calibrating", cost_page.calibration),
-        "reduce_base.json": ("Reducing", cost_page.reduction),
-        "busy.json": ("Next to other programs", cost_page.busy),
         "proof_cost.json": ("Proving", cost_page.proof_cost),
-        "sweep_cost.json": ("Sweeping", cost_page.sweep_cost),
-        "long_runs.json": ("Memory in long runs", cost_page.long_runs),
     },
     "docs/measured/startup.md": {"startup.json": ("Each command", startup_page.startup)},
     "docs/measured/measurement.md": {
         "gate_alarms.json": ("False alarms", measurement_page.gate_alarms),
-        "gate_noise.json": ("A slowdown to be found", measurement_page.gate_noise),
-        "history.json": ("Over releases", decision_page.history),
         "harness_overhead.json": ("What timing adds", measurement_page.harness_overhead),
     },
 }
 """By page, its records in the order in which they stand there, each with its heading and what makes its table."""
-DECODERS = (
-    "Directories of transformers (`--model hf:DIR`); the record has none of them. Each is built in a small size by the "
-    "tests, reduced, saved and loaded again in transformers, whose logits it has (`tests/test_corp_decoders.py`, "
-    "`tests/test_decoder_onnx.py`). [A decoder](how-to/decoders.md) says how, and which engine loads what:"
-)
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -146,14 +128,10 @@ def of_gpus(results: Path = RESULTS) -> str:
 
 
 def contents() -> dict[str, str]:
-    """What stands between the markers of each page: the finding, then the tables."""
-    every = {page: tables(of) for page, of in PAGES.items()}
-    every[SUPPORT] += f"\n\n## Decoders\n\n{DECODERS}\n\n{decoders()}"
-    every |= {page: f"{finding()}\n\n{every[page]}" for page, finding in FINDINGS.items()}
-    return every | {
+    """Return what stands between the markers of each page."""
+    return {page: tables(of) for page, of in PAGES.items()} | {
+        "docs/reference/compatibility.md": installed(),
         ON_GPUS: of_gpus(),
-        "docs/measured/index.md": headline(RESULTS, ""),
-        "README.md": headline(RESULTS, "docs/measured/"),
     }
 
 

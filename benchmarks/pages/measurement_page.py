@@ -39,25 +39,6 @@ def gate_alarms(record: Record) -> str:
     return "\n\n".join([text, table(head, lines), after])
 
 
-def gate_noise(record: Record) -> str:
-    """The same rule on no change and on a slowdown, under a load that comes and goes."""
-    named = {
-        "against_itself": "the same model",
-        "five_percent_slower": f"{100 * record['slowdown']:.1f} % slower",
-    }
-    lines = []
-    for key, words in named.items():
-        row = record[key]
-        right = row["naive_fail"] if key == "five_percent_slower" else row["repetitions"] - row["naive_fail"]
-        verdicts = (str(row[verdict]) for verdict in ("PASS", "FAIL", "INCONCLUSIVE"))
-        lines.append([words, str(row["repetitions"]), *verdicts, f"{right} of {row['repetitions']}"])
-    text = (
-        f"The same rule while {record['background_processes']} other processes start and stop, for a model compared "
-        "with itself and with a slower one; the last column counts how often a naive mean of 20 calls is right:"
-    )
-    return f"{text}\n\n{table(['against', 'repetitions', 'PASS', 'FAIL', 'INCONCLUSIVE', 'naive right'], lines)}"
-
-
 def harness_overhead(record: Record) -> str:
     """What timing adds."""
     share = (record["inside_us"] + record["around_us"]) / (1e3 * record["call_ms"])

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from markupsafe import Markup
 
-from perf.report.svg import WIDTH, Drawing, bar, dot, element, grid_x, group, legend, line, linear, path, text
+from perf.report.svg import WIDTH, Drawing, bar, dot, grid_x, group, legend, linear, path, text
 
 from .error_picture import real_encoder
 
@@ -84,71 +84,9 @@ def fused_attention() -> Drawing:
     return Drawing(title=title, height=top + 46 * len(rows) + 8, marks=tuple(marks))
 
 
-def _box(x: float, y: float, width: float, name: str, words: tuple[str, ...], tone: str = "track") -> list[Markup]:
-    """A box with a name and lines below it."""
-    height = 30 + 15 * len(words)
-    frame = element("rect", class_=f"open {tone}", x=x, y=y, width=width, height=height, rx=6)
-    below = [text(x + width / 2, y + 36 + 15 * place, each, anchor="middle") for place, each in enumerate(words)]
-    return [frame, text(x + width / 2, y + 19, name, anchor="middle", css="name"), *below]
-
-
-def _arrow(x: tuple[float, float], y: tuple[float, float], words: str = "") -> list[Markup]:
-    """From one point to another, with words beside it."""
-    down = y[1] > y[0]
-    head = f"M{x[1] - 4} {y[1] - 6}l4 6l4 -6" if down else f"M{x[1] - 6} {y[1] - 4}l6 4l-6 4"
-    marks = [line("dense", x, y), path("whisker dense", head)]
-    return [*marks, text(x[1] + 10, (y[0] + y[1]) / 2 + 4, words)] if words else marks
-
-
-def pipeline() -> Drawing:
-    """From images to a release: what each room does and hands on."""
-    steps = (
-        ("calib", ("one forward pass, sums in float64",), "moments"),
-        ("corp_deploy", ("widths, selection, repair in closed form",), "a smaller model"),
-        ("export", ("typed FP32, FP16, BF16, INT8, FP8",), "ONNX graphs, engines"),
-        ("perf", ("dense beside reduced, link by link",), "verdict, report"),
-    )
-    marks: list[Markup] = [text(150, 16, "a trained model, unlabelled images", anchor="middle", css="name")]
-    y = 24.0
-    for name, words, gives in steps:
-        marks += _arrow((150, 150), (y, y + 22))
-        marks += _box(10, y + 22, 280, name, words, "reduced")
-        y += 67
-        marks += [text(304, y, gives, css="name")]
-    marks += _arrow((150, 150), (y, y + 22))
-    marks += _box(
-        10, y + 22, 280, "release", ("report, model card, digests, signature,", "model repository for a server"), "pass"
-    )
-    title = "From a trained model and images to a release: calibrate, reduce, export, prove and measure"
-    return Drawing(title=title, height=y + 92, marks=tuple(marks))
-
-
-def parity_chain() -> Drawing:
-    """The links of a proof, each with its own error and limit."""
-    steps = ("dense module", "reduced module", "graph in FP32", "graph in FP16", "engine")
-    links = (
-        "what the reduction lost: your limit",
-        "what the export changed: rounding",
-        "what sixteen bits cost: 4 x the dense model's own",
-        "what the builder changed",
-    )
-    marks: list[Markup] = []
-    for place, name in enumerate(steps):
-        y = 6 + 62 * place
-        marks += _box(10, y, 140, name, (), "dense" if place == 0 else "reduced")
-        if place < len(links):
-            marks += _arrow((80, 80), (y + 30, y + 62), links[place])
-    marks.append(path("whisker note", f"M{WIDTH - 24} 20h14V{62 * 4 + 24}h-14"))
-    marks.append(text(WIDTH - 32, 24, "the whole: your limit", anchor="end", css="note"))
-    title = "The parity chain: each step is held against the one before, and the whole against the dense module"
-    return Drawing(title=title, height=62 * 4 + 48, marks=tuple(marks))
-
-
 DRAWINGS: Mapping[str, Callable[[], Drawing]] = {
     "cpu-latency.svg": cpu_latency,
     "fused-attention.svg": fused_attention,
-    "parity-chain.svg": parity_chain,
-    "pipeline.svg": pipeline,
     "real-encoder.svg": lambda: real_encoder(_record("real_vit")),
 }
 

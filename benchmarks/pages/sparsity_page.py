@@ -28,21 +28,3 @@ def _cell(row: dict[str, Any] | None) -> str:
 def _size(record: dict[str, Any], model: str) -> str:
     row = next(row for row in record["rows"] if row["model"] == model)
     return f"{model} {row['fitted']} and {row['held_out']}"
-
-
-def sparse_engines(record: dict[str, Any]) -> str:
-    """Whether the flag changes TensorRT-RTX's plans."""
-    plans: dict[str, set[str]] = {}
-    for row in record["rows"]:
-        plans.setdefault(row["target"], set()).add(row["plan_sha256"])
-    same = [target for target, digests in plans.items() if len(digests) == 1]
-    lines = sum(row["lines_on_sparsity"] for row in record["rows"])
-    others = [target for target in plans if target not in same]
-    changed = f"; other plans for SM {', '.join(others)}" if others else ""
-    return (
-        f"TensorRT-RTX {record['rows'][0]['version']} accepts the flag for sparse weights without effect: two ViT-S "
-        f"blocks in FP16, all layers 2:4, built with and without it for SM {', '.join(same)} give the same plans byte "
-        f"for byte{changed}, and {lines or 'none'} of the builder's messages mention sparsity; `build --sparse` "
-        "refuses it there. TensorRT tries sparse kernels and uses them where they are faster; the engine's record has "
-        "its count of sparse layers, and a gate can require some: `sparse_layers < 10`."
-    )

@@ -1,27 +1,22 @@
 """The wheel, the same to the byte wherever and whenever it is built from the same files.
 
-python -m benchmarks.release.wheel -o dist  builds it
-python -m benchmarks.release.wheel --twice  twice, elsewhere, later, under another umask, and writes the record
+python -m benchmarks.release.wheel -o dist
 
 Beside the bytes of its sources a wheel keeps their times, which SOURCE_DATE_EPOCH sets, and modes, which are set here.
 """
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from importlib.metadata import version
 from pathlib import Path
 
 import click
 
-from ground.files import sha256_of_file, write_json
+from ground.files import sha256_of_file
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = Path(__file__).parents[1] / "results" / "wheel.json"
 PARTS = ("calib", "corp_deploy", "export", "ground", "perf", "pyproject.toml", "README.md", "LICENSE")
 # Of files that no commit has: the first day that the format of a wheel knows.
 EARLIEST = 315_532_800
@@ -65,51 +60,16 @@ def build(source: Path, into: Path, epoch: int) -> Path:
     return wheel
 
 
-def _twice(scratch: Path, epoch: int) -> list[Path]:
-    wheels = []
-    for index, mask in enumerate((0o022, 0o077)):
-        source, into = scratch / f"source-{index}" / ("deeper" * index), scratch / f"wheel-{index}"
-        former = os.umask(mask)
-        try:
-            sources(source)
-            wheels.append(build(source, into, epoch))
-        finally:
-            os.umask(former)
-        time.sleep(2.0)  # times in a wheel have steps of two seconds
-    return wheels
-
-
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), default="dist", show_default=True)
-@click.option("--twice", is_flag=True, help="Build it twice and write the record; exit 1 where the bytes differ.")
-def main(output: Path, twice: bool) -> None:
+def main(output: Path) -> None:
     """Build the wheel."""
-    epoch = committed()
     with tempfile.TemporaryDirectory() as scratch:
-        if not twice:
-            sources(Path(scratch) / "source")
-            wheel = build(Path(scratch) / "source", Path(scratch) / "wheel", epoch)
-            output.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(wheel, output / wheel.name)
-            click.echo(f"{sha256_of_file(output / wheel.name)}  {os.path.relpath(output / wheel.name)}")
-            return
-        wheels = _twice(Path(scratch), epoch)
-        digests = [sha256_of_file(wheel) for wheel in wheels]
-        same = len(set(digests)) == 1
-        record = {
-            "kind": "corp-deploy/wheel",
-            "version": 1,
-            "same_bytes": same,
-            "size_bytes": [wheel.stat().st_size for wheel in wheels],
-            "varied": ["directory", "time of building and of the sources", "umask"],
-            "python": platform.python_version(),
-            "setuptools": version("setuptools"),
-            "pip": version("pip"),
-        }
-    write_json(RECORD, record)
-    click.echo("the same bytes" if same else f"they differ: {digests}")
-    if not same:
-        raise SystemExit(1)
+        sources(Path(scratch) / "source")
+        wheel = build(Path(scratch) / "source", Path(scratch) / "wheel", committed())
+        output.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(wheel, output / wheel.name)
+        click.echo(f"{sha256_of_file(output / wheel.name)}  {os.path.relpath(output / wheel.name)}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,36 @@ from safetensors.torch import save_file
 from calib.calibrate import STATE
 from calib.store import HEADER, _signed
 
+KEPT = {
+    "corp-deploy/model": "models/vit-padded/config.json",
+    "calib.moments": "moments/vit.safetensors",
+    "calib.resume": "states/calibration.safetensors",
+    "corp-deploy/polish-state": "states/polish.safetensors",
+    "corp-deploy/moments-reference": "release/moments.json",
+    "calib.redundancy": "records/redundancy.json",
+    "corp-deploy/calibration-size": "records/calibration-size.json",
+    "corp-deploy/effort": "records/effort.json",
+    "bench": "records/bench.json",
+    "parity": "records/parity.json",
+    "gate": "records/gate.json",
+    "history": "records/history.json",
+    "corp-deploy/effects": "records/effects.json",
+    "latency-table": "records/block.latency-table.json",
+    "corp-deploy/sweep": "records/sweep.json",
+    "corp-deploy/sweep-trial": "states/trial/score.json",
+    "engine": "records/model.plan.json",
+    "fusion-audit": "records/fusion-audit.json",
+    "golden": "records/golden/golden.json",
+    "expected": "release/repository/expected.json",
+    "corp-deploy/manifest": "records/manifest.json",
+    "corp-deploy/samples": "release/samples/samples.json",
+    "corp-deploy/stamp": "states/stamp.json",
+    "corp-deploy/perplexity": "records/perplexity.json",
+    "decoder-parity": "records/decoder-parity.json",
+    "decoder-bench": "records/decoder-bench.json",
+    "corp-deploy/doctor": "records/doctor.json",
+}
+"""By kind its file in the golden folders."""
 Change = Callable[[dict[str, Any]], None]
 
 
