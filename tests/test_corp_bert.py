@@ -1,150 +1,82 @@
-"""Encoders of BERT's kind, held against those of transformers with the same random weights."""
+"""Text encoders beside those of transformers with the same random weights, their tokenizers, pooling and graphs."""
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 from numpy.typing import NDArray
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
-from corp_deploy.families.bert import MODEL_TYPES, EncoderArguments, architecture_from_transformers, architecture_of
-from corp_deploy.families.family import dense_model
+from calib.inputs import run_model
+from corp_deploy.families.family import sites_of, text_spec
 from corp_deploy.families.sentence_files import PooledBy, TextLength, pooled_by, text_length
-from corp_deploy.families.text_encoder import EncoderArchitecture, TextEncoder
-from corp_deploy.families.text_names import state_from_transformers
 from corp_deploy.families.tokenizer import TextSpec, Tokenization, content_of_tokenizer
 from corp_deploy.families.traced_model import exportable
+from corp_deploy.store.transformers_directory import SENTENCE_KINDS, load_transformers
 from corp_deploy.traced.models.narrowed_model import at_widths
 from export.graph.precision import typed_copy
 from export.graph.to_onnx import onnx_from_model, save
-from ground.errors import BadInput
+from ground.errors import Missing
 from ground.files import sha256_of_text
 from ground.ports import OutputPort, Port
 from tests import encoders
 from tests.graphs import built, needs_rtx, session_of
 from tests.refusals import rejects
 
-TOKENS = 12
+pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
 
 
-def _ours(directory: Path, **changes: Any) -> TextEncoder:
-    config = json.loads((directory / "config.json").read_text())
-    architecture = architecture_from_transformers(config, where="config.json")
-    model = TextEncoder(replace(architecture, **changes)).eval()
-    loaded = load_file(directory / "model.safetensors")
-    state, _ = state_from_transformers(loaded, model_type=config["model_type"], where="weights")
-    model.load_state_dict(state)
-    return model.requires_grad_(False)
-
-
-def _batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Six texts of 1 to TOKENS random tokens, padded on the right."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor([TOKENS, 1, 5, TOKENS - 1, 2, 8])
-    mask = (torch.arange(TOKENS) < lengths[:, None]).long()
-    ids = torch.randint(encoders.PAD + 1, encoders.VOCABULARY, mask.shape, generator=generator)
-    return torch.where(mask == 1, ids, encoders.PAD), mask
-
-
-@pytest.mark.parametrize("kind", MODEL_TYPES)
-def test_tokens_and_embeddings_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SENTENCE_KINDS)
+def test_embeddings_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     theirs = encoders.write_encoder(tmp_path, kind)
-    ids, mask = _batch()
-    expected = theirs(input_ids=ids, attention_mask=mask).last_hidden_state
-    ours = _ours(tmp_path)
-    got = ours.tokens(ids, mask)
-    torch.testing.assert_close(got[mask == 1], expected[mask == 1], rtol=1e-5, atol=1e-5)
-    mean = (expected * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
-    torch.testing.assert_close(ours(ids, mask), mean, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(_ours(tmp_path, normalize=True)(ids, mask), F.normalize(mean), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(_ours(tmp_path, pooling="first")(ids, mask), expected[:, 0], rtol=1e-5, atol=1e-5)
+    for pooling, normalize in (("mean", True), ("first", False)):
+        ours = load_transformers(tmp_path, {"pooling": pooling, "normalize": normalize}).model
+        tokens = text_spec(ours).encoder()(encoders.texts(6))
+        last_BNC, mask_BN1 = theirs(**tokens).last_hidden_state, tokens["attention_mask"].unsqueeze(-1)
+        mean_BC = (last_BNC * mask_BN1).sum(1) / mask_BN1.sum(1)
+        expected_BC = F.normalize(mean_BC) if normalize else last_BNC[:, 0]
+        torch.testing.assert_close(run_model(ours, tokens), expected_BC, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefix"), [("bert", "bert."), ("xlm-roberta", "roberta."), ("distilbert", "distilbert.")]
-)
-def test_a_prefix_is_taken_off_and_heads_are_named(kind: str, prefix: str, tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path, kind)
-    bare = load_file(tmp_path / "model.safetensors")
-    expected, beside = state_from_transformers(bare, kind, where="weights")
-    inside = {prefix + name: value for name, value in bare.items()} | {"lm_head.bias": torch.zeros(3)}
-    inside[f"{prefix}embeddings.position_ids"] = torch.arange(32)[None]
-    got, others = state_from_transformers(inside, kind, where="weights")
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in got.items())
-    assert set(others) == {"lm_head.bias", *(prefix + name for name in beside)}
-
-
-def test_what_padding_holds_changes_nothing(tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path)
-    model, (ids, mask) = _ours(tmp_path), _batch()
+def test_padding_changes_nothing_and_half_precision_says_the_same(tmp_path: Path) -> None:
+    encoders.write_encoder(tmp_path, hidden_act="mish")
+    model = load_transformers(tmp_path).model
+    ids, mask = text_spec(model).encoder()(encoders.texts(6)).values()
     other = torch.where(mask == 1, ids, encoders.VOCABULARY - 1)
-    assert torch.equal(model(ids, mask), model(other, mask))
-    assert not torch.equal(model(ids, mask), model(ids, torch.ones_like(mask)))
-    short = ids[2:3, :5]
-    torch.testing.assert_close(model(ids, mask)[2:3], model(short, torch.ones_like(short)), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("pooling", ["mean", "first"])
-def test_half_precision_says_the_same_and_stays_finite(pooling: str, tmp_path: Path) -> None:
-    encoders.write_encoder(tmp_path)
-    model, (ids, mask) = _ours(tmp_path, pooling=pooling, normalize=True), _batch()
-    mask[1] = 0  # a text without any token, of which nothing is known but that it says something finite
     expected = model(ids, mask)
-    some = mask.any(dim=1)
-    fp16 = typed_copy(model, "fp16")(ids, mask)
+    torch.testing.assert_close(model(other, mask), expected, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(model(ids, torch.ones_like(mask)), expected, atol=1e-3)
+    fp16 = typed_copy(exportable(model), "fp16")(ids, mask)
     assert fp16.dtype == torch.float32
-    assert torch.isfinite(fp16).all()
-    torch.testing.assert_close(fp16[some], expected[some], rtol=0.0, atol=0.01)
+    torch.testing.assert_close(fp16, expected, rtol=0.0, atol=0.01)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "mpnet"}, "model_type is 'mpnet', expected one of bert, roberta"),
-        ({"model_type": None}, "model_type is None"),
-        ({"position_embedding_type": "alibi"}, "position embeddings are 'alibi'"),
-        ({"auto_map": {"AutoModel": "modeling.Own"}}, "code of its own"),
-        ({"is_decoder": True}, "a decoder"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"pruned_heads": {"0": [1]}}, "heads are removed already"),
-        ({"embedding_size": 16}, "embeddings are 16 wide"),
-        ({"hidden_act": "mish"}, "activation is 'mish'"),
-        ({"hidden_size": "wide"}, r"\$.hidden_size"),
-        ({"hidden_size": 10**9}, r"\$.hidden_size"),
-        ({"num_attention_heads": 5}, "no multiple of 5 heads"),
-        ({"num_hidden_layers": 0}, r"\$.num_hidden_layers"),
-        ({"layer_norm_eps": 0.0}, "eps"),
-        ({"vocab_size": None}, r"\$.vocab_size"),
-    ],
-)
-def test_other_configurations_are_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
-    config = {**encoders.configuration("bert").to_dict(), **changes}
-    rejects(message, architecture_from_transformers, config, where="config.json")
+def test_classifier_of_texts_gives_its_logits_and_is_pooled_where_asked_for(tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    theirs = transformers.BertForSequenceClassification(encoders.configuration("bert", num_labels=5)).eval()
+    theirs.save_pretrained(tmp_path)
+    encoders.write_tokenizer(tmp_path / "tokenizer.json")
+    ours = load_transformers(tmp_path).model
+    tokens = text_spec(ours).encoder()(encoders.texts(3))
+    torch.testing.assert_close(run_model(ours, tokens), theirs(**tokens).logits, rtol=1e-5, atol=1e-5)
+    pooled = load_transformers(tmp_path, {"pooling": "first"}).model
+    expected = theirs.bert(**tokens).last_hidden_state[:, 0]
+    torch.testing.assert_close(run_model(pooled, tokens), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_distilbert_is_refused_by_its_own_names() -> None:
-    config = {**encoders.configuration("distilbert").to_dict(), "n_heads": 0}
-    rejects(r"\$.n_heads", architecture_from_transformers, config, where="config.json")
-
-
-def test_tensors_without_a_place_and_incomplete_projections_are_refused(tmp_path: Path) -> None:
+def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoders.write_encoder(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    name = "encoder.layer.0.attention.self.key.bias"
-    with pytest.raises(BadInput, match=r"block 0: expected attention\.self\.query"):
-        state_from_transformers({key: state[key] for key in state if key != name}, "bert", where="weights")
-    odd = {**state, "encoder.layer.0.crossattention.self.key.bias": state[name]}
-    rejects("crossattention", state_from_transformers, odd, "bert", where="weights")
-    twice = {**state, f"bert.{name}": state[name]}
-    rejects(r"with and without 'bert\.'", state_from_transformers, twice, "bert", where="weights")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(Missing, match=r"pip install 'corp-deploy\[hf\]'"):
+        load_transformers(tmp_path)
 
 
 def _spec(directory: Path, length: int = 10, vocabulary: int = encoders.VOCABULARY, **changes: Any) -> TextSpec:
@@ -217,44 +149,32 @@ def test_modules_that_are_not_built_are_refused(tmp_path: Path) -> None:
     rejects("max_seq_length", text_length, tmp_path, 32)
 
 
-def test_impossible_architectures_are_refused() -> None:
-    widths = {"vocabulary": 9, "width": 8, "heads": 2, "hidden": 4, "layers": 1}
-    with pytest.raises(ValueError, match="2 positions, of which the first 2"):
-        EncoderArchitecture(positions=2, first_position=2, **widths)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="activation 'mish'"):
-        EncoderArchitecture(positions=2, activation="mish", **widths)  # type: ignore[arg-type]
-
-
 # As ONNX and as an engine: the embeddings of torch, attention fused under its mask
 
 
-LENGTH, VOCABULARY = 16, 120
+LENGTH = 16
 INPUTS = [Port(name=name, shape=(LENGTH,), dtype="int64") for name in ("input_ids", "attention_mask")]
 OUTPUTS = [OutputPort(name="embedding", role="embedding")]
 
 
-def encoder(*, normalize: bool = True, qk: int = 64) -> nn.Module:
+def encoder(directory: Path, *, normalize: bool = True, qk: int = 64) -> nn.Module:
     """Two blocks with random weights, queries and keys so wide in all, in the form that is exported."""
-    torch.manual_seed(0)
-    architecture = EncoderArchitecture(
-        vocabulary=VOCABULARY, positions=32, token_types=2, width=64, heads=2, hidden=128, layers=2, normalize=normalize
-    )
-    text = Tokenization(length=LENGTH, sha256="0" * 64)
-    dense = dense_model(architecture_of("bert", EncoderArguments(encoder=architecture, text=text)))
-    dense.requires_grad_(False)
-    return exportable(at_widths(dense, {f"blocks.{block}.attn.qk": qk for block in (0, 1)}) if qk < 64 else dense)
+    encoders.write_encoder(directory, hidden_size=64, num_attention_heads=2, intermediate_size=128)
+    dense = load_transformers(directory, {"length": LENGTH, "normalize": normalize}).model
+    names = [site.name for site in sites_of(dense).every if site.name.endswith(".qk")]
+    return exportable(at_widths(dense, dict.fromkeys(names, qk)) if qk < 64 else dense)
 
 
 def padded_texts(count: int) -> dict[str, NDArray[np.int64]]:
     rng = np.random.default_rng(count)
     mask = (np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (count, 1))).astype(np.int64)
-    return {"input_ids": rng.integers(0, VOCABULARY, (count, LENGTH)), "attention_mask": mask}
+    return {"input_ids": rng.integers(0, encoders.VOCABULARY, (count, LENGTH)), "attention_mask": mask}
 
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
 def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, precision: str, bound: float) -> None:
-    model = encoder(normalize=precision == "fp32", qk=32)
+    model = encoder(tmp_path, normalize=precision == "fp32", qk=32)
     path = tmp_path / "encoder.onnx"
     save(onnx_from_model(model, INPUTS, OUTPUTS, precision=precision, metadata={}), path)
     session = session_of(path)
@@ -273,7 +193,8 @@ def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, pr
 @pytest.mark.parametrize("qk", [64, 32])
 def test_attention_stays_one_kernel_under_its_mask(qk: int, tmp_path: Path) -> None:
     path = tmp_path / "encoder.onnx"
-    save(onnx_from_model(encoder(qk=qk), INPUTS, OUTPUTS, precision="fp16", metadata={}), path)
+    save(onnx_from_model(encoder(tmp_path, qk=qk), INPUTS, OUTPUTS, precision="fp16", metadata={}), path)
     record = built(path, "1:8:16")
-    assert record.attention_sites == record.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
+    assert record.attention_sites == record.fused_attention_sites
+    assert len(record.attention_sites) == 2
     assert [port.name for port in record.inputs] == [port.name for port in INPUTS]

@@ -1,4 +1,4 @@
-"""Vision models read from transformers' directories: the same outputs, tensors by every spelling, what is refused."""
+"""Vision models of transformers' directories: the same outputs, preprocessing, and what is refused."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from corp_deploy.families import hf_classes
 from corp_deploy.families.family import image_spec, output_ports, sites_of
-from corp_deploy.families.hf_config import CLASSES, vision_model
-from corp_deploy.families.hf_preprocessing import prepared, ratio_of, share_of
+from corp_deploy.families.hf_images import prepared, share_of
+from corp_deploy.families.hf_outputs import OUTPUTS
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
@@ -44,7 +45,7 @@ def test_every_class_gives_what_transformers_gives(tmp_path: Path, name: str) ->
     which = hf_towers.TOWERS[name][2]
     source = loaded.lineage["source"]
     expected = "last_hidden_state[:, 0]" if which == "class token" else which
-    assert (source["class"], source["output"]) == (name, expected)
+    assert (source["class"], source.get("output", "logits")) == (name, expected)
     (port,) = output_ports(loaded.model)
     assert port.role == ("logits" if which == "logits" else "embedding")
     assert len(sites_of(loaded.model).every) == hf_towers.sites_in(name)
@@ -75,9 +76,13 @@ def test_dinov3_turns_by_the_sides_of_its_images(tmp_path: Path) -> None:
     turned = [site for site in sites_of(loaded.model).every if isinstance(site, TracedPairs)]
     assert [site.repair.mixing for site in turned] == ["planes", "planes"]
     assert image_spec(loaded.model).as_json()["interpolation"] == "bilinear"
-    rejects("no whole patches", _load, tmp_path, img_size=[44, 24])
-    hf_towers.write_tower(tmp_path / "relu", "DINOv3ViTModel", hidden_act="relu")
-    rejects("expected gelu of MLPs", _load, tmp_path / "relu")
+
+
+@pytest.mark.parametrize("name", ["ViTModel", "DINOv3ViTModel"])
+def test_any_activation_of_transformers_is_read(tmp_path: Path, name: str) -> None:
+    theirs = hf_towers.write_tower(tmp_path, name, hidden_act="mish")
+    images = _images(channels=theirs.config.num_channels)
+    _assert_same(_load(tmp_path).model(images), hf_towers.output_of(name, theirs, images))
 
 
 def _write_whole(directory: Path, kind: str) -> Any:
@@ -104,7 +109,7 @@ def test_a_tower_is_read_out_of_a_model_with_a_text_tower(tmp_path: Path, kind: 
     loaded = _load(tmp_path)
     pooled = theirs.vision_model(_images()).pooler_output
     _assert_same(loaded.model(_images()), theirs.visual_projection(pooled) if kind == "clip" else pooled)
-    assert any("not used: logit_" in note and "more" in note for note in loaded.notes)
+    assert any("not used, no part of it: logit_" in note and "more" in note for note in loaded.notes)
 
 
 def test_a_tower_can_be_had_without_its_head(tmp_path: Path) -> None:
@@ -112,24 +117,6 @@ def test_a_tower_can_be_had_without_its_head(tmp_path: Path) -> None:
     _assert_same(_load(tmp_path, num_classes=0).model(_images()), theirs.dinov2(_images()).pooler_output)
     _write_whole(tmp_path / "clip", "clip")
     assert _load(tmp_path / "clip", num_classes=0).lineage["source"]["class"] == "CLIPVisionModel"
-
-
-@pytest.mark.parametrize("name", ["ViTForImageClassification", "Dinov2Model", "SiglipVisionModel"])
-def test_tensors_are_read_by_every_spelling(tmp_path: Path, name: str) -> None:
-    theirs = hf_towers.write_tower(tmp_path, name)
-    expected = hf_towers.output_of(name, theirs, _images())
-    # As the modules of version 5 are named, in shards, and with the prefix of a tower inside a larger model.
-    theirs.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "prefixed").mkdir()
-    prefix = "vision_model." if name.startswith("Siglip") else ""
-    save_file(theirs.state_dict(), tmp_path / "modules" / "model.safetensors")
-    state = load_file(tmp_path / "model.safetensors")
-    save_file({prefix + key: value for key, value in state.items()}, tmp_path / "prefixed" / "model.safetensors")
-    for folder in ("shards", "modules", "prefixed"):
-        (tmp_path / folder / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
-        _assert_same(_load(tmp_path / folder).model(_images()), expected)
-    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +132,6 @@ def test_positions_for_other_images_are_those_of_transformers(tmp_path: Path, na
     theirs, sides = hf_towers.write_tower(tmp_path, name), (48, 24)
     loaded = _load(tmp_path, img_size=list(sides))
     _assert_same(loaded.model(_images(sides)), hf_towers.output_of(name, theirs, _images(sides), **more))
-    assert any("resampled from images of 32x32 to 48x24" in note for note in loaded.notes)
 
 
 def test_dinov2_takes_images_as_its_processor_makes_them(tmp_path: Path) -> None:
@@ -196,7 +182,7 @@ def test_preprocessing_of_the_command_goes_before_the_directorys(tmp_path: Path)
     loaded = load_dense(f"hf:{tmp_path}", weights=None, kwargs={}, preprocessing=asked)
     spec = image_spec(loaded.model).as_json()
     assert (spec["mean"], spec["std"], spec["crop_pct"]) == ([0.25] * 3, [0.5] * 3, 0.5)
-    assert loaded.lineage["source"]["preprocessing"].startswith("transformers' default of ViTModel")
+    assert loaded.lineage["source"]["preprocessing"].startswith("transformers' default of vit")
 
 
 @pytest.mark.parametrize("name", ["Dinov2Model", "SiglipVisionModel"])
@@ -222,28 +208,26 @@ def _config(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_act": "mish"}, "activation is 'mish', expected gelu"),
         ({"auto_map": {"AutoModel": "x.y"}}, "code of its own"),
         ({"quantization_config": {}}, "quantised"),
         ({"pruned_heads": {"0": [1]}}, "heads are removed already"),
-        ({"num_attention_heads": 5}, "no multiple of 5 heads"),
-        ({"head_dim": 8}, "8 wide instead of 16"),
-        ({"image_size": 8}, r"patches of \(16, 16\) in images of \(8, 8\)"),
-        ({"layer_norm_eps": "tiny"}, r"not the configuration of a ViTModel.*layer_norm_eps"),
-        ({"patch_size": [4, 4, 4]}, "patch_size"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
-        ({"architectures": ["ViTForMaskedImageModeling"]}, r"expected one of ViTModel.*num_classes\": 0"),
-        ({"architectures": ["Dinov2Model"]}, "expected one of ViTModel"),
-        ({"model_type": "swin"}, "model_type is 'swin', expected one of vit"),
+        ({"is_decoder": True}, "it is a decoder"),
+        ({"position_embedding_type": "alibi"}, "position embeddings are 'alibi'"),
+        ({"layer_norm_eps": "tiny"}, "not the configuration of a vit"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers.* is larger than that of any model"),
+        ({"hidden_size": 10**12}, "hidden_size.* is larger than that of any model"),
+        ({"architectures": ["Dinov2Model"]}, "Dinov2Model, which is no vit"),
+        ({"architectures": ["os.system"]}, "no class of the installed transformers"),
+        ({"model_type": "own"}, "model_type is 'own', which the installed transformers does not know"),
     ],
 )
 def test_what_would_not_be_the_same_is_refused(changes: dict[str, Any], words: str) -> None:
-    rejects(words, vision_model, _config(**changes), where="config.json")
+    rejects(words, hf_classes.class_of, _config(**changes), where="config.json")
 
 
-def test_a_siglip_without_a_pooling_head_is_refused() -> None:
-    config = {"model_type": "siglip_vision_model", "architectures": ["SiglipVisionModel"], "vision_use_head": False}
-    rejects("no pooled output", vision_model, config, where="config.json")
+def test_a_siglip_without_a_pooling_head_is_refused(tmp_path: Path) -> None:
+    hf_towers.write_tower(tmp_path, "SiglipVisionModel", vision_use_head=False)
+    rejects("it gives no pooler_output", _load, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -257,29 +241,33 @@ def test_a_siglip_without_a_pooling_head_is_refused() -> None:
             {"image_processor_type": "ConvNextImageProcessor"},
             "prepared by 'ConvNextImageProcessor', expected one of ViT",
         ),
-        ({"size": {"longest_edge": 3}}, "not the preparation of a ViTModel"),
+        ({"size": {"longest_edge": 3}}, "not the preparation of a vit"),
         ({"size": {"shortest_edge": 30}}, "expected a crop of one share"),
         ({"do_center_crop": True, "crop_size": 300}, "cropped to .300, 300."),
-        ({"image_mean": "black"}, "not the preparation of a ViTModel"),
-        ({"image_std": 0.0}, "std is"),
+        ({"image_mean": "black"}, "not the preparation of a vit"),
     ],
 )
 def test_a_preparation_that_is_not_done_here_is_refused(content: dict[str, Any], words: str) -> None:
-    model = vision_model(_config(), where="config.json")
-    rejects(words, prepared, content, model, where="preprocessor_config.json")
+    rejects(words, prepared, content, "vit", where="preprocessor_config.json")
 
 
-def test_tensors_without_a_place_or_of_other_shapes_are_refused(tmp_path: Path) -> None:
+def test_preparation_of_another_processor_is_named_where_it_is_not_used(tmp_path: Path) -> None:
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], num_labels=3, image_size=32)
+    transformers.ConvNextForImageClassification(config).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "ConvNextImageProcessor"}')
+    loaded = _load(tmp_path)
+    assert any("not used: images are prepared by 'ConvNextImageProcessor'" in note for note in loaded.notes)
+    assert "mean" not in image_spec(loaded.model).as_json()
+
+
+def test_tensors_that_are_missing_or_of_other_shapes_are_refused(tmp_path: Path) -> None:
     hf_towers.write_tower(tmp_path, "ViTForImageClassification")
     path = tmp_path / "model.safetensors"
     state = {name: tensor.clone() for name, tensor in load_file(path).items()}  # the file is written anew below
     query = "vit.encoder.layer.1.attention.attention.query.weight"
     for changed, words in (
-        (state | {"vit.encoder.layer.0.gate.weight": torch.ones(2)}, "no place in a ViTForImageClassification"),
-        ({key: value for key, value in state.items() if key != query}, "blocks.1.attn.qkv.weight: expected attention"),
-        (state | {query: torch.ones(3, 32)}, "all of one shape"),
-        (state | {"classifier.weight": torch.ones(9, 32)}, "wrong shape: head.weight"),
-        (state | {"layernorm.weight": torch.ones(32)}, "with and without 'vit.'"),
+        ({key: value for key, value in state.items() if key != query}, "no weights of .*layers.1.attention.q_proj"),
+        (state | {"classifier.weight": torch.ones(9, 32)}, "classifier.weight"),
     ):
         save_file(dict(changed), path)
         rejects(words, _load, tmp_path)
@@ -290,17 +278,16 @@ def test_what_goes_with_a_timm_name_is_refused_beside_a_directory(tmp_path: Path
     rejects(r"--model-kwargs: .*depth.*takes img_size", _load, tmp_path, depth=3)
     rejects("drop --weights", load_dense, f"hf:{tmp_path}", weights=tmp_path / "model.safetensors", kwargs={})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip2"}))
-    rejects(r"any size .NaFlex.*expected one of vit", _load, tmp_path)
+    rejects("any size .NaFlex", _load, tmp_path)
 
 
-def test_ratios_and_shares_come_out_whole_again() -> None:
-    """timm truncates width times ratio, and divides a crop by its share and rounds down."""
-    assert all(int(width * ratio_of(hidden, width)) == hidden for width in (32, 1152, 777) for hidden in range(1, 5000))
+def test_shares_come_out_whole_again() -> None:
+    """timm divides a crop by its share and rounds down."""
     assert all(int(crop / share_of(crop, size)) == size for size in range(200, 700) for crop in (14, 198, 200))
 
 
-def test_every_class_that_is_read_is_compared() -> None:
-    assert set(CLASSES) == {*hf_towers.TOWERS, "CLIPModel", "SiglipModel"}
+def test_every_class_of_which_one_output_is_taken_is_compared() -> None:
+    assert set(OUTPUTS) <= set(hf_towers.TOWERS)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_directory_of_another_library_is_named_so_everywhere(words: tuple[obje
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text('{"model_type": "swin"}')
     placed = [tmp_path / str(word) if word in ("ours", "foreign") else word for word in words]
-    refuses("Hugging Face transformers (swin)", *placed, "-o", tmp_path / "out.json")
+    refuses("a swin of Hugging Face transformers; give it as --model hf:", *placed, "-o", tmp_path / "out.json")
 
 
 def test_older_snapshots_have_everything_on_one_level(snapshot: Path) -> None:
@@ -117,7 +117,10 @@ def test_a_snapshot_at_another_size_with_other_weights(snapshot: Path, tmp_path:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "swin", "architectures": ["SwinModel"]}, r"Hugging Face transformers \(swin\)"),
+        (
+            {"model_type": "swin", "architectures": ["SwinModel"]},
+            "a swin of Hugging Face transformers; give it as --model hf:",
+        ),
         ({"model_type": "dinov2"}, "a dinov2 of Hugging Face transformers; give it as --model hf:"),
         ({"hello": 1}, "got keys hello"),
         ({"architecture": "a\nb"}, "got keys architecture"),

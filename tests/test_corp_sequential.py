@@ -10,7 +10,7 @@ from click.testing import Result
 
 from calib.collect import Collector
 from calib.store import join, load, save
-from corp_deploy.families.text_decoder import DecoderBlock
+from corp_deploy.families.decoder_model import DecoderBlock
 from corp_deploy.reduction import sequential
 from corp_deploy.store.decoder_layers import DecoderLayers, open_layers
 from corp_deploy.store.dense_model import load_dense

@@ -26,7 +26,7 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.transformers_directory import load_transformers
 from corp_deploy.store.transformers_saved import transformers_form
 from corp_deploy.traced.models.steps import StreamState
-from ground.errors import BadInput, Missing
+from ground.errors import Missing
 from tests import encoders
 from tests.command import invoked, refuses
 from tests.refusals import rejects
@@ -52,10 +52,8 @@ def test_a_directory_of_transformers_is_the_model_with_its_pooling_and_length(tm
     expected, mask = theirs(**tokens).last_hidden_state, tokens["attention_mask"].unsqueeze(-1)
     mean = F.normalize((expected * mask).sum(1) / mask.sum(1))
     torch.testing.assert_close(run_model(loaded.model, tokens), mean, rtol=1e-5, atol=1e-5)
-    assert (loaded.architecture.family, loaded.architecture.name) == ("bert", "roberta")
-    assert loaded.notes == (
-        "model.safetensors: not used, no part of the encoder: pooler.dense.bias, pooler.dense.weight",
-    )
+    assert loaded.architecture.name == "transformers:RobertaModel"
+    assert loaded.notes == ("config.json: read as RobertaModel of transformers, traced",)
 
 
 def test_arguments_go_before_what_the_directory_says(tmp_path: Path) -> None:
@@ -66,8 +64,10 @@ def test_arguments_go_before_what_the_directory_says(tmp_path: Path) -> None:
     assert tokens["input_ids"].shape == (5, 9)
     torch.testing.assert_close(run_model(model, tokens), theirs(**tokens).last_hidden_state[:, 0], rtol=1e-5, atol=1e-5)
     rejects("places for 32 at most", load_transformers, tmp_path, {"length": 33})
-    with pytest.raises(BadInput, match=r"--model-kwargs: .*img_size.*; a text encoder takes pooling"):
-        load_transformers(tmp_path, {"img_size": 32})
+    rejects(
+        "--model-kwargs: img_size: not taken by a model of input_ids", load_transformers, tmp_path, {"img_size": 32}
+    )
+    rejects("Invalid enum value 'last'.*pooling .mean, first.", load_transformers, tmp_path, {"pooling": "last"})
 
 
 def test_what_may_hold_code_or_is_missing_is_refused(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_may_hold_code_or_is_missing_is_refused(tmp_path: Path) -> None:
 def test_weights_of_another_size_are_refused(hf: Path) -> None:
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-    rejects(r"don't fit.*blocks\.0\.mlp\.fc1", load_transformers, hf)
+    rejects(r"no weights of .*encoder\.layer\.0\.intermediate", load_transformers, hf)
 
 
 def test_nothing_may_be_given_beside_and_the_prefix_is_advised(hf: Path) -> None:
@@ -112,18 +112,18 @@ def test_a_directory_of_ours_needs_nothing_of_the_source(hf: Path, tmp_path: Pat
 def _edited(directory: Path, **changes: Any) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    config["architecture"]["kwargs"]["encoder"] |= changes
+    config["architecture"]["kwargs"] |= changes
     path.write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": 10**6}, "encoder.layers: got 1000000, expected a whole number <= 256"),
-        ({"width": 33}, "no multiple of 4 heads"),
+        ({"config": {"model_type": "bert", "num_hidden_layers": 10**6}}, "larger than that of any model"),
+        ({"config": {"model_type": "bert", "hidden_size": 33}}, "transformers can't build a BertModel"),
         ({"pooling": "max"}, "pooling"),
-        ({"code": "run"}, "encoder: unknown key 'code'; known are"),
-        ({"vocabulary": 9_000_000, "width": 65_536, "hidden": 65_536}, "at most are built"),
+        ({"code": "run"}, "unknown field `code`"),
+        ({"config": {"model_type": "bert", "vocab_size": 9_000_000, "hidden_size": 60_000}}, "at most are built"),
     ],
 )
 def test_an_edited_architecture_is_refused(changes: dict[str, Any], message: str, hf: Path, tmp_path: Path) -> None:
@@ -142,14 +142,17 @@ def test_the_steps_are_the_model_and_the_exported_form_too(hf: Path) -> None:
     torch.testing.assert_close(run_model(traced_model.exportable(model), tokens), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("pooling", "layers"), [("mean", ()), ("first", ("attn.proj", "mlp.fc1", "mlp.fc2"))])
+FIRST = ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense")
+
+
+@pytest.mark.parametrize(("pooling", "layers"), [("mean", ()), ("first", FIRST)])
 def test_the_outputs_read_what_is_pooled(pooling: str, layers: tuple[str, ...], hf: Path) -> None:
     """Of the last block the first token alone, where that is the embedding."""
     read = places_read(tracing(load_transformers(hf, {"pooling": pooling}).model), torch.device("cpu"))
     places = {
         str(node.all_input_nodes[1].target): places_P.nonzero().flatten().tolist() for node, places_P in read.items()
     }
-    assert places == {f"blocks.1.{layer}.weight": [0] for layer in layers}
+    assert places == {f"encoder.layer.1.{layer}.weight": [0] for layer in layers}
 
 
 def test_tokens_are_not_merged(hf: Path) -> None:
@@ -163,7 +166,7 @@ def test_costs_are_those_by_hand(hf: Path) -> None:
     mlp, attention = 2 * tokens * width * hidden, 4 * tokens * width * width + 2 * tokens * tokens * width
     assert inspected["macs"] == 2 * (mlp + attention)
     assert [row["site"] for row in inspected["sites"]] == [
-        f"blocks.{block}.{site}" for block in (0, 1) for site in ("attn.qk", "attn.v", "mlp")
+        f"encoder.layer.{block}.{site}" for block in (0, 1) for site in ("attention.self.qk", "attention.v", "dense")
     ]
 
 
@@ -244,7 +247,10 @@ def test_an_encoder_goes_from_texts_to_a_packaged_graph(home: Path) -> None:
 
 def _exported_verified_and_timed(home: Path, directory: Path) -> None:
     sites = json.loads((directory / "config.json").read_text())["sites"]
-    assert [len(sites[f"blocks.1.{name}"].get("kept", range(32))) for name in ("mlp", "attn.qk", "attn.v")] == [
+    assert [
+        len(sites[f"encoder.layer.1.{name}"].get("kept", range(32)))
+        for name in ("dense", "attention.self.qk", "attention.v")
+    ] == [
         32,
         16,
         32,
@@ -289,7 +295,7 @@ def test_every_lever_looks_at_texts(home: Path, name: str, options: tuple[Any, .
     record = json.loads((directory / "config.json").read_text())
     done = record["lineage"]["reduction"]
     assert name != "budget" or done["ways"][0]["share"] <= 0.7
-    assert name == "budget" or len(record["sites"]["blocks.1.mlp"]["kept"]) == 32
+    assert name == "budget" or len(record["sites"]["encoder.layer.1.dense"]["kept"]) == 32
     assert "--polish" not in options or done["polish"]["parts"]
 
 
@@ -387,14 +393,25 @@ def test_the_head_of_a_task_goes_along_where_it_is_read(tmp_path: Path) -> None:
     torch.testing.assert_close(reduced.cls.state_dict(), dense.cls.state_dict(), rtol=0.0, atol=0.0)
     assert reduced.bert.encoder.layer[0].intermediate.dense.out_features == 32
     again = ("--model", tmp_path / "reduced", "--moments", tmp_path / "none.safetensors", "--mlp", 0.5)
-    refuses("the class has cls.", "reduce", *again, "--save-as", "hf", "-o", tmp_path / "out")
+    refuses(
+        "the class has embeddings.position_embeddings.weight too",
+        "reduce",
+        *again,
+        "--save-as",
+        "hf",
+        "-o",
+        tmp_path / "out",
+    )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--mlp", 0.5, "--attn", 0.5), "blocks.0.attn.qk is 16 wide of 32, and bert reads no such width"),
+        (
+            ("--mlp", 0.5, "--attn", 0.5),
+            "attention.self.qk is 16 wide of 32, and BertModel reads no such width",
+        ),
         (("--macs", 0.8), "a budget gives every layer widths of its own"),
     ],
 )
@@ -415,8 +432,8 @@ ELSEWHERE = ("../away.json", "/etc/config.json", "a/b/config.json", "../config.j
     [
         *(
             ("files", [], "lineage"),
-            ("beside", {}, "lineage"),
-            ("prefix", None, "lineage"),
+            ("whole", {}, "lineage"),
+            ("whole", "os.system", "is no class"),
             ("files", {"a": 1}, "lineage"),
         ),
         *(("files", {path: {}}, "expected one in the encoder's directory") for path in ELSEWHERE),

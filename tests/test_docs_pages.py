@@ -96,12 +96,9 @@ def of_timm(home: Path) -> None:
 
 
 def of_transformers(home: Path) -> None:
-    """A DINOv2 and a classifier as transformers writes them, one with an activation of its own, and images."""
+    """A DINOv2 and a classifier as transformers writes them, and images."""
     write_tower(home / "dinov2", "Dinov2Model")
-    for name in ("classifier", "foreign"):
-        write_tower(home / name, "ViTForImageClassification")
-    config = home / "foreign" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "mish"}), encoding="utf-8")
+    write_tower(home / "classifier", "ViTForImageClassification")
     images = np.random.default_rng(0).normal(size=(24, 3, 32, 32)).astype(np.float32)
     np.save(home / "images.npy", images[:16])
     np.save(home / "held-out.npy", images[16:])

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from benchmarks.pages.measured import ON_GPUS, PAGES, SUPPORT
-from corp_deploy.families.decoder import MODEL_TYPES
+from corp_deploy.families.decoder_config import MODEL_TYPES
 from tests import decoders
 from tests.pages import DOCS, ROOT
 

@@ -229,8 +229,9 @@ def test_segments_with_the_mask_are_the_program(tmp_path: Path) -> None:
             x = between(own.program, before, after)(x, mask)
         torch.testing.assert_close(x, run_model(model, tokens))
     *blocks, pooling = own.segments
-    assert [segment.name for segment in blocks] == [f"blocks.{at}.{name}" for at in (0, 1) for name in ("attn", "mlp")]
-    assert pooling.weights == {"blocks.1.norm2.weight", "blocks.1.norm2.bias"}
+    assert len(blocks) == 4
+    norm = "encoder.layer.1.output.LayerNorm"
+    assert pooling.weights == {f"{norm}.weight", f"{norm}.bias"}
 
 
 def looped(dense: Checkpoint, texts: InputSet) -> nn.Module:
@@ -279,7 +280,7 @@ def test_tokens_that_are_not_there_weigh_nothing(tmp_path: Path) -> None:
         assert isinstance(step, SegmentStep)
         assert isinstance(step.module, TokenRows)
         x_BNC: Tensor = torch.randn(2, SHORT, 32, generator=torch.Generator().manual_seed(0))
-        if step.name == "blocks.0.attn":
+        if step.name == "encoder.layer.0.attention":
             x_BNC = torch.ones(2, 1, SHORT, dtype=torch.int64)
         given = step.module(x_BNC, mask_BN)
         pair = StreamPair(given, mask_BN, StreamState.of(x_BNC, mask_BN))

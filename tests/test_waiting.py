@@ -52,7 +52,7 @@ COMMAND: Place = ("corp_deploy.commands.calibrate", "calibrate")
         ([("torch.nn", "call"), "timm", ("corp_deploy.families.timm_library", "build"), COMMAND], "loading timm"),
         ([("timm.models", "create"), ("corp_deploy.families.timm_library", "build"), COMMAND], "reading the model"),
         ([("calib.images", "read"), ("corp_deploy.store.input_sets", "open"), COMMAND], "reading the inputs"),
-        ([("corp_deploy.release.recipe_read", "read_inputs"), COMMAND], "checking what the recipe names"),
+        ([("corp_deploy.release.recipe_checks", "read_inputs"), COMMAND], "checking what the recipe names"),
     ],
 )  # fmt: skip
 def test_the_phase_is_that_of_the_innermost_package_of_ours_or_the_library_it_loads(

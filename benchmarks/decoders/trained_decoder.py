@@ -22,8 +22,8 @@ from calib.moments import Moments
 from calib.rows import Sequences, ids_in_rows, sequences_of
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
+from corp_deploy.families.decoder_model import DecoderArchitecture, TextDecoder
 from corp_deploy.families.head_attention import Rope
-from corp_deploy.families.text_decoder import DecoderArchitecture, TextDecoder
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate

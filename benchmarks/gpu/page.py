@@ -72,7 +72,7 @@ def engines(record: Record) -> str:
     rows = []
     for row in done(record["rows"], row="engine"):
         for each in row["rows"]:
-            p50 = [f"{each['p50_ms'][side][0]:.3f}" for side in ("dense", "reduced")]
+            p50 = [interval(each["p50_ms"][side], 3) for side in ("dense", "reduced")]
             fused = [f"{own['fused_attention']} of {own['attention_sites']}" for own in (row["dense"], row)]
             head = [row["model"], row["variant"], f"{row['macs'] / row['dense']['macs']:.0%}", *fused]
             rows.append([*head, str(each["batch"]), *p50, interval(each["speedup"])])

@@ -1,4 +1,4 @@
-"""A reduced text encoder or decoder as transformers' own class has it, where its configuration can say the widths.
+"""A reduced decoder as transformers' own class has it, where its configuration can say the widths.
 
 That is one MLP width for all layers, and of Llama and its like as many heads in as many groups in every layer, each as
 wide as it was. Narrower heads would load there and be wrong: how fast planes turn is made anew from the head's width.
@@ -6,7 +6,7 @@ None of the encoders' classes reads a width of heads.
 """
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,16 +15,22 @@ from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Sites
 from corp_deploy.traced.models.values import TracedValues
-from ground.errors import BadInput
 
-from . import bert
-from .decoder import architecture_from_transformers
+from .decoder_config import architecture_from_transformers
+from .decoder_model import DecoderArchitecture
+from .decoder_names import hidden_entry, state_to_transformers
 from .family import sites_of
-from .hf_saved import INSTEAD, Saved, saved_as, state_of
-from .text_decoder import DecoderArchitecture
-from .text_names import hidden_entry, state_to_transformers
+from .hf_saved import refused
 
 _OF_HEADS = (".qk", ".v")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What config.json and model.safetensors hold."""
+
+    config: dict[str, Any]
+    state: dict[str, Tensor]
 
 
 def _of_mlps(widths: Widths) -> dict[str, int]:
@@ -33,39 +39,7 @@ def _of_mlps(widths: Widths) -> dict[str, int]:
 
 def _refuse(reasons: Iterable[str]) -> None:
     if reason := next(filter(None, reasons), ""):
-        raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
-
-
-def refuse_unsayable_encoder(config: Mapping[str, Any], widths: Widths) -> None:
-    """Raise BadInput, naming the first site, for widths that the configuration of this dense encoder can't say."""
-    kind, dense = str(config["model_type"]), bert.architecture_from_transformers(config, where="--save-as hf")
-    first, hidden = next(iter(_of_mlps(widths).items()))
-    _refuse(
-        f"{name} is {width} wide of {dense.width}, and {kind} reads no such width"
-        if name.endswith(_OF_HEADS)
-        else f"{name} is {width} wide and {first} {hidden}, and a configuration has one width for all layers"
-        for name, width in widths.items()
-        if width != (dense.width if name.endswith(_OF_HEADS) else hidden)
-    )
-
-
-def saved_encoder(
-    encoder: nn.Module,
-    config: Mapping[str, Any],
-    prefix: str,
-    unread: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Saved:
-    """The encoder as its class has it; `config` is the dense one's, `prefix` the name of the encoder in its class,
-    `unread` what its file had beside the encoder, by its names there: a pooler, heads of a task.
-
-    Raises BadInput, naming the site, for widths that a configuration can't say.
-    """
-    kind, widths = str(config["model_type"]), {site.name: site.width for site in sites_of(encoder).every}
-    refuse_unsayable_encoder(config, widths)
-    dense = bert.architecture_from_transformers(config, where="--save-as hf")
-    named = state_to_transformers(state_of(encoder), (dense.width,) * 3, dense.layers, kind, base=prefix)
-    hidden = next(iter(_of_mlps(widths).values()))
-    return saved_as(config, {hidden_entry(kind): hidden}, {**unread, **named})
+        raise refused(reason)
 
 
 _WITHOUT_HEADS = ("opt", "gpt2")
@@ -123,7 +97,7 @@ def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
     widths = sayable_widths(config, sites_of(decoder), {})
     refuse_unsayable(config, widths)
-    state = state_of(decoder)
+    state = {name: tensor.detach().cpu() for name, tensor in decoder.state_dict().items()}
     has = {"attn.proj.bias": dense.proj_bias, "mlp.fc2.bias": dense.mlp_bias, "mlp.down.bias": dense.mlp_bias}
     added = (name for name in state if not has.get(name.split(".", 2)[-1], True))
     _refuse(f"{name} was added, and its class has none there" for name in added)
@@ -132,4 +106,9 @@ def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     if kind not in _WITHOUT_HEADS:
         changes |= {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": dense.head}
     rows = heads * dense.head, groups * dense.head, groups * dense.head
-    return saved_as(config, changes, state_to_transformers(state, rows, dense.layers, kind))
+    own = {key: value for key, value in config.items() if key != "torch_dtype"}
+    tensors = state_to_transformers(state, rows, dense.layers, kind)
+    return Saved(
+        config={**own, "dtype": "float32", **changes},
+        state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},  # which share no memory
+    )

@@ -15,12 +15,13 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.outputs import Outputs
 from corp_deploy.spec.trusted_code import FAMILY
 from corp_deploy.traced.models.array_inputs import ArraySpec, batch_of_ports
-from corp_deploy.traced.models.module import TracedModule, device
+from corp_deploy.traced.models.module import TracedModule, device, traced_state
 from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 from ground.ports import Port
 
-from . import bert, decoder, given_module, hf_classes, timm_library, torchvision_models, traced_model
+from . import decoder, given_module, hf_encoders, timm_library, torchvision_models, traced_model
+from .hf_tokens import with_named_tokens
 from .timm_images import ImageSpec
 from .timm_maps import with_named_maps
 from .tokenizer import SequenceSpec, TextSpec
@@ -38,7 +39,7 @@ Spec = TypeVar("Spec", ImageSpec, TextSpec, ArraySpec)
 
 def _of_library(architecture: Architecture) -> nn.Module:
     """A model of transformers or of torchvision. Raises BadInput for any other name."""
-    for library in (hf_classes, torchvision_models):
+    for library in (hf_encoders, torchvision_models):
         if architecture.name.startswith(library.PREFIX):
             return library.build(architecture)
     raise BadInput(
@@ -47,14 +48,12 @@ def _of_library(architecture: Architecture) -> nn.Module:
     )
 
 
-_OF_LIBRARY = "traced"
 _BUILDERS: dict[str, Callable[[Architecture], nn.Module]] = {
-    bert.NAME: bert.build,
     timm_library.NAME: timm_library.build,
     FAMILY: given_module.build,
     decoder.NAME: decoder.build,
     given_module.NAME: given_module.build_in_memory,
-    _OF_LIBRARY: _of_library,
+    hf_encoders.FAMILY: _of_library,
 }
 """By the name that config.json has of the family: what builds models that are traced."""
 
@@ -63,7 +62,7 @@ def builds_installed_code(architecture: Architecture) -> bool:
     """Return whether installed libraries alone build the model, by its name."""
     if architecture.family == timm_library.NAME:
         return timm_library.is_installed(architecture.name)
-    return architecture.family in (bert.NAME, decoder.NAME, _OF_LIBRARY)
+    return architecture.family in (decoder.NAME, hf_encoders.FAMILY)
 
 
 def dense_model(architecture: Architecture) -> nn.Module:
@@ -99,7 +98,9 @@ def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
     if outputs is None:
         return model
     assert isinstance(model, TracedModule), type(model)
-    return with_named_maps(model, outputs)
+    state = traced_state(model)
+    is_theirs = state.cut is None and state.plain.__module__.startswith("transformers.")
+    return with_named_tokens(model, outputs) if is_theirs else with_named_maps(model, outputs)
 
 
 def token_weights(model: nn.Module) -> TokenWeights:

@@ -1,236 +1,245 @@
-"""A reduced vision transformer as transformers' own class has it, where its configuration can say the widths.
+"""A reduced model as transformers' own class has it, where its configuration can say the widths.
 
-One MLP width for all layers (of DINOv2 a whole multiple of the model's width), and heads of one width for queries, keys
-and values, alike in all layers, where the class reads `head_dim`. That class scales scores by head_dim^-1/2; what the
-model's own scale is more or less goes into the queries. Names are as versions 4 and 5 write them on disk.
+Traced models keep the names of transformers' parameters, so a configuration says a model if its class, built of that,
+has parameters of the same shapes. Classes scale scores by the width of a head to the power -1/2, which goes into the
+queries where heads are narrower.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
-from types import MappingProxyType
+from itertools import product
 from typing import Any
 
 import torch
-from msgspec import structs
+from msgspec.structs import replace
 from torch import Tensor, nn
 
-from corp_deploy.spec.widths import Widths
+from corp_deploy.traced.models.array_inputs import random_batch
+from corp_deploy.traced.models.module import facts_of, traced_state, tracing
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.sites import Site
+from corp_deploy.traced.models.values import TracedValues
+from corp_deploy.traced.programs.readers import vocabularies
 from ground.errors import BadInput
 
 from .family import sites_of
-from .hf_config import VisionConfig, VisionModel
-from .hf_names import is_of_clip, spelling_of
+from .hf_classes import built, class_of, config_from, library
+from .hf_encoders import Arguments, plain_model
 
 INSTEAD = "corp_deploy.load reads the directory that is written without --save-as, and its ONNX graph runs anywhere"
+WHERE = "--save-as hf"
+_MLP_ENTRIES = ("intermediate_size", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "d_ff", "n_inner")
+_RATIO, _HEAD = "mlp_ratio", "head_dim"
+_INPUTS, _MOST_APART = 2, 1e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What config.json and model.safetensors hold."""
-
-    config: dict[str, Any]
-    state: dict[str, Tensor]
+def refused(reason: str) -> BadInput:
+    """Return the refusal of a model that transformers can't be told of."""
+    return BadInput(f"{WHERE}: {reason}; {INSTEAD}")
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+def _dense_width(site: Site, sizes: Mapping[str, int]) -> int:
+    """Return the width of a site in the dense model."""
+    return site.width * sizes.get(site.name, site.groups.size) // site.groups.size
 
 
-def saved_as(config: Mapping[str, Any], changes: Mapping[str, Any], state: Mapping[str, Tensor]) -> Saved:
-    """The dense configuration with these changes, of tensors that share no memory."""
-    own = {key: value for key, value in config.items() if key != "torch_dtype"}
-    tensors = {name: tensor.clone().contiguous() for name, tensor in state.items()}
-    return Saved(config={**own, "dtype": "float32", **changes}, state=tensors)
+def _is_mlp(site: Site) -> bool:
+    return not isinstance(site, TracedPairs | TracedValues)
 
 
-def own_config(config: Mapping[str, Any], model: VisionModel) -> dict[str, Any]:
-    """The configuration of the tower by itself, as its class has it."""
-    kind = model.kind
-    if not kind.inside:
-        return {**config, "architectures": [model.architecture]}
-    beside = {"projection_dim": config["projection_dim"]} if "projection_dim" in config else {}
-    alone = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
-    return {
-        **kind.defaults,
-        **config.get(kind.inside, {}),
-        **beside,
-        "model_type": f"{model.config.model_type}_vision_model",
-        "architectures": [alone.get(model.architecture, model.architecture)],
-    }
+def _mlp_options(values: Mapping[str, Any], width: int, dense: int) -> Iterator[dict[str, Any]]:
+    if names := [name for name in _MLP_ENTRIES if values.get(name) == dense]:
+        yield dict.fromkeys(names, width)
+    ratio, hidden = values.get(_RATIO), values.get("hidden_size")
+    if isinstance(ratio, float) and hidden:
+        yield {_RATIO: width / hidden}
+    elif ratio and hidden:  # of gated MLPs two thirds of it are the width
+        yield from ({_RATIO: each} for each in range(max(width // hidden, 1), 2 * width // hidden + 2))
 
 
-def written_again(beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of what a file has beside the model, what the class has too: a pooler and a mask token."""
-    return {name: tensor for name, tensor in beside.items() if name.startswith(("pooler.", "embeddings.mask_token"))}
+def _options(model: nn.Module, values: Mapping[str, Any], added: bool) -> Iterator[dict[str, Any]]:
+    """Return changes of a configuration that may say the widths of a reduced model."""
+    cut, every = traced_state(model).cut, sites_of(model).every
+    sizes = {} if cut is None else cut.sizes
+    narrowed = [(site, _dense_width(site, sizes)) for site in every]
+    narrowed = [(site, dense) for site, dense in narrowed if site.width != dense]
+    mlp = next(((site.width, dense) for site, dense in narrowed if _is_mlp(site)), None)
+    head = next((site.width // site.parts for site, _ in narrowed if isinstance(site, TracedValues)), None)
+    mlps = [{}] if mlp is None else list(_mlp_options(values, *mlp))
+    biases = {name: True for name, value in values.items() if value is False and name.endswith("bias")}
+    for mlp_change, bias_change in product(mlps, ({}, biases) if added and biases else ({},)):
+        yield {**mlp_change, **({} if head is None else {_HEAD: head}), **bias_change}
 
 
-def _ratio(hidden: int, config: VisionConfig) -> int | None:
-    """The whole `mlp_ratio` of which DINOv2 makes this hidden width (of a gated MLP: half its rows), or None."""
-    rows = 2 * hidden if config.use_swiglu_ffn else hidden
-    ratios = range(1, 2 * rows // config.hidden_size + 2)
-    return next((ratio for ratio in ratios if structs.replace(config, mlp_ratio=float(ratio)).hidden == rows), None)
+def _shapes(arguments: Arguments) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: each.shape for name, each in plain_model(arguments, where=WHERE).state_dict().items()}
 
 
-def _unsayable_mlps(widths: Mapping[str, int], config: VisionConfig) -> Iterator[str]:
-    for name, width in widths.items():
-        first, own = next(iter(widths.items()))
-        if width != own:
-            yield f"{name} is {width} wide and {first} {own}, and a configuration has one width for all layers"
-        if width == 0:
-            yield f"{name} is a constant"
-        if config.mlp_ratio is not None and _ratio(width, config) is None:
-            whole = f"{config.model_type}'s mlp_ratio is whole: multiples of {config.hidden_size} alone can be said"
-            yield f"{name} is {width} wide, and {whole}"
-
-
-def _unsayable_heads(widths: Mapping[str, Mapping[str, int]], model: VisionModel) -> Iterator[str]:
-    """By attention, of queries and keys, and values, of a head."""
-    dense = model.config.hidden_size // model.config.num_attention_heads
-    for name, width in widths.items():
-        first, own = next(iter(widths.items()))
-        qk, v = width.get("qk", dense), width.get("v", dense)
-        if qk != v:
-            yield f"{name} has queries and keys of {qk} and values of {v}, expected one width: --heads square"
-        if (qk, v) != (own.get("qk", dense), own.get("v", dense)):
-            yield f"{name} has heads of {qk} and {first} of {own.get('qk', dense)}, expected one width for all layers"
-        if qk == 0:
-            yield f"{name} is a constant"
-        if qk != dense and not model.kind.reads_head_dim:
-            yield f"{name} has heads of {qk} instead of {dense}, and {model.architecture} reads no head_dim"
-
-
-def refuse_unsayable(model: VisionModel, widths: Widths) -> None:
-    """Raise BadInput, naming the first site, for widths of all sites that the configuration can't say."""
-    channels, heads = dict[str, int](), dict[str, dict[str, int]]()
-    for name, width in widths.items():
-        path, _, part = name.rpartition(".")
-        if part in ("qk", "v"):
-            in_group = 2 if part == "qk" and model.config.has_rope else 1
-            heads.setdefault(path, {})[part] = width * in_group // model.config.num_attention_heads
-        else:
-            channels[name] = width
-    if reason := next(chain(_unsayable_mlps(channels, model.config), _unsayable_heads(heads, model)), ""):
-        raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
-
-
-def _attention(name: str, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
-    """By timm's name of it; the scale is in the queries."""
-    rows = len(state[f"{name}.qkv.weight"]) // 3
-    tensors = {"weight": state[f"{name}.qkv.weight"]}
-    if bias:
-        tensors["bias"] = state.get(f"{name}.qkv.bias", torch.zeros(3 * rows))
-    if rows != model.config.hidden_size:
-        factor = (rows / model.config.hidden_size) ** 0.5
-        scaled = {kind: (each[:rows].double() * factor).to(each.dtype) for kind, each in tensors.items()}
-        tensors = {kind: torch.cat([scaled[kind], each[rows:]]) for kind, each in tensors.items()}
-    return {
-        f"{path}.{kind}": part
-        for kind, tensor in tensors.items()
-        for path, part in zip(spelling_of(model).qkv, tensor.split(rows), strict=True)
-    }
-
-
-def _block(index: int, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
-    at, spelling = f"blocks.{index}.", spelling_of(model)
-    block = _attention(f"{at}attn", model, state, bias)
-    for path, theirs in spelling.block.items():
-        width = state[f"{at}{path}.weight"].shape[0]
-        block[f"{theirs}.weight"] = state[f"{at}{path}.weight"]
-        block[f"{theirs}.bias"] = state.get(f"{at}{path}.bias", torch.zeros(width))
-    for scale in ("1", "2"):
-        for gamma in (f"{at}ls{scale}.gamma", f"{at}gamma_{scale}"):
-            if gamma in state:
-                block[f"layer_scale{scale}.lambda1"] = state[gamma]
-    if model.config.use_gated_mlp:
-        for kind in ("weight", "bias"):
-            parts = block[f"mlp.up_proj.{kind}"].chunk(2)
-            block[f"mlp.gate_proj.{kind}"], block[f"mlp.up_proj.{kind}"] = parts
-    return {f"{spelling.layers}.{index}.{name}": tensor for name, tensor in block.items()}
-
-
-def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    names, width = spelling_of(model).around, model.config.hidden_size
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        path, _, kind = name.rpartition(".")
-        if name in names:
-            tensors[names[name]] = tensor
-        elif path in names and kind in ("weight", "bias"):
-            tensors[f"{names[path]}.{kind}"] = tensor
-    if "reg_token" in state:
-        token = "distillation_token" if model.config.model_type == "deit" else "register_tokens"
-        tensors[f"embeddings.{token}"] = state["reg_token"]
-    elif model.config.has_rope:
-        tensors["embeddings.register_tokens"] = state["cls_token"][:, :0]
-    for kind in ("weight", "bias") if "attn_pool.q.weight" in state else ():
-        parts = [state[f"attn_pool.{part}.{kind}"] for part in ("q", "kv")]
-        tensors[f"head.attention.in_proj_{kind}"] = torch.cat(parts)
-    shapes = {"embeddings.class_embedding": (-1,), "embeddings.position_embedding.weight": (-1, width)}
+def _unlike(
+    shapes: Mapping[str, torch.Size], state: Mapping[str, Tensor], own: Mapping[str, Tensor], dense: Mapping[str, Any]
+) -> str:
+    """Return the first parameter that the class has otherwise, or nothing; biases that it may have are zeros."""
     for name, shape in shapes.items():
-        if name in tensors:
-            tensors[name] = tensors[name].reshape(*shape)
-    if model.config.model_type == "dinov2_with_registers":
-        # The class token has its position in itself here.
-        positions = tensors["embeddings.position_embeddings"]
-        tensors["embeddings.position_embeddings"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
-    return tensors
+        if name not in state and not (name.endswith("bias") and name not in dense):
+            return name
+        if name in state and state[name].shape != shape:
+            return name
+    return next((name for name in own if name.endswith(".bias") and name not in shapes), "")
 
 
-def _heads(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    names = {"head": "classifier"}
-    if model.output == "distilled":
-        names = {"head": "cls_classifier", "head_dist": "distillation_classifier"}
-    elif model.output == "projection":
-        names = {"head": "visual_projection"}
-    found = {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in names.items() for kind in ("weight", "bias")}
-    return {theirs: state[ours] for ours, theirs in found.items() if ours in state}
-
-
-def saved(
-    vit: nn.Module,
-    model: VisionModel,
-    config: Mapping[str, Any],
-    sides: tuple[int, int],
-    unread: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Saved:
-    """The model for images of these sides as its class has it; `config` is the dense one's, `unread` what its file had
-    beside the model and its class has, see `written_again`.
-
-    Raises BadInput, naming the site, for widths that a configuration can't say.
+def changes_of(model: nn.Module, arguments: Arguments, unread: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the changes of its dense configuration that say the widths of a reduced model; `unread` has the dense
+    model's tensors. Raises BadInput, naming the site, for widths that a configuration can't say.
     """
-    # A bias of parts is one in a program.
-    state = {name.replace("q_bias_folded", "qkv.bias"): each for name, each in state_of(vit).items()}
-    if is_of_clip(model) and sides[0] != sides[1]:
-        raise BadInput(f"--save-as hf: images of {sides}, expected square ones for {model.architecture}; {INSTEAD}")
-    refuse_unsayable(model, {site.name: site.width for site in sites_of(vit).every})
-    bias = is_of_clip(model) or any(name.endswith(".attn.qkv.bias") for name in state)
-    tower = {**unread, **_outside(model, state)}
-    for index in range(model.config.num_hidden_layers):
-        tower |= _block(index, model, state, bias)
-    prefix = "" if model.output in ("class token", "attention pool") else model.kind.prefix
-    tensors = {f"{prefix}{name}": tensor for name, tensor in tower.items()} | _heads(model, state)
-    return saved_as(config, _changes(state, model, sides, bias, "embeddings.mask_token" in tower), tensors)
+    values, dense = config_from(arguments.config, where=WHERE).to_dict(), _shapes(arguments)
+    # Biases that a narrowed program may need and doesn't are zeros.
+    own = {name: each for name, each in model.state_dict().items() if name in dense or bool(each.any())}
+    state = {**unread, **own}
+    added = any(name.endswith(".bias") and name not in dense for name in own)
+    if reason := next(_reasons(model, values, str(arguments.config.get("model_type"))), ""):
+        raise refused(reason)
+    name = ""
+    for changes in _options(model, values, added):
+        shapes = _shapes(replace(arguments, config={**arguments.config, **changes}))
+        if not (name := _unlike(shapes, state, own, dense)):
+            return changes
+    raise refused(_last_reason(model, arguments, name, known=name in state))
 
 
-def _changes(
-    state: Mapping[str, Tensor], model: VisionModel, sides: tuple[int, int], bias: bool, masks: bool
-) -> dict[str, Any]:
-    config, changes = model.config, dict[str, Any]()
-    hidden = state["blocks.0.mlp.fc2.weight"].shape[1]
-    head = len(state["blocks.0.attn.qkv.weight"]) // 3 // config.num_attention_heads
-    if config.mlp_ratio is not None:
-        changes["mlp_ratio"] = _ratio(hidden, config)
-    else:
-        changes["intermediate_size"] = hidden
-    if config.has_rope:
-        changes |= dict.fromkeys(("query_bias", "key_bias", "value_bias"), bias)
-    elif not is_of_clip(model):
-        changes["qkv_bias"] = bias
-    if head != config.hidden_size // config.num_attention_heads:
-        changes["head_dim"] = head
-    if config.model_type == "dinov2":
-        changes["use_mask_token"] = masks
-    if sides != config.sides:
-        changes["image_size"] = sides[0] if sides[0] == sides[1] else list(sides)
-    return changes
+def _reasons(model: nn.Module, values: Mapping[str, Any], kind: str) -> Iterator[str]:
+    """Return why no configuration says the widths."""
+    cut, every = traced_state(model).cut, sites_of(model).every
+    sizes = {} if cut is None else cut.sizes
+    yield from (f"{name} is a constant" for name, kept in ({} if cut is None else cut.kept).items() if not len(kept))
+    first = dict[int, Site]()
+    for site in filter(_is_mlp, every):
+        other = first.setdefault(_dense_width(site, sizes), site)
+        if other.width != site.width:
+            yield (
+                f"{site.name} is {site.width} wide and {other.name} {other.width}, and a configuration has one width "
+                "for all layers"
+            )
+    yield from _reasons_of_heads([site for site in every if not _is_mlp(site)], sizes)
+    hidden, ratio = values.get("hidden_size"), values.get(_RATIO)
+    for site in filter(_is_mlp, every):
+        if isinstance(ratio, int) and hidden and not any(values.get(name) for name in _MLP_ENTRIES):
+            gated = "gated" in site.kind or values.get("use_swiglu_ffn")
+            if site.width != _dense_width(site, sizes) and not gated and site.width % hidden:
+                yield f"{site.name} is {site.width} wide, and {kind}'s {_RATIO} is whole: multiples of {hidden} alone"
+
+
+def _reasons_of_heads(sites: list[Site], sizes: Mapping[str, int]) -> Iterator[str]:
+    by_path, first = dict[str, dict[str, int]](), dict[str, tuple[str, int]]()
+    for site in sites:
+        path, _, part = site.name.rpartition(".")
+        by_path.setdefault(path, {})[part] = site.dims if isinstance(site, TracedPairs) else site.width // site.parts
+    for path, width in by_path.items():
+        if len(width) == 2 and width["qk"] != width["v"]:
+            both = f"queries and keys of {width['qk']} and values of {width['v']}"
+            yield f"{path} has {both}, expected one width: --heads square"
+        for part, own in width.items():
+            other, its = first.setdefault(part, (path, own))
+            if its != own:
+                yield f"{path} has heads of {own} and {other} of {its}, expected one width for all layers"
+
+
+def _last_reason(model: nn.Module, arguments: Arguments, name: str, *, known: bool) -> str:
+    """Return why a parameter does not fit the class."""
+    if not known and not name.endswith(".bias"):
+        return (
+            f"the class has {name} too, which is only in the transformers directory that the model was read from; give "
+            "--model hf:DIR for that one"
+        )
+    kind = class_of(arguments.config, where=WHERE).__name__
+    for site in sites_of(model).every:
+        if name in {span.name for span in site.groups.spans}:
+            cut = traced_state(model).cut
+            dense = _dense_width(site, {} if cut is None else cut.sizes)
+            return f"{site.name} is {site.width} wide of {dense}, and {kind} reads no such width"
+    return f"{name} is of a shape or a bias that {kind} has not"
+
+
+def as_theirs(
+    model: nn.Module, arguments: Arguments, unread: Mapping[str, Tensor], whole: str | None = None
+) -> nn.Module:
+    """Return the model as transformers' own class has it, which gives the same on random inputs.
+
+    Args:
+        model: the reduced model.
+        arguments: those of the dense model.
+        unread: tensors of the dense model, by the names of its modules, and those that its file had beside it.
+        whole: a class that holds the model and a head of training, which `unread` has.
+
+    Raises:
+        BadInput: naming the site, for widths that a configuration can't say, and for a class that scales or reads them
+            otherwise.
+    """
+    changes = changes_of(model, arguments, unread)
+    changed = replace(arguments, config={**arguments.config, **changes})
+    with torch.device("cpu"):
+        theirs = plain_model(changed, where=WHERE).eval()
+    state = {**unread, **model.state_dict(), **_scaled(model, changes)}
+    own = {name: state.get(name, torch.zeros_like(each)) for name, each in theirs.state_dict().items()}
+    theirs.load_state_dict({name: each.detach().cpu().clone() for name, each in own.items()})
+    _require_same(model, theirs)
+    if whole is None:
+        return _plain(theirs, changed)
+    with torch.device("cpu"):
+        outer = built(getattr(library(), whole), changed.config, {}, where=WHERE).eval()
+    at = f"{outer.base_model_prefix}."
+    outer.load_state_dict(
+        {**{at + name: each for name, each in own.items()}, **_heads(outer, at, unread)}, strict=False
+    )
+    outer.tie_weights()  # type: ignore[operator]
+    return outer
+
+
+def _plain(theirs: nn.Module, arguments: Arguments) -> nn.Module:
+    """Return a model of the class itself that shares the weights, since a class saves what it is called."""
+    with torch.device("meta"):
+        kind = class_of(arguments.config, where=WHERE)
+    plain = kind.__new__(kind)
+    plain.__dict__ |= vars(theirs)
+    return plain  # type: ignore[no-any-return]
+
+
+def _heads(outer: nn.Module, at: str, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a class has beside the model in it. Raises BadInput for what is not at hand."""
+    named = dict(outer.named_parameters(remove_duplicate=False))
+    at_hand = {id(each) for name, each in named.items() if name.startswith(at) or name in unread}
+    if lost := [name for name, each in named.items() if id(each) not in at_hand]:
+        raise refused(
+            f"the class has {lost[0]} too, which is only in the transformers directory that the model was read from; "
+            "give --model hf:DIR for that one"
+        )
+    return {name: unread[name] for name in named if name in unread and not name.startswith(at)}
+
+
+def _scaled(model: nn.Module, changes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return queries as the class wants them that scales by another width of heads."""
+    cut, scaled = traced_state(model).cut, dict[str, Tensor]()
+    if _HEAD not in changes or cut is None:
+        return scaled
+    for site in sites_of(model).every:
+        if isinstance(site, TracedPairs) and site.repair.sides:
+            factor = (site.width / _dense_width(site, cut.sizes)) ** 0.5
+            names = [name for name in (site.repair.sides[0].weight, site.repair.sides[0].bias) if name]
+            state = dict(model.named_parameters())
+            scaled |= {name: (state[name].double() * factor).to(state[name].dtype) for name in names if name in state}
+    return scaled
+
+
+def _require_same(model: nn.Module, theirs: nn.Module) -> None:
+    own = tracing(model)
+    ports = facts_of(model).spec.ports
+    inputs = random_batch(ports, vocabularies(own.program), _INPUTS, torch.device("cpu"))
+    parameters = [str(theirs.main_input_name), *(port.name for port in ports[1:])]
+    with torch.inference_mode():
+        expected: Any = model.cpu()(*inputs)
+        got: Any = theirs(**dict(zip(parameters, inputs, strict=True)))
+    ours = expected[0] if isinstance(expected, tuple) else expected
+    first = next(each for each in got.values() if isinstance(each, Tensor))
+    apart = float((first - ours).norm() / ours.norm())
+    if not apart <= _MOST_APART:
+        name = type(theirs).__name__
+        raise refused(f"{name} of transformers gives other outputs of these widths (relative error {apart:.2g})")

@@ -17,7 +17,7 @@ from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.reduction.order import refuse_shared_readers
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.hub_snapshot import CONFIG
-from corp_deploy.store.transformers_saved import FOLDER, origin_of
+from corp_deploy.store.transformers_saved import FOLDER, refuse_unsayable
 from corp_deploy.traced.models.module import tracing
 from ground.errors import BadInput
 
@@ -94,7 +94,7 @@ def require_sayable(dense: Checkpoint, request: ReductionRequest) -> None:
     options = request.options
     if options.save_as is None:
         return
-    origin, reason = origin_of(dense), ""
+    reason = ""
     if options.schedule is not None or traced_model.merging_of(dense.model) is not None:
         reason = "no class of transformers merges tokens"
     elif options.allocates:
@@ -105,7 +105,7 @@ def require_sayable(dense: Checkpoint, request: ReductionRequest) -> None:
         reason = "--heads auto may leave queries and keys narrower than values; give --heads square"
     if reason:
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
-    origin.refuse_unsayable(sites_of(dense.model), uniform_widths(dense.model, request.method))
+    refuse_unsayable(dense, uniform_widths(dense.model, request.method))
 
 
 def refuse_outdated(directory: Path, request: ReductionRequest) -> None:

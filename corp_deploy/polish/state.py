@@ -19,7 +19,7 @@ from ground.records import record_from_text
 from .newton import PartReport
 
 _HEADER = "corp-deploy"
-_KIND, _VERSION = "corp-deploy/polish-state", 2
+_KIND, _VERSION = "corp-deploy/polish-state", 1
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

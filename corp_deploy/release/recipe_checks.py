@@ -44,11 +44,11 @@ def _require_directory(directory: Path, model: ModelTable) -> None:
         return
     config = config_of_directory(directory)
     if model.prefix:
-        from corp_deploy.families import hf_config
-
-        if (kind := config.get("model_type")) not in hf_config.KINDS:
-            kinds = ", ".join(hf_config.KINDS)
-            raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}, expected one of {kinds}")
+        if "vocab_size" in config:
+            kind = config.get("model_type")
+            raise BadInput(
+                f"{directory / CONFIG}: model_type is {kind!r:.60}, a model of texts, expected one of images"
+            )
     elif is_ours(config):
         others = {f"model.{key}": value for key, value in model.values.items() if key not in ("name", "outputs")}
         refuse_beside_directory(directory, others)

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from corp_deploy.families.decoder import architecture_from_transformers
 from corp_deploy.families.decoder_builder import (
     CLASSES,
     PROVIDERS,
@@ -20,6 +19,7 @@ from corp_deploy.families.decoder_builder import (
     refuse_unbuilt,
     require_builder,
 )
+from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.sentence_files import DECODER_FILES
 from ground.errors import BadInput
 from ground.files import path_inside, sha256_of_file

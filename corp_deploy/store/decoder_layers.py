@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.text_decoder import DecoderArchitecture, DecoderBlock, TextDecoder, WordsAndPlaces
-from corp_deploy.families.text_names import (
+from corp_deploy.families.decoder_model import DecoderArchitecture, DecoderBlock, TextDecoder, WordsAndPlaces
+from corp_deploy.families.decoder_names import (
     block_from_transformers,
     names_by_block,
     outside_from_transformers,

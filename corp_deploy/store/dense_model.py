@@ -8,16 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp_deploy.families import (
-    bert,
-    decoder,
-    hf_classes,
-    hf_config,
-    timm_library,
-    torchvision_models,
-    traced_model,
-)
-from corp_deploy.families.bert import MODEL_TYPES
+from corp_deploy.families import decoder, decoder_config, hf_classes, timm_library, torchvision_models, traced_model
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
 from corp_deploy.spec import trusted_code
 from corp_deploy.spec.architecture import Architecture, Preprocessing
@@ -38,15 +29,8 @@ from .hub_snapshot import (
     refuse_beside_directory,
     weights_of_snapshot,
 )
-from .library_model import load_class, load_from_code, load_library_model
-from .transformers_directory import (
-    decoder_arguments,
-    encoder_arguments,
-    load_decoder,
-    load_transformers,
-    load_vision,
-    vision_architecture,
-)
+from .library_model import load_from_code, load_library_model
+from .transformers_directory import decoder_arguments, encoder_architecture, load_decoder, load_transformers
 from .weight_file import KINDS
 from .weight_fit import fitted
 from .weights import WeightChoice, Weights
@@ -114,19 +98,26 @@ def _refuse_beside(directory: Path, extra: Mapping[str, Any]) -> None:
     refuse_beside_directory(directory, {f"--{name.replace('_', '-')}": value for name, value in extra.items()})
 
 
+def _refuse_other_decoder(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raise BadInput for a model of any size of images, and for one that makes texts and is no decoder built here."""
+    kind = config.get("model_type")
+    if kind == "siglip2" or hf_classes.looks_like_decoder(config):
+        naflex = "; its images are of any size (NaFlex): take a fixed resolution's" if kind == "siglip2" else ""
+        model_types = ", ".join(decoder_config.MODEL_TYPES)
+        raise BadInput(
+            f"{directory / CONFIG}: model_type is {kind!r:.60}{naflex}; expected an encoder, or a decoder of "
+            f"{model_types}"
+        )
+
+
 def _from_transformers(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
-    """A vision tower, a text encoder or a decoder of transformers. Raises BadInput for any other model."""
-    kind = config_of_transformers(directory).get("model_type")
-    if kind in hf_config.KINDS:
-        return load_vision(directory, kwargs, preprocessing)
-    if kind in (*MODEL_TYPES, *decoder.MODEL_TYPES):
+    """An encoder or a decoder of transformers. Raises BadInput for any other model."""
+    config = config_of_transformers(directory)
+    if config.get("model_type") in decoder_config.MODEL_TYPES:
         _refuse_beside(directory, preprocessing.settings)
-        return (load_transformers if kind in MODEL_TYPES else load_decoder)(directory, kwargs)
-    if kind != "siglip2" and not hf_classes.looks_like_decoder(config_of_transformers(directory)):
-        return load_class(directory, kwargs, preprocessing)
-    naflex = "; its images are of any size (NaFlex): take a fixed resolution's" if kind == "siglip2" else ""
-    model_types = ", ".join((*hf_config.KINDS, *MODEL_TYPES, *decoder.MODEL_TYPES))
-    raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}{naflex}, expected one of {model_types}")
+        return load_decoder(directory, kwargs)
+    _refuse_other_decoder(directory, config)
+    return load_transformers(directory, kwargs, preprocessing)
 
 
 def load_dense(
@@ -169,15 +160,11 @@ def _architecture_of_transformers(
     directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing
 ) -> Architecture:
     config = config_of_transformers(directory)
-    kind = config.get("model_type")
-    if kind in hf_config.KINDS:
-        return vision_architecture(directory, kwargs, preprocessing)
-    _refuse_beside(directory, preprocessing.settings if kind in (*MODEL_TYPES, *decoder.MODEL_TYPES) else {})
-    if kind in MODEL_TYPES:
-        return bert.architecture_of(*encoder_arguments(directory, kwargs, looked_at=True))
-    if kind in decoder.MODEL_TYPES:
+    if config.get("model_type") in decoder_config.MODEL_TYPES:
+        _refuse_beside(directory, preprocessing.settings)
         return decoder.architecture_of(*decoder_arguments(directory, kwargs, looked_at=True))
-    return hf_classes.architecture_of({"config": config, **kwargs}, preprocessing, where=str(directory / CONFIG))
+    _refuse_other_decoder(directory, config)
+    return encoder_architecture(directory, kwargs, preprocessing)
 
 
 def without_weights(

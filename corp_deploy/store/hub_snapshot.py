@@ -68,20 +68,12 @@ def refuse_beside_directory(directory: Path, beside: Mapping[str, Any]) -> None:
 
 
 def _refuse_foreign(path: Path, config: Mapping[str, Any]) -> None:
-    from corp_deploy.families import hf_config
-    from corp_deploy.families.bert import MODEL_TYPES
-
     name = config.get("architecture")
     if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
         return
     kind = config.get("model_type")
-    if kind in (*MODEL_TYPES, *hf_config.KINDS):
-        raise BadInput(f"{path}: a {kind} of Hugging Face transformers; give it as --model hf:{path.parent}")
     if kind is not None or "architectures" in config:
-        raise BadInput(
-            f"{path}: a model of Hugging Face transformers ({kind}), whose names timm does not map; take timm's copy "
-            "of these weights (a snapshot of the repository of that name under timm/)"
-        )
+        raise BadInput(f"{path}: a {kind} of Hugging Face transformers; give it as --model hf:{path.parent}")
     raise BadInput(
         f"{path}: expected a corp-deploy/model record or a configuration of timm with its architecture, "
         f"got keys {', '.join(list(config)[:5]) or 'none'}"

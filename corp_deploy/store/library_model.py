@@ -1,5 +1,5 @@
-"""Models with weights of files that are built by other code: by torchvision, by transformers where no family reads
-them, or by a function of a user's file, `module:PATH.py:function`.
+"""Models with weights of files that are built by other code: by torchvision, or by a function of a user's file,
+`module:PATH.py:function`.
 """
 
 from collections.abc import Mapping
@@ -8,23 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import asdict
 from torch import Tensor
 
-from corp_deploy.families import hf_classes, torchvision_models
+from corp_deploy.families import torchvision_models
 from corp_deploy.families.given_module import architecture_of, images_of
-from corp_deploy.families.sentence_files import MODULES, text_length
-from corp_deploy.families.tokenizer import FILE as TOKENIZER
-from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
-from corp_deploy.families.traced_model import load_extra_files_
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import PREFIX, Code, file_and_function
 from corp_deploy.traced.models.module import is_reduced, notes_on_module
 from ground.errors import BadInput
-from ground.files import refuse_utf16, regular_file, sha256_of_text
+from ground.files import refuse_utf16, regular_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
-from .hub_snapshot import CONFIG, config_of_transformers, weights_of_transformers
 from .weight_file import first_names
 from .weight_fit import exactly_fitted
 from .weights import WeightChoice
@@ -44,41 +38,6 @@ def load_library_model(
     notes = (*read.notes, f"{weights.name}: read as {architecture.name}, images prepared as torchvision does")
     source = {"weights": weights.name, "notes": list(notes), "preprocessing": "torchvision's of these weights"}
     return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes)
-
-
-def load_class(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
-    """An encoder of transformers in a directory, with its tokenizer where one lies there. Nothing of the directory is
-    executed, nothing looked for on a network.
-
-    `kwargs`: img_size of images, or length of tokens or samples; `preprocessing` of images: pixels are normalised
-    where it tells mean and std.
-
-    Raises BadInput for what the installed transformers can't build or read, and for a model that can't be traced.
-    """
-    where, config = str(directory / CONFIG), config_of_transformers(directory)
-    file = weights_of_transformers(directory)
-    arguments: dict[str, Any] = {"config": config, **kwargs}
-    hf_classes.arguments_of(arguments, where="--model-kwargs")
-    if hf_classes.takes_text(config, where=where) and (directory / TOKENIZER).exists():
-        limits = text_length(directory, hf_classes.most_tokens(config, where=where))
-        text = Tokenization(
-            length=arguments.pop("length", None) or limits.tokens,
-            pad_id=config.get("pad_token_id") or 0,
-            lower_case=limits.lower_case,
-            sha256=sha256_of_text(content_of_tokenizer(directory)),
-        )
-        arguments["text"] = asdict(text)
-    resolved = hf_classes.architecture_of(arguments, preprocessing, where=where)
-    without, state, unused = hf_classes.state_of(directory, resolved)
-    architecture = hf_classes.architecture_of({**arguments, **without}, preprocessing, where=where)
-    model = dense_from_architecture(architecture)
-    load_weights(model, state, where=file)
-    load_extra_files_(model, directory)
-    notes = [f"{CONFIG}: read as {architecture.name.removeprefix(hf_classes.PREFIX)} of transformers, traced"]
-    notes += [f"{file.name}: not used, no part of it: {first_names(list(unused))}"] if unused else []
-    notes += [f"{MODULES}: not used: the model gives what its class gives"] if (directory / MODULES).exists() else []
-    source = {"weights": file.name, "notes": notes, "preprocessing": "what is given beside the directory"}
-    return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=tuple(notes))
 
 
 def refuse_other_weights(checkpoint: Checkpoint) -> None:

@@ -1,6 +1,4 @@
-"""A text encoder, a decoder or a vision transformer, which is read as timm's model of the same architecture, as
-transformers and sentence-transformers leave it in a directory. Reads files alone.
-"""
+"""Encoders and decoders as transformers and sentence-transformers leave them in a directory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,15 +7,14 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec.structs import replace
-from torch import nn
+from msgspec.structs import asdict
 
-from corp_deploy.families import bert, decoder, hf_names
-from corp_deploy.families.bert import EncoderArguments
+from corp_deploy.families import decoder, decoder_config, hf_classes
 from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.hf_config import Sides, VisionModel, both, vision_model
-from corp_deploy.families.hf_preprocessing import Prepared, prepared, timm_arguments, timm_name
-from corp_deploy.families.hf_saved import own_config, written_again
+from corp_deploy.families.decoder_names import state_from_transformers
+from corp_deploy.families.hf_encoders import PREFIX, Arguments, architecture_of, most_tokens, state_of
+from corp_deploy.families.hf_images import Prepared, Sides, has_default, prepared
+from corp_deploy.families.hf_outputs import OUTPUTS, Pooling
 from corp_deploy.families.sentence_files import (
     LENGTH,
     Changes,
@@ -27,85 +24,225 @@ from corp_deploy.families.sentence_files import (
     sentence_files,
     text_length,
 )
-from corp_deploy.families.text_encoder import Pooling
-from corp_deploy.families.text_names import prefix_in, state_from_transformers
+from corp_deploy.families.tokenizer import FILE as TOKENIZER
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
 from corp_deploy.spec.architecture import Architecture, Preprocessing
+from ground.errors import BadInput
 from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG, ORIGIN, changes_of, config_of_transformers, weights_of_transformers
-from .weight_file import State, first_names
+from .weight_file import first_names
 from .weights import read_weights, state_as_named
 
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+SENTENCE_KINDS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")
+"""Kinds of encoders that give one embedding a text, where nobody says how: the mean of its tokens."""
+_TAKES = (
+    "an encoder of transformers takes img_size of images, and num_classes 0 for the tower without its head; pooling "
+    "(mean, first), normalize and length of texts; or length of samples"
+)
 
-class _EncoderChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What --model-kwargs may say otherwise than the directory."""
 
+    img_size: Sides | None = None
+    num_classes: Literal[0] | None = None
     pooling: Pooling | None = None
     normalize: bool | None = None
-    length: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    length: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] | None = None
 
 
-def encoder_arguments(
-    directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
-) -> tuple[str, EncoderArguments]:
-    """The kind of encoder and what builds it; one `looked_at` may lack its tokenizer. Raises as `load_transformers`."""
-    changes = changes_of(kwargs, _EncoderChanges, "a text encoder takes pooling (mean, first), normalize and length")
-    config = config_of_transformers(directory)
-    encoder = bert.architecture_from_transformers(config, where=str(directory / CONFIG))
-    by = pooled_by(directory) or PooledBy(pooling=encoder.pooling, normalize=encoder.normalize)
-    normalize = by.normalize if changes.normalize is None else changes.normalize
-    encoder = replace(encoder, pooling=changes.pooling or by.pooling, normalize=normalize)
-    length = text_length(directory, encoder.longest)
-    tokenization = Tokenization(
-        length=changes.length or length.tokens,
-        pad_id=config.get("pad_token_id") or 0,
-        lower_case=length.lower_case,
-        sha256=digest_of_tokenizer(directory, needed=not looked_at),
-    )
-    return config["model_type"], EncoderArguments(encoder=encoder, text=tokenization)
-
-
-def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({})) -> Checkpoint:
-    """The encoder in a directory with its tokenizer. Nothing is executed, nothing looked for on a network.
-
-    `kwargs` go before what the directory says: pooling, normalize, and length, the tokens that a text is cut or padded
-    to.
-
-    Raises BadInput for a model that is not built here, for weights that are missing, pickled or another model's, and
-    for a directory without a tokenizer.json.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoder:
+    """What a directory says of an encoder without its weights. `source`: what says how inputs are prepared; `whole`:
+    the class that wrote it, if the model below that is built.
     """
-    kind, arguments = encoder_arguments(directory, kwargs)
-    file = weights_of_transformers(directory)
-    read = read_weights(file)
-    state, beside = state_from_transformers(read.state, kind, where=str(file))
-    architecture = bert.architecture_of(kind, arguments)
-    model = _model(architecture, state, file)
-    unused = [f"{file.name}: not used, no part of the encoder: {first_names(list(beside))}"] if beside else []
-    notes = (*read.notes, *unused)
-    source = {
-        "weights": file.name,
-        "notes": list(notes),
-        "tokenizer_sha256": arguments.text.sha256,
-        ORIGIN: {
-            "config": config_of_transformers(directory),
-            "prefix": prefix_in(read.state, kind),
-            "beside": list(beside),
-            "files": sentence_files(directory),
-        },
-    }
-    unread = {name: read.state[name] for name in beside}
-    return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes, unread=unread)
+
+    arguments: Arguments
+    preprocessing: Preprocessing
+    notes: tuple[str, ...]
+    source: str
+    files: Mapping[str, Any]
+    whole: str | None
+
+    @property
+    def architecture(self) -> Architecture:
+        return architecture_of(self.arguments, self.preprocessing, where=CONFIG)
 
 
-def _model(architecture: Architecture, state: State, file: Path) -> nn.Module:
-    """With these weights of the file and the tokenizer beside it."""
+def _based(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the configuration of the model below any head."""
+    return {**config, "architectures": [hf_classes.base_of(config, where=where).__name__]}
+
+
+def _text(directory: Path, asked: _Asked, config: dict[str, Any], *, looked_at: bool) -> _Encoder:
+    where, by = str(directory / CONFIG), pooled_by(directory)
+    pools = by is not None or asked.pooling is not None or asked.normalize is not None
+    base = _based(config, where)
+    is_base = hf_classes.class_of(config, where=where).__name__ == base["architectures"][0]
+    pools = pools or (is_base and config.get("model_type") in SENTENCE_KINDS)
+    own, arguments = base if pools else config, dict[str, Any]()
+    if pools or (directory / TOKENIZER).exists():
+        longest = most_tokens(config, where=where)
+        limits = text_length(directory, longest)
+        if asked.length is not None and asked.length > longest:
+            raise BadInput(f"a text of {asked.length} tokens: the encoder has places for {longest} at most")
+        arguments["text"] = Tokenization(
+            length=asked.length or limits.tokens,
+            pad_id=config.get("pad_token_id") or 0,
+            lower_case=limits.lower_case,
+            sha256=digest_of_tokenizer(directory, needed=not looked_at),
+        )
+    else:
+        arguments["length"] = asked.length
+    if pools:
+        by = by or PooledBy(pooling="mean", normalize=False)
+        normalize = by.normalize if asked.normalize is None else asked.normalize
+        arguments |= {"pooling": asked.pooling or by.pooling, "normalize": normalize}
+    written = hf_classes.written_class(config)
+    return _Encoder(
+        arguments=Arguments(config=own, **arguments),
+        preprocessing=Preprocessing(),
+        notes=(),
+        source=TOKENIZER,
+        files=sentence_files(directory),
+        whole=written if written and written != base["architectures"][0] and (pools or is_base) else None,
+    )
+
+
+def _preparation(directory: Path, model_type: str) -> tuple[Prepared | None, str, Mapping[str, Any]]:
+    """Return the preparation with the file that says it, and that file's content."""
+    for name in (PREPROCESSOR, PROCESSOR):
+        if not (directory / name).is_file():
+            continue
+        content = record_from_file(directory / name, dict[str, Any])
+        content = content.get("image_processor", {}) if name == PROCESSOR else content
+        if isinstance(content, Mapping) and content:
+            try:
+                return prepared(content, model_type, where=str(directory / name)), name, content
+            except BadInput as error:
+                if has_default(model_type):
+                    raise
+                return None, f"{name}: not used: {str(error).removeprefix(str(directory / name)).strip(': ')}", {}
+    if not has_default(model_type):
+        return None, "", {}
+    source = f"transformers' default of {model_type}, as there is no {PREPROCESSOR}"
+    return prepared({}, model_type, where=f"{directory}: no {PREPROCESSOR}"), source, {}
+
+
+def _images(directory: Path, asked: _Asked, config: dict[str, Any], preprocessing: Preprocessing) -> _Encoder:
+    where = str(directory / CONFIG)
+    config = _based(config, where) if asked.num_classes == 0 else config
+    preparation, source, content = _preparation(directory, str(config.get("model_type")))
+    # As asked for; as they are prepared where the model's class takes any size; else those of its positions.
+    takes_any = str(config.get("model_type")).startswith(("dinov2", "dinov3")) or "image_size" not in config
+    own = list(preparation.sides) if preparation and content and takes_any else None
+    sides = asked.img_size if asked.img_size is not None else own
+    name = hf_classes.class_of(config, where=where).__name__
+    arguments = Arguments(
+        config=config, img_size=tuple(sides) if isinstance(sides, list) else sides, output=OUTPUTS.get(name)
+    )
+    channels = config.get("num_channels", 3)
+    settings = preprocessing.for_channels(channels).settings
+    settings = {**(preparation.preprocessing.settings if preparation else {}), **settings}
+    output, notes = arguments.output or "all that its class gives", list[str]()
+    if output != "all that its class gives":
+        notes.append(f"{CONFIG}: its output is {output} of {name}")
+    if preparation is None and source:
+        notes.append(source)
+    if preparation and content and asked.img_size is not None:
+        height, width = preparation.sides
+        notes.append(f"{source}: makes images of {height}x{width}, which are made of another size here")
+    return _Encoder(
+        arguments=arguments,
+        preprocessing=Preprocessing(**settings),
+        notes=tuple(notes),
+        source=source if preparation else "what is given beside the directory",
+        files={PREPROCESSOR: dict(content)} if content and asked.img_size is None else {},
+        whole=None,
+    )
+
+
+def _encoder(
+    directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing, *, looked_at: bool = False
+) -> _Encoder:
+    asked = changes_of(kwargs, _Asked, _TAKES)
+    where = str(directory / CONFIG)
+    config = hf_classes.tower_in(config_of_transformers(directory), where=where)
+    main = hf_classes.class_of(config, where=where).main_input_name
+    given = {name for name, value in asdict(asked).items() if value is not None}
+    accepted = {
+        hf_classes.TEXT: {"pooling", "normalize", "length"},
+        hf_classes.IMAGES: {"img_size", "num_classes"},
+    }.get(main, {"length"})
+    if odd := sorted(given - accepted):
+        raise BadInput(f"--model-kwargs: {odd[0]}: not taken by a model of {main}; {_TAKES}")
+    if main != hf_classes.IMAGES and preprocessing.settings:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in preprocessing.settings)
+        raise BadInput(f"--model {directory} takes no images; drop {options}")
+    if main == hf_classes.TEXT:
+        return _text(directory, asked, config, looked_at=looked_at)
+    if main == hf_classes.IMAGES:
+        return _images(directory, asked, config, preprocessing)
+    arguments = Arguments(config=config, length=asked.length)
+    return _Encoder(arguments=arguments, preprocessing=Preprocessing(), notes=(), source="arrays", files={}, whole=None)
+
+
+def encoder_architecture(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
+    """Return the architecture of a directory with or without weights. Raises BadInput as load_transformers does."""
+    return _encoder(directory, kwargs, preprocessing, looked_at=True).architecture
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def load_transformers(
+    directory: Path, kwargs: Mapping[str, Any] = _NOTHING, preprocessing: Preprocessing | None = None
+) -> Checkpoint:
+    """Load the encoder of a directory by transformers' own class, with its tokenizer where one lies there. Nothing of
+    the directory is executed, nothing looked for on a network.
+
+    Args:
+        directory: what save_pretrained has written.
+        kwargs: go before what the directory says: img_size, and num_classes 0 for a tower without its head; pooling,
+            normalize and length of texts; or length of samples.
+        preprocessing: goes before the directory's.
+
+    Raises:
+        BadInput: what the installed transformers can't build or read, weights that are missing or pickled, and a model
+            that can't be traced.
+        Missing: transformers is not installed.
+    """
+    encoder, file = _encoder(directory, kwargs, preprocessing or Preprocessing()), weights_of_transformers(directory)
+    arguments, state, unused = state_of(directory, encoder.arguments)
+    architecture = architecture_of(arguments, encoder.preprocessing, where=str(directory / CONFIG))
     model = dense_from_architecture(architecture)
     load_weights(model, state, where=file)
-    load_extra_files_(model, file.parent)
-    return model
+    load_extra_files_(model, directory)
+    name = architecture.name.removeprefix(PREFIX)
+    notes = [f"{CONFIG}: read as {name} of transformers, traced", *encoder.notes]
+    notes += [f"{file.name}: not used, no part of it: {first_names(list(unused))}"] if unused else []
+    origin = {"files": dict(encoder.files)} | ({} if encoder.whole is None else {"whole": encoder.whole})
+    source = {
+        "weights": file.name,
+        "notes": notes,
+        "preprocessing": encoder.source,
+        "class": name,
+        **({} if arguments.output is None else {"output": arguments.output}),
+        **({} if arguments.text is None else {"tokenizer_sha256": arguments.text.sha256}),
+        ORIGIN: origin,
+    }
+    unread = {**dict(model.state_dict()), **(_named(file, unused) if encoder.whole else {})}
+    lineage = {"source": source}
+    return Checkpoint(model=model, architecture=architecture, lineage=lineage, notes=tuple(notes), unread=unread)
+
+
+def _named(file: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    state = read_weights(file).state
+    return {name: state[name] for name in names if name in state}
 
 
 def decoder_arguments(
@@ -113,7 +250,7 @@ def decoder_arguments(
 ) -> tuple[str, DecoderArguments]:
     """The kind of decoder and what builds it; one `looked_at` may lack its tokenizer. Raises as `load_decoder`."""
     config = config_of_transformers(directory)
-    architecture = decoder.architecture_from_transformers(config, where=str(directory / CONFIG))
+    architecture = decoder_config.architecture_from_transformers(config, where=str(directory / CONFIG))
     changes = changes_of(kwargs, Changes, "a decoder takes length, the tokens of a sequence")
     text = Tokenization(
         length=changes.length or min(LENGTH, architecture.longest),
@@ -133,7 +270,7 @@ def lineage_of_decoder(directory: Path, arguments: DecoderArguments, weights: Pa
     }
 
 
-def load_decoder(directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({})) -> Checkpoint:
+def load_decoder(directory: Path, kwargs: Mapping[str, Any] = _NOTHING) -> Checkpoint:
     """The decoder in a directory with its tokenizer. Nothing is executed, nothing looked for on a network.
 
     `kwargs`: length, the tokens of a sequence. Raises BadInput for a model that is not built here, for weights that are
@@ -142,128 +279,8 @@ def load_decoder(directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({
     kind, arguments = decoder_arguments(directory, kwargs)
     architecture = decoder.architecture_of(kind, arguments)
     file = weights_of_transformers(directory)
-    state, _ = state_from_transformers(state_as_named(file), kind, where=str(file), decoder=arguments.decoder)
-    lineage = lineage_of_decoder(directory, arguments, file)
-    return Checkpoint(model=_model(architecture, state, file), architecture=architecture, lineage=lineage)
-
-
-PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
-
-
-class _VisionChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What --model-kwargs may say otherwise than the directory."""
-
-    img_size: Sides | None = None
-    num_classes: Literal[0] | None = None
-
-
-def _preparation(directory: Path, model: VisionModel) -> tuple[Prepared, str, Mapping[str, Any]]:
-    """The preparation with the file that says it, and that file's content."""
-    for name in (PREPROCESSOR, PROCESSOR):
-        if not (directory / name).is_file():
-            continue
-        content = record_from_file(directory / name, dict[str, Any])
-        content = content.get("image_processor", {}) if name == PROCESSOR else content
-        if isinstance(content, Mapping) and content:
-            return prepared(content, model, where=str(directory / name)), name, content
-    source = f"transformers' default of {model.architecture}, as there is no {PREPROCESSOR}"
-    return prepared({}, model, where=f"{directory}: no {PREPROCESSOR}"), source, {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    """What a directory's configuration says; `source`: the file that says how images are prepared, in its `content`."""
-
-    config: Mapping[str, Any]
-    model: VisionModel
-    prepared: Prepared
-    source: str
-    content: Mapping[str, Any]
-    sides: tuple[int, int]
-    architecture: Architecture
-
-
-def _notes(read: _Read, beside: State, file: Path) -> tuple[str, ...]:
-    """What whoever loads the model should hear."""
-    model, sides, own, resized = read.model, read.sides, read.model.config.sides, read.prepared.sides
-    timms = "Eva" if model.config.has_rope else "VisionTransformer"
-    notes = [f"{CONFIG}: read as timm's {timms}; its output is {model.output_name} of {model.architecture}"]
-    if sides != own and not model.config.has_rope:
-        notes.append(
-            f"{file.name}: positions resampled from images of {own[0]}x{own[1]} to {sides[0]}x{sides[1]}, as "
-            "transformers does"
-        )
-    if read.content and sides != resized:
-        notes.append(
-            f"{read.source}: makes images of {resized[0]}x{resized[1]}; they are made {sides[0]}x{sides[1]} here"
-        )
-    if beside:
-        notes.append(f"{file.name}: not used: {first_names(sorted(beside))}")
-    return tuple(notes)
-
-
-def _read(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> _Read:
-    takes = "a vision model of transformers takes img_size, and num_classes 0 for the tower without its head"
-    changes, config = changes_of(kwargs, _VisionChanges, takes), config_of_transformers(directory)
-    model = vision_model(config, where=str(directory / CONFIG), without_head=changes.num_classes == 0)
-    preparation, source, content = _preparation(directory, model)
-    # As asked for; as they are prepared where the model's class takes any size; else those of its positions.
-    takes_any = model.config.model_type.startswith(("dinov2", "dinov3")) and bool(content)
-    own = preparation.sides if takes_any else model.config.sides
-    sides = own if changes.img_size is None else both(changes.img_size)
-    settings = preprocessing.for_channels(model.config.num_channels).settings
-    architecture = Architecture(
-        name=timm_name(model),
-        kwargs=timm_arguments(model, sides),
-        preprocessing=Preprocessing(**{**preparation.preprocessing.settings, **settings}),
-    )
-    return _Read(
-        config=config,
-        model=model,
-        prepared=preparation,
-        source=source,
-        content=content,
-        sides=sides,
-        architecture=architecture,
-    )
-
-
-def vision_architecture(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
-    """Of a directory with or without weights. Raises BadInput as load_vision does."""
-    return _read(directory, kwargs, preprocessing).architecture
-
-
-def load_vision(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
-    """The vision tower in a directory. Nothing is executed, nothing looked for on a network.
-
-    `kwargs`: img_size, and num_classes 0 for a tower without its head; `preprocessing` goes before the directory's.
-
-    Raises BadInput for a model that timm's VisionTransformer can't be, and for weights that are missing, pickled or
-    another model's.
-    """
-    own = _read(directory, kwargs, preprocessing)
-    model, file = own.model, weights_of_transformers(directory)
-    read = read_weights(file)
-    mapped = hf_names.state_from_transformers(read.state, model, where=str(file))
-    state = hf_names.with_positions_of(mapped.state, model, own.sides)
-    built = dense_from_architecture(own.architecture)
-    load_weights(built, state, where=file)
-    notes = (*read.notes, *_notes(own, mapped.beside, file))
-    source = {
-        "weights": file.name,
-        "notes": list(notes),
-        "preprocessing": own.source,
-        "class": model.architecture,
-        "output": model.output_name,
-        ORIGIN: {
-            "config": own_config(own.config, model),
-            "preprocessor": dict(own.content) if own.sides == own.prepared.sides else {},
-        },
-    }
-    return Checkpoint(
-        model=built,
-        architecture=own.architecture,
-        lineage={"source": source},
-        notes=notes,
-        unread=written_again(mapped.beside),
-    )
+    state = state_from_transformers(state_as_named(file), kind, where=str(file), decoder=arguments.decoder)
+    model = dense_from_architecture(architecture)
+    load_weights(model, state, where=file)
+    load_extra_files_(model, directory)
+    return Checkpoint(model=model, architecture=architecture, lineage=lineage_of_decoder(directory, arguments, file))

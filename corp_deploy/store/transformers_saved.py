@@ -1,31 +1,31 @@
 """A reduced model as a plain directory of transformers, which loads there without this package."""
 
 import json
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from safetensors.torch import save_file
+from torch import nn
 
-from corp_deploy.families import decoder, decoder_saved, hf_saved, traced_model
-from corp_deploy.families.bert import MODEL_TYPES
-from corp_deploy.families.family import image_spec
-from corp_deploy.families.hf_config import VisionModel, vision_model
-from corp_deploy.families.hf_saved import Saved
+from corp_deploy.families import decoder_saved, hf_classes, hf_encoders, hf_saved, traced_model
+from corp_deploy.families.decoder import NAME as DECODER
+from corp_deploy.families.decoder_saved import Saved
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.hf_saved import INSTEAD, WHERE
 from corp_deploy.families.sentence_files import FILES, require_decoder_files, require_sentence_files
 from corp_deploy.spec.widths import Widths
-from corp_deploy.traced.models.sites import Sites
+from corp_deploy.traced.models.narrowed_model import at_widths
 from ground.errors import BadInput
 from ground.files import write_json
 from ground.records import record_from_value
-from ground.transaction import replacing_files
+from ground.transaction import install_files
 
 from .checkpoint import WEIGHTS, Checkpoint
 from .hub_snapshot import CONFIG, ORIGIN
 from .transformers_directory import PREPROCESSOR
-from .weight_file import first_names
 
 AGAIN = "write the model again"
 BESIDE = (PREPROCESSOR, *FILES)
@@ -34,106 +34,85 @@ FOLDER = "hf"
 """Beside model.safetensors and config.json of a model directory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tower:
-    """Of a vision model: its configuration, as the class of its tower has it, and its preprocessing."""
-
-    model: VisionModel
-    config: Mapping[str, Any]
-    preprocessor: Mapping[str, Any]
-
-    @property
-    def files(self) -> Mapping[str, Any]:
-        return {PREPROCESSOR: self.preprocessor} if self.preprocessor else {}
-
-    def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
-        hf_saved.refuse_unsayable(self.model, {**sites.widths, **widths})
-
-    def saved(self, checkpoint: Checkpoint) -> Saved:
-        if traced_model.merging_of(checkpoint.model) is not None:
-            raise BadInput(f"--save-as hf: {self.model.architecture} merges no tokens; {hf_saved.INSTEAD}")
-        _, height, width = image_spec(checkpoint.model).shape
-        return hf_saved.saved(checkpoint.model, self.model, self.config, (height, width), checkpoint.unread)
-
-
-class Encoder(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a text encoder: its configuration, its name in its class, what its file had `beside` it, by name, and the
-    files of its tokenizer and pooling.
+class _Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model was read from: the content of the files beside its weights, by path; the configuration of a decoder;
+    and the class that holds an encoder and a head of training.
     """
 
-    config: dict[str, Any]
-    prefix: str
-    beside: tuple[str, ...]
-    files: dict[str, Any]
-
-    def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
-        decoder_saved.refuse_unsayable_encoder(self.config, {**sites.widths, **widths})
-
-    def saved(self, checkpoint: Checkpoint) -> Saved:
-        return decoder_saved.saved_encoder(checkpoint.model, self.config, self.prefix, checkpoint.unread)
+    files: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    whole: str | None = None
 
 
-class Decoder(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a decoder: its configuration, and what stands beside its tokenizer.json, by name."""
-
-    config: dict[str, Any]
-    files: dict[str, Any]
-
-    def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
-        decoder_saved.refuse_unsayable(self.config, decoder_saved.sayable_widths(self.config, sites, widths))
-
-    def saved(self, checkpoint: Checkpoint) -> Saved:
-        return decoder_saved.saved(checkpoint.model, self.config)
-
-
-Origin = Tower | Encoder | Decoder
-"""What a model was read from, as its class of transformers has it: `files`, the content of what stands beside
-configuration and weights, by path; `refuse_unsayable` raises BadInput, naming the site, for widths asked for, or those
-of the other sites, that the configuration can't say; `saved`, the model as that class has it.
-"""
-
-
-def origin_of(checkpoint: Checkpoint) -> Origin:
-    """Raises BadInput for a model of no directory of transformers, or whose class has tensors that aren't at hand."""
+def _origin_of(checkpoint: Checkpoint) -> _Origin:
+    """Raise BadInput for a model of no directory of transformers, or with a damaged lineage."""
     origin = dict(checkpoint.lineage.get("source", {})).get(ORIGIN)
-    if not isinstance(origin, Mapping) or not isinstance(origin.get("config"), Mapping):
+    if not isinstance(origin, Mapping):
         raise BadInput(
-            "--save-as hf: this model has no class of transformers; expected one read by --model hf:DIR, or a "
-            "directory of corp-deploy made of one"
+            f"{WHERE}: this model has no class of transformers; expected one read by --model hf:DIR, or a directory of "
+            "corp-deploy made of one"
         )
-    config, where = origin["config"], f"{CONFIG}: lineage: source"
-    if config.get("model_type") in MODEL_TYPES:
-        encoder = record_from_value(dict(origin), Encoder, where=where, remedy=AGAIN)
-        require_sentence_files(encoder.files)
-        if lost := [name for name in encoder.beside if name not in checkpoint.unread]:
-            raise BadInput(
-                f"--save-as hf: the class has {first_names(lost)} too, which are only in the transformers directory "
-                "that the encoder was read from; give --model hf:DIR for that one"
-            )
-        return encoder
-    if config.get("model_type") in decoder.MODEL_TYPES:
-        text_decoder = record_from_value(dict(origin), Decoder, where=where, remedy=AGAIN)
-        require_decoder_files(text_decoder.files)
-        return text_decoder
-    return Tower(model=vision_model(config, where=where), config=config, preprocessor=origin.get("preprocessor") or {})
+    read = record_from_value(dict(origin), _Origin, where=f"{CONFIG}: lineage: source", remedy=AGAIN)
+    if checkpoint.architecture.family == DECODER:
+        require_decoder_files(read.files)
+    else:
+        require_sentence_files({path: each for path, each in read.files.items() if path != PREPROCESSOR})
+    if read.whole is not None and not read.whole.isidentifier():
+        raise BadInput(f"{CONFIG}: lineage: source: {read.whole!r:.100} is no class; {AGAIN}")
+    return read
 
 
-def transformers_form(checkpoint: Checkpoint) -> tuple[Saved, Mapping[str, str]]:
+def refuse_unsayable(dense: Checkpoint, widths: Widths) -> None:
+    """Raise BadInput, naming the site, for a model of no class of transformers, or for widths that its configuration
+    can't say.
+    """
+    origin, model = _origin_of(dense), dense.model
+    if dense.architecture.family == DECODER:
+        sayable = decoder_saved.sayable_widths(origin.config, sites_of(model), widths)
+        decoder_saved.refuse_unsayable(origin.config, sayable)
+        return
+    narrower = {
+        site.name: widths[site.name] for site in sites_of(model).every if widths.get(site.name, site.width) < site.width
+    }
+    arguments = hf_encoders.arguments_of(dense.architecture.kwargs, where=CONFIG)
+    hf_saved.changes_of(at_widths(model, narrower) if narrower else model, arguments, dense.unread)
+
+
+def transformers_form(checkpoint: Checkpoint) -> tuple[Saved | nn.Module, Mapping[str, str]]:
     """The model as its class of transformers has it, and the text of the files beside it, by path.
 
     Raises BadInput, naming the site, for what a configuration can't say.
     """
-    origin = origin_of(checkpoint)
+    origin = _origin_of(checkpoint)
     files = {path: json.dumps(content, indent=2) for path, content in origin.files.items()}
-    return origin.saved(checkpoint), {**files, **traced_model.extra_files(checkpoint.model)}
+    files = {**files, **traced_model.extra_files(checkpoint.model)}
+    if traced_model.merging_of(checkpoint.model) is not None:
+        raise BadInput(f"{WHERE}: no class of transformers merges tokens; {INSTEAD}")
+    if checkpoint.architecture.family == DECODER:
+        return decoder_saved.saved(checkpoint.model, origin.config), files
+    arguments = hf_encoders.arguments_of(checkpoint.architecture.kwargs, where=CONFIG)
+    return hf_saved.as_theirs(checkpoint.model, arguments, checkpoint.unread, origin.whole), files
 
 
-def write_transformers(form: Saved, files: Mapping[str, str], directory: Path) -> None:
+def write_transformers(form: Saved | nn.Module, files: Mapping[str, str], directory: Path) -> None:
     """Write model.safetensors, config.json and the files beside them, all or none, in place of an older model's."""
-    names = (WEIGHTS, *files, CONFIG)
-    with replacing_files(directory, names, removed=[name for name in BESIDE if name not in names]) as written:
-        weights, *others, config = written
-        save_file(form.state, weights, metadata={"format": "pt"})
-        for path, text in zip(others, files.values(), strict=True):
-            path.write_text(text, encoding="utf-8")
-        write_json(config, form.config)
+    created = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as name:
+            scratch = Path(name)
+            if isinstance(form, Saved):
+                save_file(form.state, scratch / WEIGHTS, metadata={"format": "pt"})
+                write_json(scratch / CONFIG, form.config)
+            else:
+                hf_classes.write(form, scratch)
+            for path, text in files.items():
+                (scratch / path).parent.mkdir(exist_ok=True)
+                (scratch / path).write_text(text, encoding="utf-8")
+            moves = {str(each.relative_to(scratch)): each for each in sorted(scratch.rglob("*")) if each.is_file()}
+            stale = [each for each in BESIDE if each not in moves and (directory / each).is_file()]
+            install_files(directory, moves, removed=stale)
+    except BaseException:
+        if created and not any(directory.iterdir()):
+            directory.rmdir()
+        raise

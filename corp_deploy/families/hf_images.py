@@ -1,5 +1,4 @@
-"""A vision transformer of transformers in timm's words: its name and arguments, and how its images are prepared
-(preprocessor_config.json).
+"""How images of a model of transformers are prepared (preprocessor_config.json), in timm's words.
 
 Images are resized to `size`, squashed or by their shorter edge, cropped to `crop_size` in the middle, scaled to 0..1
 and normalised. What timm's evaluation transform can't do is refused.
@@ -17,8 +16,9 @@ from msgspec import Meta
 from corp_deploy.spec.architecture import Preprocessing
 from ground.errors import BadInput
 
-from .hf_config import ACTIVATIONS, Side, VisionModel
-
+Side = Annotated[int, Meta(ge=1, le=16_384)]
+# msgspec 0.22 may crash on a fixed tuple of bounded numbers beside a bounded number.
+Sides = Side | Annotated[tuple[Side, ...], Meta(min_length=2, max_length=2)]
 # PIL's numbers.
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -79,11 +79,17 @@ _OF_KIND = {
 }
 
 
-def _family(content: Mapping[str, Any], model: VisionModel, where: str) -> str:
-    """How the name of the processor begins. Raises BadInput for another library's or model's."""
+def both(sides: int | tuple[int, ...]) -> tuple[int, int]:
+    """Return height and width, where one number stands for both."""
+    height, width = sides if isinstance(sides, tuple) else (sides, sides)
+    return height, width
+
+
+def _family(content: Mapping[str, Any], model_type: str, where: str) -> str:
+    """Return how the name of the processor begins. Raises BadInput for another library's or model's."""
     name = content.get("image_processor_type") or content.get("feature_extractor_type")
-    if name is None:
-        return _OF_KIND[model.config.model_type]
+    if name is None and model_type in _OF_KIND:
+        return _OF_KIND[model_type]
     match = re.fullmatch(r"(\w+?)(?:ImageProcessor|FeatureExtractor)(?:Fast|Pil)?", str(name))
     if match is None or match[1] not in _PROCESSORS:
         raise BadInput(f"{where}: images are prepared by {name!r:.60}, expected one of {', '.join(_PROCESSORS)}")
@@ -130,25 +136,30 @@ def _resize(processor: _Processor, family: str, where: str) -> tuple[tuple[int, 
     return _sides(size, where), False
 
 
-def _values(
-    entry: tuple[float, ...] | float | None, identity: float, processor: _Processor, model: VisionModel
-) -> tuple[float, ...]:
-    """One for each channel, or those of a preparation for other images."""
+def _values(entry: tuple[float, ...] | float | None, identity: float, processor: _Processor) -> tuple[float, ...]:
+    """Return a number for each channel, or one for all."""
     values = identity if entry is None or not processor.do_normalize else entry
-    values = values if isinstance(values, tuple) else (values,)
-    return values * model.config.num_channels if len(values) == 1 else values
+    return values if isinstance(values, tuple) else (values,)
 
 
-def prepared(content: Mapping[str, Any], model: VisionModel, *, where: str) -> Prepared:
-    """What a preprocessor_config.json says; an empty one is what the model's class does by itself.
+def has_default(model_type: str) -> bool:
+    """Return whether images are known to be prepared where no file says so."""
+    return model_type in _OF_KIND
+
+
+def prepared(content: Mapping[str, Any], model_type: str, *, where: str) -> Prepared:
+    """Return what a preprocessor_config.json says; an empty one is what the class of the model does by itself.
 
     Raises BadInput for what timm's evaluation transform does not do.
     """
-    family, entries = _family(content, model, where), {key: each for key, each in content.items() if each is not None}
+    family, entries = (
+        _family(content, model_type, where),
+        {key: each for key, each in content.items() if each is not None},
+    )
     try:
         processor = msgspec.convert({**_PROCESSORS[family], **entries}, _Processor)
     except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: not the preparation of a {model.architecture}: {str(error)[:300]}") from None
+        raise BadInput(f"{where}: not the preparation of a {model_type}: {str(error)[:300]}") from None
     if reason := _refusal(processor):
         raise BadInput(
             f"{where}: {reason}, which is not supported; preprocess the images yourself, or give another directory"
@@ -166,98 +177,11 @@ def prepared(content: Mapping[str, Any], model: VisionModel, *, where: str) -> P
     assert processor.resample is not None, processor
     return Prepared(
         preprocessing=Preprocessing(
-            mean=_values(processor.image_mean, 0.0, processor, model),
-            std=_values(processor.image_std, 1.0, processor, model),
+            mean=_values(processor.image_mean, 0.0, processor),
+            std=_values(processor.image_std, 1.0, processor),
             crop_pct=shares.pop(),
             interpolation=_RESAMPLING[processor.resample],
             crop_mode="center" if shortest else "squash",
         ),
         sides=sides,
     )
-
-
-def ratio_of(hidden: int, width: int) -> float:
-    """The `mlp_ratio` of which timm makes this hidden width, truncating the product."""
-    ratio = hidden / width
-    while int(width * ratio) < hidden:
-        ratio = math.nextafter(ratio, math.inf)
-    return ratio
-
-
-def _head_arguments(model: VisionModel) -> dict[str, Any]:
-    if model.output == "projection":
-        assert model.config.projection_dim is not None, model
-        return {"num_classes": model.config.projection_dim, "head": "projection"}
-    if model.output == "class and patches":
-        return {"num_classes": model.classes, "head": "class and patches"}
-    return {"num_classes": model.classes if model.output in ("classes", "distilled") else 0}
-
-
-def _kind_arguments(model: VisionModel) -> dict[str, Any]:
-    """What a kind has beside the plain ViT with a class token."""
-    config = model.config
-    own: Mapping[str, dict[str, Any]] = {
-        "vit": {},
-        # Without a head of its own the distillation token is read by nobody, as a register.
-        "deit": {} if model.output == "distilled" else {"reg_tokens": 1},
-        "dinov2": {"init_values": 1.0},
-        "dinov2_with_registers": {"init_values": 1.0, "reg_tokens": config.num_register_tokens, "no_embed_class": True},
-        "clip": {"pre_norm": True},
-        "siglip": {"class_token": False, "global_pool": "map"},
-    }
-    return own[config.model_type.removesuffix("_vision_model")]
-
-
-def timm_name(model: VisionModel) -> str:
-    """timm's name of such a model, of which its arguments change the widths."""
-    return "deit_base_distilled_patch16_224" if model.output == "distilled" else model.kind.timm
-
-
-def _eva_arguments(model: VisionModel) -> dict[str, Any]:
-    """What a model whose positions turn has where timm's VisionTransformer has an activation and its biases; of timm's
-    attentions one that has a bias of keys too, which turn with them.
-    """
-    config = model.config
-    return {
-        "attn_type": "rope",
-        "qkv_bias": config.query_bias or config.key_bias or config.value_bias,
-        "swiglu_mlp": config.use_gated_mlp,
-        "swiglu_align_to": 0,
-        "init_values": 1.0,
-        "num_reg_tokens": config.num_register_tokens,
-        "rope_temperature": config.rope_theta,
-        "global_pool": "token",
-        "num_classes": 0,
-    }
-
-
-def _vit_arguments(model: VisionModel) -> dict[str, Any]:
-    config = model.config
-    swiglu = {"mlp_layer": "swiglu_packed", "act_layer": "silu"} if config.use_swiglu_ffn else {}
-    return {
-        "qkv_bias": config.qkv_bias,
-        "act_layer": ACTIVATIONS[config.hidden_act],
-        **swiglu,
-        **_kind_arguments(model),
-        **_head_arguments(model),
-    }
-
-
-def timm_arguments(model: VisionModel, sides: tuple[int, int]) -> dict[str, Any]:
-    """All that timm builds the same model from, for images of these sides. Raises BadInput for parts of a patch where
-    positions are of whole ones.
-    """
-    config = model.config
-    if config.has_rope and any(side % patch for side, patch in zip(sides, config.patch, strict=True)):
-        raise BadInput(f"images of {sides} are no whole patches of {config.patch}; give img_size")
-    return {
-        "img_size": list(sides),
-        "patch_size": list(config.patch),
-        "in_chans": config.num_channels,
-        "embed_dim": config.hidden_size,
-        "depth": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "mlp_ratio": ratio_of(config.hidden, config.hidden_size),
-        "norm_layer": {"name": "layernorm", "eps": config.layer_norm_eps},
-        **(_eva_arguments(model) if config.has_rope else _vit_arguments(model)),
-    }

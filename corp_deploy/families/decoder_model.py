@@ -4,28 +4,55 @@ OPT, GPT-2, Llama, Mistral, Qwen2 and Qwen3 differ in their norms, in how places
 planes), in groups of queries that share keys and values, in gates and biases; here they are one model, with the q, k
 and v of a layer in one fused projection. Sequences are full: none is padded.
 
+Encoders are transformers' own classes. Decoders are written here because `calibrate --sequential` builds and fills one
+block at a time, and `export-decoder` checks a directory's tensors against them before another package reads it.
+
 Legend: B sequences, N tokens, C channels, V words.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
+import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .head_attention import HeadAttention, Rope, SequenceRotary
-from .text_encoder import ACTIVATIONS, Eps, Heads, Mlp, TextArchitecture, Width
+
+Width = Annotated[int, Meta(ge=1, le=65_536)]
+Rows = Annotated[int, Meta(ge=2, le=10_000_000)]
+Heads = Annotated[int, Meta(ge=1, le=1024)]
+Layers = Annotated[int, Meta(ge=1, le=256)]
+Eps = Annotated[float, Meta(gt=0.0, le=1.0)]
+
+ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_new": lambda: nn.GELU(approximate="tanh"),
+    "gelu_pytorch_tanh": lambda: nn.GELU(approximate="tanh"),
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "swish": nn.SiLU,
+}
 
 
-class DecoderArchitecture(TextArchitecture, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that it takes to build a decoder. `head`: the width of a head; `groups` of heads share keys and values.
 
-    `rope`: how places turn queries and keys, None for rows of a table. `rms`: norms without means (RMSNorm, arXiv
-    1910.07467). `window`: how many tokens back one may see, in models that are run on no more. `tied`: the words'
-    embeddings are the head's rows, too.
+    `positions` are rows of a table, of which the first `first_position` stand for no place in a text. `rope`: how
+    places turn queries and keys, None for rows of a table. `rms`: norms without means (RMSNorm, arXiv 1910.07467).
+    `window`: how many tokens back one may see, in models that are run on no more. `tied`: the words' embeddings are the
+    head's rows, too.
     """
 
+    vocabulary: Rows
+    positions: Rows
+    first_position: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    width: Width
+    heads: Heads
+    hidden: Width
+    layers: Layers
     groups: Heads
     head: Width
     activation: str = "silu"
@@ -45,7 +72,10 @@ class DecoderArchitecture(TextArchitecture, frozen=True, kw_only=True, forbid_un
             raise ValueError(f"{self.heads} heads are no multiple of {self.groups} groups that share keys and values")
         if self.rope is not None and self.head % 2:
             raise ValueError(f"heads of {self.head} dimensions, which make no whole planes to be turned")
-        TextArchitecture.__post_init__(self)
+        if self.longest < 1:
+            raise ValueError(f"{self.positions} positions, of which the first {self.first_position} are no places")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {self.activation!r:.60}, expected one of {', '.join(ACTIVATIONS)}")
 
     @property
     def longest(self) -> int:
@@ -87,6 +117,19 @@ class WordsAndPlaces(nn.Module):
             return x_BNC
         first = self.first_position
         return x_BNC + self.position.weight[first : first + input_ids.shape[1]]
+
+
+class Mlp(nn.Module):
+    """fc1, activation, fc2."""
+
+    def __init__(self, width: int, hidden: int, activation: str, *, bias: bool = True) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden, bias=bias)
+        self.act = ACTIVATIONS[activation]()
+        self.fc2 = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x_BNC)))
 
 
 class GatedMlp(nn.Module):

@@ -1,4 +1,4 @@
-"""The tensors of text encoders and decoders under transformers' names and under those here, both ways.
+"""The tensors of decoders under transformers' names and under those here, both ways.
 
 A name is of the embeddings, of a block or of the end; q, k and v are one fused projection here. GPT-2 keeps its linear
 layers transposed, and its q, k and v fused as well.
@@ -6,14 +6,14 @@ layers transposed, and its q, k and v fused as well.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ground.errors import BadInput
 
-from .text_decoder import DecoderArchitecture
+from .decoder_model import DecoderArchitecture
 
 _BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.(position_ids|token_type_ids))")
 _OLD = {"gamma": "weight", "beta": "bias"}
@@ -25,17 +25,15 @@ class Names:
     """How a kind of model calls its tensors. `blocks`: what stands before a block's number; `base`: what stands before
     everything but the head in a whole model's file; `parts`: within a block, theirs by ours; `outside`: of no block,
     likewise; `fused`: of q, k and v, one name where they are one tensor. `transposed`: linear layers are [inputs,
-    outputs]. `own`: how the names begin that are the model's own; others are those of poolers and of heads of tasks.
+    outputs].
     """
 
-    noun: str
     base: str
     blocks: str
     outside: Mapping[str, str]
     parts: Mapping[str, str]
     fused: tuple[str, ...]
     transposed: bool = False
-    own: tuple[str, ...] = ("",)
 
     @property
     def ours_outside(self) -> dict[str, str]:
@@ -54,7 +52,6 @@ def _parts(*theirs: str) -> dict[str, str]:
 
 _WORDS = {"embeddings.word": "embed_tokens", "head": "lm_head"}
 _OPT = Names(
-    noun="decoder",
     base="model.decoder.",
     blocks="layers.",
     outside=_WORDS | {"embeddings.position": "embed_positions", "norm": "final_layer_norm"},
@@ -62,7 +59,6 @@ _OPT = Names(
     fused=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
 )
 _GPT2 = Names(
-    noun="decoder",
     base="transformer.",
     blocks="h.",
     outside={"embeddings.word": "wte", "embeddings.position": "wpe", "norm": "ln_f", "head": "lm_head"},
@@ -71,7 +67,6 @@ _GPT2 = Names(
     transposed=True,
 )
 _LLAMA = Names(
-    noun="decoder",
     base="model.",
     blocks="layers.",
     outside=_WORDS | {"norm": "norm"},
@@ -87,54 +82,18 @@ _LLAMA = Names(
     },
     fused=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
 )
-_BERT = Names(
-    noun="encoder",
-    base="bert.",
-    blocks="encoder.layer.",
-    outside={
-        **{f"embeddings.{name}": f"embeddings.{name}_embeddings" for name in ("word", "position", "token_type")},
-        "embeddings.norm": "embeddings.LayerNorm",
-    },
-    parts=_parts(
-        "attention.output.LayerNorm",
-        "attention.output.dense",
-        "output.LayerNorm",
-        "intermediate.dense",
-        "output.dense",
-    ),
-    fused=("attention.self.query", "attention.self.key", "attention.self.value"),
-    own=("embeddings.", "encoder.layer."),
-)
-_DISTILBERT = replace(
-    _BERT,
-    base="distilbert.",
-    blocks="transformer.layer.",
-    parts=_parts("sa_layer_norm", "attention.out_lin", "output_layer_norm", "ffn.lin1", "ffn.lin2"),
-    fused=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
-    own=("embeddings.", "transformer.layer."),
-)
 _NAMES: Mapping[str, Names] = {
     "opt": _OPT,
     "gpt2": _GPT2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
-    "bert": _BERT,
-    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), replace(_BERT, base="roberta.")),
-    "distilbert": _DISTILBERT,
-    "electra": replace(_BERT, base="electra."),
 }
-_HIDDEN = {"opt": "ffn_dim", "gpt2": "n_inner", "distilbert": "hidden_dim"}
+_HIDDEN = {"opt": "ffn_dim", "gpt2": "n_inner"}
 _LINEAR = ("attn.proj", "attn.qkv", "mlp.fc1", "mlp.fc2")
 
 
 def hidden_entry(model_type: str) -> str:
     """The entry of their configuration that says how wide an MLP is."""
     return _HIDDEN.get(model_type, "intermediate_size")
-
-
-def prefix_in(state: Mapping[str, Tensor], model_type: str) -> str:
-    """What stands before a model's names in a file that has more than the model, empty where it has not."""
-    base = _NAMES[model_type].base
-    return base if any(name.startswith(f"{base}embeddings.") for name in state) else ""
 
 
 def _laid_out(names: Names, path: str, tensor: Tensor) -> Tensor:
@@ -156,7 +115,7 @@ def _qkv(names: Names, theirs: Mapping[str, dict[str, Tensor]], where: str) -> d
 
 
 def block_from_transformers(
-    state: Mapping[str, Tensor], model_type: str, *, where: str, decoder: DecoderArchitecture | None = None
+    state: Mapping[str, Tensor], model_type: str, *, where: str, decoder: DecoderArchitecture
 ) -> dict[str, Tensor]:
     """A block's tensors, by their names within it, under those here, with what no file has: how fast planes turn.
     Raises BadInput for a tensor that has no place here.
@@ -174,7 +133,7 @@ def block_from_transformers(
         elif not _BUFFERS.fullmatch(name):
             foreign.append(name)
     refuse_foreign(foreign, model_type, where=where)
-    if decoder is not None and decoder.rope is not None:
+    if decoder.rope is not None:
         mapped["attn.rotary.freqs_HP"] = decoder.rope.frequencies(decoder.head // 2).unsqueeze(0)
     return mapped | _qkv(names, fused, where)
 
@@ -214,25 +173,22 @@ def names_by_block(
 def refuse_foreign(foreign: Iterable[str], model_type: str, *, where: str) -> None:
     """Raise BadInput, naming the first one, where a tensor has no place here."""
     for name in sorted(foreign):
-        model = f"{model_type} {_NAMES[model_type].noun}"
-        raise BadInput(f"{where}: {name!r:.150} has no place in a {model}: its blocks are of another kind")
+        raise BadInput(f"{where}: {name!r:.150} has no place in a {model_type} decoder: its blocks are of another kind")
 
 
 def state_from_transformers(
-    state: Mapping[str, Tensor], model_type: str, *, where: str, decoder: DecoderArchitecture | None = None
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """A state dict under this model's names, and the names that belong to no encoder and are left out: poolers and
-    heads of tasks. Raises BadInput for a tensor of the model that has no place here.
-    """
+    state: Mapping[str, Tensor], model_type: str, *, where: str, decoder: DecoderArchitecture
+) -> dict[str, Tensor]:
+    """A state dict under this model's names. Raises BadInput for a tensor that has no place here."""
     outside, blocks = names_by_block(state, model_type, where=where)
-    own = {name: state[full] for name, full in outside.items() if name.startswith(_NAMES[model_type].own)}
-    mapped, foreign = outside_from_transformers(own, model_type, tied=decoder is not None and decoder.tied)
+    own = {name: state[full] for name, full in outside.items()}
+    mapped, foreign = outside_from_transformers(own, model_type, tied=decoder.tied)
     for index, names in sorted(blocks.items()):
         within = {name: state[full] for name, full in names.items()}
         block = block_from_transformers(within, model_type, where=f"{where}: block {index}", decoder=decoder)
         mapped |= {f"blocks.{index}.{name}": tensor for name, tensor in block.items()}
     refuse_foreign(foreign, model_type, where=where)
-    return mapped, tuple(sorted(full for name, full in outside.items() if name not in own))
+    return mapped
 
 
 def _block_to_transformers(
@@ -249,12 +205,12 @@ def _block_to_transformers(
 
 
 def state_to_transformers(
-    state: Mapping[str, Tensor], rows: tuple[int, int, int], layers: int, model_type: str, *, base: str | None = None
+    state: Mapping[str, Tensor], rows: tuple[int, int, int], layers: int, model_type: str
 ) -> dict[str, Tensor]:
     """A state dict of a whole model under transformers' names; `rows` of each block's fused projection are q's, k's and
-    v's. `base`: what stands before the names, where that is not what the class of the whole model has.
+    v's.
     """
-    names = _NAMES[model_type] if base is None else replace(_NAMES[model_type], base=base)
+    names = _NAMES[model_type]
     theirs = {ours: name for name, ours in names.ours_outside.items()}
     named = {
         f"{'' if name == 'head.weight' else names.base}{theirs[name]}": tensor

@@ -1,0 +1,155 @@
+"""Encoders of images, texts and series, built by transformers' own classes and traced."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from inspect import signature
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor, nn
+
+from corp_deploy.spec.architecture import Architecture, Preprocessing
+from corp_deploy.traced.models.array_inputs import ArraySpec, InputSpec, parameters_of
+from corp_deploy.traced.models.module import refuse_larger, traced_module
+from ground.errors import BadInput
+from ground.ports import Port
+
+from .hf_classes import IMAGES, TEXT, base_of, built, class_of, longest, read
+from .hf_images import Sides, both
+from .hf_outputs import Answer, Called, Pooling, answering, chosen, pooled
+from .module_facts import PREPARED, facts_with
+from .timm_images import BY_CHANNEL, ImageSpec
+from .tokenizer import TextSpec, Tokenization
+
+PREFIX, FAMILY = "transformers:", "traced"
+LENGTH = 16_000
+"""Samples of a series where nobody says how many: a second of speech."""
+_INTERPOLATES = "interpolate_pos_encoding"
+
+
+class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The configuration, what one input is, and what was left out as its file has no weights of it.
+
+    `output`: of the class's outputs the one that is given, None for all; `pooling` and `normalize`: how one embedding
+    is made of a text's tokens.
+    """
+
+    config: dict[str, Any]
+    img_size: Sides | None = None
+    length: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
+    text: Tokenization | None = None
+    output: str | None = None
+    pooling: Pooling | None = None
+    normalize: bool = False
+    without_pooler: bool = False
+
+    @property
+    def left_out(self) -> dict[str, bool]:
+        """Layers, as a class is told."""
+        return {"add_pooling_layer": False} if self.without_pooler else {}
+
+    @property
+    def answer(self) -> Answer | None:
+        """What is made of a class's outputs, None of all of them."""
+        if self.pooling is not None:
+            return pooled(self.pooling, self.normalize)
+        return None if self.output is None else chosen(self.output)
+
+
+def arguments_of(kwargs: Mapping[str, Any], *, where: str) -> Arguments:
+    """Raise BadInput, naming the entry, for what is none."""
+    try:
+        return msgspec.convert(dict(kwargs), Arguments)
+    except ValueError as error:  # msgspec's own are ValueErrors too
+        raise BadInput(f"{where}: {str(error)[:200]}; write the model again") from None
+
+
+def architecture_of(arguments: Arguments, preprocessing: Preprocessing, *, where: str) -> Architecture:
+    """Return what config.json of a model directory keeps. Raises BadInput for what its library can't build."""
+    name = class_of(arguments.config, where=where).__name__
+    kwargs = {"config": arguments.config}
+    for key in arguments.__struct_fields__[1:]:
+        value = msgspec.to_builtins(getattr(arguments, key))
+        kwargs |= {} if value in (None, False) else {key: value}
+    return Architecture(name=PREFIX + name, kwargs=kwargs, preprocessing=preprocessing, family=FAMILY)
+
+
+def build(architecture: Architecture) -> nn.Module:
+    """Return the traced model with its initial weights, on the CPU whatever torch's default device is, as its code
+    holds numbers that are no weights. Raises BadInput where transformers can't build it or it can't be traced, and for
+    more parameters than are built.
+    """
+    where = architecture.name
+    arguments = arguments_of(architecture.kwargs, where=where)
+    refuse_larger(lambda: plain_model(arguments, where=where), where)
+    with torch.device("cpu"):
+        model = plain_model(arguments, where=where).eval()
+        spec, names = _spec(model, arguments, architecture.preprocessing)
+        with compiling():
+            return traced_module(model, facts_with(model, spec, names))
+
+
+def compiling() -> AbstractContextManager[object]:
+    """Let transformers keep no tensors of a run without memory in its caches, as it keeps none while it is compiled."""
+    return patch.object(torch.compiler, "_is_compiling_flag", True)
+
+
+def plain_model(arguments: Arguments, *, where: str) -> nn.Module:
+    """Return a model of transformers' class with its initial weights, which gives its answer alone."""
+    kind, config = class_of(arguments.config, where=where), arguments.config
+    resized = arguments.img_size is not None and both(arguments.img_size) != _own_sides(config)
+    more = {_INTERPOLATES: True} if resized and _INTERPOLATES in signature(kind.forward).parameters else {}
+    return built(answering(Called(kind, arguments.answer, more)), config, arguments.left_out, where=where)
+
+
+def _own_sides(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    size = config.get("image_size")
+    return None if size is None else tuple(size) if isinstance(size, list) else (size, size)
+
+
+def state_of(directory: Path, arguments: Arguments) -> tuple[Arguments, dict[str, Tensor], tuple[str, ...]]:
+    """Return the arguments without what a directory has no weights of, weights under the names of the model's modules
+    as its class reads them, and the names of what is there and not used. Raises BadInput for weights that are missing.
+    """
+    kind = class_of(arguments.config, where=str(directory))
+    model, loading_info = read(kind, arguments.config, directory, arguments.left_out)
+    missing = sorted(loading_info["missing_keys"])
+    if missing and all(".pooler." in f".{name}" for name in missing) and not arguments.without_pooler:
+        arguments = msgspec.structs.replace(arguments, without_pooler=True)
+        model, loading_info = read(kind, arguments.config, directory, arguments.left_out)
+        missing = sorted(loading_info["missing_keys"])
+    odd = [*missing, *(str(each[0]) for each in loading_info["mismatched_keys"])]
+    if odd:
+        raise BadInput(f"{directory}: no weights of the model's shape of {', '.join(odd[:3])}; save the whole model")
+    return arguments, dict(model.state_dict()), tuple(sorted(loading_info["unexpected_keys"]))
+
+
+def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) -> tuple[InputSpec, tuple[str, ...]]:
+    """Return what the model takes, and by which of its parameters."""
+    config: Any = model.config
+    main = str(model.main_input_name)
+    if main == IMAGES:
+        channels = int(getattr(config, "num_channels", 3))
+        size: Any = arguments.img_size or getattr(config, "image_size", None) or 224
+        shape = (channels, *both(tuple(size) if isinstance(size, list) else size))
+        prepared = {**PREPARED, **preprocessing.spread(channels).settings, "input_size": shape}
+        unknown = () if preprocessing.settings else BY_CHANNEL
+        return ImageSpec(shape=shape, config={key: prepared[key] for key in prepared if key not in unknown}), (main,)
+    if main != TEXT:
+        return ArraySpec(ports=(Port(name=main, shape=(arguments.length or LENGTH,)),)), (main,)
+    if arguments.text is not None:
+        names = tuple(port.name for port in arguments.text.ports)
+        return TextSpec(tokenization=arguments.text, tokenizer_json="", vocabulary=config.vocab_size), names
+    length = arguments.length or longest(model)
+    names = tuple(name for name in (TEXT, "attention_mask") if name in parameters_of(model))
+    return ArraySpec(ports=tuple(Port(name=name, shape=(length,), dtype="int64") for name in names)), names
+
+
+def most_tokens(config: Mapping[str, Any], *, where: str) -> int:
+    """Return the most tokens of a text that a configuration has places for."""
+    with torch.device("meta"):
+        return longest(built(base_of(config, where=where), config, {}, where=where))

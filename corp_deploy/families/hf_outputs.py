@@ -1,0 +1,96 @@
+"""The outputs of transformers' classes: the one that a model is for, or one embedding pooled of a text's tokens.
+
+Legend: B inputs, N tokens, C channels.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ground.errors import BadInput
+
+Pooling = Literal["mean", "first"]
+CALLED = "called_by_corp_deploy"
+CLASS_TOKEN = "last_hidden_state[:, 0]"
+OUTPUTS: Mapping[str, str] = {
+    "ViTModel": CLASS_TOKEN,
+    "DeiTModel": CLASS_TOKEN,
+    "Dinov2Model": "pooler_output",
+    "Dinov2WithRegistersModel": "pooler_output",
+    "DINOv3ViTModel": "pooler_output",
+    "CLIPVisionModel": "pooler_output",
+    "CLIPVisionModelWithProjection": "image_embeds",
+    "SiglipVisionModel": "pooler_output",
+    "DeiTForImageClassificationWithTeacher": "logits",
+}
+"""By class the output that the model is for; other classes give all of theirs."""
+Answer = Callable[[Any, Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Names of outputs with tensors, from what a class gives and what it was given."""
+
+
+def chosen(output: str) -> Answer:
+    """Return one of a class's outputs as logits or as an embedding."""
+
+    def answer(given: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        field = output.removesuffix("[:, 0]")
+        tensor = getattr(given, field, None)
+        if tensor is None:
+            raise BadInput(f"it gives no {field}, expected a class with pooled output")
+        return {"logits" if output == "logits" else "embedding": tensor[:, 0] if output == CLASS_TOKEN else tensor}
+
+    return answer
+
+
+def pooled(pooling: Pooling, normalize: bool) -> Answer:
+    """Return one embedding a text, of its first token or the mean of those that are no padding."""
+
+    def answer(given: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        x_BNC = given.last_hidden_state
+        if pooling == "first":
+            out_BC = x_BNC[:, 0]
+        else:
+            # Weights before the sum, in float32: a sum of hundreds of float16 tokens would be near its end.
+            weights_BN = inputs["attention_mask"].to(torch.float32)
+            weights_BN = weights_BN / weights_BN.sum(dim=1, keepdim=True).clamp(min=1.0)
+            out_BC = (x_BNC.to(torch.float32) * weights_BN.unsqueeze(-1)).sum(dim=1)
+        if normalize:
+            out_BC = F.normalize(out_BC.to(torch.float32), dim=-1)
+        return {"embedding": out_BC.to(x_BNC.dtype)}
+
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """How a class of transformers is called: with arguments `more`, for one answer, or for all that it gives."""
+
+    kind: Any
+    answer: Answer | None
+    more: Mapping[str, Any]
+
+    def given(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+        """Return what the class gives."""
+        return self.kind.forward(model, **inputs, **self.more)
+
+    def forward(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+        """Return the answer."""
+        given = self.given(model, inputs)
+        return given if self.answer is None else self.answer(given, inputs)
+
+
+def answering(called: Called) -> Any:
+    """Return a class that is called so."""
+    kind = called.kind
+    if called.answer is None and not called.more:
+        return kind
+    members = {"forward": lambda self, **inputs: called.forward(self, inputs), CALLED: called}
+    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+
+
+def called_of(plain: type[nn.Module]) -> Called:
+    """Return how a class that may come of `answering` is called."""
+    return vars(plain).get(CALLED) or Called(plain, None, {})

@@ -1,0 +1,158 @@
+"""Named outputs of transformers' vision models: tokens and maps of the last hidden state and behind layers.
+
+Legend: B images, N tokens, F of them in front of P places of a map, C channels.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from corp_deploy.spec.outputs import Output, Outputs
+from corp_deploy.traced.models.module import TracedModule, facts_of, traced_module, traced_state
+from ground.errors import BadInput
+
+from .hf_encoders import compiling
+from .hf_outputs import called_of
+from .module_facts import facts_with
+
+_FRONT = {
+    "cls_token": "class",
+    "class_embedding": "class",
+    "distillation_token": "distillation",
+    "register_tokens": "register",
+}
+"""The kinds of tokens in front of patches, by the parameters that they start as, in the order in which they stand."""
+_KINDS = {"class": "class", "registers": "register"}
+_NORMS = ("layernorm", "norm", "post_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tower:
+    """The model below any head. `kinds`: of the tokens in front of places; `own`: the model's own output by name."""
+
+    base: nn.Module
+    kinds: tuple[str, ...]
+    grid: tuple[int, int]
+    own: str
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return next(each for each in self.base.modules() if isinstance(each, nn.ModuleList))
+
+    @property
+    def norm(self) -> nn.Module | None:
+        """The last norm of tokens."""
+        named = {name.rpartition(".")[2]: each for name, each in self.base.named_modules() if ".layer" not in name}
+        return next((named[name] for name in _NORMS if name in named), None)
+
+    def tensor(self, output: Output, x_BNC: Tensor) -> Tensor:
+        """Return what an output has of tokens."""
+        front = len(self.kinds)
+        if output.part == "tokens":
+            return x_BNC
+        if output.part in ("patches", "map"):
+            patches_BPC = x_BNC[:, front:]
+            return patches_BPC.mT.unflatten(2, self.grid) if output.part == "map" else patches_BPC
+        kind = _KINDS[output.part or ""]
+        first, count = self.kinds.index(kind), self.kinds.count(kind)
+        return x_BNC[:, first] if kind == "class" else x_BNC[:, first : first + count]
+
+    def refusal(self, output: Output) -> str:
+        """Return why the model hasn't an output, or nothing."""
+        if output.part is None:
+            ours = "logits" if self.own == "logits" else "pooled"
+            return "" if output.name == ours else f"the model's head gives {ours}"
+        if output.layer and not (output.layer.startswith(("blocks.", "layers.")) and _place(output) < len(self.layers)):
+            return f"the model has no such layer; it has block0 to block{len(self.layers) - 1}"
+        kind = _KINDS.get(output.part)
+        if kind is not None and kind not in self.kinds:
+            return f"the model has no {kind} token; its tokens are {', '.join(dict.fromkeys((*self.kinds, 'patch')))}"
+        is_normed = output.layer and output.normed
+        return "the model has no norm of tokens behind its last layer" if is_normed and self.norm is None else ""
+
+
+def _place(output: Output) -> int:
+    return int(output.layer.rpartition(".")[2])
+
+
+def _tower(model: nn.Module) -> _Tower:
+    """Raise BadInput for a model that has no patches of images."""
+    base: Any = model.base_model
+    config, (_, *sides) = base.config, facts_of(model).spec.shape
+    patch, own = getattr(config, "patch_size", None), facts_of(model).outputs[0].name
+    if len(sides) != 2 or patch is None or not any(isinstance(each, nn.ModuleList) for each in base.modules()):
+        raise BadInput(f"outputs: {type(model).__name__} has no patches; leave --outputs out")
+    patches = patch if isinstance(patch, list | tuple) else (patch, patch)
+    counts = {name.rpartition(".")[2]: each for name, each in base.named_parameters()}
+    kinds = [
+        kind
+        for name, kind in _FRONT.items()
+        if name in counts
+        for _ in range(counts[name].shape[1] if counts[name].dim() == 3 else 1)
+    ]
+    return _Tower(base, tuple(kinds), (sides[0] // patches[0], sides[1] // patches[1]), own)
+
+
+def with_named_tokens(model: TracedModule, outputs: Outputs) -> TracedModule:
+    """Return a copy of a dense vision model of transformers that gives these outputs: its own, tokens of its last
+    hidden state, and tokens behind its layers. Raises BadInput for what it hasn't got.
+    """
+    state, facts, tower = traced_state(model), facts_of(model), _tower(model)
+    for output in outputs.every:
+        if reason := tower.refusal(output):
+            raise BadInput(f"outputs: {output.name}: {reason}")
+    called = called_of(state.plain)
+
+    def forward(self: Any, **inputs: Tensor) -> Mapping[str, Tensor]:
+        running, streams = _tower_of(self, tower), dict[int, Any]()
+        watched = dict(enumerate(running.layers)) | ({} if running.base is self else {-1: running.base})
+        handles = [each.register_forward_hook(_keeping(streams, place)) for place, each in watched.items()]
+        given = called.given(self, inputs)
+        for handle in handles:
+            handle.remove()
+        last = streams.get(-1, given).last_hidden_state
+        if self.config.model_type == "clip_vision_model":  # whose class norms what it pools alone
+            assert running.norm is not None
+            last = running.norm(last)
+        tensors = dict[str, Tensor]()
+        for output in outputs.every:
+            if output.part is None:
+                own = given if called.answer is None else called.answer(given, inputs)
+                tensors[output.name] = own[tower.own]
+                continue
+            x_BNC = _tokens(streams[_place(output)]) if output.layer else last
+            x_BNC = running.norm(x_BNC) if output.layer and output.normed and running.norm is not None else x_BNC
+            tensors[output.name] = tower.tensor(output, x_BNC)
+        return tensors
+
+    members = {"forward": forward, "__module__": state.plain.__module__}
+    kind: type[nn.Module] = type(state.plain.__name__, (state.plain,), members)
+    plain = kind.__new__(kind)
+    plain.__dict__ |= copy.deepcopy({key: value for key, value in vars(model).items() if key != "known_to_corp_deploy"})
+    with compiling():
+        named = facts_with(plain, facts.spec, [str(tower.base.main_input_name)])
+    ports = tuple(
+        replace(port, role=facts.outputs[0].role if output.part is None else output.port.role)
+        for port, output in zip(named.outputs, outputs.every, strict=True)
+    )
+    classes = facts.classes if "logits" in outputs.names else 0
+    return traced_module(plain, replace(named, outputs=ports, classes=classes, named=outputs))
+
+
+def _tower_of(model: Any, like: _Tower) -> _Tower:
+    return replace(like, base=model.base_model)
+
+
+def _keeping(streams: dict[int, Any], place: int) -> Callable[..., None]:
+    def keep(module: nn.Module, arguments: Any, given: Any) -> None:
+        streams[place] = given
+
+    return keep
+
+
+def _tokens(given: Any) -> Tensor:
+    tokens: Tensor = given[0] if isinstance(given, tuple) else given
+    return tokens
