@@ -13,6 +13,7 @@ from msgspec import json
 
 import corp_deploy
 from benchmarks.pages.root_pages import led_anew
+from corp_deploy import cli
 from corp_deploy.cli import main
 from corp_deploy.invocation.option import NEEDED
 from corp_deploy.release.recipe import SECTIONS
@@ -80,9 +81,11 @@ def test_every_option_of_every_command_is_shown(site: Path) -> None:
 
 def test_every_command_and_all_that_is_public_has_a_reference() -> None:
     shown = [text_of(page) for page in sorted((REFERENCE / "commands").glob("*.md"))]
-    named = re.findall(r"^    :prog_name: corp-deploy (.+)$", "\n".join(shown), re.MULTILINE)
+    named = dict(re.findall(r"^    :command: (\w+)\n    :prog_name: corp-deploy (.+)$", "\n".join(shown), re.MULTILINE))
     listed = re.findall(r"^\| \[`([^`]+)`\]", text_of(REFERENCE / "commands" / "index.md"), re.MULTILINE)
-    assert sorted(named) == sorted(main.commands)
+    assert {getattr(cli, attribute).name: name for attribute, name in named.items()} == {
+        name: name for name in main.commands
+    }
     assert listed == list(main.commands)
     public = re.findall(r"^::: corp_deploy\.(\w+)$", text_of(REFERENCE / "python.md"), re.MULTILINE)
     assert sorted(public) == sorted(corp_deploy.__all__)

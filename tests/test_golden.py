@@ -100,7 +100,13 @@ def kind_in(node: ast.AST) -> ast.expr | None:
     if isinstance(node, ast.ClassDef):
         given = {each.arg: each.value for each in node.keywords}
         fields = {ast.unparse(each.target): each.value for each in node.body if isinstance(each, ast.AnnAssign)}
-        return given["tag"] if "tag_field" in given else fields.get("kind") if "version" in fields else None
+        return (
+            given["tag"]
+            if {"tag", "tag_field"} <= given.keys()
+            else fields.get("kind")
+            if "version" in fields
+            else None
+        )
     if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("record_from_"):
         return next((each.value for each in node.keywords if each.arg == "kind"), None)
     return None
@@ -111,8 +117,8 @@ def kinds_of_source() -> Iterator[str]:
         for kind in filter(None, map(kind_in, ast.walk(tree))):
             if isinstance(kind, ast.Name) and kind.id.isupper():
                 yield getattr(import_module(".".join(path.with_suffix("").parts)), kind.id)
-            elif isinstance(kind, ast.Constant):
-                yield str(kind.value)
+            elif isinstance(kind, ast.Constant) and isinstance(kind.value, str):
+                yield kind.value
 
 
 def test_the_page_has_every_kind_of_the_source_and_each_has_a_golden_file() -> None:
