@@ -61,7 +61,8 @@ def test_classifier_of_texts_gives_its_logits_and_is_pooled_where_asked_for(tmp_
     import transformers
 
     torch.manual_seed(0)
-    theirs = transformers.BertForSequenceClassification(encoders.configuration("bert", num_labels=5)).eval()
+    theirs: Any = transformers.BertForSequenceClassification(encoders.configuration("bert", num_labels=5))
+    theirs.eval()
     theirs.save_pretrained(tmp_path)
     encoders.write_tokenizer(tmp_path / "tokenizer.json")
     ours = load_transformers(tmp_path).model

@@ -21,7 +21,7 @@ class Signatures(griffe.Extension):
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         called = getattr(corp_deploy, func.name, None) if func.name in corp_deploy.__all__ else None
-        if hasattr(called, "__signature__"):
+        if called is not None and hasattr(called, "__signature__"):
             func.parameters = griffe.Parameters(*map(_shown, inspect.signature(called).parameters.values()))
 
 

@@ -113,8 +113,10 @@ def bench_of(blocks: tuple[TimedBlock, ...], stop: str) -> Bench:
     trials = dict.fromkeys(NAMES, BenchTrial(status="ok", warm_up_flat=True))
     row = Row(batch=8, trials=trials, calls_per_block=CALLS, settle_calls=1, stop=stop, blocks=blocks, noise_blocks=())
     describe = {"backend": "numpy", "device": "cpu"}
-    subjects = tuple(SubjectRecord(name=name, describe=describe) for name in NAMES)
-    return Bench(created="", command=(), environment={}, settings={}, subjects=subjects, rows=(row,), warnings=())
+    dense, reduced = (SubjectRecord(name=name, describe=describe) for name in NAMES)
+    return Bench(
+        created="", command=(), environment={}, settings={}, subjects=(dense, reduced), rows=(row,), warnings=()
+    )
 
 
 def compared(work: Callable[[], object]) -> dict[str, Any]:

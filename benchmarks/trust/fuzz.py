@@ -26,7 +26,6 @@ import click
 import numpy as np
 import tomli_w
 import torch
-from corp_deploy.store.inputs import images_for_model
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -43,6 +42,7 @@ from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.store.hub_snapshot import config_of_directory, model_of_snapshot
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from corp_deploy.store.manifest import load_effort, load_manifest
 from corp_deploy.store.model_config import load_model_config
