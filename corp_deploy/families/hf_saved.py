@@ -200,7 +200,7 @@ def _plain(theirs: nn.Module, arguments: Arguments) -> nn.Module:
         kind = class_of(arguments.config, where=WHERE)
     plain = kind.__new__(kind)
     plain.__dict__ |= vars(theirs)
-    return plain  # type: ignore[no-any-return]
+    return plain
 
 
 def _heads(outer: nn.Module, at: str, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
