@@ -15,8 +15,6 @@ from calib.inputs import InputSet, run_model, tensors_by_name
 from calib.moments import ChannelMoments, HeadMoments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import steps, traced, tracing
-from corp_deploy.polish.options import PolishOptions
-from corp_deploy.polish.polish import polished
 from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.polish.walk import StreamPair
 from corp_deploy.reduction.calibrate import Statistics, calibrate
@@ -238,11 +236,6 @@ def looped(dense: Checkpoint, texts: InputSet) -> nn.Module:
     return reduce_traced(dense.model, texts, HALF, loop=Loop()).model
 
 
-def with_layers_polished(dense: Checkpoint, texts: InputSet) -> nn.Module:
-    model = reduce(dense.model, calibrate(dense, texts, batch_size=8), HALF).model
-    return polished(dense.model, model, texts, PolishOptions(steps=1)).model
-
-
 def made_sparse(dense: Checkpoint, texts: InputSet) -> nn.Module:
     kinds = Sparsifying(kinds={"head": Sparsity(kept=2, of=4), "mlp": Sparsity(kept=2, of=4)}, permute="none")
     return sparsified(dense.model, texts, kinds)[0]
@@ -254,7 +247,7 @@ def folded(dense: Checkpoint, texts: InputSet) -> nn.Module:
 
 
 @pytest.mark.slow("models")
-@pytest.mark.parametrize("lever", [looped, with_layers_polished, made_sparse, folded])
+@pytest.mark.parametrize("lever", [looped, made_sparse, folded])
 def test_more_padding_changes_no_fit(lever: Callable[[Checkpoint, InputSet], nn.Module], tmp_path: Path) -> None:
     """The same answers where the texts are padded to more tokens."""
     answers = list[Tensor]()

@@ -47,6 +47,7 @@ def reduce_command(
     from corp_deploy.planning.carried_out import Polishing
     from corp_deploy.planning.execution import reduce_checkpoint
     from corp_deploy.planning.judging import judges_from_choice
+    from corp_deploy.planning.refusals import require_sayable
     from corp_deploy.planning.request import record_of_reduction, request_of
     from corp_deploy.polish.state import state_beside
     from corp_deploy.proof.speed import measured_speedup
@@ -62,6 +63,7 @@ def reduce_command(
     resumed = state_beside(output).exists()
     with timed_on(reduction.device) as watch:
         dense = on_device(model.load(out), reduction.device)
+        require_sayable(dense, request)
         images = None if inputs.path is None else inputs.split(inputs.open(dense, out.note), inputs.seed).fitted
         judges = judges_from_choice(dense.model, images, reduction)
         with out.progress(title, None, unit="sites" if judges is None else "models") as bar:
