@@ -65,4 +65,4 @@ def test_a_family_of_its_own_goes_the_whole_way(home: Path) -> None:
 
 def test_a_family_that_is_not_there_is_named(home: Path) -> None:
     family._BUILDERS.pop("patched")
-    rejects("family 'patched': expected one of bert, timm", load, "dense")
+    rejects("family 'patched': expected one of timm, module", load, "dense")

@@ -359,7 +359,10 @@ def recipe(directory: Path, within: str, calibration: str = "hold_out = 16", red
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (("error 0.1", "hold_out = 16", "macs = 0.5"), "--within chooses the budget itself; give it without --macs"),
+        (
+            ("error 0.1", "hold_out = 16", "macs = 0.5"),
+            "within chooses the budget itself; give it without reduce.macs",
+        ),
         (("error 0.1", ""), "is judged on images held out; give calibration.hold_out"),
         (("accuracy -1",), "needs labels of the images that calibration.hold_out leaves out"),
     ],

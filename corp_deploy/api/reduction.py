@@ -25,7 +25,7 @@ from ground.gpu import require_device
 
 from .in_python import in_python, speaking_python, verb
 from .models import Directory, OfModel, in_memory, opened, opened_inputs
-from .values import InputsLike
+from .values import InputsLike, refuse_other_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +75,12 @@ def reduce(call: ReduceCall) -> Reduced:
     """
     require_device(call.device)
     moments_file, in_files = Path(call.moments), call.inputs is None or isinstance(call.inputs, str | os.PathLike)
+    if not in_files:
+        refuse_other_inputs(call.inputs)
     moments = load_moments(moments_file)
     with ExitStack() as stack:
-        dense, input_set = (
-            on_device(stack.enter_context(opened(call.model, moments if in_files else call.inputs)), call.device),
-            None,
-        )
+        example = moments if in_files else call.inputs
+        dense, input_set = on_device(stack.enter_context(opened(call.model, example)), call.device), None
         if dense.architecture.family == MEMORY and is_reduced(dense.model):
             raise BadInput("model is a reduced one in memory, and a directory names the dense one; give its directory")
         if call.inputs is not None:

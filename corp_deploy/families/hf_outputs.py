@@ -35,9 +35,9 @@ Answer = Callable[[Any, Mapping[str, Tensor]], Mapping[str, Tensor]]
 def chosen(output: str) -> Answer:
     """Return one of a class's outputs as logits or as an embedding."""
 
-    def answer(given: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def answer(outputs: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         field = output.removesuffix("[:, 0]")
-        tensor = getattr(given, field, None)
+        tensor = getattr(outputs, field, None)
         if tensor is None:
             raise BadInput(f"it gives no {field}, expected a class with pooled output")
         return {"logits" if output == "logits" else "embedding": tensor[:, 0] if output == CLASS_TOKEN else tensor}
@@ -48,8 +48,8 @@ def chosen(output: str) -> Answer:
 def pooled(pooling: Pooling, normalize: bool) -> Answer:
     """Return one embedding a text, of its first token or the mean of those that are no padding."""
 
-    def answer(given: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        x_BNC = given.last_hidden_state
+    def answer(outputs: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        x_BNC = outputs.last_hidden_state
         if pooling == "first":
             out_BC = x_BNC[:, 0]
         else:
@@ -72,14 +72,14 @@ class Called:
     answer: Answer | None
     more: Mapping[str, Any]
 
-    def given(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+    def raw_outputs(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
         """Return what the class gives."""
         return self.kind.forward(model, **inputs, **self.more)
 
     def forward(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
         """Return the answer."""
-        given = self.given(model, inputs)
-        return given if self.answer is None else self.answer(given, inputs)
+        outputs = self.raw_outputs(model, inputs)
+        return outputs if self.answer is None else self.answer(outputs, inputs)
 
 
 def answering(called: Called) -> Any:

@@ -103,7 +103,7 @@ def changes_of(model: nn.Module, arguments: Arguments, unread: Mapping[str, Tens
         shapes = _shapes(replace(arguments, config={**arguments.config, **changes}))
         if not (name := _unlike(shapes, state, own, dense)):
             return changes
-    raise refused(_last_reason(model, arguments, name, known=name in state))
+    raise refused(_last_reason(model, arguments, name, in_class=name in state))
 
 
 def _reasons(model: nn.Module, values: Mapping[str, Any], kind: str) -> Iterator[str]:
@@ -143,9 +143,9 @@ def _reasons_of_heads(sites: list[Site], sizes: Mapping[str, int]) -> Iterator[s
                 yield f"{path} has heads of {own} and {other} of {its}, expected one width for all layers"
 
 
-def _last_reason(model: nn.Module, arguments: Arguments, name: str, *, known: bool) -> str:
+def _last_reason(model: nn.Module, arguments: Arguments, name: str, *, in_class: bool) -> str:
     """Return why a parameter does not fit the class."""
-    if not known and not name.endswith(".bias"):
+    if not in_class and not name.endswith(".bias"):
         return (
             f"the class has {name} too, which is only in the transformers directory that the model was read from; give "
             "--model hf:DIR for that one"
@@ -236,9 +236,9 @@ def _require_same(model: nn.Module, theirs: nn.Module) -> None:
     parameters = [str(theirs.main_input_name), *(port.name for port in ports[1:])]
     with torch.inference_mode():
         expected: Any = model.cpu()(*inputs)
-        got: Any = theirs(**dict(zip(parameters, inputs, strict=True)))
+        actual: Any = theirs(**dict(zip(parameters, inputs, strict=True)))
     ours = expected[0] if isinstance(expected, tuple) else expected
-    first = next(each for each in got.values() if isinstance(each, Tensor))
+    first = next(each for each in actual.values() if isinstance(each, Tensor))
     apart = float((first - ours).norm() / ours.norm())
     if not apart <= _MOST_APART:
         name = type(theirs).__name__

@@ -45,7 +45,7 @@ _TAKES = (
 )
 
 
-class _Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What --model-kwargs may say otherwise than the directory."""
 
     img_size: Sides | None = None
@@ -78,9 +78,9 @@ def _based(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**config, "architectures": [hf_classes.base_of(config, where=where).__name__]}
 
 
-def _text(directory: Path, asked: _Asked, config: dict[str, Any], *, looked_at: bool) -> _Encoder:
+def _text(directory: Path, request: _Request, config: dict[str, Any], *, looked_at: bool) -> _Encoder:
     where, by = str(directory / CONFIG), pooled_by(directory)
-    pools = by is not None or asked.pooling is not None or asked.normalize is not None
+    pools = by is not None or request.pooling is not None or request.normalize is not None
     base = _based(config, where)
     is_base = hf_classes.class_of(config, where=where).__name__ == base["architectures"][0]
     pools = pools or (is_base and config.get("model_type") in SENTENCE_KINDS)
@@ -88,20 +88,20 @@ def _text(directory: Path, asked: _Asked, config: dict[str, Any], *, looked_at: 
     if pools or (directory / TOKENIZER).exists():
         longest = most_tokens(config, where=where)
         limits = text_length(directory, longest)
-        if asked.length is not None and asked.length > longest:
-            raise BadInput(f"a text of {asked.length} tokens: the encoder has places for {longest} at most")
+        if request.length is not None and request.length > longest:
+            raise BadInput(f"a text of {request.length} tokens: the encoder has places for {longest} at most")
         arguments["text"] = Tokenization(
-            length=asked.length or limits.tokens,
+            length=request.length or limits.tokens,
             pad_id=config.get("pad_token_id") or 0,
             lower_case=limits.lower_case,
             sha256=digest_of_tokenizer(directory, needed=not looked_at),
         )
     else:
-        arguments["length"] = asked.length
+        arguments["length"] = request.length
     if pools:
         by = by or PooledBy(pooling="mean", normalize=False)
-        normalize = by.normalize if asked.normalize is None else asked.normalize
-        arguments |= {"pooling": asked.pooling or by.pooling, "normalize": normalize}
+        normalize = by.normalize if request.normalize is None else request.normalize
+        arguments |= {"pooling": request.pooling or by.pooling, "normalize": normalize}
     written = hf_classes.written_class(config)
     return _Encoder(
         arguments=Arguments(config=own, **arguments),
@@ -133,14 +133,14 @@ def _preparation(directory: Path, model_type: str) -> tuple[Prepared | None, str
     return prepared({}, model_type, where=f"{directory}: no {PREPROCESSOR}"), source, {}
 
 
-def _images(directory: Path, asked: _Asked, config: dict[str, Any], preprocessing: Preprocessing) -> _Encoder:
+def _images(directory: Path, request: _Request, config: dict[str, Any], preprocessing: Preprocessing) -> _Encoder:
     where = str(directory / CONFIG)
-    config = _based(config, where) if asked.num_classes == 0 else config
+    config = _based(config, where) if request.num_classes == 0 else config
     preparation, source, content = _preparation(directory, str(config.get("model_type")))
-    # As asked for; as they are prepared where the model's class takes any size; else those of its positions.
+    # As requested; as they are prepared where the model's class takes any size; else those of its positions.
     takes_any = str(config.get("model_type")).startswith(("dinov2", "dinov3")) or "image_size" not in config
     own = list(preparation.sides) if preparation and content and takes_any else None
-    sides = asked.img_size if asked.img_size is not None else own
+    sides = request.img_size if request.img_size is not None else own
     name = hf_classes.class_of(config, where=where).__name__
     arguments = Arguments(
         config=config, img_size=tuple(sides) if isinstance(sides, list) else sides, output=OUTPUTS.get(name)
@@ -153,7 +153,7 @@ def _images(directory: Path, asked: _Asked, config: dict[str, Any], preprocessin
         notes.append(f"{CONFIG}: its output is {output} of {name}")
     if preparation is None and source:
         notes.append(source)
-    if preparation and content and asked.img_size is not None:
+    if preparation and content and request.img_size is not None:
         height, width = preparation.sides
         notes.append(f"{source}: makes images of {height}x{width}, which are made of another size here")
     return _Encoder(
@@ -161,7 +161,7 @@ def _images(directory: Path, asked: _Asked, config: dict[str, Any], preprocessin
         preprocessing=Preprocessing(**settings),
         notes=tuple(notes),
         source=source if preparation else "what is given beside the directory",
-        files={PREPROCESSOR: dict(content)} if content and asked.img_size is None else {},
+        files={PREPROCESSOR: dict(content)} if content and request.img_size is None else {},
         whole=None,
     )
 
@@ -169,11 +169,11 @@ def _images(directory: Path, asked: _Asked, config: dict[str, Any], preprocessin
 def _encoder(
     directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing, *, looked_at: bool = False
 ) -> _Encoder:
-    asked = changes_of(kwargs, _Asked, _TAKES)
+    request = changes_of(kwargs, _Request, _TAKES)
     where = str(directory / CONFIG)
     config = hf_classes.tower_in(config_of_transformers(directory), where=where)
     main = hf_classes.class_of(config, where=where).main_input_name
-    given = {name for name, value in asdict(asked).items() if value is not None}
+    given = {name for name, value in asdict(request).items() if value is not None}
     accepted = {
         hf_classes.TEXT: {"pooling", "normalize", "length"},
         hf_classes.IMAGES: {"img_size", "num_classes"},
@@ -184,10 +184,10 @@ def _encoder(
         options = ", ".join(f"--{name.replace('_', '-')}" for name in preprocessing.settings)
         raise BadInput(f"--model {directory} takes no images; drop {options}")
     if main == hf_classes.TEXT:
-        return _text(directory, asked, config, looked_at=looked_at)
+        return _text(directory, request, config, looked_at=looked_at)
     if main == hf_classes.IMAGES:
-        return _images(directory, asked, config, preprocessing)
-    arguments = Arguments(config=config, length=asked.length)
+        return _images(directory, request, config, preprocessing)
+    arguments = Arguments(config=config, length=request.length)
     return _Encoder(arguments=arguments, preprocessing=Preprocessing(), notes=(), source="arrays", files={}, whole=None)
 
 
