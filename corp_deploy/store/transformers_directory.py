@@ -107,7 +107,7 @@ def _text(directory: Path, request: _Request, config: dict[str, Any], *, looked_
         arguments=Arguments(config=own, **arguments),
         preprocessing=Preprocessing(),
         notes=(),
-        source=TOKENIZER,
+        source="",
         files=sentence_files(directory),
         whole=written if written and written != base["architectures"][0] and (pools or is_base) else None,
     )
@@ -188,7 +188,7 @@ def _encoder(
     if main == hf_classes.IMAGES:
         return _images(directory, request, config, preprocessing)
     arguments = Arguments(config=config, length=request.length)
-    return _Encoder(arguments=arguments, preprocessing=Preprocessing(), notes=(), source="arrays", files={}, whole=None)
+    return _Encoder(arguments=arguments, preprocessing=Preprocessing(), notes=(), source="", files={}, whole=None)
 
 
 def encoder_architecture(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
