@@ -255,6 +255,7 @@ CHANGES: Changes = (
     | changes("reduce", LOOP | {"reduce.closed_loop": True}, reads="all")
     | changes("reduce", MERGED, merge_metric="keys", merge_how="drop", merge_outputs="unmerged")
     | changes("reduce", SPARSE, sparse_pattern="cast", sparse_permute="inside")
+    | changes("reduce", {"reduce.polish": "layer"}, polish="none")
     | changes("reduce", POLISH, polish_steps=3)
     | changes("reduce", {"reduce.polish": "layer", "reduce.polish_time": 0.1}, polish_time=0.2)
     | changes("export", precisions=["fp32", "fp16"], input="uint8", break_fusion=["blocks.0.attn"])

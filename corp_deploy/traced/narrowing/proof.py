@@ -137,9 +137,10 @@ def prove(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     if result.difference is not None and result.difference <= ROUNDING:
         return result
     require_steady(analysis.program, list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs))
-    assert result.kept, f"the unchanged program differs from itself by {result.difference}"
-    wrong = _wrong(analysis, result.kept, inputs)
-    again = prove(analysis, {key: groups for key, groups in result.kept.items() if key not in wrong}, inputs)
+    narrowed = result.kept
+    assert narrowed, f"the unchanged program differs from itself by {result.difference}"
+    wrong = _wrong(analysis, narrowed, inputs)
+    again = prove(analysis, {key: groups for key, groups in narrowed.items() if key not in wrong}, inputs)
     differs = dict.fromkeys(wrong, "the narrowed program differs from the dense one")
     return replace(again, unreduced=result.unreduced | differs | again.unreduced)
 
