@@ -27,6 +27,10 @@ from .ports import port_notes
 from .precision import NORMS, Norms, typed_copy
 
 
+HIDDEN = -30_000.0
+"""Beside the scores of keys that no query sees: within half precision, and nothing behind a softmax."""
+
+
 class FourAxes(TorchFunctionMode):
     """Attention over any leading axes as over a batch and heads, the exporter's only form."""
 
@@ -45,6 +49,9 @@ def _of_four_axes(
     *more: Any,
     **options: Any,
 ) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # An exporter guards what such a mask could make of a row without keys, and no engine fuses beyond the guard.
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, HIDDEN)
     if query.dim() == 4:
         return attention(query, key, value, attn_mask, *more, **options)
     if attn_mask is not None and attn_mask.dim() == 3 == query.dim():
