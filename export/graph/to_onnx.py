@@ -26,7 +26,6 @@ from .check import MAX_BYTES, SPELLED_OUT, check_onnx, decomposed_norms, unsuppo
 from .ports import port_notes
 from .precision import NORMS, Norms, typed_copy
 
-
 HIDDEN = -30_000.0
 """Beside the scores of keys that no query sees: within half precision, and nothing behind a softmax."""
 
