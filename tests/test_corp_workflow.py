@@ -322,7 +322,7 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
     invoked("export", "--model", tmp_path / "hot", "-o", tmp_path / "single.onnx")
     invoked("verify", tmp_path / "hot", tmp_path / "hot", tmp_path / "single.onnx", tmp_path / "hot.mixed.onnx", *words)
     assert (
-        "mixed needs --keep-fp32 PATTERN, --auto, or both"
+        "mixed needs --keep-fp32 PATTERN, such as blocks.7.attn, or --auto, or both"
         in run("export", "--model", home / "dense", "--precision", "mixed", "-o", tmp_path / "x.onnx").stderr
     )
 
