@@ -195,6 +195,8 @@ def test_what_cannot_go_whole_is_refused(name: str, tmp_path: Path) -> None:
 # A ViT and a text encoder
 
 OF_VIT: Widths = {"blocks.0.mlp": 0, "blocks.1.attn.v": 0}
+OF_TEXT: Widths = {"encoder.layer.0.dense": 0, "encoder.layer.1.attention.v": 0}
+GIVEN_OF_TEXT = ("encoder.layer.0.output.dense", "encoder.layer.1.attention.output.dense")
 GIVEN_OF_VIT = {"blocks.0.mlp": "blocks.0.mlp.fc2", "blocks.1.attn.v": "blocks.1.attn.proj"}
 
 
@@ -241,10 +243,10 @@ def test_a_text_encoder_keeps_constants_of_the_tokens_that_are_there(tmp_path: P
     (tmp_path / "t.txt").write_text("\n".join(encoders.texts(20)), encoding="utf-8")
     texts = texts_for_model(checkpoint.model, tmp_path / "t.txt")
     taken = calibrate(checkpoint, texts, batch_size=8)
-    model = reduce(checkpoint.model, taken, method(align_hidden=32), widths=OF_VIT).model
+    model = reduce(checkpoint.model, taken, method(align_hidden=32), widths=OF_TEXT).model
     (tokens,) = texts.batches(20)
     is_there = tokens["attention_mask"].bool()
-    for name in GIVEN_OF_VIT.values():
+    for name in GIVEN_OF_TEXT:
         mean_C = given_by(checkpoint.model, name, tokens)[is_there].mean(dim=0)
         torch.testing.assert_close(model.get_parameter(f"{name}.bias").double(), mean_C, rtol=1e-4, atol=1e-5)
     save(replace(checkpoint, model=model, lineage={}), tmp_path / "reduced")
