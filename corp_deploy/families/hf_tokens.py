@@ -110,17 +110,17 @@ def with_named_tokens(model: TracedModule, outputs: Outputs) -> TracedModule:
         running, streams = _tower_of(self, tower), dict[int, Any]()
         watched = dict(enumerate(running.layers)) | ({} if running.base is self else {-1: running.base})
         handles = [each.register_forward_hook(_keeping(streams, place)) for place, each in watched.items()]
-        outputs = called.raw_outputs(self, inputs)
+        raw = called.raw_outputs(self, inputs)
         for handle in handles:
             handle.remove()
-        last = streams.get(-1, outputs).last_hidden_state
+        last = streams.get(-1, raw).last_hidden_state
         if self.config.model_type == "clip_vision_model":  # whose class norms what it pools alone
             assert running.norm is not None
             last = running.norm(last)
         tensors = dict[str, Tensor]()
         for output in outputs.every:
             if output.part is None:
-                own = outputs if called.answer is None else called.answer(outputs, inputs)
+                own = raw if called.answer is None else called.answer(raw, inputs)
                 tensors[output.name] = own[tower.own]
                 continue
             x_BNC = _tokens(streams[_place(output)]) if output.layer else last
