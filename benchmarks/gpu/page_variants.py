@@ -52,7 +52,7 @@ def _line(row: Row, name: str) -> list[str]:
 
 
 def real(record: Record) -> str:
-    """What was measured on, and the reductions."""
+    """Return the lines on the device and on the reductions."""
     lines = [f"A DINOv2 ViT-S/14 with its real weights in half precision, on photographs, {machine(record)}."]
     for row in done(record["rows"], row="subject"):
         lines.append(

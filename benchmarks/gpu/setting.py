@@ -21,10 +21,8 @@ ALIGN_HIDDEN, ALIGN_HEAD = 64, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a run is on: `cache` keeps files of a run; in `packed` lie real weights (see benchmarks/real/packed.py), in
-    `engines` plans (see engines.py).
-
-    Heads are aligned to 8, finer than the tool's default, so that half of a head of 80 is 40.
+    """The directories of a run: `cache` for files that it keeps, `packed` for real weights (benchmarks/real/packed.py),
+    `engines` for plans (engines.py).
     """
 
     device: str
@@ -56,6 +54,6 @@ class Setting:
         return "fp16" if self.device == "cuda" else "fp32"
 
     def as_json(self) -> dict[str, Any]:
-        """What rows of one record must have in common."""
+        """Return the values that all rows of one record share."""
         told = {key: value for key, value in asdict(self).items() if key not in ("cache", "packed", "engines")}
         return told | {"align_hidden": self.align_hidden, "align_head": ALIGN_HEAD, "precision": self.precision}

@@ -1,4 +1,4 @@
-"""What methods lose, by the records of the digits, of a ViT that is hard to prune, and a text encoder."""
+"""Tables of the errors of methods on the digits, a ViT that is hard to prune, and a text encoder."""
 
 from collections.abc import Sequence
 from statistics import mean

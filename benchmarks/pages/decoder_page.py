@@ -1,4 +1,4 @@
-"""What is said of decoders, from the record of benchmarks/decoders/trained_decoder.py."""
+"""Tables of decoders, from the record of benchmarks/decoders/trained_decoder.py."""
 
 from collections.abc import Mapping
 from typing import Any

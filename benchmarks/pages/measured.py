@@ -1,4 +1,4 @@
-"""Which records stand on which page of docs/measured and on docs/support.md, between marker lines.
+"""Tables of records for the pages of docs/measured and docs/support.md, between marker lines.
 
 python -m benchmarks.pages.measured            writes the pages
 python -m benchmarks.pages.measured --check    fails when one is not what the records say

@@ -38,7 +38,7 @@ def labels_by_band(labelled: Labelled) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How a model is trained: `spares` penalises channels to spare, `half` takes products in bfloat16."""
+    """Settings of a training: `spares` penalises spare channels, `half` multiplies in bfloat16."""
 
     width: int
     patch: int

@@ -126,7 +126,7 @@ def _engine(named: tuple[str, Mapping[str, Any]]) -> list[str]:
 
 
 def efforts(record: Mapping[str, Any]) -> str:
-    """What each effort loses on inputs that nothing is fitted to, and what it costs."""
+    """Return the error on held-out inputs and the cost of each effort."""
     text = (
         f"`reduce --effort` with preset `best`, fitted to {record['crops']} crops (MiniLM: 312 texts) and judged on "
         f"{record['held_out']} others: relative error of the outputs, of all and of the median one, and on the very "
