@@ -366,3 +366,14 @@ def test_it_says_what_is_missing_where_nothing_fits() -> None:
     advised = float(str(said.value).split("give at least --patch-memory ")[1].split(",")[0]) * 1e9
     assert least <= advised <= 1.02 * least
     rejects("1 sites need", patch_channels_that_fit, {"mlp": SHAPES["mlp"]}, 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(images=st.integers(1, 9), rows=st.integers(1, 30), most=st.integers(1, 50))
+def test_portions_cover_every_row_of_every_image_once(images: int, rows: int, most: int) -> None:
+    seen = list[tuple[int, int]]()
+    for some, span in patch_sums._portions(images, rows, most):
+        taken = [(image, row) for image in range(images)[some] for row in span]
+        assert 0 < len(taken) <= most
+        seen += taken
+    assert sorted(seen) == [(image, row) for image in range(images) for row in range(rows)]

@@ -290,3 +290,23 @@ def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
     assert [link["status"] for link in links] == ["PASS"] * 4
     invoked("package", home, "--name", "digits", "-o", home / "repository")
     invoked("package", "lint", home / "repository")
+
+
+def test_groups_keep_as_many_each() -> None:
+    """Of a grouped convolution that reads or writes a site."""
+    reduced = reduce(checkpoint("resnext50_32x4d").model, moments("resnext50_32x4d"), method("best", 0.5)).model
+    grouped = [site for site in conv_sites(reduced) if site.groups.part_G is not None]
+    assert grouped
+    for site in grouped:
+        part_G = torch.as_tensor(site.groups.part_G)
+        assert len(set(part_G.bincount().tolist())) == 1
+
+
+@pytest.mark.slow("graph")
+def test_engines_are_built_of_both_precisions(home: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    for name in ("model", "model.fp16"):
+        words = ("--backend", "tensorrt-rtx", "--batch", "1:4:8", "--sm", "86")
+        built = invoked("build", home / f"reduced/{name}.onnx", *words, "-o", home / f"{name}.plan").output
+        assert "the graph has none" in built, "no attention to fuse"
+        assert (home / f"{name}.plan").stat().st_size > 100_000

@@ -238,3 +238,13 @@ def test_a_command_that_is_none_is_told() -> None:
     done = CliRunner().invoke(main, ["package", "lint", "--no-such"])
     assert (done.exit_code, "No such option" in done.stderr) == (2, True)
     assert "No such command 'lint'" in CliRunner().invoke(main, ["lint"]).stderr
+
+
+def test_nothing_asked_for_and_unknown_words(home: Path, tmp_path: Path) -> None:
+    refused(reduce(home, tmp_path / "r"), "nothing asked for: give --mlp, --attn or --conv")
+    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--align", "width=3"), "mlp= a whole number")
+    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--preset", "magic"), "magic")
+    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--ridge", 0), "--ridge")
+    refused(run("export", "--model", home / "dense", "-o", tmp_path / "m.onnx", "--precision", "int8"), "int8")
+    refused(run("bench", home / "dense", home / "dense", "--batch", "0,1", "-o", tmp_path / "b.json"), "--batch")
+    assert list(tmp_path.iterdir()) == []

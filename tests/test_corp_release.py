@@ -730,3 +730,32 @@ def test_a_repository_is_signed_as_a_whole_until_it_changes(home: Path) -> None:
     invoked(*package, *words, "--model-version", 6)
     assert "model.sig is removed" in said(invoked(*package, "--name", "tiny", "--model-version", 7))
     assert not (repository / "model.sig").exists()
+
+
+@pytest.mark.slow("models")
+def test_only_a_release_that_passes_becomes_the_baseline(home: Path) -> None:
+    """Not one whose rule fails, whose proof fails or whose figures decide nothing."""
+    baseline = home / "baseline.json"
+    started = ("--baseline", baseline, "--init-baseline")
+    edit(home, '"params >= dense"', '"size_bytes > baseline * 1.01", "params < dense"')
+    release(home, *started, expect=1)
+    edit(home, '"params < dense"', '"p99@b2 > 1000"')
+    release(home, *started, expect=3)
+    edit(home, ', "p99@b2 > 1000"', "")
+    edit(home, "max_error = 9.0", "max_error = 0.0")
+    release(home, *started, expect=1)
+    assert not baseline.exists()
+    edit(home, "max_error = 0.0", "min_agreement = 0.0")
+    result = release(home, *started)
+    assert baseline.read_bytes() == (home / "out" / "bench.json").read_bytes()
+    assert "PASS (3 links judged) on 9 images" in said(result)
+
+
+def test_weights_beyond_a_file_are_refused_before_any_work(
+    wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("export.graph.to_onnx.MAX_BYTES", 10_000)
+    (wrong / "recipe.toml").write_text(RELEASE)
+    refuses("export.precisions: the weights take", "release", wrong / "recipe.toml",
+            "-o", tmp_path / "new", "--trust-code")  # fmt: skip
+    assert not (tmp_path / "new").exists()

@@ -35,6 +35,7 @@ from corp_deploy.traced.models.token_merging import (
     Tokens,
     alike,
     dropped,
+    key_bias,
     matched,
     merged,
     sources_of,
@@ -44,7 +45,7 @@ from corp_deploy.traced.models.token_merging import (
 from ground.errors import BadInput
 from tests import timm_models, tiny
 from tests.refusals import rejects
-from tests.test_corp_closed_loop import opened
+from tests.test_corp_closed_loop import best, opened
 from tests.tiny import checkpoint, images
 
 SHAPES = [(7, 1, 2), (8, 1, 3), (9, 0, 4), (16, 5, 5), (12, 2, 1)]
@@ -458,3 +459,32 @@ def test_steps_and_layers_cut_by_cut_give_the_models_outputs(form: str, options:
         "blocks.1.merge",
     ]
     assert {f"blocks.{block}.mlp.fc1" for block in range(2)} <= {layer.name for layer in layers}
+
+
+def test_masks_of_any_type_add_what_they_did() -> None:
+    mask_BN = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    expected = torch.zeros(2, 3).masked_fill(mask_BN == 0, -30_000.0)[:, None, None, :]
+    for weights_BN in (mask_BN, mask_BN.float(), mask_BN.bool()):
+        assert torch.equal(key_bias(weights_BN, torch.float32), expected)
+
+
+def test_tokens_of_a_model_without_pooling_are_fewer_unless_unmerged() -> None:
+    dense = checkpoint(global_pool="", num_classes=0).model
+    with torch.inference_mode():
+        given = traced_model.with_merging(dense, Merging(schedule=(3, 4)))(torch.from_numpy(images(2)))
+    assert given.shape == (2, 10, 48)
+
+
+@pytest.mark.slow("models")
+@pytest.mark.parametrize(
+    ("kwargs", "loop", "verdict"),
+    [
+        ({"global_pool": "avg", "class_token": False}, None, "4 of 6 sites reduced"),
+        ({"global_pool": "map", "reg_tokens": 2}, Loop(reads="pooled"), "6 of 9 sites reduced"),
+    ],
+)
+def test_closed_loops_go_through_any_pooling(kwargs: dict[str, Any], loop: Loop | None, verdict: str) -> None:
+    model, images = merged_tiny(**kwargs), tiny.images(8)
+    reduction = reduce_traced(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5), loop=loop)
+    assert reduction.coverage.verdict == verdict
+    assert torch.isfinite(tiny.ran(reduction.model, images)).all()

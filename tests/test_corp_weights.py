@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,17 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.weights import read_weights
 from tests import tiny
 from tests.refusals import rejects
+
+
+class Canary:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
 
 NAME, KWARGS = tiny.ARCHITECTURE.name, tiny.ARCHITECTURE.kwargs
 STATE = tiny.checkpoint().model.state_dict()
@@ -273,3 +285,20 @@ def test_flexible_models_are_resampled_bilinearly(tmp_path: Path) -> None:
     taken = load_dense("flexivit_small", weights=tmp_path / "w.safetensors", kwargs=other).model.state_dict()
     expected = filtered(state, timm.create_model("flexivit_small", **other), interpolation="bilinear", antialias=False)
     same(taken, expected)
+
+
+def test_what_stands_beside_the_model_is_left_out_and_named(tmp_path: Path) -> None:
+    torch.save({"state_dict": prefixed("model.") | {"loss.weight": torch.ones(2)}}, tmp_path / "last.ckpt")
+    read = read_weights(tmp_path / "last.ckpt", STATE)
+    same(read.state, STATE)
+    assert read.notes == (
+        "last.ckpt: renamed 32 tensors, model.cls_token as cls_token",
+        "last.ckpt: left out what stands beside the model: loss.weight",
+    )
+
+
+def test_no_code_beside_weights_runs(tmp_path: Path) -> None:
+    content = {"state_dict": STATE, "args": argparse.Namespace(hook=Canary(tmp_path / "canary"))}
+    torch.save(content, tmp_path / "w.pth.tar")
+    rejects(r"pickled code, which is never run \(posix\.mkdir\)", read_weights, tmp_path / "w.pth.tar")
+    assert not (tmp_path / "canary").exists()

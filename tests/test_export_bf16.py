@@ -3,10 +3,11 @@
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
 from export.graph.check import check_onnx, unsupported_nodes
@@ -141,3 +142,10 @@ def test_the_types_are_what_torch_says_of_them(float_type: FloatType) -> None:
     told = torch.finfo(getattr(torch, float_type.name))
     assert (float_type.unit_roundoff, float_type.largest) == (told.eps / 2, told.max)
     assert float_type.onnx == getattr(TensorProto, float_type.name.upper().removesuffix("32"))
+
+
+@pytest.mark.slow("graph")
+def test_its_weights_are_torchs_own_bfloat16(vit: onnx.ModelProto) -> None:
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in vit.graph.initializer}
+    rounded = Vit(depth=1).patch.weight.detach().bfloat16()
+    assert np.array_equal(stored["patch.weight"].view(np.int16), rounded.view(torch.int16).numpy())

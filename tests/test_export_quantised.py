@@ -262,3 +262,20 @@ def test_a_layer_that_gives_one_number_stays_as_it_is() -> None:
     one, several = (np.ones((6, width), np.float32) for width in (1, 4))
     proto = graph_of(f"(float[2,6] x) => (float y, float z) {{ {text} }}", one=one, several=several)
     assert [each.module for each in weighted_layers(proto)] == ["several"]
+
+
+@pytest.mark.slow("graph")
+def test_balanced_outliers_cost_less() -> None:
+    def spoilt() -> Vit:
+        model = Vit()
+        with torch.no_grad():
+            for block in model.blocks:
+                block.norm1.weight[3] = 100.0  # type: ignore[operator, union-attr]
+                block.attn.qkv.weight[:, 3] /= 100.0  # type: ignore[index, operator, union-attr]
+        return model
+
+    batch = images(8, seed=3)
+    plain, balanced = (made(spoilt(), rest_precision="fp32", balance=flag) for flag in (False, True))
+    exact = run(plain.fp32_graph, batch)
+    errors = [error(run(own.graph("int8"), batch), exact) for own in (plain, balanced)]
+    assert errors[1] < 0.6 * errors[0]

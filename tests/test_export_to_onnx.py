@@ -27,7 +27,7 @@ from export.graph.to_onnx import onnx_bytes, save
 from export.graph.weights import declared_types, notes_of, weight_shares
 from ground.errors import BadInput
 from ground.ports import image_port
-from tests.export_vit import Vit, export, images, input_types
+from tests.export_vit import SHAPE, Vit, export, images, input_types
 from tests.graphs import session_of
 from tests.refusals import rejects
 
@@ -362,3 +362,11 @@ def test_weights_beyond_one_file_are_refused_before_tracing_with_what_fits(monke
     to_onnx.require_size(tied, "fp32")  # weights in two places are stored once
     monkeypatch.setattr(to_onnx, "MAX_BYTES", 10)
     rejects("take a smaller model", to_onnx.require_size, tied, "fp16")
+
+
+def test_typed_copy_casts_at_the_border() -> None:
+    typed = typed_copy(Vit(), "fp16")
+    assert typed(torch.zeros(1, *SHAPE)).dtype == torch.float32
+    halves = {name for name, tensor in typed.state_dict().items() if tensor.dtype == torch.float16}
+    assert "blocks.0.mlp.fc1.weight" in halves
+    assert not any("norm" in name for name in halves)

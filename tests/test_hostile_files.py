@@ -21,6 +21,7 @@ from PIL import Image
 from safetensors.torch import save as safetensors_bytes
 
 from calib import store
+from calib.groups import group_ids
 from calib.images import open_images
 from calib.shards import members_of_tar, paths_from_pattern
 from corp_deploy.release.check import check_release, replay
@@ -479,3 +480,16 @@ def test_a_foreign_journal_removes_nothing(tmp_path: Path, journal: str) -> None
     rejects(said.get(journal, "."), roll_back_interrupted, place)
     assert (place / "sub" / "file").read_text() == (beside / "file").read_text() == "kept"
     assert (place / ".former" / "config.json").exists() == (journal != "[]"), "what one was put back before the link"
+
+
+def test_a_picture_is_read_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture("JPEG"))
+    images = open_images(tmp_path, image_shape=SHAPE, transform=lambda _: torch.ones(SHAPE))
+    assert next(images.batches(1)).shape == (1, *SHAPE)
+
+
+def test_labels_of_groups_are_bounded_as_any_record(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((2, *SHAPE), np.float32))
+    images = open_images(tmp_path / "x.npy", image_shape=SHAPE, transform=_never)
+    (tmp_path / "labels.json").write_text("[" * 100_000)
+    refused(lambda: group_ids(images, str(tmp_path / "labels.json")), "nested too deep")

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.heads import opened_heads
 from corp_deploy.store.checkpoint import save
-from corp_deploy.store.graph_facts import facts_of_onnx
+from corp_deploy.store.graph_facts import NORMALISED, PREFIX, SPARSITY, facts_of_onnx
+from corp_deploy.store.onnx_file import require_sparse_graph
 from export.graph.check import check_onnx, load_onnx
 from export.triton.signature import signature_from_onnx
 from ground.errors import BadInput
@@ -481,3 +483,16 @@ def test_every_command_that_reads_graphs_says_the_same_of_one(tmp_path: Path) ->
     ):
         refuses("the tensor 'images' is of the element type 99, which ONNX has not", *words)
         assert [each.name for each in tmp_path.iterdir()] == ["both"]
+
+
+def test_notes_of_a_graph_are_bounded_as_any_record(tmp_path: Path) -> None:
+    path = write_onnx(tmp_path / "m.onnx")
+    proto = onnx.load(str(path))
+    for note in ("export.outputs", NORMALISED, f"{PREFIX}{SPARSITY}"):
+        helper.set_model_props(proto, {note: "[" * 100_000})
+        path.write_bytes(proto.SerializeToString())
+        if note == NORMALISED:
+            assert facts_of_onnx(path).normalised is None
+        else:
+            read = io_of_onnx if note == "export.outputs" else partial(require_sparse_graph, proto)
+            rejects("nested too deep", read, path)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ground.errors import Missing, is_out_of_memory
-from ground.feeds import Feeds, batch_size
+from ground.feeds import Feeds, batch_size, rows_of
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import BenchSubject, bench_subjects
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
@@ -413,3 +413,27 @@ def test_the_environment_is_flat_and_its_fingerprint_ignores_the_load_of_the_mom
     assert told["torch"] is not None
     assert fingerprint(told) == fingerprint({**told, "load_average": -1.0})
     assert fingerprint(told) != fingerprint({**told, "cpu": "another"})
+
+
+def test_images_that_no_memory_holds_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(feeds: Feeds, batch: int) -> Feeds:
+        if batch == 8:
+            raise MemoryError("Unable to allocate 38.6 GiB")
+        return rows_of(feeds, slice(batch))
+
+    monkeypatch.setattr("perf.bench.opened_subject.batch_of", gathered)
+    record = measured(lambda batch: 2.0, lambda batch: 1.0)
+    assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom"]
+
+
+def test_a_machine_that_slows_down_leaves_a_value_without_an_interval() -> None:
+    clock, plan = FakeClock(), replace(PLAN, noise_rounds=0)
+
+    def uneven(call: int) -> float:
+        return 60.0 if clock.now_ns / 1e9 > 0.55 else 1.0
+
+    record = measured(lambda b: 10.0, lambda b: 8.0, (8,), plan=plan, clock=clock, uneven=uneven)
+    row = summarise(record).rows[0]
+    assert (record.rows[0].stop, 0 < row.rounds < 6) == ("time limit", True)
+    assert not some(row.speedup).is_bounded
+    assert "rounds are too few for an interval, 6 make one" in " ".join(record.warnings)

@@ -26,7 +26,7 @@ from ground.feeds import Feeds
 from perf.parity import block_outputs, structure, tolerance
 from perf.parity.block_outputs import block_noise, headroom, locate_in_exact, locate_in_half
 from perf.parity.link import Link, link
-from perf.parity.locate import FaultLocation
+from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.logits import LogitMeasures
 from perf.parity.measures import measures
 from perf.parity.rounding import rounded_graph
@@ -344,3 +344,25 @@ def test_constant_outputs_behind_a_large_bias(vit: TinyViT) -> None:
     assert "hardly depend on the image" in found.reason
     assert located_exactly(biased, dead).site == "head"
     assert [f.status for f in structure.output_tests("onnx", {"logits": onnx_logits(dead, images)})] == ["PASS", "FAIL"]
+
+
+def test_the_cpu_alone_would_not_have_seen_it(vit: TinyViT) -> None:
+    """ONNX Runtime carries float16 values on in float32: the reason for the rounded graph."""
+    watching = watch_the_bright_patch(vit, block=1, size=6e4)
+    plain = plain_logits(onnx_from_vit(watching, half=True), photographs())
+    assert measures(torch_logits(watching, photographs()), plain).relative_error < 1e-2
+
+
+@pytest.mark.slow("models")
+def test_mixed_precision_keeps_just_the_guilty_blocks(vit: TinyViT) -> None:
+    sick = watch_the_bright_patch(bright_residual(vit, 500), block=1, size=9e4)
+
+    def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
+        graph = onnx_from_vit(sick, half=True, keep=kept)
+        return None if half_link(sick, graph).status == "PASS" else located_in_half(sick, graph)
+
+    kept, left = keep_until_it_passes(attempt)
+    assert left is None
+    norms = {f"blocks.{i}.norm{j}" for i in range(DEPTH) for j in (1, 2)} | {"norm"}
+    assert "blocks.1.attn" in kept
+    assert set(kept) <= norms | {"blocks.1.attn"}

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ from perf.stats.stats import Interval
 from perf.stats.trend import History, Release, Series, Trend, add_release, load_history, release_of_file, trend_of
 from tests.histories import bench_of_release
 from tests.refusals import rejects
+
+
+def _add(directory: Path, records: list[Path]) -> None:
+    for record in records:
+        add_release(directory, record)
 
 
 def release(bench: Bench) -> Release:
@@ -321,3 +327,18 @@ def test_a_rise_of_three_percent_is_found_within_two_releases_and_few_histories_
         found += any(point.is_rise and abs(point.first - at) <= 2 and at <= point.found <= at + 2 for point in points)
     assert false_alarms < 60 / 20
     assert found == 60
+
+
+def test_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
+    records = [tmp_path / f"{day}.json" for day in range(12)]
+    for day, record in enumerate(records):
+        save_bench(bench_of_release(day, 2.5), record)
+    context, history = get_context("fork"), tmp_path / "history"
+    processes = [context.Process(target=_add, args=(history, part)) for part in (records[:8], records[4:])]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(load_history(history).releases) == 12
+    assert len(list(history.iterdir())) == 12

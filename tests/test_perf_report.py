@@ -357,3 +357,22 @@ def test_what_it_took_is_added_up_where_all_is_known() -> None:
 def test_the_memory_of_engines_is_shown() -> None:
     lines = (ModelLine(name="dense", device_memory_bytes=80_000_000), ModelLine(name="reduced"))
     assert [row[:2] for row in tables.models(lines).rows] == [("Device memory", "80 MB")]
+
+
+def test_a_proof_that_leaves_a_limit_open_is_shown_as_that() -> None:
+    rows = np.random.default_rng(0).standard_normal((50, 10))
+    undecided = link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=rows,
+                     candidate_by_batch={4: rows}, tolerance=limits(min_agreement=0.98))  # fmt: skip
+    proof = Parity(images=ImageSet(count=50, digest="sha256:00"), links=(undecided,))
+    shown = record(parity=proof.to_json())
+    words = (
+        "top-1 agreement 100 % (92.87 % to 100 % at 95 % confidence), limit 98 %: the interval straddles the limit; "
+        "about 189 images would decide if the share stays; these are 50"
+    )
+    assert f"**Parity INCONCLUSIVE (1 link judged)** on 50 images: whole: {words}" in markdown(shown)
+    page = html(shown)
+    assert '<span class="chip full note">Parity INCONCLUSIVE' in page
+    assert words in page
+    suite = ElementTree.fromstring(junit(shown)).findall("testsuite")[0]
+    assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("0", "1", "0")
+    assert some(suite.find("testcase/error")).get("message") == f"INCONCLUSIVE: {words}"

@@ -306,3 +306,9 @@ def test_streams_call_at_once_and_tell_wall_time_only() -> None:
         laps = ParallelStreams((bound, bound), pool).laps(3, lambda: next(ticks))
     assert (laps.calls, laps.compute_ms) == (6, ())
     assert laps.wall_ms > 0
+
+
+@UNHURRIED
+@given(st.lists(st.floats(0.1, 1e3), min_size=2, max_size=60))
+def test_the_coefficient_of_variation_is_scipys(samples: list[float]) -> None:
+    assert coefficient_of_variation(samples) == pytest.approx(stats.variation(samples, ddof=1), abs=1e-15)

@@ -175,3 +175,20 @@ def test_what_answers_no_input_is_no_model() -> None:
         subject = opened(runner)
         subject.bind({"images": np.zeros((4, 3, 2, 2), np.float32)}).laps(2, perf_counter_ns)
         rejects(r"reduced \(m\): gives logits \[\] to a batch of 4, expected a row for each", subject.tests)
+
+
+def test_it_costs_nothing_where_it_is_not_asked() -> None:
+    record = measured(again_ms={"dense": 2.0, "reduced": 0.5}, plan=replace(PLAN, audit_rounds=0))
+    assert record.rows[0].repeat_blocks == {}
+    assert summarise(record).rows[0].repeats == {}
+
+
+def test_too_few_rounds_for_an_interval_are_refused() -> None:
+    rejects("the audit needs 6 rounds or 0 for none, got 3", Plan, audit_rounds=3)
+
+
+def test_what_was_bound_and_not_timed_says_nothing() -> None:
+    with ModuleRunner(Forgetful(9)) as runner:
+        subject = opened(runner)
+        subject.bind({"images": np.zeros((4, 3, 2, 2), np.float32)})
+        assert subject.tests() == []

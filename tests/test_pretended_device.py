@@ -330,3 +330,27 @@ def test_an_encoder_is_judged_there(there: str) -> None:
     assert here.patches_BNC is not None
     torch.testing.assert_close(found.class_BC, here.class_BC)
     torch.testing.assert_close(found.patches_BNC, here.patches_BNC)
+
+
+def test_what_is_made_there_is_there(there: str) -> None:
+    made = (
+        torch.zeros(2, device=there),
+        torch.tensor([1.0, 2.0], device=there),
+        torch.ones(2).to(there),
+        torch.arange(2, device=there).new_tensor([1]),
+        nn.Linear(2, 2).to(there).weight,
+        torch.eye(2, device=there)[1:] @ torch.ones(2, 2, device=there),
+        torch.autograd.grad((x := torch.ones(2, device=there).requires_grad_()).sum(), x)[0],
+    )
+    assert {str(each.device) for each in made} == {f"{there}:0"}
+    assert torch.ones(2, device=there).cpu().device.type == "cpu"
+
+
+def test_arrays_are_refused_and_numbers_and_indices_of_the_cpu_are_not(there: str) -> None:
+    x = torch.ones(2, 2, device=there)
+    with pytest.raises(TypeError, match="copy it to the CPU"):
+        x.numpy()
+    x[:, 1] = 3.0
+    assert (x * torch.tensor(2.0))[torch.tensor([1])].tolist() == [[2.0, 6.0]]
+    assert torch.ones(2, 2).copy_(x).tolist() == [[1.0, 3.0], [1.0, 3.0]]
+    assert float(x.sum()) == 8.0

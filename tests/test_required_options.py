@@ -2,10 +2,19 @@
 
 from pathlib import Path
 
+import click
 import pytest
 
+from corp_deploy.cli import main
 from tests.command import run
 from tests.export_served import write_onnx
+
+REQUIRED = [
+    (name, option)
+    for name, command in main.commands.items()
+    for option in command.params
+    if isinstance(option, click.Option) and option.required
+]
 
 
 @pytest.mark.parametrize(
@@ -30,3 +39,11 @@ def test_bench_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert done.exit_code == 0, done.output
     assert "speed-up" in done.output
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+@pytest.mark.parametrize(("name", "option"), REQUIRED, ids=lambda each: each if isinstance(each, str) else each.opts[0])
+def test_a_missing_option_is_named(name: str, option: click.Option) -> None:
+    context = click.Context(main.commands[name], info_name=name)
+    with pytest.raises(click.MissingParameter) as error:
+        option.handle_parse_result(context, {}, [])
+    assert option.opts[0] in error.value.format_message()

@@ -146,3 +146,33 @@ def test_few_programs_are_kept_and_none_holds_numbers() -> None:
     gc.collect()
     assert first() is None
     assert shared_programs._traced.cache_info().currsize == MOST_PROGRAMS
+
+
+def test_another_default_type_does_not_share_a_program() -> None:
+    with torch.device("meta"):
+        model = dense_model(tiny.ARCHITECTURE)
+    assert isinstance(model, TracedModule)
+    key = shared_programs._key(model, tiny.ARCHITECTURE)
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = shared_programs._key(model, tiny.ARCHITECTURE)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert key is not None
+    assert key == shared_programs._key(model, tiny.ARCHITECTURE) != other
+
+
+def test_sites_are_found_once_and_what_is_looked_for_later_is_not_shared() -> None:
+    one, other = shared(), shared()
+    assert one is not other
+    assert one.analysis is other.analysis
+    assert one.proved is not other.proved
+
+
+def test_two_loads_share_no_memory(reduced: Path) -> None:
+    one, other = (load_checkpoint(reduced).model for _ in range(2))
+    tensors = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in (one, other)]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, each in tensors[0].items():
+        assert each.untyped_storage().data_ptr() != tensors[1][name].untyped_storage().data_ptr(), name
+    assert not set(map(id, one.modules())) & set(map(id, other.modules()))

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.families.counting import macs, site_costs
+from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.model import reduce
 from tests.test_traced_chain import kept_of
 from tests.timm_models import checkpoint, method, moments, opened
@@ -50,3 +52,13 @@ def test_folding_leaves_gated_layers_alone_and_says_why(form: str) -> None:
     done = reduce(dense, moments(form), asked, images=opened(dense))
     assert (done.sites, set(done.coverage.refused)) == ((), {"blocks.0.mlp", "blocks.1.mlp"})
     assert all("product of two means" in reason for reason in done.coverage.refused.values())
+
+
+@pytest.mark.parametrize("form", GATES)
+def test_costs_are_those_of_three_layers(form: str) -> None:
+    dense = checkpoint(form).model
+    site, costs = sites_of(dense).by_name[SITE], site_costs(dense, "macs")
+    tokens = 17 if form == "packed gate" else 16
+    assert costs.now[SITE] == 3 * tokens * 48 * 96 == 2 * costs.of(site, 48)
+    narrower = reduce(dense, moments(form), method("none", attention_sparsity=None), widths={SITE: 48}).model
+    assert macs(dense) - macs(narrower) == costs.of(site, 48)

@@ -74,3 +74,9 @@ def test_queries_that_are_pooled_stay_with_the_reason() -> None:
     kept = {note.partition(" ")[0] for note in reduction.notes if "keeps Q/K" in note}
     assert kept == {f"blocks.{number}.attn.qk" for number in (1, 3, 4)}
     assert {each.part for each in reduction.sites if each.site.startswith("blocks.1.")} == {"mlp"}
+
+
+def test_an_odd_alignment_leaves_whole_planes() -> None:
+    done = reduced("halves turned, biases", align_head=5, attention_sparsity=0.4)
+    turned = [site for site in sites_of(done.model).every if isinstance(site, TracedPairs)]
+    assert [site.dims for site in turned] == [10, 10]

@@ -20,7 +20,8 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.reduction.model import uniform_widths
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
@@ -45,6 +46,7 @@ from tests.timm_models import (
     checkpoint,
     library,
     method,
+    opened,
     pixels,
 )
 
@@ -197,3 +199,19 @@ def test_merging_is_refused_with_the_reason(form: str) -> None:
 def test_a_size_that_windows_dont_divide_is_refused() -> None:
     with pytest.raises(BadInput, match=r"MaxxVit can.t be traced: height .* must be divisible by window"):
         sites_of(dense_from_architecture(architecture("maxvit_tf", img_size=72)))
+
+
+def test_positions_of_another_size_are_resampled_with_what_turns(tmp_path: Path) -> None:
+    form = "neighbours turned, packed gate"
+    loaded = loaded_from(library(form), form, tmp_path, img_size=48)
+    assert any("pos_embed resampled by timm" in note for note in loaded.notes)
+    taken = calibrate(loaded, opened(loaded.model, 8), batch_size=8)
+    done = reduce(loaded.model, taken, method(mlp_sparsity=0.0, attention_sparsity=0.0, conv_sparsity=0.0))
+    assert error(done.model, loaded.model, pixels(loaded.model, 5, seed=3)) < 1e-5
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    name, kwargs = FORMS["hiera"]
+    state = library("hiera").state_dict() | {"blocks.0.attn.qkv.weight": torch.zeros(3, 16)}
+    torch.save(state, tmp_path / "other.pth")
+    rejects(r"don't fit the model", load_dense, name, weights=tmp_path / "other.pth", kwargs=kwargs)

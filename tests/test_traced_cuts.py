@@ -1,6 +1,7 @@
 """Programs taken apart at tensors that all later ones are computed through."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -97,3 +98,12 @@ def test_a_stream_is_rows_of_its_channels(sizes: tuple[int, ...], image: tuple[i
 
 def test_no_cut_stands_before_the_last_use_of_a_second_input() -> None:
     assert cuts(found_of(own.TwoInputs(), (4,), (5,))) == ()
+
+
+def test_a_narrowed_program_has_the_same_cuts() -> None:
+    torch.manual_seed(0)
+    dense = found_of(Patched(), IMAGES)
+    narrower = narrow(dense, {site.key: range(site.size // 2) for site in dense.sites if site.part_G is None})
+    size_(narrower.module, [torch.zeros(2, *IMAGES)], any_batch=True)
+    again = find(replace(dense.program, graph=narrower.module))
+    assert [cut.name for cut in cuts(again)] == [cut.name for cut in cuts(dense)]

@@ -256,3 +256,10 @@ def test_a_text_encoder_keeps_constants_of_the_tokens_that_are_there(tmp_path: P
         assert torch.equal(run_model(load_checkpoint(tmp_path / "reduced").model, tokens), expected)
     (got,) = session.run(None, {name: tensor.numpy() for name, tensor in tokens.items()})
     np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_can_go_whole_is_told() -> None:
+    sites = sites_of(dense().model).every
+    whole = {site.name for site in sites if site.whole_removal is not None}
+    assert {MLP, VALUES} <= whole
+    assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.whole_removal is not None)

@@ -20,7 +20,7 @@ from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.module import traced_module
 from ground.errors import BadInput
-from tests.command import invoked
+from tests.command import invoked, refuses
 from tests.refusals import rejects
 from tests.traced_examples import CODE, PVT
 
@@ -170,3 +170,14 @@ def test_a_module_of_a_size_that_can_not_be_told_says_what_to_do(
 
 def test_a_family_of_no_name_is_refused() -> None:
     rejects("is built by no family of this name", dense_from_architecture, Architecture(name="any", family="traced"))
+
+
+def test_a_module_that_can_not_be_traced_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n\nclass Odd(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(8, 8)\n\n    def forward(self, x):\n"
+        "        x = self.layer(x.flatten(1)[:, :8])\n"
+        "        return x if x.is_meta or x.sum().item() > 0 else -x\n\ndef make():\n    return Odd()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    refuses("Odd can't be traced", "inspect", "--model", "module:own.py:make", "--trust-code")

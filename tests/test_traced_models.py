@@ -188,3 +188,12 @@ def test_a_weight_of_another_name_has_its_bias_beside_it() -> None:
     program = trace(_Kernel(), inputs([MAP], 2))
     assert with_biases_(program) == ("kernel_bias",)
     torch.testing.assert_close(program.tensor("kernel_bias"), torch.zeros(8))
+
+
+def test_a_model_on_meta_has_the_same_sites() -> None:
+    _, found = found_of("rotary")
+    with torch.device("meta"):
+        program = trace(own.Rotary(), inputs([TOKENS], 2))
+    again = find(program)
+    assert [site.key for site in again.sites] == [site.key for site in found.sites]
+    assert narrow(again, {site.key: half(site) for site in again.sites}).unreduced == {}

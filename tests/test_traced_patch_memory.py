@@ -251,3 +251,14 @@ def test_where_the_sums_do_not_fit_the_option_is_named(tmp_path: Path, monkeypat
     named = re.search(r"\(d\) --patch-memory (\S+): patches of the largest convolutions of fewer channels", said.output)
     assert named is not None, said.output
     assert re.search(r"patches of layer\S+: ", invoked(*words, "--patch-memory", named[1]).output)
+
+
+def test_a_site_left_whole_stays_as_it_is() -> None:
+    own = pair(2).model
+    reduction = reduce(own, moments(2), replace(BEST, conv_sparsity=0.0))
+    for name, weight in reduction.model.state_dict().items():
+        assert torch.equal(own.state_dict()[name], weight)
+
+
+def test_too_little_memory_is_said() -> None:
+    rejects("need more than --patch-memory", moments, 1, 0.01)

@@ -10,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import corp_deploy
-from corp_deploy.traced.programs.steady import NotFinite, require_steady
+from corp_deploy.families.traced_model import traced
+from corp_deploy.reduction.steady_inputs import require_steady_on
+from corp_deploy.spec.architecture import Architecture
+from corp_deploy.store.input_sets import images_for_model
+from corp_deploy.traced.programs.steady import NotFinite, _Summary, require_steady
 from corp_deploy.traced.programs.tracing import trace
 from tests.refusals import rejects
 
@@ -85,3 +89,22 @@ def test_infinities_that_masks_add_are_no_fault() -> None:
     model = Net(second=lambda _, x: torch.where(x > 1e9, torch.full_like(x, -torch.inf), x))
     program = trace(model, [torch.zeros(2, *Net.input_size)])
     require_steady(program, [torch.randn(2, *Net.input_size)])
+
+
+def test_two_batches_of_the_users_images_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[Tensor]()
+    monkeypatch.setattr(
+        "corp_deploy.reduction.steady_inputs.require_steady_model", lambda model, each, called: tried.extend(each)
+    )
+    np.save(tmp_path / "x.npy", IMAGES)
+    model = traced(Net().eval(), Architecture(name="net", family="module"))
+    require_steady_on(model, images_for_model(model, tmp_path / "x.npy"))
+    assert torch.equal(torch.cat(tried), torch.from_numpy(IMAGES[:4]))
+    assert [len(each) for each in tried] == [2, 2]
+
+
+def test_rounding_in_another_order_is_no_fault() -> None:
+    one = _Summary(sums=((1.0, 10.0),), is_number=True, is_finite=True)
+    for change, alike in ((0.0, True), (1e-6, True), (1e-3, False)):
+        other = _Summary(sums=((1.0 + change, 10.0),), is_number=True, is_finite=True)
+        assert one.is_like(other) is alike

@@ -1,11 +1,16 @@
 """Small operations on labels run in one thread of torch, which leaves the count as it was."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from corp_deploy.traced.finding import sites
+from corp_deploy.traced.narrowing import proof
 from corp_deploy.traced.programs.threads import one_thread
+from corp_deploy.traced.programs.tracing import trace
 
 
 @pytest.fixture(autouse=True)
@@ -22,4 +27,23 @@ def test_one_thread_is_used_within_and_as_many_as_before_behind() -> None:
         assert torch.get_num_threads() == 1
     with pytest.raises(ValueError, match="inside"), one_thread():
         raise ValueError("inside")
+    assert torch.get_num_threads() == 2
+
+
+def test_sites_are_found_and_programs_narrowed_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+
+    def watched(work: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            threads.append(torch.get_num_threads())
+            return work(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(sites, "walked", watched(vars(sites)["walked"]))
+    monkeypatch.setattr(proof, "without", watched(vars(proof)["without"]))
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    found = sites.find(trace(model, [torch.randn(2, 4)]))
+    proof.narrow(found, {found.sites[0].key: [0, 2]})
+    assert threads == [1, 1]
     assert torch.get_num_threads() == 2

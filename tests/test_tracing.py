@@ -2,9 +2,12 @@
 
 import dataclasses
 import inspect
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,12 @@ from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.traced.models.narrowed_model import narrowed
 from export.graph import to_onnx
 from export.graph.precision import typed_copy
-from tests import tiny, tracing
+from tests import graph_keys, tiny, tracing
 from tests.graph_keys import NotCacheable, digest
 from tests.hf_towers import tower
+
+ROOT = Path(__file__).parents[1]
+
 
 pytest_plugins = ("pytester",)
 TRACE: Callable[..., onnx.ModelProto] = inspect.unwrap(to_onnx._trace)
@@ -202,3 +208,63 @@ def test_a_second_call_reads_the_graph_and_others_trace(counted: Callable[[], di
         traced(_edited(lambda model: setattr(model, "lock", threading.Lock())).eval())
     assert counted() == {"traced": 8, "from the cache": 1, "not cacheable: lock": 2}
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".onnx"]
+
+
+def test_attributes_of_the_projects_modules_count() -> None:
+    def of(value: float) -> FunctionType:
+        space: dict[str, Any] = {"tiny": tiny}
+        exec("def forward(x):\n    return tiny.relative(x, x) * VALUE", space | {"VALUE": value}, space)
+        function: FunctionType = space["forward"]
+        return function
+
+    contents = graph_keys._Contents()
+    contents.add(of(1.0))
+    assert tiny.relative in contents.alive
+    assert tiny.images not in contents.alive
+
+
+def test_operators_of_unknown_code_have_no_key() -> None:
+    with pytest.raises(NotCacheable, match="operator mine"):
+        digest(_forward("import torch; y = torch.ops.mine.double(y)"))
+
+
+@pytest.mark.slow("process")
+def test_keys_are_the_same_in_other_processes() -> None:
+    code = "from tests.test_tracing import *; print(key(Mlp(), 'fp16'), digest(program(), TRACE))"
+    mine = f"{key(Mlp(), 'fp16')} {digest(program(), TRACE)}"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip() == mine
+
+
+def test_random_numbers_are_the_same_behind_a_hit_and_a_trace(tmp_path: Path) -> None:
+    def draw(model: nn.Module) -> onnx.ModelProto:
+        torch.rand(3)
+        return onnx.ModelProto()
+
+    trace, drawn = tracing.cached(draw, tmp_path), list[Tensor]()
+    for _ in range(2):
+        torch.manual_seed(0)
+        trace(program())
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+def test_failed_traces_fail_again(counted: Callable[[], dict[str, int]], tmp_path: Path) -> None:
+    def refuse(model: nn.Module) -> onnx.ModelProto:
+        raise ValueError("refused")
+
+    trace = tracing.cached(refuse, tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="refused"):
+            trace(Mlp())
+    assert counted() == {"traced": 2}
+
+
+def test_old_graphs_are_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "old.onnx").write_bytes(b"")
+    monkeypatch.setattr(to_onnx, "_trace", to_onnx._trace)
+    tracing.cache_graphs(tmp_path)
+    assert (tmp_path / "old.onnx").exists()
+    monkeypatch.setattr(tracing, "UNUSED_S", -60.0)
+    tracing.cache_graphs(tmp_path)
+    assert not (tmp_path / "old.onnx").exists()

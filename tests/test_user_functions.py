@@ -104,3 +104,9 @@ class Fixed(nn.Module):
 )
 def test_batch_size_in_code_is_named_with_its_line(kind: str, said: str) -> None:
     rejects(said, facts_of_module, Fixed(kind), Preprocessing())
+
+
+def test_batch_size_in_code_is_named_without_input_size() -> None:
+    module = Fixed("buffer")
+    module.input_size = None  # type: ignore[assignment]
+    rejects("batch of 4 but", facts_of_module, module, Preprocessing())

@@ -2,7 +2,7 @@
 
 import argparse
 import pathlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -255,3 +255,18 @@ def test_an_average_without_names_is_said_to_be_unread(tmp_path: Path) -> None:
     same(taken.state, STATE)
     assert taken.notes[0].startswith("w.pth: ema.shadow_params: tensors without names, which can't be taken")
     rejects(r"ema\.shadow_params: tensors without names", read, content, tmp_path, ema=True)
+
+
+def test_the_state_of_the_inner_network_alone_fits_a_module_around_it(tmp_path: Path) -> None:
+    inner = Small()
+    around = nn.Sequential(OrderedDict(inner=inner)).state_dict()
+    same(read(inner.state_dict(), tmp_path, around).state, around)
+
+
+def test_a_compiled_or_distributed_part_gets_its_plain_name(tmp_path: Path) -> None:
+    parts = {name.replace("model.0", "model._orig_mod.0.module"): each for name, each in STATE.items()}
+    same(read(parts, tmp_path).state, STATE)
+
+
+def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
+    rejects("pickled code", read, {"model": STATE, "x": np.array([object()], dtype=object)}, tmp_path)
