@@ -1,4 +1,4 @@
-"""What all benchmarks share: rows are kept, chosen and made anew, and tables are made of them."""
+"""The harness of all benchmarks: it keeps, chooses and repeats rows, and makes tables of them."""
 
 import json
 from pathlib import Path

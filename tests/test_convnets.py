@@ -293,7 +293,6 @@ def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
 
 
 def test_groups_keep_as_many_each() -> None:
-    """Of a grouped convolution that reads or writes a site."""
     reduced = reduce(checkpoint("resnext50_32x4d").model, moments("resnext50_32x4d"), method("best", 0.5)).model
     grouped = [site for site in conv_sites(reduced) if site.groups.part_G is not None]
     assert grouped

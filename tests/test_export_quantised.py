@@ -257,7 +257,6 @@ def test_strengths_are_the_papers() -> None:
 
 
 def test_a_layer_that_gives_one_number_stays_as_it_is() -> None:
-    """As the mean does that a norm divides by."""
     text = '["one/MatMul"] y = MatMul(x, one) ["several/MatMul"] z = MatMul(x, several)'
     one, several = (np.ones((6, width), np.float32) for width in (1, 4))
     proto = graph_of(f"(float[2,6] x) => (float y, float z) {{ {text} }}", one=one, several=several)

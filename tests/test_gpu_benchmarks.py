@@ -390,7 +390,7 @@ def pictures(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make real` leaves, of a tiny model whose blocks all matter."""
+    """Write the files of `make real` for a tiny model whose blocks all matter."""
     directory = tmp_path_factory.mktemp("real") / "ready"
     directory.mkdir()
     model = tiny.checkpoint(**KWARGS).model

@@ -17,7 +17,7 @@ from .head_attention import Rope
 
 
 class _Decoder(msgspec.Struct, frozen=True, kw_only=True):
-    """What all kinds have, and those from before Llama. `common`: by a kind's own names of entries most kinds';
+    """Entries of all kinds, and of those from before Llama. `common`: by a kind's own names of entries most kinds';
     `fixed`: what stands in its code.
     """
 
@@ -185,7 +185,7 @@ _ROPE_ENTRIES = {
 
 
 def _rope(entries: Mapping[str, Any], theta: float) -> Rope:
-    """Of `rope_parameters` as transformers writes them now, or of `rope_scaling` beside `rope_theta` as before."""
+    """Read `rope_parameters` as transformers writes them now, or `rope_scaling` beside `rope_theta` as before."""
     kind = entries.get("rope_type", entries.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"positions scaled by {kind!r:.40}, expected default, linear or llama3")

@@ -27,7 +27,7 @@ _OF_HEADS = (".qk", ".v")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What config.json and model.safetensors hold."""
+    """The content of config.json and model.safetensors."""
 
     config: dict[str, Any]
     state: dict[str, Tensor]

@@ -54,7 +54,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def answer(self) -> Answer | None:
-        """What is made of a class's outputs, None of all of them."""
+        """The function that picks the answer from a class's outputs; None keeps all outputs."""
         if self.pooling is not None:
             return pooled(self.pooling, self.normalize)
         return None if self.output is None else chosen(self.output)

@@ -1,4 +1,4 @@
-"""How images of a model of transformers are prepared (preprocessor_config.json), in timm's words.
+"""Preprocessing of images by transformers (preprocessor_config.json), in timm's words.
 
 Images are resized to `size`, squashed or by their shorter edge, cropped to `crop_size` in the middle, scaled to 0..1
 and normalised. What timm's evaluation transform can't do is refused.

@@ -66,7 +66,7 @@ def pooled(pooling: Pooling, normalize: bool) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """How a class of transformers is called: with arguments `more`, for one answer, or for all that it gives."""
+    """A class of transformers, the extra arguments `more` of its forward, and the answer taken from its outputs."""
 
     kind: Any
     answer: Answer | None

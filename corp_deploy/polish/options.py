@@ -13,7 +13,7 @@ SWEEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolishOptions:
-    """How long each reduced sublayer is fitted to the dense stream: `steps` sweeps over its layers; `time_s` ends all
+    """Limits of the fit of each reduced sublayer to the dense stream: `steps` sweeps over its layers; `time_s` ends all
     of them early, in seconds.
     """
 
@@ -26,5 +26,5 @@ class PolishOptions:
 
     @property
     def most_steps(self) -> int | None:
-        """How many sweeps at most; None where time alone ends the polish."""
+        """The largest number of sweeps; None where time alone ends the polish."""
         return SWEEPS if self.steps is None and self.time_s is None else self.steps

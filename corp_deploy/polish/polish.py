@@ -29,12 +29,12 @@ from .state import PolishState, StateFile
 from .walk import BlockSteps, StreamPair, blocks, pairs_of, walk
 
 HELD_OUT_EVERY = 8
-"""Of the inputs, or groups of inputs, judges and is not fitted to."""
+"""One in so many inputs, or groups of inputs, is held out to judge by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolishReport:
-    """How a model was polished, and the held-out relative error of its outputs before and after."""
+    """The result of a polish: its layers, and the held-out relative error of the outputs before and after."""
 
     fitted: int
     held_out: int

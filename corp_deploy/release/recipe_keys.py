@@ -118,7 +118,7 @@ class Key:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """What may be said beside bounds: a description, and whether a list's items must differ."""
+        """Rules beside bounds: a description, and whether a list's items must differ."""
         info = msgspec.inspect.type_info(type_of(self.of))
         kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
         return next(kind.extra_json_schema or {} for kind in kinds if isinstance(kind, msgspec.inspect.Metadata))

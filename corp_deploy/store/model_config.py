@@ -92,7 +92,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many groups each site of the dense model has."""
+        """The number of groups of each site of the dense model."""
         return {name: site.groups for name, site in self.sites.items()}
 
     @property

@@ -57,7 +57,7 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Encoder:
-    """What a directory says of an encoder without its weights. `source`: what says how inputs are prepared; `whole`:
+    """An encoder without weights, from its directory. `source`: what says how inputs are prepared; `whole`:
     the class that wrote it, if the model below that is built.
     """
 

@@ -35,7 +35,7 @@ FOLDER = "hf"
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model was read from: the content of the files beside its weights, by path; the configuration of a decoder;
+    """The source of a model: the content of the files beside its weights, by path; the configuration of a decoder;
     and the class that holds an encoder and a head of training.
     """
 

@@ -29,7 +29,7 @@ CPU_BACKENDS = tuple(THREAD_KEYS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """How a server runs the models.
+    """Settings of a server for the models.
 
     `preferred_batches`: the measured knee; requests wait `queue_delay_us` at most for it. `max_batch`: None for the
     plan's maximum, or 8. `graph_batches`: measured CUDA graphs (plans only). `policy` latest serves the newest version,

@@ -1,4 +1,4 @@
-"""How a batch size's time is shared out: the least that makes an interval is kept free, the rest is for warm-up, A/A
+"""Shares of a batch size's time: the least that makes an interval is kept free, the rest is for warm-up, A/A
 run and audit.
 
 Nothing begins that isn't expected to end in time. Times are in seconds; `calls_s` are those of a call of each subject.

@@ -17,7 +17,7 @@ from ground.records import record_from_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedInputs:
-    """How many of `judging` inputs the models were fitted to (`same`), and how many more look like such (`alike`)."""
+    """Counts of `judging` inputs that the models were fitted to (`same`) and of similar ones (`alike`)."""
 
     judging: int
     same: int

@@ -83,7 +83,7 @@ def changes_in_place(node: fx.Node) -> bool:
 
 
 class MetaCalls:
-    """What calls gave on meta, by sizes_key of their arguments; emptied where there are too many."""
+    """Results of calls on the meta device, by sizes_key of their arguments; emptied where there are too many."""
 
     def __init__(self, limit: int = 20_000) -> None:
         self._gave, self._limit = dict[Any, Any](), limit
