@@ -36,7 +36,7 @@ def refuse_other_run(where: str, saved: Mapping[str, str], run: Mapping[str, str
 
 
 class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a calibration, the unreadable images, the kernel for the rest, and what must be equal to go on."""
+    """A calibration's progress, the unreadable images, the kernel for the rest, and what must match to go on."""
 
     position: int
     bad: tuple[str, ...]
