@@ -330,6 +330,31 @@ def test_attention_has_any_axes_in_front(front: tuple[int, ...], mask: tuple[int
     assert relative_error(run(export(model, opset=opset), batch), exact(model, batch)) < 1e-6
 
 
+class Padded(nn.Module):
+    """One attention that sees the keys of positive inputs, and always the first key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 24)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x_BNC = images[:, :, 0, :6].mT
+        seen_B11N = ((x_BNC[..., 0] > 0.0) | (torch.arange(6) == 0))[:, None, None]
+        q, k, v = self.linear(x_BNC).unsqueeze(1).chunk(3, -1)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen_B11N).flatten(1)
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_boolean_mask_has_no_guard_behind_the_softmax(precision: str) -> None:
+    """An engine fuses an attention only if its softmax enters the product with the values."""
+    torch.manual_seed(0)
+    model, batch = Padded().eval(), images(3)
+    graph = export(model, precision)
+    assert "IsNaN" not in {node.op_type for node in graph.graph.node}
+    assert relative_error(run(graph, batch), exact(model, batch)) < (1e-6 if precision == "fp32" else 2e-3)
+
+
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_zeros_around_what_is_pooled_are_no_border_of_the_pool(precision: str) -> None:
