@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext
 
 from corp_deploy.views.waiting import Waiting, waits_quietly
-from ground.signals import ending, raising_on_signals
+from ground.signals import describe_interruption, raising_on_signals
 from ground.threads import set_thread_policy_, thread_limit
 
 
@@ -19,7 +19,7 @@ def main() -> None:
             set_thread_policy_(os.environ, thread_limit())
             from .cli import main as commands
     except KeyboardInterrupt as error:
-        message, code = ending(error)
+        message, code = describe_interruption(error)
         print(f"Error: {message}", file=sys.stderr)
         sys.exit(code)
     waiting = Waiting()

@@ -17,7 +17,7 @@ from ground.errors import (
     is_out_of_memory,
     os_error_from,
 )
-from ground.signals import ending, raising_on_signals
+from ground.signals import describe_interruption, raising_on_signals
 from ground.text import message_line
 
 from .commands.calibrate import calibrate_command, inspect, merge_moments, redundancy_command
@@ -126,7 +126,7 @@ class Commands(click.Group):
         except Missing as error:
             raise Failure(str(error), EXIT_MISSING) from error
         except (KeyboardInterrupt, click.Abort) as error:
-            raise Failure(*ending(error)) from error
+            raise Failure(*describe_interruption(error)) from error
         except Exception as error:
             raise _unforeseen(error) from error
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ground.threads import affinity_cpus, cpu_quota, wait_policy
-from ground.vulnerabilities import described, version_numbers, vulnerabilities_of
+from ground.vulnerabilities import describe_vulnerabilities, find_vulnerabilities, version_numbers
 from perf.timing.watch import has_vnni
 
 from . import __version__
@@ -95,7 +95,7 @@ def _package(name: str, *, disables: str = "", extra: str = "") -> Capability:
     if not found:
         words = f"'corp-deploy[{extra}]'" if extra else "corp-deploy"
         return _lacks(name, disables or "everything", f"pip install {words}")
-    holes = described(vulnerabilities_of(name, found))
+    holes = describe_vulnerabilities(find_vulnerabilities(name, found))
     if version_numbers(found) >= version_numbers(floor):
         return Capability(what=name, found=found, disables=holes)
     note = _BELOW_FLOOR.get(name)
@@ -109,9 +109,9 @@ def _package(name: str, *, disables: str = "", extra: str = "") -> Capability:
 
 def _python() -> Capability:
     found = platform.python_version()
-    holes = vulnerabilities_of("python", found)
+    holes = find_vulnerabilities("python", found)
     remedy = f"install Python {holes[-1].fixed_in} or newer" if holes else ""
-    return Capability(what="python", found=found, disables=described(holes), remedy=remedy)
+    return Capability(what="python", found=found, disables=describe_vulnerabilities(holes), remedy=remedy)
 
 
 def _lacks(what: str, disables: str, remedy: str) -> Capability:

@@ -115,7 +115,7 @@ class Stopwatch:
 _NOTHING = Effort(seconds=0.0, peak_bytes=None, device_peak_bytes=None)
 
 
-def measured(watch: Stopwatch | None, name: str) -> AbstractContextManager[None]:
+def measure_effort(watch: Stopwatch | None, name: str) -> AbstractContextManager[None]:
     """A turn where somebody takes the time."""
     return nullcontext() if watch is None else watch.measure(name)
 

@@ -13,7 +13,7 @@ OUT_OF_MEMORY = ("out of memory", "failed to allocate memory", "can't allocate m
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{6,}\b")
 
 
-def cleaned(message: object) -> str:
+def strip_library_noise(message: object) -> str:
     """Return a message without what libraries leave in theirs: addresses of objects, and a reason that is empty."""
     return _ADDRESS.sub("", str(message)).replace(" ()", "")
 
@@ -21,7 +21,7 @@ def cleaned(message: object) -> str:
 _NAMED = re.compile(r"(?:\b([a-z]+) )?--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?: ('[^']*'|\w(?:[\w.:=-]*\w)?))?")
 
 
-def respelled(message: str, spell: Callable[[str, str, str], str | None]) -> str:
+def respell_options(message: str, spell: Callable[[str, str, str], str | None]) -> str:
     """Return a message with the options that it names, `--hold-out 8`, as another interface than commands spells them.
 
     `spell` is given the word before an option, its name with underscores and the word behind it, both may be empty;
@@ -42,7 +42,7 @@ class BadInput(ValueError):
     """The user's mistake: what is wrong, where, what was got and expected, what to do."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(cleaned(message))
+        super().__init__(strip_library_noise(message))
 
 
 class NotComparable(BadInput):
@@ -53,7 +53,7 @@ class Missing(RuntimeError):
     """This machine lacks what the step needs; the message says what and how to get it."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(cleaned(message))
+        super().__init__(strip_library_noise(message))
 
 
 class RankLost(Missing):

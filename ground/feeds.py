@@ -19,16 +19,16 @@ def batch_size(arrays: Feeds | Outputs) -> int:
     return len(next(iter(arrays.values())))
 
 
-def rows_of(arrays: Feeds | Outputs, rows: slice | NDArray[np.integer]) -> dict[str, NDArray[Any]]:
+def select_rows(arrays: Feeds | Outputs, rows: slice | NDArray[np.integer]) -> dict[str, NDArray[Any]]:
     """Some of the inputs, in the order asked for."""
     return {name: array[rows] for name, array in arrays.items()}
 
 
-def batch_of(feeds: Feeds, batch: int) -> dict[str, NDArray[Any]]:
+def fill_batch(feeds: Feeds, batch: int) -> dict[str, NDArray[Any]]:
     """The first `batch` inputs, begun again from the first when there are fewer."""
     if batch < 1:
         raise BadInput(f"a batch size is at least 1, got {batch}")
-    return rows_of(feeds, np.arange(batch) % batch_size(feeds))
+    return select_rows(feeds, np.arange(batch) % batch_size(feeds))
 
 
 def single_array(arrays: Feeds | Outputs) -> NDArray[Any]:

@@ -51,7 +51,7 @@ def path_inside(directory: Path, name: str, *, where: str) -> Path:
     return regular_file(path)
 
 
-def beside(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
     """Return a name for a temporary file in the folder of `path`."""
     return path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
 
@@ -61,7 +61,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
     """Yield an empty file beside `path`, removed afterwards. Raises BadInput for a path that is no regular file."""
     regular_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = beside(path)
+    temporary = temporary_name(path)
     try:  # from before it is there, as a signal may come at any moment
         temporary.open("xb").close()
         yield temporary

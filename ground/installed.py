@@ -89,7 +89,7 @@ def _required(requirements: Iterable[str]) -> Iterator[str]:
                 yield canonicalize_name(requirement.name)
 
 
-def installed() -> tuple[InstalledPackage, ...]:
+def installed_packages() -> tuple[InstalledPackage, ...]:
     """By name, each once: the one that is imported."""
     packages: dict[str, InstalledPackage] = {}
     for found in importlib.metadata.distributions():

@@ -50,7 +50,7 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
     _refuse_sizes(proto, where)
     _refuse_foreign(proto, where)
     _refuse_recursive_functions(proto, where)
-    outside = [tensor for tensor in tensors_of(proto) if _is_outside(tensor, path)]
+    outside = [tensor for tensor in iter_tensors(proto) if _is_outside(tensor, path)]
     if outside and weights:
         onnx.load_external_data_for_model(proto, str(path.parent))
     return proto
@@ -113,7 +113,7 @@ def _refuse_unknown_types(proto: "ModelProto", where: str) -> None:
     for value in _values(proto):
         for number in types_of_value(value.type):
             require_type(number, f"{where}: the tensor {value.name[:100]!r}")
-    for tensor in tensors_of(proto):
+    for tensor in iter_tensors(proto):
         require_type(tensor.data_type, f"{where}: weight {tensor.name[:100]!r}", require_name=tensor.ByteSize() > 0)
     for node in _every_node(proto):
         for name, number in types_of_node(node):
@@ -157,7 +157,7 @@ def _every_node(proto: "ModelProto") -> "Iterator[NodeProto]":
         yield from _nodes(function.node)
 
 
-def tensors_of(proto: "ModelProto") -> "Iterator[TensorProto]":
+def iter_tensors(proto: "ModelProto") -> "Iterator[TensorProto]":
     """Every tensor wherever it stands: weights, those of sparse ones, and what nodes carry."""
     for graph in _graphs(proto):
         yield from graph.initializer

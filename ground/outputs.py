@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from .errors import BadInput, Missing
-from .files import beside, regular_file
+from .files import regular_file, temporary_name
 
-OF_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
+MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 """Errors that no other path would mend."""
 
 
@@ -39,13 +39,13 @@ def require_writable(path: Path, *, folder: bool) -> None:
         raise BadInput(f"{path}: can't be written, as {where} is {kind}; give another path")
     try:
         with suppress(FileNotFoundError):  # a name too long is refused here
-            (path if folder else beside(regular_file(path))).lstat()
+            (path if folder else temporary_name(regular_file(path))).lstat()
         with TemporaryFile(dir=where):
             pass
         if not folder and where == path.parent and _is_of_another_user(path):
             raise PermissionError(errno.EPERM, "the file is another user's")
     except OSError as error:
-        if error.errno in OF_MACHINE:
+        if error.errno in MACHINE_ERRORS:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise BadInput(
             f"{path}: can't be written in {where} ({error.strerror}); give another path, or make that one writable"

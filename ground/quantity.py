@@ -76,6 +76,12 @@ Quantity = Count | Real
 BATCH = Count(low=1, high=65_536)
 
 
+def format_number(value: float, digits: int) -> str:
+    """Return a number with this many significant digits, a large one without an exponent, such as 1,234,567."""
+    shown = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if "e+" in shown else shown
+
+
 def quoted(text: str) -> str:
     """What was got, quoted and cut so that a message stays one."""
     return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"

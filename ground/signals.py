@@ -28,7 +28,7 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-def ending(error: BaseException) -> tuple[str, int]:
+def describe_interruption(error: BaseException) -> tuple[str, int]:
     """Return the message of an interrupted process, and its exit code, which is the one of shells."""
     how, code = "interrupted", EXIT_INTERRUPTED
     if isinstance(error, Terminated):

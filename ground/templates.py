@@ -5,7 +5,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
-def templates_of(package: str, *, is_html: bool = False, **more: Any) -> Environment:
+def template_environment(package: str, *, is_html: bool = False, **more: Any) -> Environment:
     """Return the templates in a package's folder `templates`; HTML is escaped, missing names are errors."""
     return Environment(
         loader=PackageLoader(package),

@@ -51,7 +51,7 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
     return out.getvalue()
 
 
-def one_line(text: str) -> str:
+def comment_line(text: str) -> str:
     """The text as it can stand in a comment, which a line break would end."""
     return printable(text).replace("\n", "\\n")
 

@@ -83,13 +83,13 @@ SERVER = (
 )  # fmt: skip
 
 
-def vulnerabilities_of(
+def find_vulnerabilities(
     package: str, version: str, vulnerabilities: Sequence[Vulnerability] = LIBRARIES
 ) -> tuple[Vulnerability, ...]:
     """Those of a version of a package, by the version that fixes them."""
     return tuple(each for each in vulnerabilities if each.package == package and each.affects(version))
 
 
-def described(vulnerabilities: Sequence[Vulnerability]) -> str:
+def describe_vulnerabilities(vulnerabilities: Sequence[Vulnerability]) -> str:
     """The impact of each with its published identifiers."""
     return "; ".join(f"{each.impact} ({', '.join(each.identifiers)})" for each in vulnerabilities)

@@ -30,7 +30,7 @@ from corp_deploy.release.recipe_tables import ExportTable, TargetTable
 from corp_deploy.release.stage_parts import measured_by
 from corp_deploy.release.targets import release_target
 from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts
-from ground.effort import Effort, Stopwatch, measured
+from ground.effort import Effort, Stopwatch, measure_effort
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_text
 from perf.timing.watch import cpu_name
@@ -289,7 +289,7 @@ def watch_of(*times: float) -> Callable[[str], Stopwatch]:
 def stage(name: str, text: str, *parts: str) -> Stage:
     def written(dirs: StageDirs) -> None:
         for part in parts:
-            with measured(dirs.watch, part):
+            with measure_effort(dirs.watch, part):
                 pass
         write_text(dirs.into / f"{name}.txt", text)
 

@@ -30,7 +30,7 @@ from export.triton import repository
 from export.triton.config import read_expected
 from export.triton.variants import Package
 from ground.errors import is_out_of_memory, os_error_from
-from ground.signals import Terminated, ending, raising_on_signals
+from ground.signals import Terminated, describe_interruption, raising_on_signals
 from ground.transaction import FORMER, install_files, replacing_files, roll_back_interrupted
 from perf.record.runs import save_bench
 from tests import tiny
@@ -255,7 +255,7 @@ def test_handlers_of_somebody_elses_stay() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with pytest.raises(Terminated) as ended, raising_on_signals():
         os.kill(os.getpid(), signal.SIGTERM)
-    assert ending(ended.value)[1] == 143
+    assert describe_interruption(ended.value)[1] == 143
 
 
 def test_what_stops_by_itself_first_has_ended_too() -> None:
@@ -267,7 +267,7 @@ def test_what_stops_by_itself_first_has_ended_too() -> None:
 
     with pytest.raises(Terminated) as ended, raising_on_signals():
         stopping()
-    assert ending(ended.value)[1] == 143
+    assert describe_interruption(ended.value)[1] == 143
     with pytest.raises(KeyboardInterrupt) as interrupted, raising_on_signals():
         raise KeyboardInterrupt
     assert not isinstance(interrupted.value, Terminated)

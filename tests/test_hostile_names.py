@@ -37,7 +37,7 @@ from export.triton.repository import write_repository
 from export.triton.server_releases import build_script
 from export.triton.signature import Signature
 from export.triton.variants import Package
-from ground.text import csv_cell, markdown_line, one_line, printable
+from ground.text import comment_line, csv_cell, markdown_line, printable
 from perf.gate.gate import Gate, JudgedRule
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate
 from perf.report import render
@@ -240,7 +240,7 @@ def test_a_shell_reads_one_word(output: str) -> None:
 
 
 def test_names_in_comments_stay_on_their_line() -> None:
-    assert "\n" not in one_line(NAME + "\nid") + markdown_line(NAME + "\nid")
+    assert "\n" not in comment_line(NAME + "\nid") + markdown_line(NAME + "\nid")
 
 
 def test_a_hostile_file_name_goes_through_the_commands(tmp_path: Path) -> None:

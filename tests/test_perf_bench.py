@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ground.errors import Missing, is_out_of_memory
-from ground.feeds import Feeds, batch_size, rows_of
+from ground.feeds import Feeds, batch_size, select_rows
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import BenchSubject, bench_subjects
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
@@ -419,9 +419,9 @@ def test_images_that_no_memory_holds_are_a_finding(monkeypatch: pytest.MonkeyPat
     def gathered(feeds: Feeds, batch: int) -> Feeds:
         if batch == 8:
             raise MemoryError("Unable to allocate 38.6 GiB")
-        return rows_of(feeds, slice(batch))
+        return select_rows(feeds, slice(batch))
 
-    monkeypatch.setattr("perf.bench.opened_subject.batch_of", gathered)
+    monkeypatch.setattr("perf.bench.opened_subject.fill_batch", gathered)
     record = measured(lambda batch: 2.0, lambda batch: 1.0)
     assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom"]
 

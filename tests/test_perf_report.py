@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from ground.digits import plain
 from ground.ports import OutputPort, Role
+from ground.quantity import format_number
 from perf.parity.labels import Accuracy
 from perf.parity.link import link
 from perf.parity.locate import FaultLocation
@@ -229,8 +229,8 @@ def test_change_and_rounding() -> None:
         (error(1234.5), "1,234"),
         (error(99.7), "100"),
         (error(0.00012), "0.00012"),
-        (plain(1_234_567.0, 6), "1,234,567"),
-        (plain(123.456, 4), "123.5"),
+        (format_number(1_234_567.0, 6), "1,234,567"),
+        (format_number(123.456, 4), "123.5"),
     ],
 )
 def test_numbers_as_people_write_them(made: str, words: str) -> None:

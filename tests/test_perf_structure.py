@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, rows_of
+from ground.feeds import Feeds, Outputs, select_rows
 from perf.parity import structure
 from perf.parity.structure import StructuralTest
 
@@ -117,7 +117,7 @@ def test_inputs_far_outside_still_give_finite_answers() -> None:
 
 
 def test_a_batch_size_that_ran_some_images_is_held_against_those() -> None:
-    rows = {8: in_batches(sound, 8), 1: rows_of(in_batches(sound, 1), slice(3))}
+    rows = {8: in_batches(sound, 8), 1: select_rows(in_batches(sound, 1), slice(3))}
     (same,) = structure.batch_sizes("r", rows, bound=1e-5)
     assert same.status == "PASS"
     assert "batch 1 against 8" in same.reason
@@ -141,7 +141,7 @@ TEXTS = {
 
 
 def test_whole_numbers_and_several_outputs_go_through_every_test() -> None:
-    one = rows_of(TEXTS, slice(1))
+    one = select_rows(TEXTS, slice(1))
     tests = [
         structure.batch_slot("r", two_outputs, one, batch=4, bound=1e-6),
         structure.permutation("r", two_outputs, TEXTS, bound=1e-6),

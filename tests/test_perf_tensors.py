@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 from ground.feeds import (
     Feeds,
-    batch_of,
     checked_feeds,
     feeds_from_array,
     feeds_of_ports,
+    fill_batch,
     random_feeds,
-    rows_of,
+    select_rows,
     single_array,
 )
 from ground.ports import LOGITS, OutputPort, Port, Role
@@ -140,7 +140,7 @@ def test_a_graph_tells_its_ports_and_runs_like_the_module(tmp_path: Path, refere
     with OnnxRunner(encoder_graph(tmp_path / "m.onnx")) as runner:
         assert (runner.inputs, runner.outputs) == ((IDS, MASK), (EMBEDDING,))
         np.testing.assert_allclose(single_array(runner(FEEDS)), reference, rtol=1e-4, atol=1e-6)
-        assert runner.bind(rows_of(FEEDS, slice(3))).laps(1, lambda: 0).calls == 1
+        assert runner.bind(select_rows(FEEDS, slice(3))).laps(1, lambda: 0).calls == 1
     with pytest.raises(BadInput, match=r"m.onnx: its note export.outputs can't be read"):
         OnnxRunner(encoder_graph(tmp_path / "m.onnx", role="vibes")).__enter__()
 
@@ -155,7 +155,7 @@ def test_every_mismatch_is_named_at_once() -> None:
     )
     with pytest.raises(BadInput, match="got 24 of ids, 3 of mask; expected as many of each"):
         checked_feeds({**FEEDS, "mask": FEEDS["mask"][:3]}, (IDS, MASK), where="encoder")
-    rejects(r"got no ids, \[0, 7\]", checked_feeds, rows_of(FEEDS, slice(0)), (IDS, MASK), where="encoder")
+    rejects(r"got no ids, \[0, 7\]", checked_feeds, select_rows(FEEDS, slice(0)), (IDS, MASK), where="encoder")
     rejects(r"takes ids \[2, 7\], got \[24, 7\]", checked_feeds, FEEDS, (IDS, MASK), where="encoder", batch=2)
     free = Port(name="ids", shape=(-1,), dtype="int64")
     assert list(checked_feeds(FEEDS, (MASK, free), where="encoder")) == ["mask", "ids"]
@@ -171,9 +171,9 @@ def test_feeds_are_made_of_an_array_only_where_there_is_one_input() -> None:
 
 
 def test_a_batch_larger_than_the_feeds_begins_again() -> None:
-    batch = batch_of(FEEDS, TEXTS + 2)
+    batch = fill_batch(FEEDS, TEXTS + 2)
     np.testing.assert_array_equal(batch["mask"][TEXTS:], FEEDS["mask"][:2])
-    rejects("at least 1", batch_of, FEEDS, 0)
+    rejects("at least 1", fill_batch, FEEDS, 0)
 
 
 def test_noise_is_normal_for_floats_and_one_for_whole_numbers() -> None:

@@ -11,14 +11,14 @@ from benchmarks.release import licences, lock
 from benchmarks.release.licences import Policy, pinned, policy
 from corp_deploy.release.sbom import bill_of_environment
 from corp_deploy.release.sbom import licences as told_licences
-from ground.installed import InstalledPackage, installed
+from ground.installed import InstalledPackage, installed_packages
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def packages() -> tuple[InstalledPackage, ...]:
-    return installed()
+    return installed_packages()
 
 
 def package(name: str, licence: str, *requires: str) -> InstalledPackage:

@@ -13,7 +13,7 @@ import click
 from packaging.utils import canonicalize_name
 
 from benchmarks.pages.markdown import table
-from ground.installed import InstalledPackage, installed
+from ground.installed import InstalledPackage, installed_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS, PAGE, PINNED = (
@@ -74,7 +74,7 @@ def page(packages: Sequence[InstalledPackage], by: Policy) -> str:
 def ours() -> list[InstalledPackage]:
     """What is installed of constraints.txt."""
     known = pinned()
-    return [each for each in installed() if each.name in known]
+    return [each for each in installed_packages() if each.name in known]
 
 
 @click.command()

@@ -34,7 +34,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, sa
 from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.graph.precision import typed_copy
-from ground.feeds import Feeds, Outputs, rows_of, single_array
+from ground.feeds import Feeds, Outputs, select_rows, single_array
 from ground.files import write_json
 from perf.timing.watch import cpu_name
 
@@ -76,7 +76,7 @@ def in_half(model: nn.Module) -> Run:
 
 def one_pass(run: Run, feeds: Feeds) -> float:
     """CPU seconds of all images once, after a first one."""
-    run(rows_of(feeds, slice(1)))
+    run(select_rows(feeds, slice(1)))
     start = time.process_time()
     outputs_at(run, feeds, max(BATCHES))
     return time.process_time() - start

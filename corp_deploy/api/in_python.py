@@ -18,7 +18,7 @@ from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.invocation.source import ModelSource
 from corp_deploy.invocation.values import DIRECTORY, FLAG, literal
-from ground.errors import BadInput, Missing, respelled
+from ground.errors import BadInput, Missing, respell_options
 from ground.outputs import require_writable
 
 P = ParamSpec("P")
@@ -74,7 +74,7 @@ def in_python(message: str, *records: type[Record], parameters: Collection[str] 
         every = (_argument(_typed(own), name, value, f"{function}({{}})") for function, own in FUNCTIONS.items())
         return next(filter(None, every), f"the commands' option {name!r} {value}".rstrip())
 
-    text = respelled(message, spelled)
+    text = respell_options(message, spelled)
     for again in (" (or `inputs`)", ", or `inputs`", ", `inputs`", " or `inputs`", " and `inputs`"):
         text = text.replace(f"`inputs`{again}", "`inputs`")
     return text

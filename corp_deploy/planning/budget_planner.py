@@ -12,7 +12,7 @@ from corp_deploy.invocation.budget_choice import Currency
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
-from ground.effort import Stopwatch, measured
+from ground.effort import Stopwatch, measure_effort
 
 from .budget import Allocation, allocate, out_of_reach, uniform_for_share
 from .cost import cost_of_all_tokens, dense_cost
@@ -38,7 +38,7 @@ def probe_of(
     """With `loop`, what is tried end to end is tried in that closed loop, on a few of the images."""
     apart = set_apart(dense, moments, images)
     metrics = site_metrics(dense.model, method, few_of(dense, apart.few))
-    with measured(watch, "select"):
+    with measure_effort(watch, "select"):
         eliminations_by_site = eliminations(dense.model, replace(moments, metrics=metrics), method)
     # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
     fitted = replace(apart.moments, half=None, metrics=metrics)

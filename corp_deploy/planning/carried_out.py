@@ -25,7 +25,7 @@ from corp_deploy.reduction.order import shared_reader
 from corp_deploy.reduction.overfitting import data_gap
 from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.store.checkpoint import Checkpoint
-from ground.effort import Stopwatch, measured
+from ground.effort import Stopwatch, measure_effort
 from ground.errors import BadInput
 
 from .curves import site_metrics
@@ -53,7 +53,7 @@ def as_planned(
     """
     if request is not None and request.options.loop is not None:
         assert images is not None
-        with measured(watch, "closed loop"):
+        with measure_effort(watch, "closed loop"):
             reduction = reduce_traced(
                 dense,
                 images,
@@ -64,7 +64,7 @@ def as_planned(
                 on_progress=on_progress,
             )
     else:
-        with measured(watch, "recover"):
+        with measure_effort(watch, "recover"):
             reduction = reduce(
                 dense,
                 replace(moments, metrics=planned.metrics),

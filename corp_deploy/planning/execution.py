@@ -18,7 +18,7 @@ from corp_deploy.reduction.moments import merging_note, require_apart, require_s
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
-from ground.effort import Stopwatch, measured
+from ground.effort import Stopwatch, measure_effort
 from ground.errors import BadInput
 
 from .carried_out import Polishing, as_planned, composed, inputs_to_polish, with_polish
@@ -48,7 +48,7 @@ def _planned(
 ) -> tuple[Checkpoint, WidthPlan]:
     """The plan, with words on merged tokens and on moments taken otherwise; and the model as it merges then."""
     looks = request.options.share is not None or request.options.auto_heads
-    with torch.inference_mode(), measured(watch if looks else None, "plan"):
+    with torch.inference_mode(), measure_effort(watch if looks else None, "plan"):
         planned = plan(dense, moments, request, images, watch)
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
@@ -97,7 +97,7 @@ def reduce_as_asked(
                 "calibrate --hold-out left out, or --judge), or --text for a text encoder"
             )
         fitted, judging = judges.apart(images, moments)
-        with measured(watch, "within"):
+        with measure_effort(watch, "within"):
             with torch.inference_mode():
                 planner = planner_of(dense, moments, request, fitted, watch)
             return smallest_within(
@@ -172,7 +172,7 @@ def reduce_checkpoint(
         watch=watch,
     )
     if polish_inputs is not None and request.polish is not None:
-        with measured(watch, "polish"):
+        with measure_effort(watch, "polish"):
             polished = with_polish(
                 dense.model,
                 reduction,
@@ -185,7 +185,7 @@ def reduce_checkpoint(
         reduction = _within_still(dense.model, moments, request, reduction, polished, images=images, judges=judges)
     options = request.options
     if options.patterns:
-        with measured(watch, "sparsify"):
+        with measure_effort(watch, "sparsify"):
             fitted = without_held_out(images, held_out) if polish_inputs is None else polish_inputs.fitted
             assert fitted is not None, options
             sparse = Sparsifying(kinds=options.patterns, rule=options.sparse_pattern, permute=options.sparse_permute)

@@ -24,7 +24,7 @@ from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.fitted import fitted_inputs
 from corp_deploy.store.input_sets import model_digest
-from ground.effort import Stopwatch, measured
+from ground.effort import Stopwatch, measure_effort
 from ground.files import sha256_of_file
 from perf.record.runs import FittedInputs
 from perf.runners.protocol import stopwatch
@@ -90,7 +90,7 @@ class SweepCache:
         method, at, known = request.method, (request.moments, request.method.ridge_rel), self.elimination_cache
         if request.budget is None:
             if method.mlp_selection == "obs" and at not in known:
-                with measured(watch, "select"):
+                with measure_effort(watch, "select"):
                     known[at] = eliminations(self.swept.dense.model, self.swept.statistics[request.moments], method)
             return WidthPlan(method=method, widths=None, decisions=(), eliminations=known.get(at, {}))
         key = key_of(method=asdict(method), moments=request.moments)
@@ -101,7 +101,7 @@ class SweepCache:
 
     def reduce(self, request: SweepRequest, watch: Stopwatch | None = None) -> tuple[Reduction, Checkpoint]:
         """As `reduce` does it when asked for the same."""
-        with measured(None if request.budget is None else watch, "plan"):
+        with measure_effort(None if request.budget is None else watch, "plan"):
             planned = self._planned(request, watch)
         dense, images, moments = self.swept.dense, self.swept.calibration, self.swept.statistics[request.moments]
         reduction = as_planned(dense.model, planned, moments=moments, images=images, watch=watch)

@@ -15,7 +15,7 @@ from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.graph_facts import facts_of_onnx, port_of
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_of, batch_size, checked_outputs, feeds_of_ports, rows_of
+from ground.feeds import Feeds, Outputs, batch_size, checked_outputs, feeds_of_ports, fill_batch, select_rows
 from ground.ports import OutputPort, Port
 from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_by_name, type_by_name
 from perf.parity.rounding import round_file
@@ -149,10 +149,10 @@ def outputs_at(run: Run, feeds: Feeds, batch: int) -> Outputs:
     """Return answers to all inputs at one batch size; the last batch is filled up with repeats."""
     pieces = []
     for start in range(0, batch_size(feeds), batch):
-        part = rows_of(feeds, slice(start, start + batch))
+        part = select_rows(feeds, slice(start, start + batch))
         count = batch_size(part)
-        answers = run(part if count == batch else batch_of(part, batch))
-        pieces.append(rows_of(answers, slice(count)))
+        answers = run(part if count == batch else fill_batch(part, batch))
+        pieces.append(select_rows(answers, slice(count)))
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
 

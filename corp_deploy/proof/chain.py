@@ -14,7 +14,7 @@ from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, checked_feeds, rows_of
+from ground.feeds import Feeds, Outputs, checked_feeds, select_rows
 from ground.precision import FLOAT16, FloatType
 from perf.parity.block_outputs import headroom
 from perf.parity.labels import accuracy_on_labels, mcnemar
@@ -94,7 +94,7 @@ class Chain:
             step = replace(step, links=with_origin(step.links, candidate, model))
             is_fp16 = candidate.float_type is FLOAT16 and candidate.runtime is None and candidate.form == "graph"
             if is_fp16 and previous is not None and previous.form == "graph":  # how near it comes to float16's end
-                few = previous.fed(rows_of(self.feeds, slice(HEADROOM_INPUTS)))
+                few = previous.fed(select_rows(self.feeds, slice(HEADROOM_INPUTS)))
                 room = headroom(candidate.label, previous.path, candidate.path, few)
                 step = replace(step, findings=(*step.findings, room))
             merges = merges if candidate.checkpoint is None else step.merges
@@ -151,7 +151,7 @@ class Chain:
         if candidate.batch:
             return {candidate.batch: outputs_at(run, self.feeds, candidate.batch)}
         *smaller, largest = sorted(set(self.batches))
-        few = {size: rows_of(self.feeds, slice(max(size, EACH_SIZE))) for size in smaller}
+        few = {size: select_rows(self.feeds, slice(max(size, EACH_SIZE))) for size in smaller}
         by_batch = {size: outputs_at(run, some, size) for size, some in few.items()}
         return by_batch | {largest: outputs_at(run, self.feeds, largest)}
 

@@ -18,7 +18,7 @@ from corp_deploy.store.quantised_onnx import Quantisation, quantiser_of
 from export.graph.precision import modules_beyond
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
-from ground.feeds import Feeds, rows_of
+from ground.feeds import Feeds, select_rows
 from ground.onnx_file import read_onnx
 from ground.ports import Role
 from ground.precision import EVERY_WORD, FLOAT16, FloatType, mixed_with_float32
@@ -35,7 +35,7 @@ WORST_INPUTS = 16
 def worst_inputs(feeds: Feeds, reference: NDArray[np.floating], candidate: NDArray[np.floating], role: Role) -> Feeds:
     """Return the inputs with the largest errors; those with NaN or Inf first."""
     off_N = np.nan_to_num(relative_errors(reference, candidate, role=role), nan=np.inf)
-    return rows_of(feeds, np.argsort(-off_N, kind="stable")[:WORST_INPUTS])
+    return select_rows(feeds, np.argsort(-off_N, kind="stable")[:WORST_INPUTS])
 
 
 def graph_of(checkpoint: Checkpoint, precision: str, keep_fp32: Sequence[str] = ()) -> onnx.ModelProto:

@@ -23,7 +23,7 @@ from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.input_sets import no_picture, normalising, texts_for_model, unnormalised
 from corp_deploy.store.onnx_file import GraphInput, graph_ports
 from ground.errors import BadInput
-from ground.feeds import Feeds, batch_size, random_feeds, rows_of
+from ground.feeds import Feeds, batch_size, random_feeds, select_rows
 from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
 
@@ -69,7 +69,7 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
             arrays[name][start : start + count] = part
         start += count
     assert arrays, source
-    feeds = rows_of(arrays, slice(start))
+    feeds = select_rows(arrays, slice(start))
     names = tuple(source.name(place) for place in range(source.count)) if start == source.count else ()
     return ProofInputs(
         feeds=feeds,

@@ -19,7 +19,7 @@ from corp_deploy.families.timm_library import NORMS
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy
 from export.graph.quantised import simulated
-from ground.feeds import Feeds, Outputs, batch_size, rows_of
+from ground.feeds import Feeds, Outputs, batch_size, select_rows
 from ground.precision import QUANTISED, FloatType, mixed_with_float32
 from perf.parity.measures import Measures, measures
 from perf.runners.module import tensors_of_ports
@@ -67,7 +67,9 @@ def merge_noise_of(
         return None
     margins = []
     for start in range(0, batch_size(feeds), batch):
-        tensors = {name: torch.from_numpy(array) for name, array in rows_of(feeds, slice(start, start + batch)).items()}
+        tensors = {
+            name: torch.from_numpy(array) for name, array in select_rows(feeds, slice(start, start + batch)).items()
+        }
         inputs = next(iter(tensors.values())) if len(tensors) == 1 else tensors
         least_B = merge_margins(checkpoint.model, inputs)
         assert least_B is not None, start
@@ -107,6 +109,6 @@ def _rounding(exportable: nn.Module, float_type: FloatType, feeds: Feeds, batch:
 
     def run(model: nn.Module) -> None:
         for start in range(0, batch_size(feeds), batch):
-            model(*(torch.from_numpy(array) for array in rows_of(feeds, slice(start, start + batch)).values()))
+            model(*(torch.from_numpy(array) for array in select_rows(feeds, slice(start, start + batch)).values()))
 
     return simulated(exportable, word, run)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from export.graph.ports import ports_of_graph
 from ground.errors import BadInput, Missing
-from ground.feeds import Feeds, Outputs, batch_size, rows_of
+from ground.feeds import Feeds, Outputs, batch_size, select_rows
 from ground.files import replacing, write_text
 from ground.onnx_file import read_onnx
 from perf.parity.link import Link
@@ -91,7 +91,7 @@ def _iterations(arrays: Feeds | Outputs, batch: int, *, fixed: bool) -> list[dic
     count, parts = batch_size(arrays), []
     for start in range(0, count, batch):
         rows = np.arange(start, start + batch if fixed else min(start + batch, count)).clip(max=count - 1)
-        parts.append({name: np.ascontiguousarray(array) for name, array in rows_of(arrays, rows).items()})
+        parts.append({name: np.ascontiguousarray(array) for name, array in select_rows(arrays, rows).items()})
     return parts
 
 

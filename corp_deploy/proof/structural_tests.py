@@ -15,7 +15,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import merging_of_moments
 from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_size, input_noun, rows_of, single_array
+from ground.feeds import Feeds, Outputs, batch_size, input_noun, select_rows, single_array
 from perf.parity import structure
 from perf.parity.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import StructuralTest
@@ -50,14 +50,14 @@ def structural_tests(
                 candidate=label, test="batch-slot", status="NOTED", value=0.0, bound=bound, reason=why
             )
             return [*structure.output_tests(label, by_batch[max(by_batch)], noun=noun), untested]
-        feeds = rows_of(feeds, firm_N)
-        by_batch = {size: rows_of(rows, firm_N[firm_N < batch_size(rows)]) for size, rows in by_batch.items()}
+        feeds = select_rows(feeds, firm_N)
+        by_batch = {size: select_rows(rows, firm_N[firm_N < batch_size(rows)]) for size, rows in by_batch.items()}
         by_batch = {size: rows for size, rows in by_batch.items() if batch_size(rows)}
     straight = by_batch[max(by_batch)]
-    some, extreme = slice(max(slots, 2)), rows_of(feeds, slice(min(slots, EXTREME_INPUTS)))
+    some, extreme = slice(max(slots, 2)), select_rows(feeds, slice(min(slots, EXTREME_INPUTS)))
     return [
-        structure.batch_slot(label, run, rows_of(feeds, slice(1)), batch=slots, bound=bound),
-        structure.permutation(label, run, rows_of(feeds, some), bound=bound, straight=rows_of(straight, some)),
+        structure.batch_slot(label, run, select_rows(feeds, slice(1)), batch=slots, bound=bound),
+        structure.permutation(label, run, select_rows(feeds, some), bound=bound, straight=select_rows(straight, some)),
         *structure.output_tests(label, straight, noun=noun),
         *(() if candidate.takes_pixels else structure.extremes(label, run, extreme)),
         *structure.batch_sizes(label, by_batch, bound=bound, noun=noun),
@@ -85,8 +85,8 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
     options = Options(token_weights=token_weights(model))
     for start in range(0, PARTS * each, each):
-        own = rows_of(feeds, slice(start, start + each))
-        pieces = (rows_of(own, slice(first, first + BATCH)) for first in range(0, each, BATCH))
+        own = select_rows(feeds, slice(start, start + each))
+        pieces = (select_rows(own, slice(first, first + BATCH)) for first in range(0, each, BATCH))
         batches = ({name: torch.from_numpy(array) for name, array in piece.items()} for piece in pieces)
         part = collect(listened(model), sites, batches, device="cpu", options=options)
         for name, parts in scatter.items():

@@ -16,7 +16,7 @@ from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.finding.cuts import along, cuts, needed
 from corp_deploy.traced.models.module import Tracing, device
-from ground.effort import Stopwatch, measured
+from ground.effort import Stopwatch, measure_effort
 from ground.errors import BadInput
 
 from .change import TracedReduced
@@ -126,7 +126,7 @@ def merged_sites(
     if own.merging is not None:
         raise BadInput("merged channels and heads are fitted to all tokens, and this model merges some; leave one away")
     sites = [site for site in sites_of(model).every if site.name in widths]
-    with measured(watch, "select"):
+    with measure_effort(watch, "select"):
         folds = {
             site.name: folded(site, reads_of(site, moments, where), method, widths[site.name])
             for site in sites

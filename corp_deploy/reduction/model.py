@@ -19,7 +19,7 @@ from corp_deploy.spec.widths import Width, Widths
 from corp_deploy.traced.models.module import device, replaced
 from corp_deploy.traced.models.narrowed_model import narrowed, provable
 from corp_deploy.traced.models.sites import Site, Sites
-from ground.effort import Stopwatch, measured
+from ground.effort import Stopwatch, measure_effort
 
 from . import pool
 from .change import TracedReduced, left_of, tensors_of
@@ -157,7 +157,7 @@ def reduce(
 
     apart, found = [site for site in affected if site.name not in merged], dict(merged)
     with pool.mapping(len(apart), where) as each:
-        with measured(watch, "select"):
+        with measure_effort(watch, "select"):
             chosen = dict(zip((site.name for site in apart), each(choose, apart), strict=True))
         of_widths = partial(
             reduced_site,

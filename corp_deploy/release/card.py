@@ -11,7 +11,7 @@ from corp_deploy.reduction.report import SiteReport
 from corp_deploy.spec.merging import MergingRecord
 from corp_deploy.store.manifest import Efforts, input_of_graphs, rows_of_efforts
 from corp_deploy.store.model_config import ModelConfig, load_model_config
-from ground.digits import plain
+from ground.quantity import format_number
 from ground.records import record_from_file
 from ground.text import markdown_line
 from perf.gate.verdicts import load_gate
@@ -135,7 +135,7 @@ def _agreement(parity: Parity) -> Iterator[str]:
         yield f"Accuracy: {markdown_line(accuracies)}."
     for name in dict.fromkeys(row.name for row in parity.metrics):
         rows = [row for row in parity.metrics if row.name == name]
-        values = ", ".join(f"{row.model} {plain(row.value, 6)}" for row in rows)
+        values = ", ".join(f"{row.model} {format_number(row.value, 6)}" for row in rows)
         yield ""
         made_by = f"{markdown_line(rows[0].command)} `{rows[0].sha256[:16]}`"
         yield f"{markdown_line(name)}: {markdown_line(values)}, by {made_by}."

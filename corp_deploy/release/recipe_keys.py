@@ -26,7 +26,7 @@ from corp_deploy.invocation.values import (
     Values,
     literal,
 )
-from ground.errors import BadInput, respelled
+from ground.errors import BadInput, respell_options
 from ground.quantity import Count, Quantity, Real
 
 R = TypeVar("R", bound=Record)
@@ -192,7 +192,7 @@ def in_keys(record: type[Record], table: str) -> Iterator[None]:
     try:
         yield
     except BadInput as error:
-        text = respelled(str(error), spelled)
+        text = respell_options(str(error), spelled)
         raise BadInput(text if f"{table}." in text else f"[{table}]: {text}") from None
 
 

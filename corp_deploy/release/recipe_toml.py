@@ -18,8 +18,8 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, model_of_snapshot, refuse_beside_directory
 from corp_deploy.store.model_config import load_model_config
 from ground.errors import BadInput
-from ground.templates import templates_of
-from ground.text import one_line, printable
+from ground.templates import template_environment
+from ground.text import comment_line, printable
 
 from .digests import files_of
 from .recipe import SECTIONS, Recipe
@@ -41,8 +41,8 @@ def _environment() -> Environment:
     def toml(text: str) -> str:
         return toml_from({"text": text}).removeprefix("text = ").rstrip("\n")
 
-    environment = templates_of("corp_deploy.release")
-    environment.filters |= {"toml": toml, "sh": shlex.join, "comment": one_line}
+    environment = template_environment("corp_deploy.release")
+    environment.filters |= {"toml": toml, "sh": shlex.join, "comment": comment_line}
     return environment
 
 

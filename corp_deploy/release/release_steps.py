@@ -33,7 +33,7 @@ from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, entry_of
 from corp_deploy.store.model_config import load_model_config
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
-from ground.effort import measured
+from ground.effort import measure_effort
 from ground.files import sha256_of_file, write_json, write_text
 from perf.gate.gate import Gate, JudgedRule
 from perf.gate.history import history_rows
@@ -74,7 +74,7 @@ def write_engines(dirs: StageDirs, target: ReleaseTarget, invocation: Invocation
         )
         path = dirs.into / name
         path.parent.mkdir(exist_ok=True)
-        with measured(dirs.watch, "build"):
+        with measure_effort(dirs.watch, "build"):
             built = build_engine(dirs.root / subject / names.graph_name(precision), options)
         write_engine(built, path)
 

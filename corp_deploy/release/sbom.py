@@ -18,7 +18,7 @@ from corp_deploy import __version__
 from corp_deploy.machine import versions
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.files import sha256_of_file, sha256_of_text, text_from_file
-from ground.installed import InstalledPackage, installed, normalised_licence
+from ground.installed import InstalledPackage, installed_packages, normalised_licence
 from ground.records import Natural, record_from_file
 from perf.gate.verdicts import load_gate
 from perf.parity.parity import Parity, load_parity
@@ -189,7 +189,7 @@ def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
     held_out = _data(HELD_OUT, "held-out images", images.digest, images.count, proof_licence)
     parts = [dense, calibration, held_out, TOOL]
     needs = {MODEL.format("reduced"): [MODEL.format("dense"), CALIBRATION, HELD_OUT, NAME]}
-    return _sbom(subject | {"modelCard": _card(root, recipe, reduced, parity)}, parts, installed(), needs)
+    return _sbom(subject | {"modelCard": _card(root, recipe, reduced, parity)}, parts, installed_packages(), needs)
 
 
 STATEMENT, PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"

@@ -44,7 +44,7 @@ from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from export.triton.repository import write_repository
 from ground.arrays import array_from_npy
-from ground.effort import measured
+from ground.effort import measure_effort
 from ground.errors import BadInput
 from ground.feeds import single_array
 from ground.files import replacing, write_json, write_text
@@ -94,7 +94,7 @@ def write_calibration(dirs: StageDirs, run: Invocation) -> None:
     if options.snapshots:
         require_more(source.count - (options.hold_out or 0), tuple(options.snapshots))
     source, request = options.in_order(source, **drawn.drawn), options.request(seed=drawn.seed)
-    with measured(dirs.watch, "calibrate"):
+    with measure_effort(dirs.watch, "calibrate"):
         fitted, *_ = moments_files.write_moments(dense, source, request, running, dirs.into / run["output"])
     if run["summary"] is not None:
         write_json(dirs.into / run["summary"], reference_of_summary(fitted, run["output"]))
@@ -125,7 +125,7 @@ def write_graphs(dirs: StageDirs, run: Invocation, options: ExportOptions) -> No
     feeds = inputs_from_set(_images(checkpoint, dirs, run)).feeds if options.quantised else None
     graphs = Graphs(checkpoint, options, feeds)
     for precision, path in graphs.paths(dirs.into / run["output"]).items():
-        with measured(dirs.watch, "export"):
+        with measure_effort(dirs.watch, "export"):
             graphs.write(precision, path)
 
 

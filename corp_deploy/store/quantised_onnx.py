@@ -12,7 +12,7 @@ from export.graph.number_format import WEIGHT_BITS
 from export.graph.quantiser import Feeds, Quantiser, ScaleChoice, quantiser
 from export.graph.to_onnx import save
 from ground.errors import BadInput
-from ground.feeds import batch_size, rows_of
+from ground.feeds import batch_size, select_rows
 from ground.files import replacing
 
 from .checkpoint import Checkpoint
@@ -55,7 +55,7 @@ def quantiser_of(
 
     def batches() -> Iterator[Feeds]:
         for start in range(0, batch_size(feeds), BATCH):
-            yield rows_of(feeds, slice(start, start + BATCH))
+            yield select_rows(feeds, slice(start, start + BATCH))
 
     return quantiser(
         form.model,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from corp_deploy.proof.decoder_parity import DecoderParity
 from corp_deploy.proof.perplexity import LanguageProof
-from ground.digits import plain
+from ground.quantity import format_number
 from perf.parity.perplexity import Range
 from perf.record.decoders import DecoderBench, KvCache
 from perf.stats.summary import summarise
@@ -22,9 +22,9 @@ from .speed import compared, interval, noise_told, p50, ratios, throughputs
 def bytes_in_words(size: float) -> str:
     for unit in ("B", "kB", "MB"):
         if float(f"{size:.3g}") < 1000:
-            return f"{plain(size, 3)} {unit}"
+            return f"{format_number(size, 3)} {unit}"
         size /= 1000
-    return f"{plain(size, 3)} GB"
+    return f"{format_number(size, 3)} GB"
 
 
 def cache_record(cache: KvCache, *, length: int, batch: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def perplexity_shown(proof: LanguageProof) -> list[RenderableType]:
             forms = ((row.ratio, "{:.4f}"), (row.agreement, "{:.2%}"), (row.kl, "{:.3g}"))
             against = [_shown(value, form.format) for value, form in forms]
             against.append(proof.verdicts[row.model][0])
-        table.add_row(row.model, _shown(row.perplexity, lambda value: plain(value, 4)), *against)
+        table.add_row(row.model, _shown(row.perplexity, lambda value: format_number(value, 4)), *against)
     reasons = [f"{model}: {why}" for model, (_, why) in proof.verdicts.items() if why]
     first, verdict = proof.rows[0], "measured without a limit" if proof.verdict == "UNJUDGED" else proof.verdict
     return [table, *reasons, f"{verdict} on {first.tokens:,} tokens of {first.sequences} sequences"]

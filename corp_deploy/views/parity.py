@@ -3,7 +3,7 @@
 from rich.console import RenderableType
 from rich.table import Table
 
-from ground.digits import plain
+from ground.quantity import format_number
 from perf.gate.gate import Gate
 from perf.parity.parity import Parity
 
@@ -45,7 +45,7 @@ def parity_shown(parity: Parity) -> list[RenderableType]:
         *parity.accuracy_lines,
         *(source.line for source in parity.sources),
         *(f"{each.link}: {each.site or 'no block'}: {each.reason} {each.command}" for each in parity.located),
-        *(f"{row.name} of {row.model}: {plain(row.value, 6)}" for row in parity.metrics),
+        *(f"{row.name} of {row.model}: {format_number(row.value, 6)}" for row in parity.metrics),
     ]
 
 

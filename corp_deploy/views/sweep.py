@@ -6,7 +6,7 @@ from dataclasses import fields
 from rich.table import Table
 
 from corp_deploy.planning.sweep_points import EngineFigures, SpeedAtBatch, SweepPoint, batches_of
-from ground.digits import plain
+from ground.quantity import format_number
 from ground.text import csv_text
 from perf.report.plots import Spot, scatter
 from perf.stats.stats import Interval
@@ -24,7 +24,7 @@ def _figures(speed: SpeedAtBatch | None) -> tuple[str, str]:
         return "-", "-" if speed is None else speed.message or "-"
     gain = speed.speedup
     speedup = "-" if gain is None else gain.describe(bounds=" ({}-{})")
-    return plain(speed.p50_ms.value, 3), speedup + " disturbed" * speed.disturbed
+    return format_number(speed.p50_ms.value, 3), speedup + " disturbed" * speed.disturbed
 
 
 def sweep_table(trials: Sequence[SweepPoint]) -> Table:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from corp_deploy.planning.calibration_size import CalibrationSize
 from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, batches_of, sentence_of_sweep
-from ground.digits import plain
+from ground.quantity import format_number
 from perf.record.runs import FittedInputs
 from perf.report.curves import images_figure, images_table
 from perf.report.numbers import ReportTable
@@ -31,7 +31,7 @@ def _figure(
         x, y = place(point), value(point)
         if x is None or y is None:
             continue
-        tip = f"{point.describe}: {name} {plain(x, 4)}, {unit} {plain(y, 4)}"
+        tip = f"{point.describe}: {name} {format_number(x, 4)}, {unit} {format_number(y, 4)}"
         cloud = clouds.setdefault(" ".join([point.preset, *point.knobs.values()]), [])
         cloud.append(Spot(x=x, value=y, filled=filled(point), tip=tip))
     if sum(map(len, clouds.values())) < 2:

@@ -9,7 +9,7 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, shape_inference
 
 from ground.errors import BadInput
-from ground.onnx_file import checker_error, read_onnx, tensors_of
+from ground.onnx_file import checker_error, iter_tensors, read_onnx
 from ground.ports import OutputPort, Port
 from ground.precision import (
     BFLOAT16,
@@ -119,7 +119,7 @@ def check_onnx(
 
 
 def _file_reasons(proto: ModelProto, backend: str) -> Iterator[str]:
-    outside = [tensor.name for tensor in tensors_of(proto) if tensor.data_location == TensorProto.EXTERNAL]
+    outside = [tensor.name for tensor in iter_tensors(proto) if tensor.data_location == TensorProto.EXTERNAL]
     if outside:
         yield f"{len(outside)} weights lie in another file (first {outside[0]!r}); save the model as one file"
     size_bytes = proto.ByteSize()

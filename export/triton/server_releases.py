@@ -16,9 +16,9 @@ from export.engine.options import BatchProfile
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.records import record_from_file
-from ground.templates import templates_of
-from ground.text import one_line
-from ground.vulnerabilities import SERVER, described, vulnerabilities_of
+from ground.templates import template_environment
+from ground.text import comment_line
+from ground.vulnerabilities import SERVER, describe_vulnerabilities, find_vulnerabilities
 
 TABLE_PATH = Path(__file__).with_name("server_releases.json")
 IMAGE = "tritonserver"
@@ -84,8 +84,12 @@ def plan_warnings(release: ServerRelease, library_version: str, *, version_compa
 
 
 def vulnerability_warnings(release: ServerRelease) -> list[str]:
-    holes = vulnerabilities_of(IMAGE, release.tag.partition("-")[0], SERVER)
-    return [f"{release.image} has published holes, closed in {holes[-1].fixed_in}: {described(holes)}"] if holes else []
+    holes = find_vulnerabilities(IMAGE, release.tag.partition("-")[0], SERVER)
+    return (
+        [f"{release.image} has published holes, closed in {holes[-1].fixed_in}: {describe_vulnerabilities(holes)}"]
+        if holes
+        else []
+    )
 
 
 def onnx_warnings(release: ServerRelease, *, opset: int, ir: int) -> list[str]:
@@ -140,8 +144,8 @@ def build_script(
 
 @cache
 def _environment() -> Environment:
-    environment = templates_of("export.triton")
-    environment.filters |= {"sh": shlex.quote, "comment": one_line}
+    environment = template_environment("export.triton")
+    environment.filters |= {"sh": shlex.quote, "comment": comment_line}
     return environment
 
 

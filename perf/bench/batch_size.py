@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ground.digits import plain
 from ground.errors import is_out_of_memory
 from ground.feeds import Feeds
+from ground.quantity import format_number
 from perf.parity.structure import StructuralTest
 from perf.record.runs import OUT_OF_TIME, BenchTrial, Row, TimedBlock
 from perf.stats.quiet import whole_rounds
@@ -186,8 +186,8 @@ class BatchSize:
         if least is not None:
             message = self._advice(self.before_s + spent_s + AMPLE * least)
         else:
-            message = f"binding it and its first call took {plain(spent_s, 2)} s of {plain(self.limit.limit_s, 2)}; "
-            message += "give a longer --time-limit"
+            message = f"binding it and its first call took {format_number(spent_s, 2)} s of "
+            message += f"{format_number(self.limit.limit_s, 2)}; give a longer --time-limit"
         return self._late_row(message, **measured)
 
     def _advice(self, needed_s: float) -> str:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from time import perf_counter_ns
 
-from ground.digits import plain
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds
+from ground.quantity import format_number
 from perf.parity.structure import StructuralTest
 from perf.record.runs import OUT_OF_TIME, Bench, Flat, Row, Scalar, SubjectRecord
 from perf.runners.protocol import Ledger, Runner
@@ -107,7 +107,7 @@ def bench_subjects(
         _require_measured(rows)
         descriptions = [subject.runners[0].describe() for subject in opened]
     opening = (
-        f"exporting and loading took {plain(opening_s, 2)} s, and --time-limit {plan.time_limit_s:g} allows "
+        f"exporting and loading took {format_number(opening_s, 2)} s, and --time-limit {plan.time_limit_s:g} allows "
         f"{plan.time_limit_s * len(batches):g} s for all; each batch size had half of its own none the less"
     )
     settings: dict[str, Scalar] = {

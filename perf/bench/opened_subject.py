@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
-from ground.feeds import Feeds, batch_of, batch_size, checked_outputs, feeds_of_ports
+from ground.feeds import Feeds, batch_size, checked_outputs, feeds_of_ports, fill_batch
 from perf.parity.structure import StructuralTest, timed_run
 from perf.record.runs import BenchTrial, Status, TimedBlock
 from perf.runners.protocol import HostBound, Ledger, ParallelStreams, Runner
@@ -35,7 +35,7 @@ def varied_batches(feeds: Feeds, batch: int) -> list[Feeds]:
         return np.roll(rows, step, axis=-1) if rows.ndim > 1 else rows
 
     steps = range(1, BATCHES + 1)
-    return [batch_of({name: shifted(array, step) for name, array in feeds.items()}, batch) for step in steps]
+    return [fill_batch({name: shifted(array, step) for name, array in feeds.items()}, batch) for step in steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def repeat_blocks(
 ) -> tuple[TimedBlock, ...]:
     """Measure one batch against varied ones, in rounds of equally many bound batches."""
     varied = [bind(each) for each in varied_batches(feeds, batch)]
-    pair = {VARIED: RoundRobin(cycle(varied)), ONE: RoundRobin(repeat(bind(batch_of(feeds, batch))))}
+    pair = {VARIED: RoundRobin(cycle(varied)), ONE: RoundRobin(repeat(bind(fill_batch(feeds, batch))))}
     for bound in pair.values():
         bound.laps(BATCHES, limit.clock)
     turns = round_robin_calls(calls)
@@ -155,7 +155,7 @@ class OpenedSubject:
     def first_call(self, feeds: Feeds, batch: int, plan: Plan, limit: TimeLimit) -> None:
 
         def work() -> tuple[Bound, WarmUp]:
-            bound = self.bind(batch_of(feeds, batch))
+            bound = self.bind(fill_batch(feeds, batch))
             late = limit.left_s <= 0
             return bound, WarmUp(samples_ms=(), flat=False) if late else warm_up(bound, plan, limit.clock, limit_s=0.0)
 

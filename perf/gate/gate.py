@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ground.digits import plain
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE, BadInput
+from ground.quantity import format_number
 from perf.stats.decision import (
     STRADDLES,
     Decision,
@@ -276,4 +276,4 @@ def _figure_text(value: Reading, bound: Reading, confidence: float) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if float(value).is_integer() and abs(value) >= 1000 else plain(value, 4)
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) >= 1000 else format_number(value, 4)

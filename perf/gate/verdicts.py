@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
-from ground.digits import plain
 from ground.files import write_json
+from ground.quantity import format_number
 from ground.records import record_from_file
 from ground.text import markdown_line, printable
 from perf.stats.stats import Interval
@@ -68,8 +68,8 @@ def _measured(rule: JudgedRule) -> str:
     if rule.value is None:
         return "-"
     if rule.low is None or rule.high is None or rule.low == rule.high:
-        return plain(rule.value, 4)
-    return f"{plain(rule.value, 4)} ({plain(rule.low, 4)} to {plain(rule.high, 4)})"
+        return format_number(rule.value, 4)
+    return f"{format_number(rule.value, 4)} ({format_number(rule.low, 4)} to {format_number(rule.high, 4)})"
 
 
 def _cell(text: str) -> str:
@@ -98,5 +98,5 @@ def _figure(name: str, unit: str, figure: Interval | float) -> dict[str, Any]:
         return {"name": name, "unit": unit, "value": float(figure)}
     entry = {"name": name, "unit": unit, "value": figure.value}
     if figure.is_bounded:
-        entry["range"] = f"{plain(figure.low, 4)} to {plain(figure.high, 4)}"
+        entry["range"] = f"{format_number(figure.low, 4)} to {format_number(figure.high, 4)}"
     return entry

@@ -16,7 +16,7 @@ from onnx import ModelProto, TensorProto, helper
 from torch import Tensor, nn
 
 from ground.errors import BadInput, Missing
-from ground.feeds import Feeds, batch_size, rows_of, single_array
+from ground.feeds import Feeds, batch_size, select_rows, single_array
 from ground.onnx_file import read_onnx
 from ground.precision import FLOAT16, FLOAT32, FloatType
 
@@ -91,7 +91,7 @@ def outputs_of_module(model: nn.Module, feeds: Feeds, *, batch: int = 8) -> dict
     try:
         with torch.inference_mode():
             for start in range(0, batch_size(feeds), batch):
-                part = rows_of(feeds, slice(start, start + batch))
+                part = select_rows(feeds, slice(start, start + batch))
                 model(*(torch.from_numpy(np.ascontiguousarray(array)) for array in part.values()))
     finally:
         for hook in hooks:
@@ -155,10 +155,10 @@ def _run(model: ModelProto, feeds: Feeds, batch: int) -> Iterator[dict[str, Any]
     fixed = min((node.shape[0] for node in nodes if node.shape and isinstance(node.shape[0], int)), default=None)
     feeds = {nodes[0].name: single_array(feeds)} if len(nodes) == len(feeds) == 1 else feeds
     for start in range(0, batch_size(feeds), fixed or batch):
-        part = rows_of(feeds, slice(start, start + (fixed or batch)))
+        part = select_rows(feeds, slice(start, start + (fixed or batch)))
         count = batch_size(part)
         # The last input stands in for those that a whole batch lacks.
-        filled = part if fixed is None else rows_of(part, np.minimum(np.arange(fixed), count - 1))
+        filled = part if fixed is None else select_rows(part, np.minimum(np.arange(fixed), count - 1))
         rows = session.run(None, {name: np.ascontiguousarray(array) for name, array in filled.items()})
         yield {name: row[:count] if row.ndim else row for name, row in zip(names, rows, strict=True)}
 

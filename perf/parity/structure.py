@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_size, input_noun, rows_of
+from ground.feeds import Feeds, Outputs, batch_size, input_noun, select_rows
 from ground.records import Figure
 
 Array = NDArray[np.floating]
@@ -49,7 +49,7 @@ def permutation(
     count = batch_size(feeds)
     order_N = np.random.default_rng(0).permutation(count)
     straight = run(feeds) if straight is None else straight
-    off = _deviation(candidate, run(rows_of(feeds, order_N)), rows_of(straight, order_N))
+    off = _deviation(candidate, run(select_rows(feeds, order_N)), select_rows(straight, order_N))
     deviating = sorted(int(order_N[place]) for place in off.over(bound))
     more = f"; {input_noun(feeds)} {_some(deviating)}" if deviating else ""
     return off.finding(candidate, "permutation", f"a shuffled batch of {count}", bound, more)
@@ -63,7 +63,7 @@ def batch_sizes(
     tests = []
     for batch in sorted(by_batch.keys() - {first}):
         count = batch_size(by_batch[batch])
-        off = _deviation(candidate, by_batch[batch], rows_of(by_batch[first], slice(count)))
+        off = _deviation(candidate, by_batch[batch], select_rows(by_batch[first], slice(count)))
         deviating = len(off.over(bound))
         more = f"; {deviating} of {count} {noun}" if deviating else ""
         tests.append(off.finding(candidate, "batch-size", f"batch {batch} against {first}", bound, more))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from ground.digits import plain
+from ground.quantity import format_number
 from perf.stats.changes import ChangePoint
 from perf.stats.stats import UNBOUNDED, Interval, exact
 from perf.stats.trend import BatchTrend, Trend
@@ -161,5 +161,7 @@ def _rows(batch: BatchTrend, releases: Sequence[str]) -> Iterator[tuple[str, ...
 def _cell(value: Interval | None, unit: str) -> str:
     if value is None:
         return "-"
-    bounds = f" ({plain(value.low, 4)} to {plain(value.high, 4)})" if value.is_bounded else f" ({UNBOUNDED})"
-    return f"{plain(value.value, 4)}{unit.replace('ms', ' ms')}{bounds}"
+    bounds = (
+        f" ({format_number(value.low, 4)} to {format_number(value.high, 4)})" if value.is_bounded else f" ({UNBOUNDED})"
+    )
+    return f"{format_number(value.value, 4)}{unit.replace('ms', ' ms')}{bounds}"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ground.digits import plain
+from ground.quantity import format_number
 from perf.stats import decision
 from perf.stats.stats import Interval, Percentile
 
@@ -27,7 +27,7 @@ def size(value: float | None) -> str:
 def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str:
     rounded = float(f"{value:.3g}")
     unit, scale = next(((name, scale) for name, scale in units if rounded >= scale), units[-1])
-    return f"{plain(rounded / scale, 3)} {unit}"
+    return f"{format_number(rounded / scale, 3)} {unit}"
 
 
 def percent_text(value: float | None, decimals: int = 2) -> str:
@@ -46,7 +46,7 @@ def points(value: float) -> str:
 def error(value: float | None) -> str:
     if value is None:
         return NOTHING
-    return plain(value, 2) if math.isfinite(value) else "not finite"
+    return format_number(value, 2) if math.isfinite(value) else "not finite"
 
 
 def number(value: float | None) -> str:

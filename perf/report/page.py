@@ -6,7 +6,7 @@ from functools import cache
 
 from jinja2 import Environment
 
-from ground.templates import templates_of
+from ground.templates import template_environment
 from ground.text import printable
 from perf.stats.stats import Interval
 from perf.stats.summary import SubjectSummary, SummaryRow
@@ -125,7 +125,7 @@ def shown(value: object) -> object:
 
 @cache
 def _environment() -> Environment:
-    environment = templates_of("perf.report", is_html=True, finalize=shown)
+    environment = template_environment("perf.report", is_html=True, finalize=shown)
     environment.globals |= {"tones": TONES, "tone_of": _tone, "zip": zip}
     environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
     return environment

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from ground.digits import plain
+from ground.quantity import format_number
 from perf.parity.link import Link
 from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity
@@ -118,7 +118,8 @@ def own_metrics(parity: Parity) -> ReportTable:
         title="Measures of your own",
         columns=("Measure", "Model", "Value", "Command"),
         rows=tuple(
-            (row.name, row.model, plain(row.value, 6), f"{row.command}\n{row.sha256[:16]}") for row in parity.metrics
+            (row.name, row.model, format_number(row.value, 6), f"{row.command}\n{row.sha256[:16]}")
+            for row in parity.metrics
         ),
         note="Made by the command on each artefact's outputs; the digest covers it, the files that it names and "
         "the labels.",

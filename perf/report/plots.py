@@ -8,7 +8,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from ground.digits import plain
+from ground.quantity import format_number
 from perf.parity.link import Link
 from perf.stats.stats import Interval, exact
 
@@ -88,13 +88,17 @@ def line_with_whiskers(series: PlotSeries, places: Mapping[str, float], y: Scale
     for label, p in series.points:
         x, up, down = places[label], y.at(p.high), y.at(p.low)
         whisker = f"M{x - 4:.1f} {up:.1f}h8M{x:.1f} {up:.1f}V{down:.1f}M{x - 4:.1f} {down:.1f}h8"
-        tip = f"{series.name}, {label}: {plain(p.value, 4)} {unit}{_bounds(p, 4)}"
+        tip = f"{series.name}, {label}: {format_number(p.value, 4)} {unit}{_bounds(p, 4)}"
         marks.append(group(tip, path(f"whisker {series.tone}", whisker), dot(x, y.at(p.value), series.tone, 3.5)))
     return marks
 
 
 def _bounds(value: Interval, digits: int) -> str:
-    return f" ({plain(value.low, digits)} to {plain(value.high, digits)})" if value.low < value.high else ""
+    return (
+        f" ({format_number(value.low, digits)} to {format_number(value.high, digits)})"
+        if value.low < value.high
+        else ""
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +154,8 @@ def distributions(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
         marks.append(text(2, base - 9, label, css="name"))
         marks.append(text(WIDTH - 2, base - 9, shown[label], anchor="end", css="name"))
         for name, samples in by_name.items():
-            tip = f"{label}, {name}: median {plain(float(np.median(samples)), 4)} ms, {len(samples)} samples, "
-            tip += f"up to {plain(max(samples), 4)} ms"
+            tip = f"{label}, {name}: median {format_number(float(np.median(samples)), 4)} ms, {len(samples)} samples, "
+            tip += f"up to {format_number(max(samples), 4)} ms"
             marks.append(group(tip, *_density(relative[label][name], tones[name], x, base)))
     return Drawing(title="Distribution of samples", height=bottom + 42, marks=tuple(marks))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from ground.digits import plain
+from ground.quantity import format_number
 from ground.text import markdown_line
 from perf.record.runs import Bench, Scalar, differing_keys
 
@@ -123,4 +123,4 @@ def _side(summary: Summary, batch: int, name: str) -> SubjectSummary | None:
 def _p50(side: SubjectSummary | None) -> str:
     if side is None:
         return "not measured"
-    return side.status if side.p50_ms is None else plain(side.p50_ms.value, 4)
+    return side.status if side.p50_ms is None else format_number(side.p50_ms.value, 4)
