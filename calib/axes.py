@@ -26,19 +26,19 @@ _BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
-def sums_of(kind: Any) -> list[str]:
+def sum_names(kind: Any) -> list[str]:
     return [each.name for each in fields(kind) if each.type is Tensor]
 
 
-def axes_of(name: str) -> str:
+def axes_of_name(name: str) -> str:
     return name.rpartition("_")[2]
 
 
 def shape_of(name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(sizes[axis] for axis in axes_of(name))
+    return tuple(sizes[axis] for axis in axes_of_name(name))
 
 
-def triangle(width: int) -> int:
+def triangle_size(width: int) -> int:
     return width * (width + 1) // 2
 
 
@@ -62,7 +62,7 @@ SYMMETRIC = frozenset(
 UPPER = ":upper"  # behind the name of a sum that is stored as a triangle
 
 
-def stored_name(name: str, value: Tensor) -> str:
+def name_in_file(name: str, value: Tensor) -> str:
     """Return the stored name of a sum `site/field`: with UPPER if it is symmetric to the bit."""
     if name.rpartition("/")[2] not in SYMMETRIC:
         return name
@@ -70,14 +70,14 @@ def stored_name(name: str, value: Tensor) -> str:
     return name + UPPER if torch.equal(bits_DD, bits_DD.mT) else name
 
 
-def stored(name: str, value: Tensor) -> Tensor:
+def packed_if_upper(name: str, value: Tensor) -> Tensor:
     return (upper_triangle(value) if name.endswith(UPPER) else value).contiguous()
 
 
 def _square(upper_T: Tensor, where: str, remedy: str) -> Tensor:
     entries = upper_T.shape[-1] if upper_T.ndim else 0
     width = (isqrt(8 * entries + 1) - 1) // 2
-    if not entries or triangle(width) != entries:
+    if not entries or triangle_size(width) != entries:
         raise BadInput(
             f"{where}: {list(upper_T.shape)} entries of a triangle, expected D (D + 1) / 2 for a matrix of D rows; "
             f"the file is damaged: {remedy}"
@@ -89,7 +89,7 @@ def _square(upper_T: Tensor, where: str, remedy: str) -> Tensor:
     return square_DD
 
 
-def unpacked(tensors: Mapping[str, Tensor], where: str, remedy: str) -> dict[str, Tensor]:
+def unpack_triangles(tensors: Mapping[str, Tensor], where: str, remedy: str) -> dict[str, Tensor]:
     """Return one site's sums by field, triangles made whole. Raises BadInput for a triangle of no matrix."""
     sums = dict[str, Tensor]()
     for name, value in tensors.items():

@@ -20,7 +20,7 @@ from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_s
 from .moments import Moments
 from .products import Kernel
 from .sites import Site
-from .store import load, save
+from .store import load_moments, save_moments
 
 STATE, VERSION = "calib.resume", 1
 _REMEDY = "remove the file to start afresh"
@@ -66,12 +66,12 @@ class ResumeFile:
 
     def save(self, moments: Moments, progress: ResumeState) -> None:
         state = json.dumps({"kind": STATE, "version": VERSION, **msgspec.to_builtins(progress)}, sort_keys=True)
-        save(replace(moments, lineage={STATE: state}), self.path)
+        save_moments(replace(moments, lineage={STATE: state}), self.path)
 
     def load(self, run: Mapping[str, str]) -> tuple[Moments, ResumeState] | None:
         if not self.path.exists():
             return None
-        moments = load(self.path, remedy=_REMEDY)
+        moments = load_moments(self.path, remedy=_REMEDY)
         if STATE not in moments.lineage:
             raise BadInput(f"{self.path}: holds moments, not a calibration's checkpoint; give another checkpoint path")
         state = record_from_text(

@@ -76,7 +76,7 @@ BLOCK_ENTRIES = 2**23  # of what a block of queries is multiplied by: 64 MiB
 PLANE_QUERIES = 64  # of an input, whose attention is looked at
 
 
-def inputs_apart(q_BHND: Tensor, k_BHND: Tensor, weights: PassWeights | None) -> Iterator[tuple[Tensor, Tensor]]:
+def present_inputs(q_BHND: Tensor, k_BHND: Tensor, weights: PassWeights | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield queries and keys [H,N,D] of each input's present tokens, float64.
 
     Raises BadInput for weights other than 0 and 1, and for keys of other tokens than the queries.

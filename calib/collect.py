@@ -22,8 +22,8 @@ from .products import (
     TokenWeights,
     kernel_for,
     matmul_precision,
+    pass_weights,
     weights_by_tokens,
-    weights_of,
 )
 from .sites import Role, Site, SiteKind, evaluating, listening_to_merges, listening_to_sites
 from .sums import ChannelSums, HeadSums
@@ -79,7 +79,7 @@ class Collector:
         options: Options = PLAIN,
     ) -> None:
         self.device = torch.device(device)
-        self.sums = new_sums(sites, options)
+        self.sums = build_sums(sites, options)
         self.images = 0
         self._model, self._sites, self._options = model, sites, options
         self._weights: Mapping[int, PassWeights] | None = None
@@ -222,7 +222,7 @@ class Collector:
             raise _AllCollected
 
     def _on_merge(self, merge: nn.Module, sizes_BN: Tensor | None) -> None:
-        self._merged[merge] = None if sizes_BN is None else weights_of(sizes_BN[: self._real_inputs], self.device)
+        self._merged[merge] = None if sizes_BN is None else pass_weights(sizes_BN[: self._real_inputs], self.device)
 
     def _weights_at(self, name: str, role: Role, tokens: int) -> PassWeights | None:
         if name in self._merges:
@@ -237,7 +237,7 @@ class Collector:
         return None if self._weights is None else self._weights[tokens]
 
 
-def new_sums(sites: Sequence[Site], options: Options = PLAIN) -> dict[str, SiteSums]:
+def build_sums(sites: Sequence[Site], options: Options = PLAIN) -> dict[str, SiteSums]:
     names, kept = [site.name for site in sites], options.kept or {}
     if not names or len(set(names)) != len(names):
         raise BadInput(f"sites: got {names}, expected at least one and every name once")

@@ -45,7 +45,7 @@ def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments 
         return no_ids(), None
     if a.half is None or b.half is None:
         raise BadInput("moments to merge: only one of them has groups; calibrate both with or without --groups")
-    half = merge(a.half, b.half)
+    half = merge_moments(a.half, b.half)
     groups = torch.cat([a.group_ids, b.group_ids])[torch.cat([a.image_ids, b.image_ids]).argsort(stable=True)]
     inside = torch.isin(ids, half.image_ids)
     both = int(torch.isin(groups[inside].unique(), groups[~inside]).sum())
@@ -57,7 +57,7 @@ def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments 
     return groups, half
 
 
-def added(name: str, a: OneKind, b: OneKind) -> OneKind:
+def add_statistics(name: str, a: OneKind, b: OneKind) -> OneKind:
     """Add the statistics of two image sets. Raises BadInput where what is no sum (eps, kept dims) differs."""
     if type(a) is not type(b):
         raise BadInput(f"{name}: moments to merge are {type(a).__name__} and {type(b).__name__}")
@@ -80,7 +80,7 @@ def added(name: str, a: OneKind, b: OneKind) -> OneKind:
     return replace(a, **merged)
 
 
-def merge(a: Moments, b: Moments) -> Moments:
+def merge_moments(a: Moments, b: Moments) -> Moments:
     """Return the moments of both image sets.
 
     Raises BadInput for different sites, models, preprocessing or dtypes, and for common images.
@@ -90,12 +90,12 @@ def merge(a: Moments, b: Moments) -> Moments:
         raise BadInput(f"moments to merge: these sites are in only one of them: {', '.join(unmatched)}")
     lineage, fingerprints = _merge_lineage(a.lineage, b.lineage), _merge_images(a, b)
     groups, half = _merge_groups(a, b, fingerprints.ids)
-    sites = {name: added(name, a.sites[name], b.sites[name]) for name in a.sites}
+    sites = {name: add_statistics(name, a.sites[name], b.sites[name]) for name in a.sites}
     merged = Moments(sites=sites, lineage=lineage, images=a.images + b.images).with_fingerprints(fingerprints)
     return replace(merged, group_ids=groups, half=half)
 
 
-def subtracted(site: OneKind, half: OneKind) -> OneKind:
+def subtract_statistics(site: OneKind, half: OneKind) -> OneKind:
     values: dict[str, Any] = {each.name: getattr(site, each.name) for each in fields(site)}
     differences = {
         name: value - getattr(half, name)
@@ -117,7 +117,8 @@ def moments_without(total: Moments, part: Moments) -> Moments:
             "expected all, and fewer than there are"
         )
     sites = {
-        name: subtracted(_without_system(total.sites[name]), _without_system(site)) for name, site in part.sites.items()
+        name: subtract_statistics(_without_system(total.sites[name]), _without_system(site))
+        for name, site in part.sites.items()
     }
     groups = total.group_ids[remaining_N] if len(total.group_ids) else total.group_ids
     fingerprints = total.fingerprints.select(remaining_N)

@@ -145,7 +145,7 @@ class Split(Generic[SomeSet]):
     held_out: SomeSet | None = None
 
 
-def split_of(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed: int) -> Split[SomeSet]:
+def split_inputs(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed: int) -> Split[SomeSet]:
     """Split by `hold_out` inputs drawn by `seed`, whole `groups` if given (see group_ids). Raises BadInput for no
     split.
     """

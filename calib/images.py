@@ -16,12 +16,12 @@ from ground.errors import BadInput
 from .image_arrays import ARRAYS, ImageShape, Pixels
 from .inputs import OpenedInputs, ReadBatch
 from .shards import shards_from_pattern
-from .sources import Array, Source, Transform, folder_from_path
+from .sources import Array, ImageSource, Transform, folder_from_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows(Dataset[tuple[int, Tensor | str]]):
-    source: Source
+    source: ImageSource
     chosen: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ def _loaded_from_rows(rows: list[tuple[int, Tensor | str]]) -> _Loaded:
 class Images(OpenedInputs[Tensor]):
     noun: ClassVar[str] = "images"
 
-    source: Source
+    source: ImageSource
     shape: ImageShape
     workers: int
 
@@ -93,7 +93,7 @@ class Images(OpenedInputs[Tensor]):
             yield ReadBatch(inputs=images, ids=self.ids[positions], bad=tuple(bad), end=end)
 
 
-def _source(text: str, shape: ImageShape, transform: Transform, pixels: Pixels | None) -> Source:
+def _source(text: str, shape: ImageShape, transform: Transform, pixels: Pixels | None) -> ImageSource:
     path = Path(text)
     if text.endswith(".tar"):
         return shards_from_pattern(text, shape=shape, transform=transform)

@@ -208,5 +208,5 @@ def held_out_split(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, 
     return inputs.subset(rest), inputs.subset(held_out)
 
 
-def shuffled(inputs: SomeSet, *, seed: int) -> SomeSet:
+def shuffle_inputs(inputs: SomeSet, *, seed: int) -> SomeSet:
     return inputs.subset(np.random.default_rng(seed).permutation(inputs.count).tolist())

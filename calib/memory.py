@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from .axes import shape_of, sums_of, triangle
+from .axes import shape_of, sum_names, triangle_size
 from .inputs import Inputs, run_model, to_device
 from .moments import ChannelMoments, HeadMoments, SiteMoments
 from .patch_moments import PatchMoments
@@ -37,7 +37,7 @@ class Shape:
     names: tuple[str, ...] = ()
 
     def bytes_of_moments(self) -> int:
-        return _bytes_of((*sums_of(self.moments), *self.names), self.sizes)
+        return _bytes_of((*sum_names(self.moments), *self.names), self.sizes)
 
     def bytes_of_system(self, *, kept: int | None = None) -> int:
         """Return float64 bytes of CORP's per-image system, for all dims or `kept` per head; 0 for other kinds."""
@@ -45,7 +45,7 @@ class Shape:
             return 0
         width = self.sizes["D"] if kept is None else kept
         restricted = () if kept is None else ("target_HKK", "target_energy_H")
-        return _bytes_of(("system_HTT", *restricted), {"H": self.sizes["H"], "K": width, "T": triangle(width)})
+        return _bytes_of(("system_HTT", *restricted), {"H": self.sizes["H"], "K": width, "T": triangle_size(width)})
 
     def with_patches_of(self, channels: int) -> "Shape":
         sizes = {**self.sizes, "R": channels, "U": channels * self.sizes["T"]}

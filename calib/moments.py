@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
-from .axes import refuse_impossible, shape_of, triangle
+from .axes import refuse_impossible, shape_of, triangle_size
 from .fingerprints import Fingerprints, no_hashes, no_ids
 from .patch_moments import PatchMoments
 from .sites import SiteKind
@@ -101,7 +101,7 @@ class HeadMoments:
             width = self.kept_HK.shape[-1]
             if self.kept_HK.dtype != torch.int64 or self.kept_HK.shape[0] != heads or self.system_HTT is None:
                 raise BadInput(f"HeadMoments.kept_HK: got {list(self.kept_HK.shape)}, needs system and {heads} heads")
-        sizes = {"H": heads, "D": dim, "X": dim, "C": channels, "K": width, "T": triangle(width)}
+        sizes = {"H": heads, "D": dim, "X": dim, "C": channels, "K": width, "T": triangle_size(width)}
         for name in ("target_HKK", "target_energy_H"):
             if self.kept_HK is not None and getattr(self, name) is None:
                 raise BadInput(f"HeadMoments.{name}: missing, expected float64 {list(shape_of(name, sizes))}")

@@ -45,7 +45,7 @@ class PassWeights:
         return self.weight_BN.view(len(x), *[1] * (x.ndim - 3), -1, 1)
 
 
-def weights_of(weight_BN: Tensor, device: torch.device) -> PassWeights:
+def pass_weights(weight_BN: Tensor, device: torch.device) -> PassWeights:
     total = float(weight_BN.double().sum())
     device_weight_BN = weight_BN.float().to(device, non_blocking=True)
     return PassWeights(weight_BN=device_weight_BN, total=int(total) if total.is_integer() else total)
@@ -64,7 +64,7 @@ def weights_by_tokens(weight_BN: Tensor, count: int, device: torch.device) -> Ma
         span = f"{float(weight_BN.min()):g} to {float(weight_BN.max()):g}"
         raise BadInput(f"token weights: got numbers from {span}, expected finite ones of 0 or more")
     any_B1 = (weight_BN > 0).any(1, keepdim=True).float()
-    return {1: weights_of(any_B1, device), shape[1]: weights_of(weight_BN, device)}
+    return {1: pass_weights(any_B1, device), shape[1]: pass_weights(weight_BN, device)}
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def effective_rank(share_D: Tensor) -> float:
     return float(torch.exp(-(positive * positive.log()).sum())) if len(positive) else 0.0
 
 
-def count_holding(share_D: Tensor, part: float) -> int:
+def count_directions(share_D: Tensor, part: float) -> int:
     if not share_D.sum() > 0:
         return 0
     return min(int((share_D.cumsum(0) < part - 1e-12).sum()) + 1, len(share_D))
@@ -103,7 +103,7 @@ def _of_channels(
         eps=eps,
         dim=len(share_F),
         effective_rank=effective_rank(share_F),
-        k95=count_holding(share_F, 0.95),
+        k95=count_directions(share_F, 0.95),
         activation_sparsity=1.0 - float(active_share.mean()),
         spectrum=tuple(share_F.tolist()),
     )
@@ -124,8 +124,8 @@ def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
         site=site,
         dim=product_HDD.shape[-1],
         effective_rank=tuple(effective_rank(share_D) for share_D in shares),
-        k95=tuple(count_holding(share_D, 0.95) for share_D in shares),
-        k99=tuple(count_holding(share_D, 0.99) for share_D in shares),
+        k95=tuple(count_directions(share_D, 0.95) for share_D in shares),
+        k99=tuple(count_directions(share_D, 0.99) for share_D in shares),
         spectrum=tuple(tuple(share_D.tolist()) for share_D in shares),
     )
 

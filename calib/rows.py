@@ -66,12 +66,12 @@ class Sequences(ArrayInputs):
     as_int64: ClassVar[bool] = True
 
 
-def sequences_of(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:
+def sample_sequences(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:
     """`samples` of these rows, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
     return Sequences(available=len(ids_SN), arrays={NAME: ids_SN}).sampled(samples, seed, where=where)
 
 
-def ids_in_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:
+def cut_into_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:
     count = len(ids_n) // length
     if not count:
         raise BadInput(
@@ -94,7 +94,7 @@ def open_ids(path: Path, *, length: int, vocabulary: int, samples: int | None = 
             f"{path}: got {array.dtype} {list(array.shape)}, expected whole numbers [sequences, {length}], or one "
             "stream of ids"
         )
-    rows_SN = ids_in_rows(array, length, where=str(path)) if array.ndim == 1 else array
+    rows_SN = cut_into_rows(array, length, where=str(path)) if array.ndim == 1 else array
     for start in range(0, len(rows_SN), _ROWS):
         part_SN = rows_SN[start : start + _ROWS]
         if part_SN.min() < 0 or part_SN.max() >= vocabulary:
@@ -102,7 +102,7 @@ def open_ids(path: Path, *, length: int, vocabulary: int, samples: int | None = 
                 f"{path}: ids from {part_SN.min()} to {part_SN.max()}, expected 0 to {vocabulary - 1}: those of the "
                 "model's own tokenizer"
             )
-    return sequences_of(rows_SN, where=str(path), samples=samples, seed=seed)
+    return sample_sequences(rows_SN, where=str(path), samples=samples, seed=seed)
 
 
 SUFFIXES = (".npz", ".safetensors", ".npy")

@@ -24,7 +24,7 @@ MOST_BYTES = 2**28
 Transform = Callable[[Image.Image], Tensor]
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Images by position, read by content; `image` raises BadInput if it can't be read."""
 
     @property

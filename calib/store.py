@@ -17,7 +17,7 @@ from ground.file_kinds import refuse_stand_in_file
 from ground.files import regular_file
 from ground.records import record_from_text, record_from_value
 
-from .axes import UPPER, stored, stored_name, unpacked
+from .axes import UPPER, name_in_file, packed_if_upper, unpack_triangles
 from .fingerprints import no_hashes
 from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 from .patch_moments import PatchMoments
@@ -46,7 +46,7 @@ def _flat(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[s
         for field in fields(site):
             value = getattr(site, field.name)
             if isinstance(value, Tensor):
-                tensors[stored_name(f"{prefix}{name}/{field.name}", value)] = value
+                tensors[name_in_file(f"{prefix}{name}/{field.name}", value)] = value
             elif value is not None:
                 sites[name][field.name] = value
     return tensors, {"images": moments.images, "order": list(sites), "sites": sites}
@@ -60,17 +60,17 @@ def _signed(header: dict[str, Any]) -> str:
 
 def _entry(name: str, value: Tensor) -> tuple[TensorEntry, str]:
     """Return a tensor's entry and digest; its stored form is made again when it is written."""
-    form = stored(name, value)
+    form = packed_if_upper(name, value)
     entry = TensorEntry(
         dtype=_DTYPES[form.dtype],
         shape=tuple(form.shape),
         size=form.nbytes,
-        pieces=lambda: [stored(name, value).numpy().data],
+        pieces=lambda: [packed_if_upper(name, value).numpy().data],
     )
     return entry, _sha256(form)
 
 
-def save(moments: Moments, path: Path) -> None:
+def save_moments(moments: Moments, path: Path) -> None:
     tensors, header = _flat(moments)
     if moments.half is not None:
         of_half, header["half"] = _flat(moments.half, HALF)
@@ -179,7 +179,7 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
                 if name.rpartition("/")[0] == self._prefix + site
             }
         where = f"{self._path}: {site}"
-        sums: dict[str, Any] = unpacked(tensors, where, _REMEDY)
+        sums: dict[str, Any] = unpack_triangles(tensors, where, _REMEDY)
         names = {each.name for each in fields(kind)} - numbers.keys()
         needed = {each.name for each in fields(kind) if each.default is MISSING} - numbers.keys()
         if sums.keys() - names or needed - sums.keys():
@@ -237,7 +237,7 @@ def _moments(path: Path, header: _Header, own: _Sites, *, prefix: str = "") -> M
     )
 
 
-def load(path: Path, *, remedy: str = _REMEDY) -> Moments:
+def load_moments(path: Path, *, remedy: str = _REMEDY) -> Moments:
     """Return the moments in `path`; each site is read and checked when it is asked for.
 
     Raises BadInput, with the `remedy`, for a file that is missing, truncated, foreign, of another version, or damaged.
@@ -269,7 +269,7 @@ def _joined_header(parts: Sequence[Path]) -> dict[str, Any]:
     return own | {"kind": KIND, "version": VERSION, "lineage": first.lineage, "sha256": digests}
 
 
-def join(parts: Sequence[Path], path: Path) -> None:
+def join_moments(parts: Sequence[Path], path: Path) -> None:
     """Join moments of other sites over the same images in one file; copying bytes. Raises BadInput for other parts."""
     header = _joined_header(parts)
     entries = dict[str, TensorEntry]()

@@ -12,8 +12,8 @@ from typing import Any, Generic, Self
 import torch
 from torch import Tensor
 
-from .axes import SYMMETRIC, axes_of, shape_of, sums_of, triangle
-from .causal import add_system_, add_target_, centred_keys, gram_of_planes, inputs_apart, sums_of_pairs, weighted_keys
+from .axes import SYMMETRIC, axes_of_name, shape_of, sum_names, triangle_size
+from .causal import add_system_, add_target_, centred_keys, gram_of_planes, present_inputs, sums_of_pairs, weighted_keys
 from .moments import ChannelMoments, HeadMoments, OneKind, SiteMoments
 from .products import (
     Kernel,
@@ -23,11 +23,11 @@ from .products import (
     add_sum_,
     grams_of_heads,
     mirror_,
+    pass_weights,
     token_count,
     upper_triangle,
     weighted,
     weighted_by_root,
-    weights_of,
 )
 from .sites import Role
 
@@ -39,7 +39,7 @@ class RunningSums(Generic[OneKind]):
     """
 
     def __init__(self, kind: type[OneKind], counts: Iterable[str], telling: Iterable[str], *names: str) -> None:
-        self._kind, self._names, self._telling = kind, (*sums_of(kind), *names), tuple(telling)
+        self._kind, self._names, self._telling = kind, (*sum_names(kind), *names), tuple(telling)
         self.counts: dict[str, float] = dict.fromkeys(counts, 0)
         self.kernel: Kernel = "blas"
         self.totals: dict[str, Tensor] = {}
@@ -50,7 +50,7 @@ class RunningSums(Generic[OneKind]):
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> None:
         for name in self._names:
-            if name not in self.totals and sizes.keys() >= set(axes_of(name)):
+            if name not in self.totals and sizes.keys() >= set(axes_of_name(name)):
                 self.totals[name] = torch.zeros(shape_of(name, sizes), dtype=torch.float64, device=device)
 
     def add(self, role: Role, activation: Tensor, weights: PassWeights | None = None) -> None:
@@ -78,7 +78,7 @@ class RunningSums(Generic[OneKind]):
         return {}
 
     def moments(self) -> OneKind:
-        values: dict[str, Any] = {**self.beside(), **self.counts, **on_host(self.totals)}
+        values: dict[str, Any] = {**self.beside(), **self.counts, **move_to_host(self.totals)}
         return self._kind(**values)
 
     def copied(self) -> Self:
@@ -88,7 +88,7 @@ class RunningSums(Generic[OneKind]):
         return other
 
 
-def on_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
+def move_to_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
     """Move sums to the CPU, symmetric ones mirrored in place."""
     for name in SYMMETRIC & totals.keys():
         mirror_(totals[name])
@@ -153,7 +153,7 @@ class HeadSums(RunningSums[HeadMoments]):
         super().__init__(HeadMoments, ["images", "tokens"], telling, *names)
         self.system, self.kept_HK, self.causal = system, kept_HK, causal
         self._waiting: dict[Role, Tensor] = {}
-        self._slots = None if slots_WN is None else weights_of(slots_WN, slots_WN.device)
+        self._slots = None if slots_WN is None else pass_weights(slots_WN, slots_WN.device)
         self._grams: dict[Role, Tensor] = {}
         self._triangles: tuple[tuple[Tensor, Tensor], ...] = ()
 
@@ -175,7 +175,7 @@ class HeadSums(RunningSums[HeadMoments]):
         if len(self._waiting) < 2:
             return
         q_BHND, k_BHND = self._waiting.pop("q"), self._waiting.pop("k")
-        for q_HND, k_HND in inputs_apart(q_BHND, k_BHND, weights):
+        for q_HND, k_HND in present_inputs(q_BHND, k_BHND, weights):
             for name, of_pairs in sums_of_pairs(q_HND, k_HND).items():
                 self.totals[name].add_(of_pairs)
             if self.plane_scale is not None:
@@ -214,7 +214,7 @@ class HeadSums(RunningSums[HeadMoments]):
         if self.kept_HK is not None:
             self.kept_HK = self.kept_HK.to(x_BHND.device)
         width = dim if self.kept_HK is None else self.kept_HK.shape[1]
-        self.allocate({"H": heads, "D": dim, "X": dim, "K": width, "T": triangle(width)}, x_BHND.device)
+        self.allocate({"H": heads, "D": dim, "X": dim, "K": width, "T": triangle_size(width)}, x_BHND.device)
 
     def _join(self, qq_BHDD: Tensor, kk_BHDD: Tensor) -> None:
         norms_BHD = qq_BHDD.diagonal(dim1=-2, dim2=-1) * kk_BHDD.diagonal(dim1=-2, dim2=-1)

@@ -20,7 +20,7 @@ from ground.errors import (
 from ground.signals import describe_interruption, raising_on_signals
 from ground.text import message_line
 
-from .commands.calibrate import calibrate_command, inspect, merge_moments, redundancy_command
+from .commands.calibrate import calibrate_command, inspect, merge_command, redundancy_command
 from .commands.decoder import export_decoder_command, perplexity
 from .commands.doctor import completion, demo, doctor, print_versions
 from .commands.export import audit, build_command, export_command
@@ -75,7 +75,7 @@ def _unforeseen(error: Exception) -> Failure:
 
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
-    "Model": (inspect, redundancy_command, calibrate_command, merge_moments),
+    "Model": (inspect, redundancy_command, calibrate_command, merge_command),
     "Reduce": (reduce_command, sweep_command, latency_table),
     "Graph": (export_command, build_command, audit),
     "Proof": (verify_command, bench_command, compare_command, gate_command, report_command),

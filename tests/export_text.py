@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save_onnx
 from ground.ports import OutputPort, Port
 
 WORDS, TOKENS, DIM, CHANNELS = 50, 6, 16, 8
@@ -57,5 +57,5 @@ def in_torch(model: nn.Module, feed: dict[str, NDArray[np.int64]]) -> list[NDArr
 def write_text_onnx(path: Path, precision: str = "fp32", batch: int | None = None) -> Path:
     """The encoder's graph."""
     proto = onnx_from_model(TextEncoder(), INPUTS, [EMBEDDING], precision=precision, batch=batch, metadata={})
-    save(proto, path)
+    save_onnx(proto, path)
     return path

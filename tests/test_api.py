@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import corp_deploy
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.api.in_python import in_python
 from corp_deploy.api.models import opened_inputs
 from corp_deploy.cli import main

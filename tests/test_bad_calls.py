@@ -439,11 +439,13 @@ def test_a_header_of_moments_is_typed_although_it_is_signed(home: Path, tmp_path
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_sums_are_finite(home: Path, tmp_path: Path, value: float) -> None:
-    moments = store.load(home / "m.safetensors")
+    moments = store.load_moments(home / "m.safetensors")
     site = moments.sites["blocks.0.mlp.fc2"]
     assert isinstance(site, ChannelMoments)
     spoilt = replace(site, gram_FF=site.gram_FF.clone().fill_(value))
-    store.save(replace(moments, sites={**moments.sites, "blocks.0.mlp.fc2": spoilt}), tmp_path / "m.safetensors")
+    store.save_moments(
+        replace(moments, sites={**moments.sites, "blocks.0.mlp.fc2": spoilt}), tmp_path / "m.safetensors"
+    )
     words = ["reduce", "--model", home / "dense", "--moments", tmp_path / "m.safetensors", "--mlp", 0.5]
     refused(run(*words, "-o", tmp_path / "r"), "blocks.0.mlp.fc2/gram_FF holds NaN or Inf")
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from calib import memory
 from calib.calibrate import STATE, ResumeFile, calibrate_sites
 from calib.collect import Options
-from calib.combination import merge
+from calib.combination import merge_moments
 from calib.distributed import Ranks, join_ranks
 from calib.images import open_images
 from calib.inputs import Inputs
 from calib.memory import Shape
 from calib.moments import ChannelMoments, HeadMoments, Moments
-from calib.store import load, save
+from calib.store import load_moments, save_moments
 from ground.errors import BadInput, RankLost
 from tests.ranks import exits_of
 from tests.refusals import rejects
@@ -140,7 +140,7 @@ def test_checkpoints_of_another_run_are_refused(path: Path, tmp_path: Path) -> N
 
 def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
     checkpoint = ResumeFile(path=tmp_path / "moments.safetensors", every=4)
-    save(calibrated(path), checkpoint.path)
+    save_moments(calibrated(path), checkpoint.path)
     rejects("holds moments, not a calibration's checkpoint", calibrated, path, checkpoint=checkpoint)
 
 
@@ -149,13 +149,13 @@ def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
 )
 def test_a_state_that_is_none_is_refused(path: Path, tmp_path: Path, state: str) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=4)
-    save(replace(calibrated(path), lineage={STATE: state}), checkpoint.path)
+    save_moments(replace(calibrated(path), lineage={STATE: state}), checkpoint.path)
     rejects("not a calibration's checkpoint: ", calibrated, path, checkpoint=checkpoint)
 
 
 def test_forward_precisions_do_not_merge(path: Path) -> None:
     rough = calibrated(path, options=replace(SYSTEM, precision="bfloat16"))
-    rejects("dtype differs, got 'float32' and 'bfloat16'", merge, calibrated(path), rough)
+    rejects("dtype differs, got 'float32' and 'bfloat16'", merge_moments, calibrated(path), rough)
 
 
 def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_several_processes_give_the_moments_of_one(
     output = tmp_path / "moments.safetensors"
     exits = exits_of(__name__, size, path, output, fate)
     assert [code for code, _ in exits] == [0] * size, exits
-    assert_equal(load(output), calibrated(path, options=options), shared=2e-7)
+    assert_equal(load_moments(output), calibrated(path, options=options), shared=2e-7)
 
 
 @pytest.mark.slow("process")
@@ -241,7 +241,7 @@ def one_of_several(path: str, output: str, fate: str) -> int:
             options = WEIGHTED if fate == "weighted" else SYSTEM
             moments = calibrated(Path(path), options=options, ranks=ranks, progress=progress)
             if ranks.rank == 0:
-                save(moments, Path(output))
+                save_moments(moments, Path(output))
     except (BadInput, RankLost) as error:
         sys.stdout.write(str(error))
         return 2 if isinstance(error, BadInput) else 3

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calib import causal
 from calib.moments import HeadMoments
-from calib.products import weights_of
+from calib.products import pass_weights
 from calib.sums import HeadSums
 from corp_deploy.algebra import planes as planes_algebra
 from corp_deploy.algebra import queries_keys
@@ -32,7 +32,7 @@ def summed(
     q: Tensor, k: Tensor, mask: Tensor | None = None, *, system: bool = True, kept_HK: Tensor | None = None
 ) -> HeadMoments:
     sums = HeadSums(system=system, kept_HK=kept_HK, causal=True)
-    weights = None if mask is None else weights_of(mask, q.device)
+    weights = None if mask is None else pass_weights(mask, q.device)
     sums.add("q", q, weights)
     sums.add("k", k, weights)
     sums.add("z", torch.randn(len(q), q.shape[2], HEADS * DIMS), weights)
@@ -132,7 +132,7 @@ def test_the_quadratic_of_planes_is_how_attention_moves(mask: Tensor | None) -> 
     q, k = drawn(7)
     scale = 0.4
     sums = HeadSums(system=False, causal=True, plane_scale=scale)
-    weights = None if mask is None else weights_of(mask, q.device)
+    weights = None if mask is None else pass_weights(mask, q.device)
     for role, x in (("q", q), ("k", k), ("z", torch.zeros(INPUTS, TOKENS, 2))):
         sums.add(role, x, weights)  # type: ignore[arg-type]
     gram = sums.moments().plane_gram_HXX

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from calib import products
 from calib.collect import Options, collect
-from calib.combination import merge
+from calib.combination import merge_moments
 from calib.inputs import Inputs
 from calib.moments import ChannelMoments, Moments
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
@@ -102,7 +102,7 @@ def test_the_same_pieces_in_any_order_are_the_same_to_float64_rounding(order: li
 def test_merging_two_parts_equals_the_whole(cut: int) -> None:
     images = images_of(13)
     parts = [collected(part, 4, attention_system=True) for part in (images[:cut], images[cut:])]
-    merged = merge(*parts)
+    merged = merge_moments(*parts)
     assert merged.images == 13
     assert_equal(merged, collected(images, 4, attention_system=True), shared=2e-7)
     for site, moments in merged.sites.items():

@@ -9,7 +9,7 @@ from PIL import Image
 from scipy.fft import dctn
 from torch import Tensor
 
-from calib.combination import merge, moments_without
+from calib.combination import merge_moments, moments_without
 from calib.fingerprints import ALIKE, BITS, Fingerprints, are_alike, perceptual_hashes
 from calib.fingerprints_text import FingerprintsText
 from ground.errors import BadInput
@@ -109,9 +109,9 @@ def test_merged_and_parted_moments_keep_whose_hash_is_whose() -> None:
     one, other = moments(ids=(3, 8)), moments(1, ids=(5, 6))
     marked = [each.with_fingerprints(Fingerprints(ids=each.image_ids, hashes_M2=each.image_ids[:, None].repeat(1, 2)))
               for each in (one, other)]  # fmt: skip
-    whole = merge(*marked)
+    whole = merge_moments(*marked)
     assert whole.image_ids.tolist() == [3, 5, 6, 8]
     assert whole.image_hashes[:, 0].tolist() == [3, 5, 6, 8]
-    assert not len(merge(marked[0], other).image_hashes)
+    assert not len(merge_moments(marked[0], other).image_hashes)
     left = moments_without(whole, marked[1])
     assert (left.image_ids.tolist(), left.image_hashes[:, 1].tolist()) == ([3, 8], [3, 8])

@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from calib.combination import merge, subtracted
+from calib.combination import merge_moments, subtract_statistics
 from calib.groups import group_ids, held_out_groups, merged_labels, second_half_mask
 from calib.images import Images, open_images
 from calib.moments import ChannelMoments, Moments, SiteMoments
-from calib.store import load, save
+from calib.store import load_moments, save_moments
 from ground.errors import BadInput
 from tests.doubles import some
 from tests.refusals import rejects
@@ -128,7 +128,7 @@ def halved(first: int) -> Moments:
         ]
         whole = parts[0]
         for part in parts[1:]:
-            whole = merge(whole, part)
+            whole = merge_moments(whole, part)
         return whole
 
     groups = torch.tensor([first, first, first + 2, first + 2])
@@ -138,14 +138,14 @@ def halved(first: int) -> Moments:
 
 def test_the_file_gives_both_halves_back(tmp_path: Path) -> None:
     whole = halved(0)
-    save(whole, tmp_path / "moments.safetensors")
-    got = load(tmp_path / "moments.safetensors")
+    save_moments(whole, tmp_path / "moments.safetensors")
+    got = load_moments(tmp_path / "moments.safetensors")
     assert torch.equal(got.group_ids, whole.group_ids)
     assert_equal(got, whole, 0.0)
     assert_equal(some(got.half), some(whole.half), 0.0)
-    save(got, tmp_path / "again.safetensors")
+    save_moments(got, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "moments.safetensors").read_bytes()
-    require_same(subtracted(got.sites["mlp"], some(got.half).sites["mlp"]), merge_of(0, 1))
+    require_same(subtract_statistics(got.sites["mlp"], some(got.half).sites["mlp"]), merge_of(0, 1))
 
 
 def require_same(got: SiteMoments, expected: ChannelMoments) -> None:
@@ -163,7 +163,7 @@ def merge_of(*numbers: int) -> ChannelMoments:
 
 
 def test_halves_merge_by_addition() -> None:
-    both = merge(halved(0), halved(10))
+    both = merge_moments(halved(0), halved(10))
     assert some(both.half).images == 4
     require_same(some(both.half).sites["mlp"], merge_of(2, 3, 12, 13))
     require_same(both.sites["mlp"], merge_of(0, 1, 2, 3, 10, 11, 12, 13))
@@ -173,9 +173,9 @@ def test_halves_merge_by_addition() -> None:
 def test_groups_that_were_held_out_once_only_are_refused() -> None:
     one, other = halved(0), halved(10)
     crossed = replace(other, group_ids=torch.tensor([2, 2, 12, 12]))
-    rejects("1 groups of the same name are in both", merge, one, crossed)
+    rejects("1 groups of the same name are in both", merge_moments, one, crossed)
     with pytest.raises(BadInput, match="only one of them has groups"):
-        merge(one, replace(other, half=None, group_ids=torch.empty(0, dtype=torch.int64)))
+        merge_moments(one, replace(other, half=None, group_ids=torch.empty(0, dtype=torch.int64)))
 
 
 def test_a_half_that_splits_a_group_is_refused() -> None:

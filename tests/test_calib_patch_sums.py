@@ -15,14 +15,14 @@ from torch.nn import functional
 
 from calib import patch_sums
 from calib.collect import Collector, collect
-from calib.combination import merge, moments_without
+from calib.combination import merge_moments, moments_without
 from calib.memory import Shape, bytes_needed, patch_channels_that_fit, shapes_of_sites
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
 from calib.patch_sums import patches_of_map
 from calib.redundancy import PatchRedundancy, redundancy_of_sites
 from calib.sites import PatchTaps
-from calib.store import load, save
+from calib.store import load_moments, save_moments
 from ground.errors import BadInput
 from tests.refusals import rejects
 from tests.sums import assert_equal, sums_of
@@ -105,7 +105,7 @@ def with_ids(moments: Moments, first: int) -> Moments:
 def test_two_calibrations_merge_into_one_and_come_apart_again() -> None:
     images = images_of(16)
     a, b = (with_ids(collected(part, 8), first) for part, first in ((images[:8], 0), (images[8:], 8)))
-    both = merge(a, b)
+    both = merge_moments(a, b)
     assert_equal(both, with_ids(collected(images, 8), 0), 1e-12)
     assert_equal(moments_without(both, b), a)
     assert patch_moments(both, "some").taps == patch_moments(moments_without(both, b), "some").taps == 6
@@ -114,18 +114,20 @@ def test_two_calibrations_merge_into_one_and_come_apart_again() -> None:
 def test_moments_of_other_channels_do_not_merge() -> None:
     a, b = (with_ids(collected(images_of(3), 3), first) for first in (0, 3))
     other = replace(patch_moments(b, "some"), channels_GR=CHANNELS_GR.flip(0))
-    rejects("some: moments to merge differ in channels_GR", merge, a, replace(b, sites={**b.sites, "some": other}))
+    rejects(
+        "some: moments to merge differ in channels_GR", merge_moments, a, replace(b, sites={**b.sites, "some": other})
+    )
     with pytest.raises(BadInput, match=r"some\.sum_GU: moments to merge are \[2, 18\] and \[2, 36\]"):
-        merge(a, replace(b, sites={**b.sites, "some": b.sites["grouped"]}))
+        merge_moments(a, replace(b, sites={**b.sites, "some": b.sites["grouped"]}))
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     moments = collected(images_of(3), 3)
-    save(moments, tmp_path / "moments.safetensors")
-    got = load(tmp_path / "moments.safetensors")
+    save_moments(moments, tmp_path / "moments.safetensors")
+    got = load_moments(tmp_path / "moments.safetensors")
     assert_equal(got, moments, 0.0)
     assert (patch_moments(got, "some").eps, patch_moments(got, "grouped").channels_GR) == (1e-3, None)
-    save(got, tmp_path / "again.safetensors")
+    save_moments(got, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "moments.safetensors").read_bytes()
 
 

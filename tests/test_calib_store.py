@@ -13,10 +13,10 @@ from torch import Tensor
 
 from calib import store
 from calib.axes import SYMMETRIC
-from calib.combination import merge
+from calib.combination import merge_moments
 from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
-from calib.store import load, save
-from calib.sums import on_host
+from calib.store import load_moments, save_moments
+from calib.sums import move_to_host
 from ground.errors import BadInput
 from tests.refusals import rejects
 
@@ -59,12 +59,12 @@ def same(a: SiteMoments, b: SiteMoments) -> bool:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "moments.safetensors"
-    save(moments(system=True), path)
+    save_moments(moments(system=True), path)
     return path
 
 
 def test_what_was_saved_comes_back(saved: Path) -> None:
-    got, expected = load(saved), moments(system=True)
+    got, expected = load_moments(saved), moments(system=True)
     assert list(got.sites) == list(expected.sites)
     assert all(same(got.sites[name], expected.sites[name]) for name in expected.sites)
     assert (got.images, got.lineage, got.image_ids.tolist()) == (2, expected.lineage, [1, 2])
@@ -72,7 +72,7 @@ def test_what_was_saved_comes_back(saved: Path) -> None:
 
 @pytest.mark.parametrize("field", sorted(SYMMETRIC))
 def test_collectors_make_those_sums_symmetric_whatever_a_kernel_left(field: str) -> None:
-    total_DD = on_host({field: random(2, 5, 5, seed=0)})[field]
+    total_DD = move_to_host({field: random(2, 5, 5, seed=0)})[field]
     assert torch.equal(total_DD, total_DD.mT)
     assert torch.equal(total_DD.triu(), random(2, 5, 5, seed=0).triu())
 
@@ -90,8 +90,8 @@ def signs_of_zero_differ(x_FF: Tensor) -> Tensor:
 @pytest.mark.parametrize("change", [last_bit_differs, signs_of_zero_differ])
 def test_a_sum_that_is_not_symmetric_to_the_bit_stays_whole(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     site = replace(mlp(), gram_FF=change(mlp().gram_FF))
-    save(replace(moments(), sites={"blocks.0.mlp": site}), tmp_path / "m.safetensors")
-    got = load(tmp_path / "m.safetensors").sites["blocks.0.mlp"]
+    save_moments(replace(moments(), sites={"blocks.0.mlp": site}), tmp_path / "m.safetensors")
+    got = load_moments(tmp_path / "m.safetensors").sites["blocks.0.mlp"]
     assert isinstance(got, ChannelMoments)
     assert torch.equal(got.gram_FF.view(torch.int64), site.gram_FF.view(torch.int64))
 
@@ -132,13 +132,13 @@ def test_triangles_of_no_matrix_are_refused(
 ) -> None:
     rewritten(saved, change)
     with pytest.raises(BadInput, match=message):
-        load(saved).sites["blocks.0.mlp"]
+        load_moments(saved).sites["blocks.0.mlp"]
 
 
 def test_sites_are_read_when_asked_for(saved: Path) -> None:
     """Damage in one site's bytes is found when that site is read, and only then."""
     damaged(saved, "blocks.0.mlp/gram_FF:upper")
-    got = load(saved)
+    got = load_moments(saved)
     assert isinstance(got.sites["blocks.0.attn"], HeadMoments)
     with pytest.raises(BadInput, match=r"blocks\.0\.mlp/gram_FF does not match its checksum"):
         got.sites["blocks.0.mlp"]
@@ -186,12 +186,12 @@ def rewritten_header(path: Path, old: bytes, new: bytes) -> None:
 def test_bad_files_are_refused(saved: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(saved)
     with pytest.raises(BadInput, match=message) as error:
-        load(saved)
+        load_moments(saved)
     assert str(saved) in str(error.value)
 
 
 def test_merge_unites_data_lineage() -> None:
-    lineage = merge(moments(ids=(1, 2), data="b", tool="x"), moments(ids=(3, 4), data="a", tool="x")).lineage
+    lineage = merge_moments(moments(ids=(1, 2), data="b", tool="x"), moments(ids=(3, 4), data="a", tool="x")).lineage
     assert lineage == {"model": "m", "preprocessing": "p", "data": "a+b", "tool": "x"}
 
 
@@ -209,7 +209,7 @@ def test_merge_unites_data_lineage() -> None:
     ],
 )
 def test_merge_refuses(other: Moments, message: str) -> None:
-    rejects(message, merge, moments(), other)
+    rejects(message, merge_moments, moments(), other)
 
 
 def test_impossible_moments_are_refused() -> None:

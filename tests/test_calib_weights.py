@@ -15,7 +15,7 @@ from calib.inputs import Inputs
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from calib.products import TokenWeights
 from calib.sites import ChannelTaps, HeadTaps, Site, Tap
-from calib.store import load, save
+from calib.store import load_moments, save_moments
 from calib.texts import open_texts
 from tests import tiny_text
 from tests.doubles import some
@@ -282,6 +282,6 @@ def test_weighted_moments_are_kept_and_gone_on_with(tmp_path: Path) -> None:
     resumed = run(options)
     state.clear()
     moments_equal(resumed, run(options), 0.0)
-    save(resumed, tmp_path / "m.safetensors")
-    moments_equal(load(tmp_path / "m.safetensors"), resumed, 0.0)
+    save_moments(resumed, tmp_path / "m.safetensors")
+    moments_equal(load_moments(tmp_path / "m.safetensors"), resumed, 0.0)
     assert not float(resumed.sites["mlp"].tokens).is_integer()

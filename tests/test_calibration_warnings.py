@@ -8,7 +8,7 @@ import torch
 
 import corp_deploy
 from calib.moments import ChannelMoments, Moments
-from calib.store import load, rows_and_widths, save
+from calib.store import load_moments, rows_and_widths, save_moments
 from corp_deploy.families.family import image_spec
 from corp_deploy.reduction.calibration_warnings import far_range, few_inputs, range_warning
 from corp_deploy.store.checkpoint import save as save_model
@@ -47,8 +47,8 @@ def test_an_image_of_many_tokens_counts_for_few_rows_and_a_text_for_all() -> Non
 
 def test_rows_and_widths_of_a_file_are_those_in_memory(tmp_path: Path) -> None:
     own = moments_of([1, 2])
-    save(own, tmp_path / "m.safetensors")
-    assert rows_and_widths(load(tmp_path / "m.safetensors")) == rows_and_widths(own) == {"mlp": (34.0, 192)}
+    save_moments(own, tmp_path / "m.safetensors")
+    assert rows_and_widths(load_moments(tmp_path / "m.safetensors")) == rows_and_widths(own) == {"mlp": (34.0, 192)}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from corp_deploy.families.traced_model import exportable
 from corp_deploy.store.transformers_directory import SENTENCE_KINDS, load_transformers
 from corp_deploy.traced.models.narrowed_model import at_widths
 from export.graph.precision import typed_copy
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save_onnx
 from ground.errors import Missing
 from ground.files import sha256_of_text
 from ground.ports import OutputPort, Port
@@ -177,7 +177,7 @@ def padded_texts(count: int) -> dict[str, NDArray[np.int64]]:
 def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, precision: str, bound: float) -> None:
     model = encoder(tmp_path, normalize=precision == "fp32", qk=32)
     path = tmp_path / "encoder.onnx"
-    save(onnx_from_model(model, INPUTS, OUTPUTS, precision=precision, metadata={}), path)
+    save_onnx(onnx_from_model(model, INPUTS, OUTPUTS, precision=precision, metadata={}), path)
     session = session_of(path)
     for count in (1, 5):
         feed = padded_texts(count)
@@ -194,7 +194,7 @@ def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, pr
 @pytest.mark.parametrize("qk", [64, 32])
 def test_attention_stays_one_kernel_under_its_mask(qk: int, tmp_path: Path) -> None:
     path = tmp_path / "encoder.onnx"
-    save(onnx_from_model(encoder(tmp_path, qk=qk), INPUTS, OUTPUTS, precision="fp16", metadata={}), path)
+    save_onnx(onnx_from_model(encoder(tmp_path, qk=qk), INPUTS, OUTPUTS, precision="fp16", metadata={}), path)
     record = built(path, "1:8:16")
     assert record.attention_sites == record.fused_attention_sites
     assert len(record.attention_sites) == 2

@@ -32,8 +32,7 @@ from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.steps import Merge, StreamState
 from corp_deploy.traced.models.token_merging import TokenMerge
-from export.graph.to_onnx import onnx_from_model
-from export.graph.to_onnx import save as save_onnx
+from export.graph.to_onnx import onnx_from_model, save_onnx
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size
 from ground.precision import FLOAT16, FLOAT32

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from calib.images import Images
-from calib.store import save as save_moments
+from calib.store import save_moments
 from corp_deploy.algebra.regression import RegressionSums
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of

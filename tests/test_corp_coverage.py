@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from calib.store import save as save_moments
+from calib.store import save_moments
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.calibrate import calibrate

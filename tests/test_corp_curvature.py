@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.combination import merge, moments_without
+from calib.combination import merge_moments, moments_without
 from calib.images import Images
 from calib.inputs import input_count
 from calib.moments import ChannelMoments, Moments
@@ -144,7 +144,7 @@ def test_what_is_taken_off_is_what_was_taken(dense: Checkpoint, images: Images, 
 
 def test_whole_groups_are_looked_at_where_they_are_known(dense: Checkpoint, images: Images) -> None:
     half, other = (of(dense, images, range(start, 40, 2)) for start in (0, 1))
-    whole = merge(half, other)
+    whole = merge_moments(half, other)
     place_of = {image: place for place, image in enumerate(images.ids.tolist())}
     places = [place_of[image] for image in whole.image_ids.tolist()]
     groups = torch.tensor([2 * (place // 8) + place % 2 for place in places])  # ten, of four images, each in one half
@@ -167,7 +167,7 @@ def test_of_other_images_no_group_is_known_and_a_few_are_set_apart_all_the_same(
     dense: Checkpoint, images: Images, tmp_path: Path
 ) -> None:
     half, other = of(dense, images, range(20)), of(dense, images, range(20, 40))
-    whole = merge(half, other)
+    whole = merge_moments(half, other)
     groups = torch.isin(whole.image_ids, half.image_ids).long() * 5 + torch.arange(40) % 5
     grouped = replace(whole, group_ids=groups, half=half)
     apart = set_apart(dense, grouped, tiny.opened(tmp_path / "others.npy", tiny.images(24, seed=9), dense.model))

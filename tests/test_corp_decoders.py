@@ -12,7 +12,7 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters

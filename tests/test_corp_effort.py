@@ -10,7 +10,7 @@ import torch
 from click.testing import Result
 
 import corp_deploy
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import carried_out
 from corp_deploy.planning.curves import site_metrics

@@ -12,7 +12,7 @@ import torch
 
 from calib.fingerprints import Fingerprints
 from calib.fingerprints_text import FingerprintsText
-from calib.store import load
+from calib.store import load_moments
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.model_config import load_model_config
@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(root / "others.npy", others)
     command = ("calibrate", "--model", root / "dense", "--images", root / "calibration.npy", "--hold-out", 4)
     invoked(*command, "-o", root / "moments.safetensors")
-    seen = set(load(root / "moments.safetensors").image_ids.tolist())
+    seen = set(load_moments(root / "moments.safetensors").image_ids.tolist())
     opened = tiny.opened(root / "opened.npy", images)
     is_fitted = np.array([each in seen for each in opened.ids.tolist()])
     np.save(root / "left-out.npy", images[~is_fitted])
@@ -162,7 +162,7 @@ def test_held_out_images_have_no_part_in_a_budget(home: Path, tmp_path: Path) ->
     assert run(*reduce, *budget, *held_out, "-o", tmp_path / "apart").exit_code == 0
     assert run(*reduce, *budget, "-o", tmp_path / "all").exit_code == 0
     apart, every = fitted_to(tmp_path / "apart"), fitted_to(tmp_path / "all")
-    left_out = load(home / "moments.held-out.safetensors").image_ids
+    left_out = load_moments(home / "moments.held-out.safetensors").image_ids
     assert not torch.isin(left_out, apart.ids).any()
     assert torch.isin(left_out, every.ids).all()
     done = run(*reduce, "--macs", 0.7, "--images", home / "left-out.npy", *held_out, "-o", tmp_path / "none")

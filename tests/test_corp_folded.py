@@ -16,7 +16,7 @@ from torch.nn import functional
 from calib.images import Images
 from calib.inputs import held_out_split
 from calib.moments import Moments
-from calib.store import save as save_moments
+from calib.store import save_moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from calib.images import Images
 from calib.inputs import held_out_split
 from calib.moments import Moments
-from calib.store import load
+from calib.store import load_moments
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -185,8 +185,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_commands_hold_out_and_judge(home: Path, tmp_path: Path) -> None:
-    assert load(home / "m.safetensors").images == 24
-    held_out = load(home / "m.held-out.safetensors")
+    assert load_moments(home / "m.safetensors").images == 24
+    held_out = load_moments(home / "m.held-out.safetensors")
     assert held_out.images == 6
     words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "--attn", 0.5]
     judge = ["--held-out", home / "m.held-out.safetensors", "--align", "mlp=8,head=8"]

@@ -14,7 +14,7 @@ from click.testing import Result
 
 from calib.calibrate import ResumeFile
 from calib.moments import HeadMoments, Moments
-from calib.store import load
+from calib.store import load_moments
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
@@ -68,8 +68,8 @@ def assert_same_recoveries(checkpoint: Checkpoint, exact: Moments, found: Moment
 @pytest.mark.parametrize("width", [8, 16])
 def test_both_passes_in_one_call_give_what_the_whole_system_gives(home: Path, width: int) -> None:
     """For every sparsity asked for, out of one file that holds a sixteenth of the numbers."""
-    found = load(home / "kept.safetensors")
-    assert_same_recoveries(load_checkpoint(home / "dense"), load(home / "whole.safetensors"), found, width)
+    found = load_moments(home / "kept.safetensors")
+    assert_same_recoveries(load_checkpoint(home / "dense"), load_moments(home / "whole.safetensors"), found, width)
     site = found.sites["blocks.0.attn.qk"]
     assert isinstance(site, HeadMoments)
     assert some(site.system_HTT).shape == (2, 136, 136)
@@ -93,7 +93,7 @@ def test_a_wider_head_than_covered_is_refused_with_the_widths_there_are(home: Pa
 def test_full_width_needs_nothing_of_the_system(home: Path) -> None:
     checkpoint = load_checkpoint(home / "dense")
     method = method_from_preset("corp", attention_sparsity=0.0)
-    result = reduce(checkpoint.model, load(home / "kept.safetensors"), method)
+    result = reduce(checkpoint.model, load_moments(home / "kept.safetensors"), method)
     assert all(site.error == 0.0 for site in result.sites)
 
 
@@ -118,7 +118,7 @@ def test_parts_ranked_by_one_first_pass_merge(home: Path, tmp_path: Path) -> Non
     ranked = (*RESTRICTED, "--moments", first)
     parts = [calibrated(home, f"{name}.safetensors", *ranked, images=f"{name}.npy") for name in "ab"]
     invoked("calibrate", "--merge", *parts, "-o", home / "merged.safetensors")
-    exact, found = load(home / "whole.safetensors"), load(home / "merged.safetensors")
+    exact, found = load_moments(home / "whole.safetensors"), load_moments(home / "merged.safetensors")
     assert_same_recoveries(load_checkpoint(home / "dense"), exact, found, 16)
     alone = [calibrated(home, f"{name}-alone.safetensors", *RESTRICTED, images=f"{name}.npy") for name in "ab"]
     refuses(
@@ -152,7 +152,7 @@ def test_the_command_that_an_out_of_memory_message_prints_works(
     printed = re.search(r"corp-deploy (calibrate .*)", refused.stderr)
     assert printed, refused.stderr
     invoked(*shlex.split(printed[1]))
-    assert load(output).images == 12
+    assert load_moments(output).images == 12
     share = float(shlex.split(printed[1])[-1])
     from_them = (*named, "--moments", output, "--preset", "corp")
     assert run("reduce", *from_them, "--attn", share, "-o", tmp_path / "r").exit_code == 0

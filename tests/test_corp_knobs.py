@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.invocation.method_choice import RANKING, REPAIR
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.release.recipe_keys import record_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from calib.store import load
+from calib.store import load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.families.inspection import inspection_of_model, merging_record
@@ -92,7 +92,7 @@ def test_a_release_of_a_model_that_merges_ends_in_its_verdict_and_says_how(tmp_p
     (home / "recipe.toml").write_text(RELEASE.replace("attn = 0.5", 'merge_tokens = "2,4"'))
     invoked("release", home / "recipe.toml", "-o", released)
     (moments,) = released.rglob("moments.safetensors")
-    assert json.loads(load(moments).lineage["merging"])["schedule"] == [2, 4]
+    assert json.loads(load_moments(moments).lineage["merging"])["schedule"] == [2, 4]
     assert json.loads((released / "gate.json").read_text())["verdict"] == "PASS"
     links = {link["name"]: link for link in json.loads((released / "parity.json").read_text())["links"]}
     assert any(link.get("ties") is not None for link in links.values()), links

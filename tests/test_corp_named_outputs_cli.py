@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from corp_deploy import load
 from corp_deploy.families.family import output_ports, with_outputs
 from corp_deploy.spec.outputs import outputs_from_text
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save_onnx
 from ground.ports import OutputPort, Port, Role
 from tests import tiny
 from tests.command import invoked, refuses
@@ -241,7 +241,7 @@ def write_head(
     module: nn.Module, path: Path, *, port: Port = PATCHES, role: Role = "feature map", batch: int | None = None
 ) -> None:
     outputs = [OutputPort(name="map", role=role)]
-    save(onnx_from_model(module.eval(), [port], outputs, precision="fp32", batch=batch, metadata={}), path)
+    save_onnx(onnx_from_model(module.eval(), [port], outputs, precision="fp32", batch=batch, metadata={}), path)
 
 
 @pytest.fixture(scope="module")

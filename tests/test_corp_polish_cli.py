@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.carried_out import Polishing, inputs_to_polish
 from corp_deploy.planning.execution import reduce_checkpoint

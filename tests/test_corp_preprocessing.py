@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import corp_deploy
-from calib.store import load
+from calib.store import load_moments
 from corp_deploy.families import traced_model as vit
 from corp_deploy.families.family import image_spec
 from corp_deploy.invocation.running import FedOptions
@@ -99,7 +99,7 @@ def test_another_tag_of_a_name_has_its_own(home: Path) -> None:
 def test_calibrate_shows_and_records_it(home: Path, tmp_path: Path) -> None:
     words = ("calibrate", *named(home), *SET, "--images", home / "photos", "-o", tmp_path / "m.safetensors")
     assert json.loads(invoked(*words, "--no-attention", "--json").stdout)["preprocessing"] == FOUND
-    assert json.loads(load(tmp_path / "m.safetensors").lineage["preprocessing"]) == FOUND
+    assert json.loads(load_moments(tmp_path / "m.safetensors").lineage["preprocessing"]) == FOUND
     shown = run(*words, "--no-attention").stdout
     assert "preprocessing: 3x32x32, bilinear, crop 1 (squash), mean 0.485" in shown
 
@@ -382,7 +382,7 @@ def test_moments_of_another_model_are_refused_before_anything_is_proved(home: Pa
     def never(*_: object) -> None:
         raise AssertionError("it was run")
 
-    given: dict[str, Any] = {"moments": load(home / "m.safetensors"), "answered": never}
+    given: dict[str, Any] = {"moments": load_moments(home / "m.safetensors"), "answered": never}
     rejects("taken on another model", prove_chain, dense, [], inputs, batches=[1], limits=ParityLimits(), **given)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from calib.images import Images
 from calib.moments import Moments
-from calib.store import save as save_moments
+from calib.store import save_moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.calibrate import Statistics, calibrate

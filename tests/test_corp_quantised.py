@@ -19,7 +19,7 @@ from corp_deploy.proof.locate import fix_command
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
 from export.engine.record import record_of_plan
-from export.engine.session import Library, remedies
+from export.engine.session import Library, convolution_remedies
 from ground.feeds import Feeds, Outputs
 from ground.precision import INT8
 from ground.vulnerabilities import version_numbers
@@ -230,10 +230,11 @@ def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path)
 def test_a_builder_that_is_too_old_for_a_graph_is_told_apart(home: Path) -> None:
     old, new = (Library(name="tensorrt-rtx", version=version, module=None) for version in ("1.6.1.120", "1.7.1.116"))
     int8, fp8, fp16 = (onnx.load(home / "dense" / f"model.{name}.onnx") for name in ("int8", "fp8", "fp16"))
-    (told,) = remedies(old, int8)
+    (told,) = convolution_remedies(old, int8)
     assert told.endswith("export with --keep-rest patch_embed.proj, or build with tensorrt-rtx 1.7")
-    assert [remedies(library, graph) for library, graph in ((new, int8), (old, fp8), (old, fp16))] == [[], [], []]
-    assert remedies(Library(name="tensorrt", version="10.16.1", module=None), int8) == []
+    for library, graph in ((new, int8), (old, fp8), (old, fp16)):
+        assert convolution_remedies(library, graph) == []
+    assert convolution_remedies(Library(name="tensorrt", version="10.16.1", module=None), int8) == []
 
 
 @pytest.mark.slow("graph")

@@ -21,7 +21,7 @@ import torch
 from click.testing import Result
 from numpy.typing import NDArray
 
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.commands.doctor import SOURCES
 from corp_deploy.invocation.option import Invocation
 from corp_deploy.proof import speed

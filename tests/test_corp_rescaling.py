@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from calib.moments import Moments
-from calib.store import save as save_moments
+from calib.store import save_moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.invocation.method_choice import MethodChoice

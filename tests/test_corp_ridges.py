@@ -13,7 +13,7 @@ from torch import Tensor
 from calib.combination import moments_without
 from calib.images import Images
 from calib.moments import Moments
-from calib.store import load
+from calib.store import load_moments
 from corp_deploy.algebra.ridges import RIDGES, chosen_ridge, ridges_from
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -222,6 +222,6 @@ def test_a_reduction_tells_what_its_sites_lose_elsewhere_and_a_sweep_does(words:
 def test_the_command_takes_groups(words: list[object], tmp_path: Path) -> None:
     gap = json.loads(invoked(*words, "--hold-out", 3, "--json").stdout)["overfitting"]
     assert gap["groups"] == COUNT // CROPS - 1
-    held = load(tmp_path / "m.held-out.safetensors")
-    assert (load(tmp_path / "m.safetensors").images, held.images) == (COUNT - CROPS, CROPS)
+    held = load_moments(tmp_path / "m.held-out.safetensors")
+    assert (load_moments(tmp_path / "m.safetensors").images, held.images) == (COUNT - CROPS, CROPS)
     refuses("are in no folders", *words[:-1], "folder")

@@ -9,7 +9,7 @@ import pytest
 from click.testing import Result
 
 from calib.collect import Collector
-from calib.store import join, load, save
+from calib.store import join_moments, load_moments, save_moments
 from corp_deploy.families.decoder_model import DecoderBlock
 from corp_deploy.reduction import sequential
 from corp_deploy.store.decoder_layers import DecoderLayers, open_layers
@@ -47,7 +47,7 @@ def test_block_by_block_gives_the_moments_of_a_whole_pass(home: Path, kind: str)
     calibrated(home, kind, f"{kind}-whole", *options)
     calibrated(home, kind, f"{kind}-blocks", *options, "--sequential")
     for part in ("", ".held-out"):
-        whole, blocks = (load(home / f"{kind}-{how}{part}.safetensors") for how in ("whole", "blocks"))
+        whole, blocks = (load_moments(home / f"{kind}-{how}{part}.safetensors") for how in ("whole", "blocks"))
         assert_equal(blocks, whole, limit=0.0)
     assert not list(home.glob("*.partial.safetensors"))
 
@@ -93,7 +93,7 @@ def test_an_interrupted_run_goes_on_with_the_next_block(home: Path, monkeypatch:
     collected += [0, 0]
     calibrated(home, "llama", "goes-on", "--sequential")
     assert len(collected) == 2 + 2 + 2  # blocks 1 and 2 alone
-    assert_equal(load(home / "goes-on.safetensors"), load(home / "straight.safetensors"), limit=0.0)
+    assert_equal(load_moments(home / "goes-on.safetensors"), load_moments(home / "straight.safetensors"), limit=0.0)
     assert not list(home.glob("*.partial.safetensors"))
 
 
@@ -118,12 +118,12 @@ def test_no_other_model_goes_block_by_block(home: Path) -> None:
 def test_parts_that_do_not_belong_together_are_not_joined(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
     for path, lineage in zip(paths, ("1", "1", "2"), strict=True):
-        save(replace(moments(model=lineage), sites={path.stem: mlp()}), path)
+        save_moments(replace(moments(model=lineage), sites={path.stem: mlp()}), path)
     with pytest.raises(BadInput, match="not of the same images and model"):
-        join(paths, tmp_path / "odd.safetensors")
-    rejects("a is in another part", join, [paths[0], paths[0]], tmp_path / "odd.safetensors")
+        join_moments(paths, tmp_path / "odd.safetensors")
+    rejects("a is in another part", join_moments, [paths[0], paths[0]], tmp_path / "odd.safetensors")
     paths[1].write_bytes(paths[1].read_bytes()[:-8])
-    rejects("truncated", join, paths[:2], tmp_path / "odd.safetensors")
+    rejects("truncated", join_moments, paths[:2], tmp_path / "odd.safetensors")
     assert not (tmp_path / "odd.safetensors").exists()
 
 

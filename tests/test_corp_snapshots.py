@@ -12,13 +12,12 @@ from click.testing import Result
 
 from calib import memory
 from calib.calibrate import Snapshots
-from calib.combination import merge
+from calib.combination import merge_moments
 from calib.groups import group_ids, second_half_mask, split_by_mask
 from calib.images import Images
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
-from calib.store import load
-from calib.store import save as save_moments
+from calib.store import load_moments, save_moments
 from corp_deploy.planning.calibration_size import (
     CalibrationSize,
     SizeFit,
@@ -67,7 +66,10 @@ def test_a_snapshot_is_a_calibration_on_the_first_images(home: Path, tmp_path: P
     assert [each["images"] for each in record["snapshots"]] == [5, 12, 30]
     for count in (5, 12):
         calibrated(home, f"first{count}.npy", tmp_path / "alone.safetensors", *words)
-        snapshot, alone = load(tmp_path / f"m.{count}.safetensors"), load(tmp_path / "alone.safetensors")
+        snapshot, alone = (
+            load_moments(tmp_path / f"m.{count}.safetensors"),
+            load_moments(tmp_path / "alone.safetensors"),
+        )
         assert_equal(snapshot, alone)
         assert snapshot.lineage == alone.lineage
     calibrated(home, "images.npy", tmp_path / "without.safetensors", *words)
@@ -77,7 +79,7 @@ def test_a_snapshot_is_a_calibration_on_the_first_images(home: Path, tmp_path: P
 
 def test_held_out_images_are_in_no_snapshot(home: Path, tmp_path: Path) -> None:
     calibrated(home, "images.npy", tmp_path / "m.safetensors", "--hold-out", 6, "--snapshots", "10,24")
-    snapshot, held_out = load(tmp_path / "m.10.safetensors"), load(tmp_path / "m.held-out.safetensors")
+    snapshot, held_out = load_moments(tmp_path / "m.10.safetensors"), load_moments(tmp_path / "m.held-out.safetensors")
     assert not torch.isin(snapshot.image_ids, held_out.image_ids).any()
     source = images_for_model(tiny.checkpoint().model, home / "images.npy")
     fitted = [place for place in range(COUNT) if int(source.ids[place]) not in held_out.image_ids.tolist()]
@@ -96,9 +98,9 @@ def test_drawn_images_are_taken_in_an_order_drawn_too(home: Path, tmp_path: Path
     places = np.sort(generator(3).choice(COUNT, 20, replace=False))[generator(3).permutation(20)]
     source = images_for_model(tiny.checkpoint().model, home / "images.npy")
     first = source.subset(places[:7].tolist())
-    assert_equal(load(tmp_path / "m.7.safetensors"), calibrate(tiny.checkpoint(), first, batch_size=BATCH))
+    assert_equal(load_moments(tmp_path / "m.7.safetensors"), calibrate(tiny.checkpoint(), first, batch_size=BATCH))
     calibrated(home, "images.npy", tmp_path / "sorted.safetensors", *drawn)
-    assert_equal(load(tmp_path / "m.safetensors"), load(tmp_path / "sorted.safetensors"), limit=1e-6)
+    assert_equal(load_moments(tmp_path / "m.safetensors"), load_moments(tmp_path / "sorted.safetensors"), limit=1e-6)
 
 
 def test_snapshots_of_groups_are_of_both_halves(home: Path, tmp_path: Path) -> None:
@@ -110,10 +112,10 @@ def test_snapshots_of_groups_are_of_both_halves(home: Path, tmp_path: Path) -> N
     groups_B = group_ids(source, str(labels))
     second_B = second_half_mask(groups_B, seed=0)
     for count in (5, 21):
-        snapshot, first = load(tmp_path / f"m.{count}.safetensors"), source.subset(range(count))
+        snapshot, first = load_moments(tmp_path / f"m.{count}.safetensors"), source.subset(range(count))
         halves = split_by_mask(first, second_B[:count])  # each has products of its own, rounded apart
         alone, second = (calibrate(tiny.checkpoint(), half, batch_size=BATCH) for half in halves)
-        assert_equal(snapshot, merge(alone, second))
+        assert_equal(snapshot, merge_moments(alone, second))
         assert_equal(some(snapshot.half), second)
         group_of = dict(zip(source.ids.tolist(), groups_B.tolist(), strict=True))
         assert snapshot.group_ids.tolist() == [group_of[each] for each in snapshot.image_ids.tolist()]
@@ -136,7 +138,7 @@ def test_snapshots_of_convolutions(tmp_path: Path) -> None:
 
     calibrate(convnet, source, batch_size=8, snapshots=Snapshots(counts=(3, 8), write=write))
     for count in (3, 8):
-        snapshot = load(tmp_path / f"{count}.safetensors")
+        snapshot = load_moments(tmp_path / f"{count}.safetensors")
         assert_equal(snapshot, calibrate(convnet, source.subset(range(count)), batch_size=8))
         assert any(isinstance(site, PatchMoments) for site in snapshot.sites.values())
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from calib.images import Images
-from calib.store import save as save_moments
+from calib.store import save_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.method_choice import sparsities_from_text

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from calib.store import save as save_moments
+from calib.store import save_moments
 from corp_deploy.algebra import whole_heads
 from corp_deploy.algebra.fold import averages
 from corp_deploy.algebra.scores import selection

@@ -17,7 +17,7 @@ from torch import nn
 from calib.fingerprints import Fingerprints
 from calib.images import Images
 from calib.moments import Moments
-from calib.store import save as save_moments
+from calib.store import save_moments
 from corp_deploy.invocation.budget_choice import Limit, limit_from_text
 from corp_deploy.planning import carried_out, execution, limit_search
 from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner

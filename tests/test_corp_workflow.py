@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import Result
 
-from calib.store import load
+from calib.store import load_moments
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
 from corp_deploy.planning.budget import allocate, uniform_for_share
@@ -80,7 +80,7 @@ def test_narrow_sites_have_a_narrower_width_by_default(dense: int, step: int) ->
 def probe(home: Path) -> Probe:
     model = load_checkpoint(home / "dense").model
     method = method_from_preset("best", align_hidden=16, align_head=8, mlp_sparsity=0.5, attention_sparsity=0.5)
-    moments = load(home / "m.safetensors")
+    moments = load_moments(home / "m.safetensors")
     images = torch.from_numpy(tiny.images(8))
     known = eliminations(model, moments, method)
     return Probe(model=model, moments=moments, method=method, inputs=images, eliminations=known)
@@ -154,7 +154,7 @@ def test_images_of_moments_count_once(home: Path, tmp_path: Path) -> None:
 def test_only_some_sites_and_redundancy(home: Path, tmp_path: Path) -> None:
     words = ["--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "s.safetensors"]
     invoked("calibrate", *words, "--sites", "blocks.1.*", "--no-attention")
-    assert "blocks.1.mlp.fc2" in load(tmp_path / "s.safetensors").sites
+    assert "blocks.1.mlp.fc2" in load_moments(tmp_path / "s.safetensors").sites
     assert "fits no site" in run("calibrate", *words, "--sites", "layers.*").stderr
     invoked("inspect", "redundancy", "--moments", home / "m.safetensors", "-o", tmp_path / "r.svg")
     record = json.loads(invoked("inspect", "redundancy", "--moments", home / "m.safetensors", "--json").stdout)

@@ -18,7 +18,7 @@ from export.engine.audit import audit_fusion, audit_to_json
 from export.engine.build import Engine, build_engine, write_engine
 from export.engine.options import RTX_TARGETS, BatchProfile, BuildOptions
 from export.engine.record import record_of_plan, record_path, sha256_of
-from export.graph.to_onnx import save
+from export.graph.to_onnx import save_onnx
 from ground.ports import image_port
 from ground.vulnerabilities import version_numbers
 from tests.doubles import some
@@ -69,7 +69,7 @@ class Graphs:
         if not path.exists():
             size, kept = 32 if kind == "tiny" else 224, [keep] if keep else []
             port = image_port((3, size, size))
-            save(export(MODELS[kind](), precision, port, keep_fp32=kept, batch=batch), path)
+            save_onnx(export(MODELS[kind](), precision, port, keep_fp32=kept, batch=batch), path)
         return path
 
     def engine(self, kind: str, precision: str = "fp16", keep: str = "") -> Engine:
@@ -191,7 +191,7 @@ def test_the_attention_operator_builds_with_equal_widths_only(qk: int, v: int, t
     model.blocks[0].attn = SdpaAttention(64, 2, qk, v, padded=False)
     proto = export(model, "fp16", opset=23)
     assert [node.name for node in proto.graph.node if node.op_type == "Attention"] == ["blocks.0.attn/Attention"]
-    save(proto, tmp_path / "attention.onnx")
+    save_onnx(proto, tmp_path / "attention.onnx")
     if qk == v:
         assert build(tmp_path / "attention.onnx").record.fused_attention_sites == ("blocks.0.attn",)
     else:

@@ -20,10 +20,10 @@ from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.narrowed_model import at_widths
 from export.engine.audit import Audit
-from export.engine.fusion import Kernel, fusion_of, kernels_from_inspector, kernels_from_log
+from export.engine.fusion import Kernel, fusion_fields, kernels_from_inspector, kernels_from_log
 from export.engine.record import EngineRecord
 from export.graph.check import check_onnx
-from export.graph.fusion_breaks import breakable, with_fusion_breaks
+from export.graph.fusion_breaks import breakable_sites, with_fusion_breaks
 from export.graph.ports import ports_of_graph
 from export.triton.config import ServedModel, Serving, config_text
 from export.triton.signature import signature_from_onnx
@@ -218,7 +218,7 @@ def test_breaks_are_offered_in_the_order_of_the_graph(graph: onnx.ModelProto) ->
     sites = offered(graph)
     assert sites.index("blocks.0.attn/Softmax") < sites.index("blocks.0.attn") < sites.index("blocks.0.mlp")
     assert sites.index("blocks.0.mlp") < sites.index("blocks.1.attn/Softmax")
-    assert breakable(graph, ["blocks.0.attn"]) == ("blocks.0.attn",)
+    assert breakable_sites(graph, ["blocks.0.attn"]) == ("blocks.0.attn",)
 
 
 @pytest.mark.slow("graph")
@@ -291,7 +291,7 @@ def test_kernels_are_read_from_the_log() -> None:
     ]
     assert kernels[2].nodes == ("b.0/MatMul_1", "b.0/Softmax")
     assert [kernel.is_fused_attention for kernel in kernels] == [False, False, True, False]
-    fusion = fusion_of(kernels, ("b.0", "b.1"))
+    fusion = fusion_fields(kernels, ("b.0", "b.1"))
     assert (fusion["fused_attention_sites"], fusion["half_kernel_share"]) == (("b.0",), 2 / 3)
     assert fusion["kernel_types"] == {"float16": 2 / 3, "float32": 1 / 3}
     assert fusion["kernel_kinds"] == {"gemm": 1, "kgen": 2, "shape_call": 1}
@@ -320,7 +320,7 @@ def test_what_counts_as_fused_attention(name: str, kind: str, tactic: str, fused
 
 def test_every_profile_has_to_be_fused() -> None:
     kernels = (kernel("b.0"), kernel("b.0"), kernel("b.1"))
-    assert fusion_of(kernels, ("b.0", "b.1"), profiles=2)["fused_attention_sites"] == ("b.0",)
+    assert fusion_fields(kernels, ("b.0", "b.1"), profiles=2)["fused_attention_sites"] == ("b.0",)
 
 
 def audited(fused: list[str], sites: list[str]) -> EngineRecord:

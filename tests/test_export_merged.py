@@ -16,7 +16,7 @@ from torch import nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.inspection import merge_margins
 from corp_deploy.spec.merging import Merging
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save_onnx
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.repository import write_repository
@@ -79,7 +79,7 @@ def test_of_equal_tokens_graph_and_torch_take_the_same() -> None:
 @pytest.mark.parametrize("way", ["merged", "dropped"])
 def test_an_engine_keeps_every_fused_attention(tmp_path: Path, way: str) -> None:
     path = tmp_path / "merged.onnx"
-    save(graph(way, "fp16"), path)
+    save_onnx(graph(way, "fp16"), path)
     record = built(path, "1:8:16")
     assert record.attention_sites == record.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
 
@@ -90,7 +90,7 @@ def test_merged_and_dropped_tokens_are_served_as_torch_answers(tmp_path: Path) -
     """By their graphs alone, packaged, loaded and asked over HTTP."""
     repository, ways = tmp_path / "models", ("merged", "dropped")
     for way in ways:
-        save(graph(way), tmp_path / f"{way}.onnx")
+        save_onnx(graph(way), tmp_path / f"{way}.onnx")
         serving = Serving(preferred_batches=(2,), max_batch=4, cpu_threads=1)
         labels = tuple(f"kind {index}" for index in range(7))
         package = Package(name=way, cpu_onnx=tmp_path / f"{way}.onnx", labels=labels, serving=serving)

@@ -9,7 +9,7 @@ import pytest
 
 from export.engine.build import build_ort_artifact, write_engine
 from export.engine.record import record_of_plan, sha256_of
-from export.graph.to_onnx import save
+from export.graph.to_onnx import save_onnx
 from ground.errors import Missing
 from tests.export_vit import Vit, export
 from tests.graphs import session_of
@@ -20,7 +20,7 @@ from tests.refusals import rejects
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("graphs")
     for precision in ("fp32", "fp16"):
-        save(export(Vit(depth=1), precision), folder / f"{precision}.onnx")
+        save_onnx(export(Vit(depth=1), precision), folder / f"{precision}.onnx")
     return folder
 
 

@@ -26,7 +26,7 @@ from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, qua
 from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.programs.exported import CalledModule
 from export.engine.record import record_of_plan
-from export.graph.pixels import takes_pixels
+from export.graph.pixels import accept_pixels
 from ground.pixels import Normalisation
 from perf.parity.rounding import round_file
 from tests import small_convnets, small_models, tiny
@@ -101,7 +101,7 @@ def test_photographs_as_pixels_give_what_normalised_ones_give(tmp_path: Path, pr
 def test_the_first_convolution_is_folded_by_the_formula() -> None:
     model = tiny.checkpoint(depth=1).model
     spec = image_spec(model)
-    made, _ = takes_pixels(model, spec.shape, spec.normalisation)
+    made, _ = accept_pixels(model, spec.shape, spec.normalisation)
     own, new = (whole.get_submodule("patch_embed.proj").state_dict() for whole in (model, made))
     config = spec.as_json()
     weight, bias = own["weight"].double().numpy(), own["bias"].double().numpy()
@@ -121,7 +121,7 @@ def test_a_reduced_model_is_folded_in_its_program(pre_norm: bool) -> None:
     spec = image_spec(model)
     program = traced_model.exportable(model)
     assert isinstance(program, CalledModule)
-    made, folded_into = takes_pixels(program, spec.shape, spec.normalisation)
+    made, folded_into = accept_pixels(program, spec.shape, spec.normalisation)
     assert folded_into == "patch_embed.proj"
     pixels = photographs()
     with torch.no_grad():
@@ -194,7 +194,7 @@ def test_only_a_plain_convolution_that_alone_reads_images_is_folded(
     with torch.no_grad():
         expected = model(torch.from_numpy(normalisation.images(pixels)))
         for asked in (True, False):
-            made, folded_into = takes_pixels(model, (3, SIZE, SIZE), normalisation, folded=asked)
+            made, folded_into = accept_pixels(model, (3, SIZE, SIZE), normalisation, folded=asked)
             assert folded_into == ("first" if asked and folded else "")
             torch.testing.assert_close(made(torch.from_numpy(pixels)), expected, rtol=1e-5, atol=1e-6)
     assert model.first.bias is None or model.first.bias.dtype == torch.float32, "the caller's model is left as it is"

@@ -13,14 +13,14 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from export.graph.number_format import BINS, FORMATS, Histogram, clipped_at, format_of_weights
-from export.graph.quantised import quantised, quantised_layers, weighted_layers
+from export.graph.number_format import BINS, FORMATS, Histogram, clip_end, weight_format
+from export.graph.quantised import quantise_graph, quantised_layers, weighted_layers
 from export.graph.quantiser import (
     Quantiser,
     balance_,
     balanceable,
+    build_quantiser,
     largest_by_channel,
-    quantiser,
     session_of,
     strengths,
 )
@@ -42,7 +42,7 @@ def batches() -> list[dict[str, Array]]:
 
 
 def made(model: nn.Module, **options: Any) -> Quantiser:
-    return quantiser(model, INPUTS, OUTPUTS, batches, metadata={}, **options)
+    return build_quantiser(model, INPUTS, OUTPUTS, batches, metadata={}, **options)
 
 
 def run(proto: onnx.ModelProto, batch: Array) -> Array:
@@ -140,7 +140,7 @@ def test_seven_bits_are_of_weights_of_int8_alone() -> None:
     assert notes[0] == notes[1]
     fp8 = [own.graph("fp8", scales="max", weight_bits=bits).SerializeToString() for bits in (8, 7)]
     assert fp8[0] == fp8[1]
-    assert format_of_weights(FORMATS["fp8"], 7) == FORMATS["fp8"]
+    assert weight_format(FORMATS["fp8"], 7) == FORMATS["fp8"]
 
 
 @pytest.mark.parametrize("bits", [8, 7])
@@ -153,7 +153,7 @@ def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
     plain = graph_of(
         '(float[batch,64] x) => (float[batch,8] y) { ["fc/MatMul"] y = MatMul(x, weights) }', ir=9, weights=weights
     )
-    proto = quantised(plain, FORMATS["int8"], {"fc/MatMul": 1.0}, weighted_layers(plain), weight_bits=bits)
+    proto = quantise_graph(plain, FORMATS["int8"], {"fc/MatMul": 1.0}, weighted_layers(plain), weight_bits=bits)
     batch = np.ones((4, 64), dtype=np.float32)
     exact = batch @ weights
     fused = plain_session(proto)
@@ -182,7 +182,7 @@ def test_layers_that_read_the_same_share_one_pair() -> None:
     proto = graph_of(
         f"(float[batch,8] x) => (float[batch,8] y) {{ {text} }}", a=np.eye(8, dtype="f"), b=np.eye(8, dtype="f")
     )
-    new = quantised(proto, FORMATS["int8"], {"a/MatMul": 2.0, "b/MatMul": 2.0}, weighted_layers(proto))
+    new = quantise_graph(proto, FORMATS["int8"], {"a/MatMul": 2.0, "b/MatMul": 2.0}, weighted_layers(proto))
     kinds = [node.op_type for node in new.graph.node]
     assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (1, 3)
 
@@ -216,13 +216,13 @@ def test_the_chosen_end_has_the_least_square_error(precision: str) -> None:
             new = np.clip(values / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
         return float(np.square(values - new).mean())
 
-    chosen = clipped_at(seen, FORMATS[precision], "mse")
+    chosen = clip_end(seen, FORMATS[precision], "mse")
     best = min(loss(end) for end in np.linspace(0.5, 30, 400))
     assert loss(chosen) <= 1.05 * best
     assert loss(chosen) <= loss(30.0)
-    assert clipped_at(seen, FORMATS[precision], "max") == 30.0
-    assert clipped_at(seen, FORMATS[precision], "entropy") < 30.0
-    assert clipped_at(Histogram(), FORMATS[precision], "mse") == 1.0
+    assert clip_end(seen, FORMATS[precision], "max") == 30.0
+    assert clip_end(seen, FORMATS[precision], "entropy") < 30.0
+    assert clip_end(Histogram(), FORMATS[precision], "mse") == 1.0
 
 
 @pytest.mark.slow("graph")

@@ -22,7 +22,7 @@ from export.engine.build import Engine, build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.engine.record import record_of_plan
 from export.engine.session import Library, open_library
-from export.graph.to_onnx import save
+from export.graph.to_onnx import save_onnx
 from ground.errors import Missing
 from tests.export_text import INPUTS, write_text_onnx
 from tests.export_vit import Vit, export
@@ -208,7 +208,7 @@ class Tensorrt:
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("graph") / "tiny.onnx"
-    save(export(Vit(depth=1), "fp16"), path)
+    save_onnx(export(Vit(depth=1), "fp16"), path)
     return path
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from export.graph import to_onnx
 from export.graph.precision import kept_modules, typed_copy
-from export.graph.to_onnx import onnx_bytes, save
+from export.graph.to_onnx import onnx_bytes, save_onnx
 from export.graph.weights import declared_types, notes_of, weight_shares
 from ground.errors import BadInput
 from ground.ports import image_port
@@ -167,7 +167,7 @@ def test_the_callers_model_is_untouched() -> None:
 
 @pytest.mark.slow("process")
 def test_equal_inputs_give_equal_bytes_in_another_process(fp16: onnx.ModelProto, tmp_path: Path) -> None:
-    save(fp16, tmp_path / "here.onnx")
+    save_onnx(fp16, tmp_path / "here.onnx")
     program = (
         "import sys; from pathlib import Path; from tests.export_vit import *; from export.graph.to_onnx import save\n"
         "save(export(Vit(qk=16, padded=True), 'fp16', metadata={'widths': 'qk 16'}), Path(sys.argv[1]))"

@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 from torch import Tensor, nn
 
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save_onnx
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.repository import write_repository
@@ -48,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     graph, repository = folder / "vit.onnx", folder / "models"
     model = Vit(dim=32, heads=2, qk=8, v=16, hidden=48, depth=2, size=SIZE, classes=CLASSES, padded=True)
-    save(onnx_from_model(model, [image_port((3, SIZE, SIZE))], [LOGITS], precision="fp32", metadata={}), graph)
+    save_onnx(onnx_from_model(model, [image_port((3, SIZE, SIZE))], [LOGITS], precision="fp32", metadata={}), graph)
     write_repository(Package(name="vit", cpu_onnx=graph, labels=LABELS, serving=SERVING), repository)
     with Server(repository, folder) as server:
         yield Served(server, repository, graph)
@@ -180,7 +180,7 @@ def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_
         Port(name="counts", shape=(1,), dtype="int32"),
     ]
     outputs = [LOGITS, OutputPort(name="kept", role="feature map")]
-    save(onnx_from_model(Gated(), inputs, outputs, precision="fp32", metadata={}), tmp_path / "gated.onnx")
+    save_onnx(onnx_from_model(Gated(), inputs, outputs, precision="fp32", metadata={}), tmp_path / "gated.onnx")
     package = Package(name="gated", cpu_onnx=tmp_path / "gated.onnx", labels=tuple("abcd"))
     write_repository(package, served.repository)
     assert served.server.load("gated_cpu") is None

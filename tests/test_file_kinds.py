@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from calib.images import Images, open_images
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.families.tokenizer import content_of_tokenizer
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.hub_snapshot import config_of_directory, config_of_transformers, weights_of_transformers

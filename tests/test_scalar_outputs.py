@@ -15,7 +15,7 @@ from corp_deploy.planning.curvature import joined
 from corp_deploy.polish.held_out import relative_square
 from corp_deploy.store.module_model import checkpoint_from_module
 from export.graph.check import check_onnx
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save_onnx
 from export.triton.lint import lint_repository
 from export.triton.repository import write_repository
 from export.triton.variants import Package
@@ -52,7 +52,7 @@ def test_output_of_one_number_is_exported_and_served(kind: str, tmp_path: Path) 
     tensors = list(expected.values()) if isinstance(expected, dict) else [expected]
     for own, theirs in zip(given, tensors, strict=True):
         np.testing.assert_allclose(own, theirs.detach().numpy(), rtol=1e-4, atol=1e-5)
-    save(proto, tmp_path / "model.onnx")
+    save_onnx(proto, tmp_path / "model.onnx")
     write_repository(Package(name="net", cpu_onnx=tmp_path / "model.onnx"), tmp_path / "repo")
     config = tmp_path / "repo" / "net_cpu" / "config.pbtxt"
     described = "dims: [1]\n  reshape {\n    shape: []\n  }\n"

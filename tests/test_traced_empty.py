@@ -39,7 +39,7 @@ from corp_deploy.store.transformers_directory import load_transformers
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.narrowed_model import at_widths
 from export.graph.to_onnx import onnx_from_model
-from export.graph.to_onnx import save as save_graph
+from export.graph.to_onnx import save_onnx as save_graph
 from tests import encoders, tiny
 from tests.graphs import built, needs_rtx
 from tests.refusals import rejects

@@ -15,7 +15,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.programs.exported import with_one_type_
 from corp_deploy.traced.programs.tracing import trace
-from export.graph.quantised import simulated
+from export.graph.quantised import simulate_quantisation
 
 D, TOKENS = 16, 5
 
@@ -74,7 +74,7 @@ def test_a_program_rounds_as_the_modules_that_it_was_traced_of() -> None:
     program = trace(model, [x]).graph
     with torch.no_grad():
         exact = model(x)
-        one, other = (simulated(each, "int8", lambda run: run(x))(x) for each in (model, program))
+        one, other = (simulate_quantisation(each, "int8", lambda run: run(x))(x) for each in (model, program))
     torch.testing.assert_close(one, other)
     error = float((one - exact).norm() / exact.norm())
     assert 1e-4 < error < 0.1, error

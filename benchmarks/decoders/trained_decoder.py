@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from calib.moments import Moments
-from calib.rows import Sequences, ids_in_rows, sequences_of
+from calib.rows import Sequences, cut_into_rows, sample_sequences
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
 from corp_deploy.families.decoder_model import DecoderArchitecture, TextDecoder
@@ -93,8 +93,8 @@ def trained(own: DecoderArchitecture, *, steps: int = STEPS) -> TextDecoder:
 
 def sequences(start: float, stop: float, count: int) -> Sequences:
     """So many, evenly over a part of the text."""
-    rows = ids_in_rows(letters(start, stop).numpy(), LENGTH, where="text")
-    return sequences_of(rows[:: max(1, len(rows) // count)][:count], where="text")
+    rows = cut_into_rows(letters(start, stop).numpy(), LENGTH, where="text")
+    return sample_sequences(rows[:: max(1, len(rows) // count)][:count], where="text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.engine.record import EngineRecord
 from export.engine.session import open_library
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save_onnx
 from ground.ports import LOGITS, image_port
 
 MODELS = {"DeiT-T": "deit_tiny_patch16_224", "DeiT-S": "deit_small_patch16_224", "DeiT-B": "deit_base_patch16_224"}
@@ -78,7 +78,7 @@ def rows_of(name: str, variant: str, sms: list[str], folder: Path) -> list[Row]:
     model = model_of(name, variant)
     path = folder / f"{name}-{variant}.onnx"
     exported = traced_model.exportable(model, geometry="ragged" if variant == "ragged" else None)
-    save(onnx_from_model(exported, [image_port((3, 224, 224))], [LOGITS], precision="fp16", metadata={}), path)
+    save_onnx(onnx_from_model(exported, [image_port((3, 224, 224))], [LOGITS], precision="fp16", metadata={}), path)
     rows = []
     for sm in sms:
         method = BuildOptions(backend="tensorrt-rtx", profiles=(BATCH,), sms=(sm,))

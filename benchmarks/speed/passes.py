@@ -64,12 +64,12 @@ def work(checkpoint: Checkpoint, images: Images, batch_size: int, share: float, 
     moments = scratch / "moments.safetensors"
 
     def calibrated() -> None:
-        store.save(calibrate(checkpoint, images, batch_size=batch_size), moments)
+        store.save_moments(calibrate(checkpoint, images, batch_size=batch_size), moments)
 
     def reduced(row: str) -> Work:
         return lambda: reduce_checkpoint(
             checkpoint,
-            store.load(moments),
+            store.load_moments(moments),
             asked(row, share),
             moments_file=moments,
             directory=scratch / row,

@@ -195,7 +195,7 @@ def sealed_moments(content: bytes) -> bytes:
 
 
 def _read_moments(path: Path) -> object:
-    moments = store.load(path)
+    moments = store.load_moments(path)
     return [moments.sites[name] for name in moments.sites]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.moments import Moments
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateOptions
 from corp_deploy.invocation.input_choice import Decoded, Drawn
 from corp_deploy.planning.request import merging_checkpoint

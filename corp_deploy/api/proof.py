@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.invocation.input_choice import Drawn, HoldOutOptions
 from corp_deploy.invocation.option import Labels
 from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime

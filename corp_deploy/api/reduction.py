@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.given_module import NAME as MEMORY
 from corp_deploy.invocation import reduction

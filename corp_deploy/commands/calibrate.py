@@ -171,7 +171,7 @@ def _by_block(
 @command("calibrate --merge")
 @click.argument("parts", nargs=-1, required=True, type=FILE)
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write.")
-def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
+def merge_command(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     """Add the moments of separate calibrations.
 
     Refuses other models, other preprocessing and overlapping images.
@@ -180,14 +180,14 @@ def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     """
     from functools import reduce
 
-    from calib.combination import merge
-    from calib.store import load, save
+    from calib.combination import merge_moments
+    from calib.store import load_moments, save_moments
     from corp_deploy.reduction.moments import summary_of_moments
 
     if len(parts) < 2:
         raise click.UsageError("one file is nothing to merge; give two or more")
-    merged = reduce(merge, (load(path) for path in parts))
-    save(merged, output)
+    merged = reduce(merge_moments, (load_moments(path) for path in parts))
+    save_moments(merged, output)
     out.result(summary_of_moments(merged, output), f"{output}: {merged.images} images of {len(parts)} calibrations")
 
 
@@ -226,13 +226,13 @@ def redundancy_command(moments: Path, output: Path | None, out: Output) -> None:
     """
     from calib.redundancy import record_from_redundancy
     from calib.redundancy import redundancy_of_sites as redundancy_of
-    from calib.store import load
+    from calib.store import load_moments
     from corp_deploy.views.reduction import redundancy_plot, redundancy_tables
     from ground.files import write_json, write_text
 
     if output is not None and output.suffix not in (".json", ".svg"):
         raise click.BadParameter(f"{output}: expected .json or .svg", param_hint="--output")
-    loaded = load(moments)
+    loaded = load_moments(moments)
     entries = redundancy_of(loaded)
     record = record_from_redundancy(entries, loaded.lineage)
     if output is not None and output.suffix == ".json":

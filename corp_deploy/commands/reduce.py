@@ -43,7 +43,7 @@ def reduce_command(
     Example: corp-deploy reduce --model deit_small_patch16_224 --weights deit_small.safetensors --moments
     moments.safetensors --images calibration/ --macs 0.7 -o reduced
     """
-    from calib.store import load as load_moments
+    from calib.store import load_moments
     from corp_deploy.planning.carried_out import Polishing
     from corp_deploy.planning.execution import reduce_checkpoint
     from corp_deploy.planning.judging import judges_from_choice

@@ -94,7 +94,7 @@ def _swept(
     out: Output,
 ) -> None:
     """Try the reductions, and write what was found. `alone` holds the lock of the folder."""
-    from calib.store import load as load_moments
+    from calib.store import load_moments
     from corp_deploy.planning.judging import scored_inputs
     from corp_deploy.planning.sweep import SweepContext, SweepRun
     from corp_deploy.planning.sweep import sweep as sweep_of
@@ -197,7 +197,7 @@ def _size(
     swept: "SweepContext", requests: "list[SweepRequest]", held_out: Path | None, bar: "Bar"
 ) -> "CalibrationSize | None":
     """How many images are enough, by the sweep's narrowest model: the one that asks most of a fit."""
-    from calib.store import load
+    from calib.store import load_moments
     from corp_deploy.planning.calibration_size import calibration_size
 
     uniform = [request for request in requests if request.budget is None]
@@ -209,7 +209,7 @@ def _size(
         swept.dense.model,
         swept.statistics,
         max(of_preset, key=lambda request: request.share).method,
-        held_out=None if held_out is None else load(held_out),
+        held_out=None if held_out is None else load_moments(held_out),
         scored=swept.scored,
         calibration=swept.calibration,
         on_progress=lambda judged: bar.renamed("judging numbers of images", judged, count, "numbers"),

@@ -95,7 +95,7 @@ def _verify_models(
     out: Output,
 ) -> int:
     """Prove the chain from a model to the last candidate; the exit code."""
-    from calib.store import load as load_moments
+    from calib.store import load_moments
     from corp_deploy.proof.candidate_names import distinct
     from corp_deploy.proof.candidates import candidate_from_path, of_model, require_batches, with_runtimes
     from corp_deploy.proof.chain import prove_chain

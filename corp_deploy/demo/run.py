@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.option import Invocation, Pairs

@@ -16,7 +16,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from torch import Tensor
 
-from calib.rows import ids_in_rows
+from calib.rows import cut_into_rows
 from ground.errors import BadInput, Missing
 from ground.file_kinds import refuse_stand_in
 from ground.files import refuse_utf16, regular_file, sha256_of_text
@@ -138,7 +138,7 @@ class SequenceSpec(_Spec):
         encoding = inner.encode("a", add_special_tokens=True)
         own = next((at for at, special in enumerate(encoding.special_tokens_mask) if not special), 0)
         marks = encoding.ids[:own]
-        rows = ids_in_rows(np.asarray(ids, dtype=np.int64), self.tokenization.length - len(marks), where=where)
+        rows = cut_into_rows(np.asarray(ids, dtype=np.int64), self.tokenization.length - len(marks), where=where)
         return np.concatenate([np.tile(np.asarray(marks, dtype=np.int64), (len(rows), 1)), rows], axis=1)
 
 

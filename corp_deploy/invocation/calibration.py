@@ -119,9 +119,9 @@ class PassOptions(Record, heading="The pass"):
 
     def in_order(self, source: Inputs, *, samples: int | None, seed: int) -> Inputs:
         """The inputs; drawn ones in an order drawn too, where their first ones have moments of their own."""
-        from calib.inputs import shuffled
+        from calib.inputs import shuffle_inputs
 
-        return shuffled(source, seed=seed) if self.snapshots and samples is not None else source
+        return shuffle_inputs(source, seed=seed) if self.snapshots and samples is not None else source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,9 +78,9 @@ class HoldOutOptions(Record, heading="Inputs"):
 
     def split(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
         """What calibrate fits to, and what it holds out, none without `hold_out`."""
-        from calib.groups import split_of
+        from calib.groups import split_inputs
 
-        return split_of(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
+        return split_inputs(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
 
     def proving(self, inputs: Inputs, seed: int) -> Inputs:
         """Those that a model is proved on: what is held out, or all."""

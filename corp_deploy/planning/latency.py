@@ -26,7 +26,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import model_digest
 from corp_deploy.traced.models.parts import STREAM, part_of, tokens_that_enter
 from corp_deploy.traced.models.token_merging import TokenMerge
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.to_onnx import onnx_from_model, save_onnx
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
@@ -170,7 +170,7 @@ def _runner(
     if where.backend == "torch":
         return ModuleRunner(module, threads=where.threads, inputs=inputs, outputs=outputs)
     path = Path(tempfile.mkdtemp(dir=scratch)) / "block.onnx"
-    save(onnx_from_model(module, inputs, outputs, precision="fp32", metadata={}), path)
+    save_onnx(onnx_from_model(module, inputs, outputs, precision="fp32", metadata={}), path)
     return OnnxRunner(path, threads=where.threads)
 
 

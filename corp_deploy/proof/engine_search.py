@@ -14,7 +14,7 @@ import onnx
 
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BatchProfile, BuildOptions
-from export.graph.fusion_breaks import breakable, modules_of_graph
+from export.graph.fusion_breaks import breakable_sites, modules_of_graph
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds, Outputs, batch_size
 from ground.gpu import require_cuda
@@ -76,7 +76,7 @@ def offered(proto: onnx.ModelProto) -> tuple[str, ...]:
     parts = {site for name in modules_of_graph(proto) if (site := site_of(f"{name}/")) == name}
     parts = {site for site in parts if any(part.isdigit() for part in site.split("."))}
     nodes = [node.name for node in proto.graph.node if node.op_type == "Softmax" and "/" in node.name]
-    return breakable(proto, (*sorted(parts), *nodes))
+    return breakable_sites(proto, (*sorted(parts), *nodes))
 
 
 @dataclass(kw_only=True)

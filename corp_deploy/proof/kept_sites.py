@@ -19,7 +19,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised
 from export.graph.precision import modules_beyond
-from export.graph.quantised import simulated, weighted_layers
+from export.graph.quantised import simulate_quantisation, weighted_layers
 from export.graph.quantiser import Quantiser
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, feeds_of_ports
@@ -192,6 +192,6 @@ def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tole
             return outputs_at(lambda part: runner(feeds_of_ports(part, inputs)), feeds, BATCH)
 
     exportable = traced_model.exportable(dense.model)
-    noise = output_measures(ports, run(exportable), run(simulated(exportable, precision, run)))
+    noise = output_measures(ports, run(exportable), run(simulate_quantisation(exportable, precision, run)))
     float_type = type_by_name(precision)
     return {name: tolerance.half(each, float_type=float_type, factor=2.0) for name, each in noise.items()}

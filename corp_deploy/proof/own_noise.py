@@ -18,7 +18,7 @@ from corp_deploy.families.inspection import merge_margins
 from corp_deploy.families.timm_library import NORMS
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy
-from export.graph.quantised import simulated
+from export.graph.quantised import simulate_quantisation
 from ground.feeds import Feeds, Outputs, batch_size, select_rows
 from ground.precision import QUANTISED, FloatType, mixed_with_float32
 from perf.parity.measures import Measures, measures
@@ -111,4 +111,4 @@ def _rounding(exportable: nn.Module, float_type: FloatType, feeds: Feeds, batch:
         for start in range(0, batch_size(feeds), batch):
             model(*(torch.from_numpy(array) for array in select_rows(feeds, slice(start, start + batch)).values()))
 
-    return simulated(exportable, word, run)
+    return simulate_quantisation(exportable, word, run)

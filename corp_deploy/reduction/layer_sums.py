@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from calib.active import ACTIVE_EPS
-from calib.collect import Options, SiteSums, new_sums
-from calib.combination import added
+from calib.collect import Options, SiteSums, build_sums
+from calib.combination import add_statistics
 from calib.moments import ChannelMoments, HeadMoments, SiteMoments, moments_on_device
 from calib.patch_moments import PatchMoments
 from calib.patch_sums import PatchSums
-from calib.products import PassWeights, add_active_, kernel_for, weights_of
+from calib.products import PassWeights, add_active_, kernel_for, pass_weights
 from calib.sites import PatchTaps, Role, listening_to_sites
 from corp_deploy.algebra.regression import Gram, RegressionSums
 from corp_deploy.traced.models.pairs import TracedPairs
@@ -32,7 +32,7 @@ SplitStatistics = list[SiteMoments]
 
 def combined(name: str, halves: SplitStatistics) -> SiteMoments:
     """Over all inputs."""
-    return halves[0] if len(halves) == 1 else added(name, *halves)
+    return halves[0] if len(halves) == 1 else add_statistics(name, *halves)
 
 
 def _both(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | None:
@@ -208,10 +208,10 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
     sums = dict[bool, SiteSums]()
     for piece in pieces:
         if piece.held_out not in sums:
-            sums |= {piece.held_out: new_sums([taps], Options(attention_system=system))[site.name]}
+            sums |= {piece.held_out: build_sums([taps], Options(attention_system=system))[site.name]}
         own, values = sums[piece.held_out], segment.run_student(piece, nodes)
         weights_BN = segment.weights_at(piece, values, nodes[-1])
-        weights = None if weights_BN is None else weights_of(weights_BN, weights_BN.device)
+        weights = None if weights_BN is None else pass_weights(weights_BN, weights_BN.device)
 
         def hear(_: str, role: Role, x: Tensor, own: SiteSums = own, weights: PassWeights | None = weights) -> None:
             own.add(role, x, weights)

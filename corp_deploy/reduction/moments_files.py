@@ -13,11 +13,11 @@ from torch import Tensor
 from calib import memory
 from calib.calibrate import ALONE, ResumeFile, Snapshots
 from calib.distributed import Ranks
-from calib.groups import split_of
+from calib.groups import split_inputs
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.sites import PatchTaps
-from calib.store import load, save
+from calib.store import load_moments, save_moments
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput, is_out_of_memory
 from ground.outputs import require_space
@@ -197,7 +197,7 @@ class _Passes:
         """What is wanted, with the dimensions that a first pass ranks highest."""
         statistics = self.request.statistics
         if restriction.first is not None:
-            first = load(restriction.first)
+            first = load_moments(restriction.first)
         else:
             ranking = Statistics(patterns=tuple(widths), precision=statistics.precision)
             first = self.take(images, ranking, f"{self.output.stem}.first", self.run.state(FIRST))
@@ -224,7 +224,7 @@ def _written(moments: Moments, path: Path, ranks: Ranks, *, gone: Sequence[str] 
     if ranks.rank != 0:
         return []
     with replacing_files(path.parent, (path.name,), removed=gone) as (temporary,):
-        save(moments, temporary)
+        save_moments(moments, temporary)
     return [summary_of_moments(moments, path)]
 
 
@@ -236,7 +236,7 @@ def write_moments(
     Returns what each file holds, to the first rank alone. The states stay until `run.clear()`. Raises BadInput
     where there is no site or too little memory.
     """
-    parts = split_of(images, hold_out=request.hold_out, groups=request.groups, seed=request.seed)
+    parts = split_inputs(images, hold_out=request.hold_out, groups=request.groups, seed=request.seed)
     refuse_snapshots(run.snapshots, parts.fitted, run.ranks)
     passes = _Passes(checkpoint=checkpoint, request=request, run=run, output=output)
     statistics, widths, restriction = request.statistics, dict[str, int](), request.restriction

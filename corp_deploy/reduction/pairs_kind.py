@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from calib.combination import subtracted
+from calib.combination import subtract_statistics
 from calib.moments import HeadMoments, Moments, moments_on_device
 from corp_deploy.algebra import queries_keys, scores
 from corp_deploy.algebra.rotation import rotated_maps
@@ -36,7 +36,7 @@ class TracedPairsKind:
         return moments_on_device(statistics, device)
 
     def rest_of(self, own: HeadMoments, half: HeadMoments) -> HeadMoments:
-        return subtracted(own, half)
+        return subtract_statistics(own, half)
 
     def sparsity(self, method: Method) -> float | None:
         return method.attention_sparsity

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calib.combination import added
+from calib.combination import add_statistics
 from calib.moments import ChannelMoments, Moments, moments_on_device
 from calib.patch_moments import PatchMoments
 from corp_deploy.algebra.channels import ChannelRecovery
@@ -126,7 +126,7 @@ def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderS
         if not isinstance(own, ChannelMoments | PatchMoments):
             raise lacking(site.name, f"{reading.name}, which reads it")
         before = moments_of.get(first.setdefault(reading.weight, reading).weight)
-        moments_of[reading.weight] = own if before is None else added(reading.name, before, own)
+        moments_of[reading.weight] = own if before is None else add_statistics(reading.name, before, own)
     there = {weight: moments_on_device(own, where) for weight, own in moments_of.items()}
     metrics = moments.metrics
     return tuple(

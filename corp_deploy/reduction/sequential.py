@@ -20,7 +20,7 @@ from calib.collect import Collector, Options
 from calib.inputs import InputSet, held_out_split, tensors_by_name
 from calib.memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from calib.sites import Site
-from calib.store import join, load, save
+from calib.store import join_moments, load_moments, save_moments
 from corp_deploy.families.decoder import traced_block
 from corp_deploy.families.family import listened, sites_of
 from corp_deploy.store.decoder_layers import DecoderLayers
@@ -74,7 +74,7 @@ class _Part:
     def is_done(self, index: int) -> bool:
         """Whether an earlier run left this block's moments, of this model and these sequences."""
         try:
-            return self.of_block(index).exists() and load(self.of_block(index)).lineage == self.lineage
+            return self.of_block(index).exists() and load_moments(self.of_block(index)).lineage == self.lineage
         except BadInput:
             return False
 
@@ -103,7 +103,7 @@ def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run
     with collector:
         for number, x_BNC in enumerate(part.streams):
             part.streams[number] = collector.outputs_of(x_BNC).cpu()
-    save(replace(collector.moments(part.lineage), image_ids=part.ids.sort().values), part.of_block(index))
+    save_moments(replace(collector.moments(part.lineage), image_ids=part.ids.sort().values), part.of_block(index))
 
 
 def _parts(
@@ -152,8 +152,8 @@ def write_moments_by_block(
         del block, sites  # before the next one is read
         run.on_progress(index + 1)
     for part in parts:
-        join([path for path in map(part.of_block, indices) if path.exists()], part.output)
-    summaries = [summary_of_moments(load(part.output), part.output) for part in parts]
+        join_moments([path for path in map(part.of_block, indices) if path.exists()], part.output)
+    summaries = [summary_of_moments(load_moments(part.output), part.output) for part in parts]
     for part in parts:
         part.remove_all()
     return summaries

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from calib.calibrate import Snapshots, refuse_counts
-from calib.combination import merge
+from calib.combination import merge_moments
 from calib.distributed import Ranks
 from calib.groups import second_half_mask, split_by_mask
 from calib.inputs import InputSet
 from calib.moments import Moments
-from calib.store import load, save
+from calib.store import load_moments, save_moments
 from ground.errors import BadInput
 
 from .moments import summary_of_moments
@@ -27,7 +27,7 @@ SUMS_HELD = 3  # times what one pass takes: both halves, and their sum
 
 def of_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
     """The moments of all images, from those of both halves of them."""
-    merged = merge(first, second)
+    merged = merge_moments(first, second)
     group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
     groups = torch.tensor([group_of[each] for each in merged.image_ids.tolist()], dtype=torch.int64)
     return replace(merged, lineage={**merged.lineage, "images": images.digest}, group_ids=groups, half=second)
@@ -66,7 +66,7 @@ def _written(counts: Sequence[int], path: Callable[[int], Path]) -> Snapshots:
     """Of so many images each, in a file of its own."""
     return Snapshots(
         counts=tuple(counts),
-        write=lambda count, moments: save(moments, path(count)),
+        write=lambda count, moments: save_moments(moments, path(count)),
         written=lambda count: path(count).is_file(),
     )
 
@@ -113,8 +113,8 @@ class SnapshotFiles:
 
         def write(part: int, second: Moments) -> None:
             for count in of(part):
-                first, some = load(self._unfinished(count - part)), images.subset(range(count))
-                save(of_splits(some, groups_B[:count], first, second), self._path(count))
+                first, some = load_moments(self._unfinished(count - part)), images.subset(range(count))
+                save_moments(of_splits(some, groups_B[:count], first, second), self._path(count))
 
         def written(part: int) -> bool:
             return all(self._path(count).is_file() for count in of(part))
@@ -124,7 +124,7 @@ class SnapshotFiles:
     def summaries(self) -> list[dict[str, Any]]:
         """What each file holds."""
         paths = [self._path(count) for count in self.counts]
-        return [summary_of_moments(load(path), path) for path in paths]
+        return [summary_of_moments(load_moments(path), path) for path in paths]
 
     def clear(self) -> None:
         """Remove what the first half left."""

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from calib.fingerprints import no_ids
-from calib.groups import Split, split_of
+from calib.groups import Split, split_inputs
 from calib.images import Images
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import output_ports
 from corp_deploy.planning.refusals import refuse_unfit
@@ -67,7 +67,7 @@ def _calibration_images(
         )
     key = "group_labels" if table.group_labels else "groups" if table.groups else "hold_out"
     with mistakes.at(f"calibration.{key}"):
-        parts = split_of(images, hold_out=table.hold_out, groups=table.grouping, seed=table.seed)
+        parts = split_inputs(images, hold_out=table.hold_out, groups=table.grouping, seed=table.seed)
         with mistakes.at():
             if table.snapshots:
                 require_more(parts.fitted.count, table.snapshots)

@@ -12,8 +12,8 @@ import torch
 
 from calib.groups import BY_NAME, split_by_mask
 from calib.images import Images
-from calib.inputs import shuffled
-from calib.store import load as load_moments
+from calib.inputs import shuffle_inputs
+from calib.store import load_moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.engine import ServingOptions
@@ -236,7 +236,9 @@ def write_size(dirs: StageDirs, recipe: Recipe) -> None:
     choice, calibration, drawn_by = recipe.reduce, recipe.calibration, recipe.proof_images.seed
     dense = merging_checkpoint(load_checkpoint(dirs.root / "dense"), choice.of_statistics)
     proving = recipe.proof_images.proving_images(dense.model)
-    judging = proving if proving.count <= MOST_JUDGED else shuffled(proving, seed=drawn_by).subset(range(MOST_JUDGED))
+    judging = (
+        proving if proving.count <= MOST_JUDGED else shuffle_inputs(proving, seed=drawn_by).subset(range(MOST_JUDGED))
+    )
     images = images_for_model(dense.model, calibration.images, max_bad=calibration.max_bad)
     if recipe.proves_on_own:
         images, _ = split_by_mask(images, torch.isin(images.ids, proving.ids))

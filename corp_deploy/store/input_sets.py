@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from calib.image_arrays import Normalise
 from calib.images import Images, open_images
 from calib.inputs import InputSet
-from calib.rows import SUFFIX, ArrayInputs, Sequences, open_arrays, open_ids, sequences_of
+from calib.rows import SUFFIX, ArrayInputs, Sequences, open_arrays, open_ids, sample_sequences
 from calib.texts import Texts, open_texts
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
@@ -138,7 +138,7 @@ def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None,
     text = text_from_file(path, most_bytes=MOST_TEXT)
     lines = io.StringIO(text, newline="\n")
     ids_SN = spec.sequences(lines, where=str(path))
-    return sequences_of(ids_SN, where=str(path), samples=samples, seed=seed)
+    return sample_sequences(ids_SN, where=str(path), samples=samples, seed=seed)
 
 
 def ids_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Sequences:

@@ -17,8 +17,8 @@ from corp_deploy.families.timm_library import NORMS
 from corp_deploy.spec.sparsity import sparsity_from_text
 from corp_deploy.spec.widths import HeadGeometry
 from export.graph.fusion_breaks import with_fusion_breaks
-from export.graph.pixels import takes_pixels
-from export.graph.to_onnx import onnx_from_model, save
+from export.graph.pixels import accept_pixels
+from export.graph.to_onnx import onnx_from_model, save_onnx
 from export.graph.weights import sparse_matrices
 from ground.errors import BadInput
 from ground.files import replacing
@@ -96,7 +96,7 @@ def export_form(
     if graph_input == "float32":
         return ExportForm(model=model, inputs=ports)
     normalisation = image_spec(checkpoint.model).normalisation
-    own, folded_into = takes_pixels(model, ports[0].shape, normalisation, folded=precision == "fp32" and not quantised)
+    own, folded_into = accept_pixels(model, ports[0].shape, normalisation, folded=precision == "fp32" and not quantised)
     inside = {"mean": normalisation.mean, "std": normalisation.std, "in": folded_into or AHEAD}
     return ExportForm(model=own, inputs=ports, notes={NORMALISED: json.dumps(inside, sort_keys=True)})
 
@@ -157,4 +157,4 @@ def export_checkpoint(
     )
     require_sparse_graph(proto, path)
     with replacing(path) as temporary:
-        save(with_fusion_breaks(proto, breaks), temporary)
+        save_onnx(with_fusion_breaks(proto, breaks), temporary)

@@ -9,8 +9,8 @@ from corp_deploy.families.timm_library import NORMS
 from corp_deploy.spec.widths import HeadGeometry
 from export.graph.fusion_breaks import with_fusion_breaks
 from export.graph.number_format import WEIGHT_BITS
-from export.graph.quantiser import Feeds, Quantiser, ScaleChoice, quantiser
-from export.graph.to_onnx import save
+from export.graph.quantiser import Feeds, Quantiser, ScaleChoice, build_quantiser
+from export.graph.to_onnx import save_onnx
 from ground.errors import BadInput
 from ground.feeds import batch_size, select_rows
 from ground.files import replacing
@@ -57,7 +57,7 @@ def quantiser_of(
         for start in range(0, batch_size(feeds), BATCH):
             yield select_rows(feeds, slice(start, start + BATCH))
 
-    return quantiser(
+    return build_quantiser(
         form.model,
         form.inputs,
         output_ports(checkpoint.model),
@@ -78,4 +78,4 @@ def export_quantised(
     proto = made_of.graph(precision, scales=chosen.scales, keep=chosen.keep_rest, weight_bits=chosen.weight_bits)
     require_sparse_graph(proto, path)
     with replacing(path) as temporary:
-        save(with_fusion_breaks(proto, breaks), temporary)
+        save_onnx(with_fusion_breaks(proto, breaks), temporary)

@@ -24,7 +24,7 @@ from ground.files import replacing, write_text
 from ground.onnx_file import read_onnx
 from ground.precision import BFLOAT16, half_share, precision_of_shares
 
-from .fusion import Kernel, attention_sites, fusion_of
+from .fusion import Kernel, attention_sites, fusion_fields
 from .messages import Progress, sparse_layers_from_log
 from .options import BatchProfile, BuildOptions
 from .record import WITHOUT_MEMORY, EngineMemory, EngineRecord, record_path, sha256_of
@@ -90,11 +90,11 @@ def build_engine(
         "optimization_level": choices.optimization_level,
         "workspace_bytes": choices.workspace_bytes,
     }
-    return engine_of(
+    return engine_from_plan(
         onnx_path,
         proto,
         plan,
-        fusion_of(kernels, attention_sites(proto) if kernels else (), max(len(profiles), 1)),
+        fusion_fields(kernels, attention_sites(proto) if kernels else (), max(len(profiles), 1)),
         weights=proto,
         backend=library.name,
         library_version=library.version,
@@ -111,7 +111,7 @@ def build_engine(
     )
 
 
-def engine_of(
+def engine_from_plan(
     onnx_path: Path, proto: ModelProto, plan: bytes, fusion: Mapping[str, Any], *, weights: ModelProto, **own: Any
 ) -> Engine:
     """Return a plan with its record; `own` fields replace those of the graph, the kernels and the `weights`."""
@@ -227,11 +227,11 @@ def build_ort_artifact(
         Kernel(name=node.name, kind=node.op_type, tactic="", types=None, nodes=(node.name,))
         for node in optimised.graph.node
     )
-    return engine_of(
+    return engine_from_plan(
         onnx_path,
         proto,
         onnx_bytes(optimised),
-        fusion_of(kernels, attention_sites(proto)),
+        fusion_fields(kernels, attention_sites(proto)),
         weights=optimised,
         half_kernel_share=None,
         backend="onnxruntime",

@@ -59,7 +59,7 @@ UNLISTED: Mapping[str, Any] = MappingProxyType(
 """What a record has where the library listed no kernels."""
 
 
-def fusion_of(kernels: Sequence[Kernel], attention_sites: tuple[str, ...], profiles: int = 1) -> dict[str, Any]:
+def fusion_fields(kernels: Sequence[Kernel], attention_sites: tuple[str, ...], profiles: int = 1) -> dict[str, Any]:
     """Return a record's fields on kernels and fused attention; empty ones where the library listed no kernels.
 
     A site is fused that has a fused kernel in every profile. Shares are of kernels with tensors.

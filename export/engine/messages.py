@@ -26,7 +26,7 @@ class Messages:
         return list(dict.fromkeys(" ".join(text.split()) for severity, text in self.lines if severity <= 1))
 
 
-def logger_of(trt: Any, messages: Messages) -> Any:
+def build_logger(trt: Any, messages: Messages) -> Any:
 
     class RecordingLogger(trt.ILogger):  # type: ignore[misc]  # the bindings come untyped
         def __init__(self) -> None:
@@ -38,7 +38,7 @@ def logger_of(trt: Any, messages: Messages) -> Any:
     return RecordingLogger()
 
 
-def monitor_of(trt: Any, messages: Messages, progress: Progress | None) -> Any:
+def build_monitor(trt: Any, messages: Messages, progress: Progress | None) -> Any:
     """Return an IProgressMonitor that passes steps on and cancels a stopped build."""
     totals: dict[str, int] = {}
 
@@ -73,7 +73,7 @@ def parser_errors(parser: Any) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def with_sites(errors: list[str], nodes: Collection[str]) -> list[str]:
+def prefix_sites(errors: list[str], nodes: Collection[str]) -> list[str]:
     """Prefix builder errors with the sites of the nodes that they mention."""
     if not nodes:
         return errors

@@ -19,7 +19,7 @@ from ground.files import regular_file, replacing
 from ground.vulnerabilities import version_numbers
 
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
-from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
+from .messages import Messages, Progress, build_logger, build_monitor, parser_errors, prefix_sites
 from .options import BatchProfile, BuildOptions
 from .record import WITHOUT_WEIGHTS, EngineMemory, memory_from_log
 
@@ -68,7 +68,7 @@ def missing_message(backend: str, what: str, command: str, install: str = "") ->
 _RTX_WITH_INT8_CONVOLUTIONS = (1, 7)
 
 
-def remedies(library: Library, proto: ModelProto) -> list[str]:
+def convolution_remedies(library: Library, proto: ModelProto) -> list[str]:
     """Return what to do about convolutions with INT8 weights that this version can't build."""
     if not library.is_rtx or version_numbers(library.version) >= _RTX_WITH_INT8_CONVOLUTIONS:
         return []
@@ -94,7 +94,7 @@ class Session:
         self.onnx_path, self.proto, self.choices, self.library = onnx_path, proto, choices, library
         self.trt: Any = library.module
         self.messages = Messages()
-        self.logger = logger_of(self.trt, self.messages)
+        self.logger = build_logger(self.trt, self.messages)
         self.cache_state = "none"
 
     def build(self, profiles: tuple[BatchProfile, ...], progress: Progress | None) -> bytes:
@@ -105,16 +105,16 @@ class Session:
         if not parser.parse_from_file(str(self.onnx_path)):
             raise BadInput(self._refusal("does not take this graph", parser_errors(parser) or self.messages.errors))
         config = self._config(builder, network, profiles)
-        monitor = monitor_of(trt, self.messages, progress)
+        monitor = build_monitor(trt, self.messages, progress)
         config.progress_monitor = monitor
         plan = builder.build_serialized_network(network, config)
         if self.messages.stopped:
             raise KeyboardInterrupt
         if plan is None:
-            errors = with_sites(self.messages.errors, {node.name for node in self.proto.graph.node})
+            errors = prefix_sites(self.messages.errors, {node.name for node in self.proto.graph.node})
             if any(_NO_DRIVER.search(error) for error in errors):
                 raise self._no_gpu(errors[0])
-            more = remedies(self.library, self.proto)
+            more = convolution_remedies(self.library, self.proto)
             raise BadInput(self._refusal("could not build this graph", [*errors, *more]))
         if self.choices.timing_cache is not None:
             with replacing(self.choices.timing_cache) as beside:

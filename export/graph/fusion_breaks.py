@@ -47,7 +47,7 @@ def with_fusion_breaks(proto: ModelProto, patterns: Sequence[str]) -> ModelProto
     return copy
 
 
-def breakable(proto: ModelProto, sites: Sequence[str]) -> tuple[str, ...]:
+def breakable_sites(proto: ModelProto, sites: Sequence[str]) -> tuple[str, ...]:
     values = _typed(proto)
     return tuple(site for site, name in _marked(proto, sites).items() if _unfit(proto, values.get(name)) is None)
 

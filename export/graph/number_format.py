@@ -53,7 +53,7 @@ FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
 WEIGHT_BITS = (8, 7)
 
 
-def format_of_weights(form: NumberFormat, bits: int) -> NumberFormat:
+def weight_format(form: NumberFormat, bits: int) -> NumberFormat:
     assert bits in WEIGHT_BITS, bits
     return replace(form, bits=bits) if form.float_type is INT8 else form
 
@@ -96,7 +96,7 @@ class Histogram:
         return middles
 
 
-def clipped_at(histogram: Histogram, form: NumberFormat, choice: Clipping) -> float:
+def clip_end(histogram: Histogram, form: NumberFormat, choice: Clipping) -> float:
     """Return the |x| that becomes the format's largest number; 1 for a tensor of zeros.
 
     `mse`: least mean square error of rounding and clipping. `entropy`: least divergence of the counts at 128 levels

@@ -32,7 +32,7 @@ class PixelEntry(nn.Module):
         return images if self.shift is None or self.scale is None else (images - self.shift) * self.scale
 
 
-def takes_pixels(
+def accept_pixels(
     model: nn.Module, shape: tuple[int, ...], normalisation: Normalisation, *, folded: bool = True
 ) -> tuple[nn.Module, str]:
     """Return a copy that takes uint8 pixels [B,*shape], and the path of the convolution that normalises, if one does.

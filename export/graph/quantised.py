@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ground.errors import BadInput
 
-from .number_format import FORMATS, NumberFormat, format_of_weights
+from .number_format import FORMATS, NumberFormat, weight_format
 from .weights import READERS, attribute_of, declared_types, drop_unread, module_of_node, read_matrices
 
 _NAMES = ("linear", "conv1d", "conv2d", "conv3d")
@@ -33,7 +33,7 @@ LAYERS = frozenset(
 Run = Callable[[nn.Module], object]
 
 
-def simulated(model: nn.Module, precision: str, run: Run) -> nn.Module:
+def simulate_quantisation(model: nn.Module, precision: str, run: Run) -> nn.Module:
     """Return a copy on the CPU that rounds; `run` runs it on the inputs that ranges are computed from."""
     ranges = _Ranges(form=FORMATS[precision])
     own = Simulated(copy.deepcopy(model).cpu().float().eval(), ranges)
@@ -138,7 +138,7 @@ def _fits(module: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[:depth]), pattern) for depth in range(1, len(parts) + 1))
 
 
-def quantised(
+def quantise_graph(
     proto: ModelProto, form: NumberFormat, ends: Mapping[str, float], layers: Collection[Layer], *, weight_bits: int = 8
 ) -> ModelProto:
     """Return a graph in which these layers read `form`.
@@ -152,7 +152,7 @@ def quantised(
     assert at.keys() <= {node.name for node in proto.graph.node}, sorted(at)
     graph, nodes = new.graph, list[NodeProto]()
     stored = {tensor.name: tensor for tensor in graph.initializer}
-    writer = _Writer(form=form, weights=format_of_weights(form, weight_bits), types=types, stored=stored)
+    writer = _Writer(form=form, weights=weight_format(form, weight_bits), types=types, stored=stored)
     for node in graph.node:
         if node.name in at and node.op_type in READERS:
             nodes += writer.in_front_of(node, at[node.name])

@@ -24,9 +24,9 @@ from ground.ports import OutputPort, Port
 from ground.threads import thread_limit
 
 from .check import check_onnx
-from .number_format import CLIPPINGS, FORMATS, Clipping, Histogram, NumberFormat, clipped_at, format_of_weights
+from .number_format import CLIPPINGS, FORMATS, Clipping, Histogram, NumberFormat, clip_end, weight_format
 from .precision import NORMS, Norms
-from .quantised import Layer, quantised, quantised_layers
+from .quantised import Layer, quantise_graph, quantised_layers
 from .to_onnx import PREFIX, onnx_from_model
 from .weights import module_of_node, notes_of, read_matrices, readers_by_value
 
@@ -35,7 +35,9 @@ Batches = Callable[[], Iterable[Feeds]]
 """The same inputs again at every call."""
 
 
-def observed(proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]) -> Iterator[dict[str, NDArray[Any]]]:
+def observe_values(
+    proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]
+) -> Iterator[dict[str, NDArray[Any]]]:
     """Yield the named values of a float32 graph for each batch. Raises Missing without ONNX Runtime."""
     wider = ModelProto()
     wider.CopyFrom(proto)
@@ -71,7 +73,7 @@ def session_of(proto: ModelProto) -> Any:
 
 def histograms(proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]) -> dict[str, Histogram]:
     found = {name: Histogram() for name in names}
-    for values in observed(proto, names, batches):
+    for values in observe_values(proto, names, batches):
         for name, value in values.items():
             found[name].add(value, name)
     return found
@@ -79,7 +81,7 @@ def histograms(proto: ModelProto, names: Collection[str], batches: Iterable[Feed
 
 def observed_outputs(proto: ModelProto, batches: Iterable[Feeds]) -> dict[str, NDArray[np.float32]]:
     names = [value.name for value in proto.graph.output]
-    rows = list(observed(proto, names, batches))
+    rows = list(observe_values(proto, names, batches))
     return {name: np.concatenate([row[name] for row in rows]) for name in names}
 
 
@@ -87,7 +89,7 @@ def largest_by_channel(
     proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]
 ) -> dict[str, NDArray[np.float32]]:
     found: dict[str, NDArray[np.float32]] = {}
-    for values in observed(proto, names, batches):
+    for values in observe_values(proto, names, batches):
         for name, value in values.items():
             sizes = np.abs(value).reshape(-1, value.shape[-1]).max(axis=0)
             found[name] = np.maximum(found.get(name, sizes), sizes)
@@ -180,8 +182,8 @@ class Quantiser:
         form = FORMATS[precision]
         layers = quantised_layers(self.fp32_graph, keep)
         clipping = self.clipping(form, weight_bits) if scales == "auto" else scales
-        proto = quantised(self.typed, form, self._ends_of(layers, form, clipping), layers, weight_bits=weight_bits)
-        fewer = format_of_weights(form, weight_bits) != form
+        proto = quantise_graph(self.typed, form, self._ends_of(layers, form, clipping), layers, weight_bits=weight_bits)
+        fewer = weight_format(form, weight_bits) != form
         own = {
             "precision": precision,
             "rest": self.rest_precision,
@@ -211,7 +213,7 @@ class Quantiser:
             errors: dict[Clipping, float] = {}
             for each in CLIPPINGS:
                 ends = self._ends_of(layers, form, each)
-                proto = quantised(self.fp32_graph, form, ends, layers, weight_bits=weight_bits)
+                proto = quantise_graph(self.fp32_graph, form, ends, layers, weight_bits=weight_bits)
                 errors[each] = _distance(observed_outputs(proto, islice(self.batches(), JUDGED_BATCHES)), exact)
             self._clippings[key] = min(CLIPPINGS, key=errors.__getitem__)
         return self._clippings[key]
@@ -219,13 +221,11 @@ class Quantiser:
     def _ends_of(self, layers: Sequence[Layer], form: NumberFormat, clipping: Clipping) -> dict[str, float]:
         key = form.name, clipping
         if key not in self._ends:
-            self._ends[key] = {
-                name: clipped_at(histogram, form, clipping) for name, histogram in self.histograms.items()
-            }
+            self._ends[key] = {name: clip_end(histogram, form, clipping) for name, histogram in self.histograms.items()}
         return {layer.node: self._ends[key][layer.activation] for layer in layers}
 
 
-def quantiser(
+def build_quantiser(
     model: nn.Module,
     inputs: Sequence[Port],
     outputs: Sequence[OutputPort],

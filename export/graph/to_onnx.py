@@ -181,7 +181,7 @@ def onnx_bytes(proto: onnx.ModelProto) -> bytes:
         raise BadInput(reason) from None
 
 
-def save(proto: onnx.ModelProto, path: Path) -> None:
+def save_onnx(proto: onnx.ModelProto, path: Path) -> None:
     path.write_bytes(onnx_bytes(proto))
 
 

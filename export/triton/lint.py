@@ -13,11 +13,11 @@ from .lint_artifact import (
     ERROR,
     WARNING,
     LintFinding,
+    at_path,
+    batching_faults,
     config_error,
-    in_config,
     lint_finding,
-    openvino_limits,
-    own_limits,
+    openvino_faults,
 )
 from .lint_files import DEFAULT_FILES, foreign_config, foreign_files, lint_version
 from .pbtxt import Message, Name, ParseError, parse
@@ -155,7 +155,7 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
     except UnicodeDecodeError:
         yield lint_finding(path, ERROR, "it is not text in UTF-8", "write it again")
         return
-    yield from in_config(path, _config_faults(model, config))
+    yield from at_path(path, _config_faults(model, config))
     have, backend = versions_of(model), _backend(config)
     for entry in sorted(model.iterdir()):
         if entry.is_dir() and re.fullmatch(r"0\d*", entry.name):
@@ -170,9 +170,9 @@ def _config_faults(model: Path, config: Message) -> Iterator[LintFinding]:
     yield from foreign_config(config)
     for line, what in misused_fields(config):
         yield config_error(line, what, "correct or remove it")
-    yield from own_limits(config)
+    yield from batching_faults(config)
     if _backend(config) == "openvino":
-        yield from openvino_limits(config)
+        yield from openvino_faults(config)
     name, platform, backend = (config.text(each) for each in ("name", "platform", "backend"))
     if name and name != model.name:
         remedy = f"write name: {model.name!r} or rename the directory".replace("'", '"')

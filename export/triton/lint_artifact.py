@@ -37,11 +37,11 @@ def config_error(line: int, what: str, remedy: str) -> LintFinding:
     return LintFinding(severity=ERROR, line=line, what=what, remedy=remedy)
 
 
-def warning(line: int, what: str, remedy: str) -> LintFinding:
+def config_warning(line: int, what: str, remedy: str) -> LintFinding:
     return LintFinding(severity=WARNING, line=line, what=what, remedy=remedy)
 
 
-def in_config(path: Path, faults: Iterable[LintFinding]) -> Iterator[LintFinding]:
+def at_path(path: Path, faults: Iterable[LintFinding]) -> Iterator[LintFinding]:
     return (replace(each, path=path) for each in faults)
 
 
@@ -61,14 +61,14 @@ PARAMETERS = {
 }
 
 
-def openvino_limits(config: Message) -> Iterator[LintFinding]:
+def openvino_faults(config: Message) -> Iterator[LintFinding]:
     parameters = {}
     for entry in config.messages("parameters"):
         key, value = entry.text("key"), entry.inner("value").text("string_value")
         parameters[key] = value
         if key not in PARAMETERS:
             fault = f"parameter {key!r} is none that the OpenVINO backend reads: it is ignored"
-            yield warning(entry.line, fault, f"known are {', '.join(PARAMETERS)}")
+            yield config_warning(entry.line, fault, f"known are {', '.join(PARAMETERS)}")
         elif not re.fullmatch(PARAMETERS[key], value):
             remedy = f"write what it takes: {PARAMETERS[key].removeprefix('(?i)')}"
             yield config_error(entry.line, f"parameter {key} is {value!r}", remedy)
@@ -79,17 +79,19 @@ def openvino_limits(config: Message) -> Iterator[LintFinding]:
             yield config_error(group.line_of("kind"), fault, "write kind: KIND_CPU")
     if all(group.text("kind") != "KIND_CPU" for group in groups):
         fault = "without kind KIND_CPU a server with a GPU would start it there, which it refuses"
-        yield warning(config.line_of("instance_group"), fault, "write kind: KIND_CPU")
+        yield config_warning(config.line_of("instance_group"), fault, "write kind: KIND_CPU")
     limit, line = config.number("max_batch_size"), config.line_of("max_batch_size")
     remedy = "write max_batch_size: 0 and -1 in front of the dims"
     if limit > 1 and parameters.get("ENABLE_BATCH_PADDING", "").lower() == "yes":
-        yield warning(line, f"every request is computed as one of {limit}, which smaller ones are filled up to", remedy)
+        yield config_warning(
+            line, f"every request is computed as one of {limit}, which smaller ones are filled up to", remedy
+        )
     elif limit > 1:
         fault = f"requests of fewer than {limit} fail: the OpenVINO backend fixes the batch at max_batch_size"
         yield config_error(line, fault, f"{remedy}, or set ENABLE_BATCH_PADDING to YES")
 
 
-def against_artifact(config: Message, signature: Signature, source: str) -> Iterator[LintFinding]:
+def artifact_faults(config: Message, signature: Signature, source: str) -> Iterator[LintFinding]:
     batched = config.number("max_batch_size") > 0
     yield from _port_faults(config, "input", signature.inputs, batched, source)
     yield from _port_faults(config, "output", signature.outputs, batched, source)
@@ -97,7 +99,7 @@ def against_artifact(config: Message, signature: Signature, source: str) -> Iter
     yield from _warmups(config, signature, batched)
 
 
-def own_limits(config: Message) -> Iterator[LintFinding]:
+def batching_faults(config: Message) -> Iterator[LintFinding]:
     limit = config.number("max_batch_size")
     batching = config.message("dynamic_batching")
     if batching is not None and limit == 0:
@@ -117,7 +119,7 @@ def own_limits(config: Message) -> Iterator[LintFinding]:
             fault = f"a CUDA graph for batch {size} is beyond max_batch_size {limit}"
             yield config_error(spec.line, fault, f"name sizes up to {limit}, those that were measured")
     if cuda.messages("graph_spec") and cuda.one("graphs") is None:
-        yield warning(cuda.line, "graph_spec has no effect without graphs: true", "add graphs: true")
+        yield config_warning(cuda.line, "graph_spec has no effect without graphs: true", "add graphs: true")
 
 
 def _port_faults(
@@ -170,13 +172,13 @@ def _batches(config: Message, signature: Signature, source: str) -> Iterator[Lin
         yield config_error(line, fault, f"write max_batch_size: 0 and put {fixed} in front of the dims")
     elif fixed is None and limit == 0 and config.text("backend") != "openvino":
         fault = f"max_batch_size is 0, but the batch of {source} is open"
-        yield warning(line, fault, f"write max_batch_size: {largest or 8} and leave the batch out of the dims")
+        yield config_warning(line, fault, f"write max_batch_size: {largest or 8} and leave the batch out of the dims")
     elif largest is not None and limit > largest:
         fault = f"max_batch_size is {limit}, but {source} was built for batches up to {largest}"
         yield config_error(line, fault, f"write max_batch_size: {largest}, or build a profile up to {limit}")
     elif largest is not None and 0 < limit < largest:
         fault = f"max_batch_size is {limit}, though {source} takes batches up to {largest}"
-        yield warning(line, fault, f"write max_batch_size: {largest}")
+        yield config_warning(line, fault, f"write max_batch_size: {largest}")
     if limit > 0 and signature.smallest_batch > 1:
         fault = f"{source} takes no batch below {signature.smallest_batch}, so a request of one is refused"
         yield config_error(line, fault, "build the profile from 1 on")
@@ -197,7 +199,7 @@ def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[L
     cold = sorted(size for size in profile_sizes - warmed if size <= max(limit, 1))
     if cold:
         fault = f"no warm-up for batch {', '.join(map(str, cold))}, whose first request will be slow"
-        yield warning(config.line_of("model_warmup"), fault, "add a model_warmup entry for each")
+        yield config_warning(config.line_of("model_warmup"), fault, "add a model_warmup entry for each")
 
 
 def _warmup_inputs(sample: Message, inputs: dict[str, GraphPort], batched: bool) -> Iterator[LintFinding]:

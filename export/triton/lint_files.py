@@ -13,7 +13,7 @@ from export.engine.record import EngineRecord, record_of_plan, record_path, sha2
 from ground.errors import BadInput
 from ground.files import escapes_directory
 
-from .lint_artifact import ERROR, WARNING, LintFinding, against_artifact, config_error, in_config, lint_finding
+from .lint_artifact import ERROR, WARNING, LintFinding, artifact_faults, at_path, config_error, lint_finding
 from .pbtxt import Field, Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
@@ -146,7 +146,7 @@ def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease |
         yield lint_finding(plan, ERROR, fault, "build it with TensorRT, by the build script")
     yield from _capability(plan, record, config, path)
     written = replace(signature, outputs=(*signature.outputs, *signature.fusion_breaks))
-    yield from in_config(path, against_artifact(config, written, plan.name))
+    yield from at_path(path, artifact_faults(config, written, plan.name))
     if release is not None:
         compatible = record.options.get("version_compatible") is True
         for fault in plan_warnings(release, record.library_version, version_compatible=compatible):
@@ -169,7 +169,7 @@ def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease
     except BadInput as error:
         yield lint_finding(graph, ERROR, str(error), "package it again")
         return
-    yield from in_config(path, against_artifact(config, signature, graph.name))
+    yield from at_path(path, artifact_faults(config, signature, graph.name))
     if release is not None:
         for fault in onnx_warnings(release, opset=signature.opset, ir=signature.ir):
             yield lint_finding(graph, WARNING, fault, "or take a newer server")

@@ -12,7 +12,7 @@ from ground.transaction import exclusive_access, install_files, roll_back_interr
 
 from .config import EXPECTED_NAME, LABELS_NAME, ServedModel, config_text, expected_entry, expected_text, read_expected
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release, vulnerability_warnings
-from .variants import Package, checked_record, models_of
+from .variants import Package, build_served_models, read_own_record
 from .versions import config_path, install_text, model_names, staging_folder, versions_of
 
 CHOOSES_BF16 = (
@@ -35,8 +35,8 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
     release = None if package.server is None else server_release(package.server)
     roll_back_interrupted(repository)
     _refuse_existing(package, repository)
-    records = tuple(map(checked_record, package.plans))
-    models = models_of(package, records, release)
+    records = tuple(map(read_own_record, package.plans))
+    models = build_served_models(package, records, release)
     for variant in (*models, *(model.pending for model in models if model.pending is not None)):
         _refuse_contradictions(package, variant)
     with staging_folder(repository) as folder, exclusive_access(repository.resolve().parent):

@@ -66,7 +66,7 @@ class Package:
 BACKEND_MODEL = Path(__file__).with_name("python_backend_model.py")
 
 
-def checked_record(plan: Path) -> EngineRecord:
+def read_own_record(plan: Path) -> EngineRecord:
     path = record_path(plan)
     if not plan.is_file() or not path.is_file():
         raise BadInput(f"{plan}: the plan and its record {path.name} are both needed; build it again")
@@ -178,7 +178,9 @@ def _profiles_to_build(
     return package.profiles or (BatchProfile(smallest=1, tuned=tuned, largest=largest),)
 
 
-def models_of(package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None) -> list[ServedModel]:
+def build_served_models(
+    package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None
+) -> list[ServedModel]:
     models = [_plan_model(package, records)] if records else []
     limit = package.serving.max_batch or (signature_from_record(records[0]).largest_batch if records else None)
     if package.onnx is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calib.calibrate import STATE, ResumeFile
 from calib.moments import Moments
-from calib.store import load as load_moments
+from calib.store import load_moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.planning.sweep_trials import TrialFolder
 from corp_deploy.polish.state import StateFile
