@@ -23,8 +23,9 @@ from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.release import calls as release_commands
+from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.release.stages import stages_of
 from corp_deploy.store.checkpoint import Checkpoint, save
 from tests import tiny
 from tests.command import invoked, refuses
@@ -232,7 +233,8 @@ preset = "{preset}"
         (tmp_path / "recipe.toml").write_text(recipe.format(preset=preset))
         loaded = load_recipe(tmp_path / "recipe.toml")
         assert loaded.reduce.needs_images == looks
-        assert ("images" in release_commands.reduce_call(loaded, tmp_path).options) == looks
+        commands = {stage.name: stage.command for stage in stages_of(loaded, tmp_path, Baseline())}
+        assert ("--images" in commands["reduce"]) == looks
 
 
 def test_the_new_rows_are_the_means_of_clusters(both: tuple[Moments, Moments], images: Images) -> None:

@@ -212,7 +212,7 @@ def test_a_release_goes_on_from_the_states_of_both_passes(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted in the first pass, between the two, and in the second one."""
-    monkeypatch.setattr("corp_deploy.release.calls.SAVE_EVERY_IMAGES", 8)
+    monkeypatch.setattr("corp_deploy.release.stages.SAVE_EVERY_IMAGES", 8)
     folder = release_home(home, tmp_path, attention_system="kept")
     moments = ".stages/moments.safetensors"
     assert run("release", folder / "recipe.toml", "-o", folder / "straight", *STAGES).exit_code == 0

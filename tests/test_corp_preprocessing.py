@@ -25,7 +25,7 @@ from corp_deploy.proof.model_inputs import feeds_to_time, random_inputs
 from corp_deploy.proof.port_images import images_of_port
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_toml import text_of_recipe
-from corp_deploy.release.stage_parts import settings_of
+from corp_deploy.release.stage import settings_of
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store import checkpoint as directories
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint

@@ -19,10 +19,10 @@ from corp_deploy.demo.run import EXAMPLES, DemoScale, itself
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.digests import files_of
 from corp_deploy.release.incremental import STATE, Stage
-from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import SECTIONS
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_keys import keys_of
+from corp_deploy.release.stages import stages_of
 from corp_deploy.store.checkpoint import save
 from perf.parity.parity import load_parity
 from tests import small_convnets, tiny

@@ -9,12 +9,11 @@ import pytest
 
 from corp_deploy.invocation.input_choice import InputOptions
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.release import calls as release_commands
 from corp_deploy.release.baseline import Baseline
-from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import SECTIONS
 from corp_deploy.release.recipe_file import MOST_BYTES, load_recipe
 from corp_deploy.release.recipe_toml import rendered, starter, text_of_recipe
+from corp_deploy.release.stages import stages_of
 from corp_deploy.store.checkpoint import save
 from ground.errors import BadInput
 from tests import small_convnets
@@ -173,11 +172,11 @@ def test_what_the_calibration_holds_out_can_prove_the_result(tmp_path: Path) -> 
     groups = str(here / "groups.npy")
     assert recipe.proof_images == InputOptions(images=here / "train", samples=99, seed=5, hold_out=32, groups=groups)
     drawn = "--images ../train --samples 99 --seed 5 --hold-out 32 --groups ../groups.npy "
-    assert drawn in str(release_commands.verify_call(recipe, tmp_path / "out"))
-    reduced = str(release_commands.reduce_call(recipe, tmp_path / "out"))
+    by_name = {stage.name: stage for stage in stages_of(recipe, tmp_path / "out", Baseline())}
+    assert drawn in by_name["parity"].command
+    reduced = by_name["reduce"].command
     assert "--hold-out 32 --groups ../groups.npy " in reduced
     assert "--held-out .stages/moments.held-out.safetensors" in reduced
-    by_name = {stage.name: stage for stage in stages_of(recipe, tmp_path / "out", Baseline())}
     for name in ("moments", "reduce", "samples", "parity"):
         assert by_name[name].outside["calibration.group_labels"] == here / "groups.npy"
         assert by_name[name].settings["calibration.hold_out"] == 32
@@ -185,8 +184,8 @@ def test_what_the_calibration_holds_out_can_prove_the_result(tmp_path: Path) -> 
     assert load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml")) == recipe
     apart = load_recipe(written(tmp_path, text + '[held_out]\nimages = "val"\n'))
     assert apart.proof_images == InputOptions(images=here / "val", samples=None, seed=0)
-    commands = release_commands.verify_call(apart, tmp_path), release_commands.reduce_call(apart, tmp_path)
-    assert not [command for command in commands if "--hold-out" in str(command)]
+    stages = {stage.name: stage for stage in stages_of(apart, tmp_path, Baseline())}
+    assert not [name for name in ("parity", "reduce") if "--hold-out" in stages[name].command]
 
 
 def test_a_recipe_builds_on_another_key_by_key(tmp_path: Path) -> None:

@@ -25,14 +25,14 @@ from calib.store import load_moments
 from corp_deploy.commands.doctor import SOURCES
 from corp_deploy.invocation.option import Invocation
 from corp_deploy.proof import speed
-from corp_deploy.release import release_steps, stage_parts, steps
+from corp_deploy.release import release_steps, stages, steps
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.check import replay
 from corp_deploy.release.incremental import StageDirs
 from corp_deploy.release.names import MOMENTS
-from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import Recipe
 from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.release.stages import stages_of
 from corp_deploy.release.targets import ReleaseTarget
 from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND
@@ -485,8 +485,8 @@ def test_a_release_is_proved_on_what_its_calibration_held_out(home: Path, monkey
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("missing_to_build", "missing_to_run"):
-        real: Callable[[ReleaseTarget], str | None] = getattr(stage_parts, name)
-        monkeypatch.setattr(stage_parts, name, lambda target, real=real: "no GPU" if target.is_engine else real(target))
+        real: Callable[[ReleaseTarget], str | None] = getattr(stages, name)
+        monkeypatch.setattr(stages, name, lambda target, real=real: "no GPU" if target.is_engine else real(target))
 
 
 @pytest.mark.slow("models")
@@ -507,8 +507,8 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
     refuses("stage engine.tensorrt: no GPU", *alone, code=4)
 
     with monkeypatch.context() as there:
-        there.setattr(stage_parts, "missing_to_build", lambda target: None)
-        there.setattr(stage_parts, "missing_to_run", lambda target: None)
+        there.setattr(stages, "missing_to_build", lambda target: None)
+        there.setattr(stages, "missing_to_run", lambda target: None)
         play_gpu(there)
         moved = shutil.move(home / "out", home / "elsewhere")
         for words in lines:

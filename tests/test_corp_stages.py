@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from corp_deploy.machine import versions
-from corp_deploy.release import stage_parts
+from corp_deploy.release import targets
 from corp_deploy.release.digests import files_of
 from corp_deploy.release.incremental import (
     AGAIN,
@@ -27,8 +27,7 @@ from corp_deploy.release.incremental import (
 )
 from corp_deploy.release.pace import efforts_in, efforts_of, timed
 from corp_deploy.release.recipe_tables import ExportTable, TargetTable
-from corp_deploy.release.stage_parts import measured_by
-from corp_deploy.release.targets import release_target
+from corp_deploy.release.targets import measured_by, release_target
 from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts
 from ground.effort import Effort, Stopwatch, measure_effort
 from ground.errors import BadInput
@@ -194,7 +193,7 @@ def test_the_machine_of_a_measurement_is_told_by_cpu_gpu_driver_and_runtime(monk
     def watched() -> Iterator[tuple[None, dict[str, str]]]:
         yield None, {"gpu": "H200", "driver": "610.1"}
 
-    monkeypatch.setattr(stage_parts, "watching", watched)
+    monkeypatch.setattr(targets, "watching", watched)
     monkeypatch.setattr("perf.timing.watch.version", lambda package: f"{package} 1")
     on_cpu, on_gpu = (measured_by(release_target(name, TargetTable(), ExportTable(), (1,), ()))
                       for name in ("onnxruntime-cpu", "tensorrt"))  # fmt: skip

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from corp_deploy.release import calls
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.recipe import trusted_metrics
 from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.release.stage import only_call, release_call
 from corp_deploy.spec.trusted_code import trusting_code
 from tests.command import invoked, refuses, run
 from tests.refusals import rejects
@@ -120,8 +120,8 @@ def test_printed_commands_carry_what_they_need(tmp_path: Path) -> None:
         (measured, "parity.onnxruntime-cpu", True),
         (coded, "bench", True),
     ):
-        words = calls.only_call(stage, recipe).argv
+        words = only_call(stage, recipe).argv
         trusts = ["--trust-paths", *(["--trust-code"] if runs_code else [])]
         assert [word for word in words if word.startswith("--trust")] == trusts
-    assert "--trust-code" in calls.release_call(measured, Baseline(), tmp_path).argv
-    assert "--trust-code" not in calls.release_call(plain, Baseline(), tmp_path).argv
+    assert "--trust-code" in release_call(measured, Baseline(), tmp_path).argv
+    assert "--trust-code" not in release_call(plain, Baseline(), tmp_path).argv

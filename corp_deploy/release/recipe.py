@@ -28,6 +28,8 @@ from . import recipe_tables as tables
 from .recipe_keys import in_keys
 from .targets import ON_CPU, ReleaseTarget, release_target, rules_of
 
+RANGE_SAMPLES = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParityTable(MetricOptions, ProofOptions):
@@ -232,6 +234,11 @@ class Recipe:
             return InputOptions(images=held_out.images, samples=held_out.samples, seed=held_out.seed)
         drawn = {name: getattr(calibration, name) for name in ("images", "samples", "seed", "hold_out")}
         return InputOptions(**drawn, groups=calibration.grouping)
+
+    @property
+    def range_samples(self) -> int:
+        """How many calibration images the ranges of INT8 and FP8 are computed from."""
+        return min(self.export.range_samples or RANGE_SAMPLES, self.calibration.samples or RANGE_SAMPLES)
 
     @property
     def rules(self) -> tuple[Rule, ...]:

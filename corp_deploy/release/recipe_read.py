@@ -36,7 +36,6 @@ from perf.gate.rule import ACCURACY, FITTED
 from perf.parity.measures import MEASURES, SHARES, require_agreement
 from perf.record.runs import FittedInputs
 
-from .calls import range_samples
 from .incremental import Stage
 from .names import MOMENTS, PARITY, parity_name
 from .recipe import Recipe
@@ -59,10 +58,10 @@ def _calibration_images(
         return None
     if images.skipped:
         warn(f"calibration.images: {left_out(table.images, images)}")
-    if recipe.export.quantised and range_samples(recipe) > images.available:
+    if recipe.export.quantised and recipe.range_samples > images.available:
         mistakes.add(
             f"export.range_samples: the ranges of {', '.join(recipe.export.quantised)} are computed from "
-            f"{range_samples(recipe)} of calibration.images, which are {images.available}; write range_samples = "
+            f"{recipe.range_samples} of calibration.images, which are {images.available}; write range_samples = "
             f"{images.available} or fewer under [export]"
         )
     key = "group_labels" if table.group_labels else "groups" if table.groups else "hold_out"

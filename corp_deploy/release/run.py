@@ -12,16 +12,17 @@ from ground.outputs import require_writable
 from perf.gate.verdicts import load_gate
 from perf.stats.trend import add_release
 
-from . import calls, incremental
+from . import incremental
 from .baseline import Baseline
 from .incremental import Outcome, Stage, StageStatus
 from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS, own_records
-from .pipeline import stages_of
 from .recipe import Recipe
 from .recipe_checks import require_inputs
 from .recipe_toml import rendered
 from .signature import sums_from_file
 from .signer import Signer, sign
+from .stage import only_call
+from .stages import stages_of
 
 Signature = Literal["signed", "kept", "removed", "refused"]
 """Made, still that of these files, removed as it was of others, or not made, as the gate did not pass."""
@@ -163,7 +164,7 @@ class Job:
                 "name": stage.name,
                 "why": status.why,
                 "words": (
-                    *calls.only_call(stage.name, self.recipe).argv,
+                    *only_call(stage.name, self.recipe).argv,
                     *(("--again", stage.name) if stage.again else ()),
                 ),
             }

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from ground.gpu import missing_gpu
 from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_by_name
 from perf.gate.evidence import require_figure
 from perf.gate.rule import OF_ENGINES, Rule, rule_from_text
+from perf.timing.watch import environment, watching
 
 from .recipe_keys import told_at
 from .recipe_tables import (
@@ -146,6 +148,21 @@ def missing_to_run(target: ReleaseTarget) -> str | None:
     return (
         None if "CUDAExecutionProvider" in providers else "onnxruntime here has no CUDA provider (onnxruntime-gpu has)"
     )
+
+
+OF_MACHINE = ("machine", "cpu", "cpu_count", "gpu", "driver")
+RUNTIMES = {
+    "onnxruntime-cuda": ("onnxruntime_gpu",),
+    "tensorrt": ("tensorrt",),
+    "tensorrt-rtx": ("tensorrt_rtx",),
+}
+
+
+def measured_by(target: ReleaseTarget) -> dict[str, Any]:
+    """Return the facts of this machine that decide a target's times."""
+    with nullcontext((None, None)) if target.name in ON_CPU else watching() as (_, gpu):
+        here = environment(gpu)
+    return {key: here[key] for key in (*OF_MACHINE, *RUNTIMES.get(target.name, ())) if here[key] is not None}
 
 
 def run_options(target: ReleaseTarget, threads: int | None) -> dict[str, Any]:
